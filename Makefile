@@ -6,6 +6,8 @@
 # make bench   set up, then measure             make soak    set up, then long fault campaigns
 # make gpu     measure the trainer on this machine's GPU, without set-up: CONTRIBUTING.md
 PY := .venv/bin/python
+# where it is set, each of the tests' thousand processes would compile the sources anew
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-fast lint docs bench soak gpu format
 setup:

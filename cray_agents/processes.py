@@ -1,8 +1,10 @@
-"""Processes: make children die with their parent, also if that is killed with `kill -9`.
+"""Processes: make children die with their parent, and start with few imports and little garbage.
 
-Linux only (prctl). Elsewhere nothing happens, and a killed parent's children must be ended by hand.
+Dying with a parent that was killed by `kill -9` is Linux only (prctl). Elsewhere nothing happens,
+and its children must be ended by hand.
 """
 
+import atexit
 import ctypes
 import gc
 import os
@@ -55,4 +57,22 @@ def importing_much() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # at its end the interpreter clears away all there is
         gc.enable()
+
+
+def leave_out(*packages: str) -> None:
+    """Make packages look as if they were not installed, if this process runs our command alone.
+
+    transformers and pyarrow import torch and pandas wherever these are installed, which takes
+    seconds. A process that also runs other people's code keeps them.
+    """
+    main = getattr(sys.modules["__main__"], "main", None)
+    if getattr(main, "__module__", None) == "cray_agents.cli":
+        hide(*packages)
+
+
+def hide(*packages: str) -> None:
+    """Make packages that are not imported yet look as if they were not installed."""
+    for package in packages:
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # as Python documents it

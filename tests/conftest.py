@@ -4,6 +4,7 @@
 `pytest --note-slow` on the whole suite writes it anew.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -43,6 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: no collection looks through it
+    atexit.register(gc.unfreeze)
     gc.enable()
 
 

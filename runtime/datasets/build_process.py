@@ -10,7 +10,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import sys
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from cray_agents.errors import StoreError
 from cray_agents.paths import Home
-from cray_agents.processes import die_with_parent
+from cray_agents.processes import die_with_parent, hide
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.build import build_dataset
 from cray_agents.runtime.store import Store
@@ -80,8 +79,7 @@ def _initialize(parent: int) -> None:
     """Prepare the child process."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the platform handles Ctrl-C
-    # tokenizers need no torch, and without it transformers imports in half the time
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as if not installed
+    hide("torch", "pandas")  # transformers and pyarrow import them, and building needs neither
     os.nice(NICE)
 
 

@@ -30,6 +30,7 @@ from cray_agents.cli.runs.filter_options import (
 from cray_agents.cli.screen import HomeOption, JsonOption, console, progress_bar, root, show, when
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
+from cray_agents.processes import leave_out
 from cray_agents.queries import DatasetRecipe
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def _build_or_plan(
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.store import Store
 
+    leave_out("torch", "pandas")
     root_home = open_root(load_config({"home": home}))
     if recipe.tokenizer is not None:
         folder = Path(recipe.tokenizer).expanduser().absolute()

@@ -1,9 +1,11 @@
 """Conversations to imitate: only what the assistant says is trained on."""
 
 import json
+import multiprocessing
 import shutil
+import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
+from cray_agents.processes import hide
 from cray_agents.records import Trajectory
 from cray_agents.runtime.datasets.samples.demonstrations import Renderer
 from cray_agents.runtime.exports.formats.openai_lines import OPENAI_PREFERENCE
@@ -87,6 +90,20 @@ def test_demonstrations_train_only_what_the_assistant_says(tokenizer: Path, deco
         f'<tool_call>\n{{"name": "calculator", "arguments": {CALL}}}\n</tool_call><|im_end|>'
         "432<|im_end|>"
     )
+
+
+def _rendered_apart(checkpoint: Path) -> tuple[list[int], list[str]]:
+    """Render in a process without torch. Returns token ids, and which large packages it has."""
+    hide("torch", "pandas")
+    (sample,) = Renderer(checkpoint).samples(CONVERSATION, TOOLS)
+    return sample.input_ids.tolist(), [name for name in ("torch", "pandas") if sys.modules[name]]
+
+
+def test_a_process_without_torch_renders_the_same(tokenizer: Path) -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        ids, imported = apart.submit(_rendered_apart, tokenizer).result()
+    (sample,) = Renderer(tokenizer).samples(CONVERSATION, TOOLS)
+    assert (ids, imported) == (sample.input_ids.tolist(), [])
 
 
 def test_a_template_that_loops_is_given_up(tokenizer: Path, tmp_path: Path) -> None:
