@@ -5,9 +5,11 @@
 """
 
 import atexit
+import functools
 import gc
 import os
 import signal
+import ssl
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ gc.disable()  # until all tests are collected: a third of the time, for all that
 os.environ.pop("COLUMNS", None)  # before the consoles are made: tables are as wide as in a log
 # a shell starts what runs in the background deaf to Ctrl-C, and so would be all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# each of the tests' many HTTP clients would read all authorities' certificates: 25 ms
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
 # no test fails because the machine is slow
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
