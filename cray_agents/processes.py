@@ -64,8 +64,8 @@ def importing_much() -> Iterator[None]:
 def leave_out(*packages: str) -> None:
     """Make packages look as if they were not installed, if this process runs our command alone.
 
-    transformers and pyarrow import torch and pandas wherever these are installed, which takes
-    seconds. A process that also runs other people's code keeps them.
+    transformers imports torch wherever it is installed, which takes seconds. A process that also
+    runs other people's code keeps it.
     """
     main = getattr(sys.modules["__main__"], "main", None)
     if getattr(main, "__module__", None) == "cray_agents.cli":

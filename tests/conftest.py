@@ -9,12 +9,13 @@ import functools
 import gc
 import os
 import signal
-import ssl
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpcore2
+import httpx._transports.default as httpx_transport
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -23,7 +24,10 @@ os.environ.pop("COLUMNS", None)  # before the consoles are made: tables are as w
 # a shell starts what runs in the background deaf to Ctrl-C, and so would be all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # each of the tests' many HTTP clients would read all authorities' certificates: 25 ms
-ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+httpx_transport.create_ssl_context = functools.cache(  # type: ignore[attr-defined]
+    httpx_transport.create_ssl_context  # type: ignore[attr-defined]
+)
 # no test fails because the machine is slow
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -79,7 +79,7 @@ def _initialize(parent: int) -> None:
     """Prepare the child process."""
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the platform handles Ctrl-C
-    hide("torch", "pandas")  # transformers and pyarrow import them, and building needs neither
+    hide("torch")  # transformers imports it, and building needs only tokenizers
     os.nice(NICE)
 
 

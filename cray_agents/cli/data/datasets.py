@@ -137,7 +137,7 @@ def _build_or_plan(
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.store import Store
 
-    leave_out("torch", "pandas")
+    leave_out("torch")
     root_home = open_root(load_config({"home": home}))
     if recipe.tokenizer is not None:
         folder = Path(recipe.tokenizer).expanduser().absolute()
