@@ -2,14 +2,13 @@
 
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cray_agents import Run, ScriptedEngine
 from cray_agents.cli.agent.agents import load
+from tests.support.quick_recipe import quick_lines
 
 FILE = Path(__file__).parents[2] / "cookbook" / "00_the_loop_by_hand.py"
 book = load(FILE)
@@ -41,12 +40,7 @@ def test_demonstrations_are_what_a_perfect_run_says() -> None:
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:
-    argv = [sys.executable, str(FILE), "--quick"]
-    done = subprocess.run(
-        argv, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    warmed, sampled, decided = done.stdout.splitlines()
+    warmed, sampled, decided = quick_lines(FILE, tmp_path)
     assert re.fullmatch(r"calc@2: held out [01]\.\d{3}", warmed)
     assert re.fullmatch(r"calc@3: \d+ of 16 runs were right", sampled)
     assert re.fullmatch(r"  held out [01]\.\d{3}: (promote|reject), .+", decided)

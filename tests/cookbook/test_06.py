@@ -1,7 +1,5 @@
 """06_database.py: its shop, turn by turn; and the whole of it, small, as its docstring says."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 from cray_agents import Run, ScriptedEngine, Task
 from cray_agents.cli.agent.agents import load
 from cray_agents.engines.scripted import tool_call
+from tests.support.quick_recipe import quick_lines
 
 FILE = Path(__file__).parents[2] / "cookbook" / "06_database.py"
 book = load(FILE)
@@ -82,11 +81,6 @@ def test_a_seed_is_another_model_other_tasks_and_other_data() -> None:
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:
-    argv = [sys.executable, str(FILE), "--quick"]
-    done = subprocess.run(
-        argv, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in quick_lines(FILE, tmp_path)]
     assert [line[0] for line in lines] == ["0", "1"]
     assert all(line[1].startswith("shop@") for line in lines)

@@ -1,13 +1,12 @@
 """09_feedback.py: its questions; and the whole of it, small, as its docstring says."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cray_agents.cli.agent.agents import load
+from tests.support.quick_recipe import quick_lines
 
 FILE = Path(__file__).parents[2] / "cookbook" / "09_feedback.py"
 book = load(FILE)
@@ -43,11 +42,7 @@ def test_how_the_hotel_was_taught_depends_on_the_city() -> None:
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, FILE, "--quick"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    start, thumbs, update = done.stdout.splitlines()
+    start, thumbs, update = quick_lines(FILE, tmp_path)
     assert start.startswith("0 hotel@2 ")
     assert update.startswith("1 hotel@3 ")
     assert re.fullmatch(rf"\d of {book.QUICK.thumbs} thumbs were up", thumbs)

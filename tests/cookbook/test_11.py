@@ -1,8 +1,6 @@
 """11_own_loss.py: its loss by hand; and the whole of it, small."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from cray_agents import Datum
 from cray_agents.cli.agent.agents import load
+from tests.support.quick_recipe import quick_lines
 
 FILE = Path(__file__).parents[2] / "cookbook" / "11_own_loss.py"
 book = load(FILE)
@@ -26,12 +25,7 @@ def test_the_loss() -> None:
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:
-    argv = [sys.executable, str(FILE), "--quick"]
-    done = subprocess.run(
-        argv, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+    lines = quick_lines(FILE, tmp_path)
     assert [bool(re.match(r"own@[12]: reward [01]\.\d{3}, such as ", line)) for line in lines] == [
         True,
         True,

@@ -1,14 +1,13 @@
 """12_distillation.py: its loop; and the whole of it, small."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from cray_agents.cli.agent.agents import load
+from tests.support.quick_recipe import quick_lines
 
 FILE = Path(__file__).parents[2] / "cookbook" / "12_distillation.py"
 book = load(FILE)
@@ -24,12 +23,7 @@ def test_the_student_has_a_teacher_and_no_demonstrations() -> None:
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:
-    argv = [sys.executable, str(FILE), "--quick"]
-    done = subprocess.run(
-        argv, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    teacher, start, distilled = done.stdout.splitlines()
+    teacher, start, distilled = quick_lines(FILE, tmp_path)
     assert re.fullmatch(r"teacher@1: held out [01]\.\d{3}", teacher)
     assert re.fullmatch(r"calc@\d+: held out [01]\.\d{3}", start)
     assert re.fullmatch(
