@@ -28,11 +28,11 @@ def read_parent(checkpoint: Path, init: str = "parent", way: Way | None = None) 
     that cannot be trained.
     """
     model = read_architecture(checkpoint, way)
-    if model.way == "universal":
+    if model.way != "native":
         if init == "random":
             raise BadInput(
                 f"init=random has no effect on a {model.kind!r} model, which is trained the"
-                " universal way, from the weights of its directory: leave init out, and save a"
+                f" {model.way} way, from the weights of its directory: leave init out, and save a"
                 " model with random weights by transformers first",
                 param="init",
             )

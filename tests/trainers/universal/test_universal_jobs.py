@@ -104,8 +104,6 @@ def test_what_the_universal_way_cannot_do_is_refused_by_name(sinks: Path, models
         read_parent(sinks, "random")
     with pytest.raises(BadInput, match=r"'gpt_oss'.*native way.*llama.*way=universal"):
         read_architecture(sinks, "native")
-    with pytest.raises(ValueError, match=r"Megatron-Bridge is not built in yet.*'universal'"):
-        Hyperparameters(steps=1, way="bridge")  # type: ignore[arg-type]
 
 
 def test_weights_are_counted_as_transformers_has_them(sinks: Path) -> None:
