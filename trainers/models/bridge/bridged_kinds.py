@@ -16,7 +16,7 @@ BRIDGE = "Megatron-Bridge 0.6"
 TRIED = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # versions, by their first two numbers
 # Of the kinds that Megatron-Bridge lists, those whose logits and losses were compared with
 # transformers' (tests/trainers/bridge/). Others may have layers of their own that need a GPU.
-BRIDGED = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe")
+BRIDGED = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def check_bridged(hyper: Hyperparameters) -> None:

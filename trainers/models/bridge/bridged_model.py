@@ -238,15 +238,16 @@ def _add_biases_once(chunk: Any, ranks: int) -> None:
     """Let tensor ranks add a share of the experts' last biases each: their outputs are summed.
 
     In Megatron-core 0.19.2 each rank adds the whole bias. Each rank still has the whole gradient.
+    The bias is added in place, which autograd allows to a copy alone.
     """
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     def shared(forward: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any]:
         out, bias = forward(*args, **options)
-        return out, bias - (bias * (1 - 1 / ranks)).detach()
+        return out.clone(), bias - (bias * (1 - 1 / ranks)).detach()
 
     for layer in chunk.modules():
-        if ranks > 1 and isinstance(layer, SequentialMLP) and layer.config.add_bias_linear:
+        if isinstance(layer, SequentialMLP) and layer.config.add_bias_linear:
             for expert in layer.local_experts:
                 expert.linear_fc2.forward = partial(shared, expert.linear_fc2.forward)
 
@@ -266,7 +267,7 @@ def _rotation(skeleton: Any, provider: Any) -> tuple[torch.Tensor, float]:
         )
     kind = next(type(part) for part in skeleton.modules() if hasattr(part, "inv_freq"))
     rotary = kind(skeleton.config)
-    inverse, scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)
+    inverse, scaling = rotary.inv_freq.detach().float().clone(), float(rotary.attention_scaling)
     if scaling != 1.0 and 2 * len(inverse) != provider.kv_channels:
         raise BadInput(
             f"way=bridge cannot scale positions by {scaling:g} that rotate {2 * len(inverse)} of a"
