@@ -32,6 +32,7 @@ from cray_agents.trainers.planning.memory import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 ROPES = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the length
+_LAYER = re.compile(r"\.layers\.\d+\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _NAMED = 5
 
@@ -144,6 +145,7 @@ def build_bridged(
     _check_tensors(chunks, source)
     if loaded:
         fill_bridged(chunks, source)
+        _show_way_back(chunks, source)
     return chunks
 
 
@@ -328,6 +330,29 @@ def fill_bridged(chunks: list[Any], source: BridgedParent) -> None:
             f"{source.files.folder} lacks what Megatron-Bridge reads into {_listed(unread)}: ask"
             " for way=universal",
             param="parent",
+        )
+
+
+@torch.no_grad()
+def _show_way_back(chunks: list[Any], source: BridgedParent) -> None:
+    """Export the first layer of each kind; raise BadInput unless the parent's numbers come back.
+
+    So it is with a matrix whose orientation Megatron-Bridge guesses by its shape. Collective.
+    """
+    kinds: dict[str, Any] = {}
+    for task in filter(None, source.converter.get_conversion_tasks(chunks)):
+        kinds.setdefault(_LAYER.sub(".layers.#.", task.global_param_name), task)
+    changed = []
+    for name, tensor in source.converter.export_hf_weights(
+        chunks, cpu=True, show_progress=False, conversion_tasks=list(kinds.values())
+    ):
+        if not torch.equal(tensor, source.files.read(name).to(tensor.dtype)):
+            changed.append(name)
+    if changed:
+        raise BadInput(
+            f"{source.files.folder}: Megatron-Bridge does not give back {_listed(changed)} as it"
+            " was: ask for way=universal",
+            param="way",
         )
 
 
