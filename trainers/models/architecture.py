@@ -111,14 +111,16 @@ def with_way(spec: JobSpec, parent: Path) -> JobSpec:
     return spec.model_copy(update={"hyperparameters": hyper.model_copy(update={"way": "bridge"})})
 
 
-def read_architecture(checkpoint: Path, way: Way | None = None) -> Architecture:
+def read_architecture(
+    checkpoint: Path, way: Way | None = None, layout: Layout | None = None
+) -> Architecture:
     """Read a checkpoint directory's config. Raises NotFound, or BadInput naming the obstacle.
 
     `way` None: see `choose_way`.
     """
     config = read_config(checkpoint)
     kind = config.get("model_type", "")
-    way = choose_way(kind, way)
+    way = choose_way(kind, way, layout)
     if way != "native":
         return _of_transformers(config, checkpoint, way)
     if kind not in SUPPORTED:

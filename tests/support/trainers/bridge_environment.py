@@ -2,7 +2,8 @@
 
 The wheels for Python 3.12 are unpacked without what they ask for: most of that is for GPUs, or for
 Megatron-Bridge's own training loop. What its import needs beside them is written here: a stand-in
-for Transformer Engine, of which one name is read, and `typing.override`, which is new in 3.12.
+for Transformer Engine, for the one module that cannot do without, and `typing.override`, which is
+new in 3.12.
 On the path before site-packages, the folder's megatron-core takes the place of the pinned one.
 """
 
@@ -23,7 +24,15 @@ import typing_extensions
 
 typing.override = typing_extensions.override
 """
-ENGINE = """class ops:
+ENGINE = """import sys
+
+asks = sys._getframe(1)
+while "importlib" in asks.f_globals["__name__"]:
+    asks = asks.f_back
+if asks.f_globals["__name__"] != "megatron.bridge.peft.lora_layers":
+    raise ModuleNotFoundError("a stand-in, for megatron.bridge.peft.lora_layers alone")
+"""
+OPERATIONS = """class ops:
     Sequential = object
 """
 
@@ -44,13 +53,13 @@ def bridge_folder() -> Path:
         (draft / "wheels.txt").write_text("\n".join(wheels))
         to = ["--target", str(draft / "made"), "--no-deps", "--require-hashes"]
         _pip(*to, "--no-build-isolation", "-r", str(draft / "source.txt"))
-        for_312 = ["--python-version", "3.12", "--only-binary=:all:"]
+        for_312 = ["--python-version", "3.12", "--only-binary=:all:", "--ignore-requires-python"]
         _pip(*to, *for_312, "-r", str(draft / "wheels.txt"))
         made = draft / "made"
         (made / "sitecustomize.py").write_text(OVERRIDE)
         (made / "transformer_engine" / "pytorch").mkdir(parents=True)
-        (made / "transformer_engine" / "__init__.py").write_text("")
-        (made / "transformer_engine" / "pytorch" / "__init__.py").write_text(ENGINE)
+        (made / "transformer_engine" / "__init__.py").write_text(ENGINE)
+        (made / "transformer_engine" / "pytorch" / "__init__.py").write_text(OPERATIONS)
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
     return folder

@@ -15,7 +15,7 @@ from cray_agents.training_jobs import Hyperparameters
 BRIDGE = "Megatron-Bridge 0.6"
 TRIED = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # versions, by their first two numbers
 # Of the kinds that Megatron-Bridge lists, those whose logits and losses were compared with
-# transformers' (tests/trainers/bridge/). Others may have layers of their own that need a GPU.
+# transformers' (tests/trainers/bridge/). Others have layers or tables of their own for GPUs alone.
 BRIDGED = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 

@@ -129,6 +129,7 @@ def build_bridged(
         provider.softmax_scale = scaling**2 * (provider.softmax_scale or model.head_size**-0.5)
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     provider.finalize()
+    provider.expert_tensor_parallel_size = layout.tensor
     chunk = provider.provide(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -172,7 +173,8 @@ def _options(
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.tensor,
+        # what it is comes later: Megatron refuses biases that `_add_biases_once` puts right
+        "expert_tensor_parallel_size": 1,
         "sequence_parallel": layout.sequence_parallel,
         "variable_seq_lengths": True,
         "calculate_per_token_loss": True,
