@@ -55,10 +55,10 @@ def why_not_installed() -> str | None:
             )
         return f"{BRIDGE} is not installed: pip install 'cray-agents[bridge]'"
     for package, tried in TRIED.items():
-        found = importlib.metadata.version(package)
-        if found.split(".")[:2] != tried.split("."):
+        installed = importlib.metadata.version(package)
+        if installed.split(".")[:2] != tried.split("."):
             return (
-                f"{package} {found} is installed, and the bridge way was tried with {tried}: pip"
+                f"{package} {installed} is installed, and the bridge way was tried with {tried}: pip"
                 f" install '{package}=={tried}.*'"
             )
     return None
