@@ -10,7 +10,7 @@ from math import log2
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
-from cray_agents.trainers.models.bridge.bridged_kinds import why_not_bridged
+from cray_agents.trainers.models.bridge.bridged_kinds import WHOLE_EXPERTS, why_not_bridged
 from cray_agents.training_jobs import Layout
 
 PROPOSED = 6  # layouts that an error names at most
@@ -35,6 +35,11 @@ def why_unfit(model: Architecture, layout: Layout) -> str | None:
         return (
             "way=bridge was tried with data, tensor, pipeline and expert parallelism alone, not"
             " with interleave or context"
+        )
+    if model.way == "bridge" and model.kind in WHOLE_EXPERTS and tensor > 1:
+        return (
+            f"tensor={tensor} cuts its experts, whose biases Megatron-core takes whole: split it by"
+            " expert and pipeline"
         )
     for name, size in _split_by_tensor(model):
         if size % tensor:

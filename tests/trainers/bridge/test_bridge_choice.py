@@ -63,12 +63,12 @@ def test_the_way_that_a_layout_needs_enters_the_jobs_id(
 def test_an_architecture_is_read_for_the_bridge(sinks: Path, installed: None) -> None:
     model = read_architecture(sinks, "bridge")
     assert (model.way, model.network, model.experts) == ("bridge", "GptOssForCausalLM", 4)
-    check_layout(model, Layout(tensor=2, sequence_parallel=True))
+    check_layout(model, Layout(data=2, expert=2))
     check_layout(model, Layout(pipeline=2))
+    with pytest.raises(BadInput, match=r"tensor=2 cuts its experts.*split it by expert and"):
+        check_layout(model, Layout(tensor=2, sequence_parallel=True))
     with pytest.raises(BadInput, match=r"context=2.*not with interleave or context"):
         check_layout(model, Layout(context=2))
-    with pytest.raises(BadInput, match=r"tensor=4 does not divide its 2 key-value heads"):
-        check_layout(model, Layout(tensor=4, sequence_parallel=True))
     whole = weight_share(model, Layout(), 0)
     half = weight_share(model, Layout(pipeline=2), 0)
     assert whole.dense + whole.experts == model.counted[0]

@@ -18,6 +18,9 @@ TRIED = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # versions, by thei
 # transformers' (tests/trainers/bridge/). Others have layers or tables of their own for GPUs alone.
 BRIDGED = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
 
+# Experts with biases: Megatron-core and Megatron-Bridge keep each whole, and tensor ranks cut them.
+WHOLE_EXPERTS = ("gpt_oss",)
+
 
 def check_bridged(hyper: Hyperparameters) -> None:
     """Raise BadInput for what the bridge way does not train."""

@@ -116,12 +116,6 @@ def build_bridged(
     if not on_cpu and not has_transformer_engine():
         raise SetupError(f"way=bridge on GPUs needs Transformer Engine: {INSTALL_TE}")
     provider = source.converter.to_megatron_provider(load_weights=False)
-    if not on_cpu and layout.tensor > 1 and model.experts and provider.add_bias_linear:
-        raise BadInput(
-            f"tensor={layout.tensor}: way=bridge was not tried on GPUs with tensor ranks that share"
-            f" experts with biases, as {model.kind} has: ask for expert or pipeline parallelism",
-            param="layout",
-        )
     inverse, scaling = _rotation(source.skeleton, provider)
     for name, value in _options(model, layout, hyper, on_cpu, recompute, provider).items():
         setattr(provider, name, value)
@@ -129,13 +123,12 @@ def build_bridged(
         provider.softmax_scale = scaling**2 * (provider.softmax_scale or model.head_size**-0.5)
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     provider.finalize()
-    provider.expert_tensor_parallel_size = layout.tensor
     chunk = provider.provide(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     if on_cpu:
-        _add_biases_once(chunk, layout.tensor)
+        _add_biases_to_copies(chunk)
     chunk.rotary_pos_emb.inv_freq = inverse.to(chunk.rotary_pos_emb.inv_freq.device)
     chunk.head = None
     if chunk.post_process:
@@ -173,8 +166,7 @@ def _options(
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "expert_model_parallel_size": layout.expert,
-        # what it is comes later: Megatron refuses biases that `_add_biases_once` puts right
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": layout.tensor,
         "sequence_parallel": layout.sequence_parallel,
         "variable_seq_lengths": True,
         "calculate_per_token_loss": True,
@@ -238,22 +230,18 @@ def _layers_on_cpu(config: Any) -> Any:
     return spec
 
 
-def _add_biases_once(chunk: Any, ranks: int) -> None:
-    """Let tensor ranks add a share of the experts' last biases each: their outputs are summed.
-
-    In Megatron-core 0.19.2 each rank adds the whole bias. Each rank still has the whole gradient.
-    The bias is added in place, which autograd allows to a copy alone.
-    """
+def _add_biases_to_copies(chunk: Any) -> None:
+    """Let experts add their last biases, in place, to copies: autograd refuses it for outputs."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    def shared(forward: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any]:
+    def copied(forward: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any]:
         out, bias = forward(*args, **options)
-        return out.clone(), bias - (bias * (1 - 1 / ranks)).detach()
+        return out.clone(), bias
 
     for layer in chunk.modules():
         if isinstance(layer, SequentialMLP) and layer.config.add_bias_linear:
             for expert in layer.local_experts:
-                expert.linear_fc2.forward = partial(shared, expert.linear_fc2.forward)
+                expert.linear_fc2.forward = partial(copied, expert.linear_fc2.forward)
 
 
 def _rotation(skeleton: Any, provider: Any) -> tuple[torch.Tensor, float]:
