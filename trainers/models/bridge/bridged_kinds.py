@@ -61,7 +61,7 @@ def why_not_installed() -> str | None:
         installed = importlib.metadata.version(package)
         if installed.split(".")[:2] != tried.split("."):
             return (
-                f"{package} {installed} is installed, and the bridge way was tried with {tried}: pip"
-                f" install '{package}=={tried}.*'"
+                f"{package} {installed} is installed, and the bridge way was tried with {tried}:"
+                f" pip install '{package}=={tried}.*'"
             )
     return None
