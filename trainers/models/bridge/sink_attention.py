@@ -45,10 +45,12 @@ def sink_attention() -> type[Any]:
             """Attend over [tokens, heads, head size]; return [tokens, heads * head size]."""
             lengths = tuple(packed_seq_params.lengths.tolist())
             masks = {length: self._mask(length, query.device) for length in set(lengths)}
-            heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+            query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
             attended, _ = attend(
                 self,
-                *heads_first,
+                query,
+                key,
+                value,
                 PackedMask(lengths, masks),
                 scaling=self.softmax_scale,
                 s_aux=self.softmax_offset,
