@@ -104,7 +104,7 @@ def test_without_megatron_bridge_the_obstacle_is_named(
     )
     monkeypatch.setattr(bridged_kinds, "find_spec", lambda name: name)
     versions = {"megatron-bridge": "0.6.9", "megatron-core": "0.16.1"}
-    monkeypatch.setattr(bridged_kinds.importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     assert "megatron-core 0.16.1 is installed, and the bridge way was tried with 0.19" in str(
         why_not_installed()
     )

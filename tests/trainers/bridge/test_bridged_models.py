@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cray_agents.trainers.models.bridge.bridged_kinds import BRIDGED, why_not_installed
-from cray_agents.training_jobs import Hyperparameters, Layout
+from cray_agents.training_jobs import Hyperparameters, Layout, Way
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 MISSING = why_not_installed()
@@ -47,7 +47,7 @@ def prompts() -> list[list[int]]:
 
 
 def trained(
-    parents: dict[str, Path], way: str, layout: Layout, out: Path, rank: int, store: Any, _: Any
+    parents: dict[str, Path], way: Way, layout: Layout, out: Path, rank: int, store: Any, _: Any
 ) -> int:
     """One rank: each family's logits, its losses, and its export after a step at rate 0."""
     import torch
@@ -124,7 +124,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-def run(parents: dict[str, Path], way: str, layout: Layout, out: Path) -> dict[str, list[float]]:
+def run(parents: dict[str, Path], way: Way, layout: Layout, out: Path) -> dict[str, list[float]]:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.bridge.bridged_model import load_bridge
     from cray_agents.trainers.models.cpu_megatron import load_megatron
@@ -149,7 +149,7 @@ def measured(parent: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
     def measure(name: str) -> tuple[dict[str, list[float]], Path]:
         if name not in done:
-            way = "universal" if name == "universal" else "bridge"
+            way: Way = "universal" if name == "universal" else "bridge"
             layout, families = LAYOUTS["one" if way == "universal" else name]
             out = tmp_path_factory.mktemp(name)
             parents = {family: parent(family) for family in families}

@@ -273,7 +273,7 @@ def _check_tensors(chunks: list[Any], source: BridgedParent) -> None:
     """Raise BadInput for tensors that the model has no place for, or could not be rounded to."""
     files = source.files
     stored = files.stored
-    carried = set()
+    carried: set[str] = set()
     for _, names in source.tasks(chunks):
         carried.update(_EXPERT.sub(".experts.#.", name) for name in names)
         if len({stored[name][0] for name in names if name in stored}) > 1:
