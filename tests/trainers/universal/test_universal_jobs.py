@@ -14,7 +14,7 @@ from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.models.universal.linear_adapter import add_adapters
 from cray_agents.trainers.planning.layouts import check_layout
-from cray_agents.training_jobs import Hyperparameters, Layout, Lora
+from cray_agents.training_jobs import Layout, Lora
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 pytestmark = pytest.mark.megatron
