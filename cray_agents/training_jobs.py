@@ -8,7 +8,7 @@ only decide how the job is run stay out of the id. Read next: `trainers/job.py`.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Record, StrictRecord, digest
@@ -38,7 +38,7 @@ def check_recompute(text: str) -> str:
 
 
 Recompute = Annotated[str, AfterValidator(check_recompute)]
-Way = Literal["native", "universal"]
+Way = Literal["native", "universal", "bridge"]
 
 
 class Lora(StrictRecord):
@@ -142,7 +142,10 @@ class Hyperparameters(StrictRecord):
 
     `way` `native` trains Megatron's layers, in every layout, for the kinds of model that have them.
     `universal` trains transformers' own module, for every causal language model that it has, with
-    data parallelism alone. None: native for the kinds that have native layers, else universal.
+    data parallelism alone. `bridge` trains Megatron's layers as Megatron-Bridge builds them, with
+    tensor, pipeline and expert parallelism; it needs the extra `bridge`. None: native for the kinds
+    that have native layers, else universal, or bridge where the layout splits the model and
+    Megatron-Bridge is installed.
     """
 
     steps: int = Field(gt=0)
@@ -168,16 +171,6 @@ class Hyperparameters(StrictRecord):
     lora: Lora | None = None
     preference: Preference = Field(default_factory=Preference)
     policy: Policy = Field(default_factory=Policy)
-
-    @field_validator("way", mode="before")
-    @classmethod
-    def _refuse_bridge(cls, way: Any) -> Any:
-        if way == "bridge":
-            raise ValueError(
-                "training by Megatron-Bridge is not built in yet: leave way out, or ask for"
-                " 'universal', which trains the same models with data parallelism alone"
-            )
-        return way
 
 
 def as_hyperparameters(given: Any) -> Hyperparameters:
@@ -210,6 +203,11 @@ class Layout(StrictRecord):
     expert: int = Field(1, gt=0)
     optimizer_instances: int = Field(1, gt=0)
     sequence_parallel: bool = False
+
+    @property
+    def splits_model(self) -> bool:
+        """True if a rank does not have the whole model, or not whole sequences."""
+        return bool(self.model_dump(exclude_defaults=True, exclude={"data", "optimizer_instances"}))
 
     @property
     def world(self) -> int:

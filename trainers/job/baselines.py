@@ -139,7 +139,8 @@ class Baselines:
 
         def compute() -> list[Floats]:
             with check_weights(teacher, self._spec.teacher_sha256 or ""):
-                scorer = self._training.scorer(read_parent(teacher), teacher)
+                model = read_parent(teacher, layout=self._spec.layout)
+                scorer = self._training.scorer(model, teacher)
             return scorer.score(samples, places)
 
         return self._load_or_compute(samples, name, places, compute)

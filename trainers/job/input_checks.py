@@ -109,7 +109,7 @@ def check_teacher(teacher: Path, parent: Path, splits: Sequence[Samples], spec: 
     Every token of the parent's tokenizer must be the same text to the teacher's, which may have
     more. Where one has no tokenizer.json, the vocabularies must be of one size.
     """
-    model = read_parent(teacher)
+    model = read_parent(teacher, layout=spec.layout)
     try:
         check_layout(model, spec.layout)
         for samples in splits:

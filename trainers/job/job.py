@@ -87,6 +87,10 @@ def _train(work: JobInputs, placement: RankPlacement) -> RanksOutcome:
         work.journal.close()
     from cray_agents.trainers.job import rank
 
+    if work.model.way == "bridge":
+        from cray_agents.trainers.models.bridge.bridged_model import load_bridge
+
+        load_bridge()  # before the fork: it takes many seconds
     journal = work.journal
     arguments = [str(journal.home.root), journal.job_id, work.attempt, work.points]
     recipe = ("cray_agents.trainers.job.job", arguments)

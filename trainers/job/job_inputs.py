@@ -24,6 +24,7 @@ from cray_agents.trainers.job.input_checks import (
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.weights_check import other_weights
 from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import check_layout
 from cray_agents.training_jobs import ON_POLICY, JobSpec
@@ -82,6 +83,8 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
     parent = home.root / spec.parent
     model = read_parent(parent, hyper.init, hyper.way)
     check_layout(model, spec.layout)
+    if model.way == "bridge":
+        check_bridged(hyper)
     if hyper.lora is not None and model.way == "native":
         choose_targets(model, hyper.lora)
     if hyper.init == "random" and (sha256 := config_sha256(parent)) != spec.parent_sha256:

@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from cray_agents.errors import BadInput, NotFound
@@ -28,6 +29,7 @@ from cray_agents.trainers.job.job_status import (
 )
 from cray_agents.trainers.job.journal import JobJournal, changes
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
+from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.default_layout import choose_default_layout
@@ -61,6 +63,8 @@ def code_version() -> str:
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     for package in ("megatron-core", "torch"):
         digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+    with suppress(importlib.metadata.PackageNotFoundError):
+        digest.update(f"bridge {importlib.metadata.version('megatron-bridge')}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -126,6 +130,8 @@ class MegatronTrainer:
     def _check(self, spec: JobSpec) -> None:
         """Raise BadInput or NotFound for a model that the job could never read."""
         hyper = spec.hyperparameters
+        if hyper.way == "bridge":
+            check_bridged(hyper)
         places = {"parent": (spec.parent, hyper.init)}
         for role, place in (("reference", spec.reference), ("teacher", spec.teacher)):
             if place is not None:

@@ -1,20 +1,22 @@
 """Architecture: the few numbers of a Hugging Face `config.json` that training needs.
 
 The config is read before Megatron is imported, so that an unsupported model is refused at once. A
-kind without native layers is trained the universal way, by transformers' own module. Read next:
-tensors.py, which checks the weights; model.py, which builds the Megatron model; universal/.
+kind without native layers is trained by transformers' own module, or where a layout splits the
+model through Megatron-Bridge (`choose_way`). Read next: tensors.py, which checks the weights;
+model.py, which builds the Megatron model; universal/; bridge/.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.registry.checkpoints import max_tokens
 from cray_agents.runtime.registry.model_config import KINDS, MIXTURES, TIED, read_config
+from cray_agents.trainers.models.bridge.bridged_kinds import why_not_bridged
 from cray_agents.trainers.models.rope import Rope, check_rope, read_rope
 from cray_agents.trainers.models.universal.model_sizes import read_sizes
-from cray_agents.training_jobs import Way
+from cray_agents.training_jobs import JobSpec, Layout, Way
 
 SUPPORTED = KINDS
 _REQUIRED = (
@@ -37,7 +39,7 @@ _QWEN3_HEAD = 128  # transformers' default for a qwen3 config without head_dim
 class Architecture:
     """A decoder-only transformer with grouped-query attention, RoPE, RMSNorm and SwiGLU.
 
-    Of a model that is trained the universal way only kind, vocabulary, limit of tokens and number
+    Of a model that is not trained the native way only kind, vocabulary, limit of tokens and number
     of weights are exact. The other numbers are what its config has of them, for estimates.
     """
 
@@ -60,9 +62,9 @@ class Architecture:
     init_std: float = 0.02  # of matrices, if the model starts at random
     dtype: str = "float32"  # stored type, if the model starts at random
     way: Way = "native"
-    network: str = ""  # universal: the class in transformers
-    counted: tuple[int, int] = (0, 0)  # universal: all weights, and those of experts
-    config: str = ""  # universal: a hash of what decides the network
+    network: str = ""  # not native: the class in transformers
+    counted: tuple[int, int] = (0, 0)  # not native: all weights, and those of experts
+    config: str = ""  # not native: a hash of what decides the network
 
     @property
     def qkv_bias(self) -> bool:
@@ -75,15 +77,52 @@ class Architecture:
         return self.kind.startswith("qwen3")
 
 
-def read_architecture(checkpoint: Path, way: Way | None = None) -> Architecture:
+def choose_way(kind: str, way: Way | None, layout: Layout | None = None) -> Way:
+    """Return the way that is asked for, or the best of those that can train a kind in a layout.
+
+    Native for the kinds that have native layers, else universal. Where the layout splits the model,
+    which the universal way cannot, bridge, if Megatron-Bridge is installed and knows the kind.
+    Raises BadInput for a bridge that cannot be.
+    """
+    if way == "bridge" and (obstacle := why_not_bridged(kind)):
+        raise BadInput(f"cannot train a {kind!r} model with way=bridge: {obstacle}", param="way")
+    if way is not None:
+        return way
+    if kind in SUPPORTED:
+        return "native"
+    splits = layout is not None and layout.splits_model
+    return "bridge" if splits and why_not_bridged(kind) is None else "universal"
+
+
+def with_way(spec: JobSpec, parent: Path) -> JobSpec:
+    """Return the spec with way=bridge if its layout needs that. The id is the decided way's.
+
+    A parent that cannot be read decides nothing: the checks that follow say what is wrong.
+    """
+    hyper = spec.hyperparameters
+    if hyper.way is not None or not spec.layout.splits_model:
+        return spec
+    try:
+        kind = read_config(parent).get("model_type", "")
+    except (BadInput, NotFound):
+        return spec
+    if choose_way(kind, None, spec.layout) != "bridge":
+        return spec
+    return spec.model_copy(update={"hyperparameters": hyper.model_copy(update={"way": "bridge"})})
+
+
+def read_architecture(
+    checkpoint: Path, way: Way | None = None, layout: Layout | None = None
+) -> Architecture:
     """Read a checkpoint directory's config. Raises NotFound, or BadInput naming the obstacle.
 
-    `way` None: native for the kinds that have native layers, else universal.
+    `way` None: see `choose_way`.
     """
     config = read_config(checkpoint)
     kind = config.get("model_type", "")
-    if way == "universal" or (way is None and kind not in SUPPORTED):
-        return _of_transformers(config, checkpoint)
+    way = choose_way(kind, way, layout)
+    if way != "native":
+        return _of_transformers(config, checkpoint, way)
     if kind not in SUPPORTED:
         raise BadInput(
             f"cannot train a {kind!r} model ({checkpoint}) the native way, which has layers for:"
@@ -124,7 +163,7 @@ def read_architecture(checkpoint: Path, way: Way | None = None) -> Architecture:
     )
 
 
-def _of_transformers(config: dict[str, Any], checkpoint: Path) -> Architecture:
+def _of_transformers(config: dict[str, Any], checkpoint: Path, way: Way) -> Architecture:
     sizes = read_sizes(checkpoint, config)
     return Architecture(
         kind=config.get("model_type", ""),
@@ -142,7 +181,7 @@ def _of_transformers(config: dict[str, Any], checkpoint: Path) -> Architecture:
         experts=sizes.experts or None,
         experts_per_token=sizes.experts_per_token,
         expert_ffn=sizes.expert_ffn,
-        way="universal",
+        way=way,
         network=sizes.network,
         counted=sizes.counted,
         config=sizes.digest,

@@ -128,19 +128,7 @@ def load_megatron() -> bool:
         return False
     if isinstance(getattr(sys.modules.get("megatron.core.optimizer"), "torch", None), _View):
         return True
-    # Megatron decorates small functions with torch.compile. That needs a C++ compiler at run time
-    # and costs 1.5 s of imports; on the CPU they stay as written.
-    compile_, torch.compile = torch.compile, lambda model=None, **_: model or (lambda f: f)  # type: ignore
-    try:
-        with warnings.catch_warnings(action="ignore"):  # a dozen lines about missing GPU packages
-            for name in _MODULES:
-                importlib.import_module(f"megatron.core.{name}")
-    finally:
-        torch.compile = compile_
-    view = _torch_on_cpu()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
-            module.__dict__["torch"] = view
+    import_on_cpu(*(f"megatron.core.{name}" for name in _MODULES))
     _adapt_tensors()
     _adapt_random()
     _adapt_experts()
@@ -150,6 +138,23 @@ def load_megatron() -> bool:
     _adapt_checkpoints()
     _adapt_kernels()
     return True
+
+
+def import_on_cpu(*modules: str) -> None:
+    """Import modules of Megatron, and give all that are loaded the CPU in place of CUDA."""
+    # Megatron decorates small functions with torch.compile. That needs a C++ compiler at run time
+    # and costs 1.5 s of imports; on the CPU they stay as written.
+    compile_, torch.compile = torch.compile, lambda model=None, **_: model or (lambda f: f)  # type: ignore
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a dozen lines about missing GPU packages
+            for name in modules:
+                importlib.import_module(name)
+    finally:
+        torch.compile = compile_
+    view = _torch_on_cpu()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and module.__dict__.get("torch") is torch:
+            module.__dict__["torch"] = view
 
 
 def fuse_adam(optimizer: types.ModuleType) -> None:
@@ -276,7 +281,10 @@ def _adapt_rotation() -> None:
         **_: Any,
     ) -> torch.Tensor:
         cos, sin = angles(cu_seqlens, freqs, len(tokens), tokens.dtype, cp_group)
-        return kernels.rotate(tokens, cos, sin)
+        if (size := freqs.shape[-1]) == tokens.shape[-1]:
+            return kernels.rotate(tokens, cos, sin)
+        rotated = kernels.rotate(tokens[..., :size], cos, sin)  # of some kinds a part of each head
+        return torch.cat([rotated, tokens[..., size:]], -1)
 
     rope._apply_rotary_pos_emb_thd = rotate
 

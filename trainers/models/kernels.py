@@ -45,7 +45,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         (gradient,) = gradients
         size = x.shape[-1]
-        product = torch.mul(gradient, x).view(-1, size)
+        product = torch.mul(gradient, x).reshape(-1, size)
         flat = scale.view(-1)
         # d scale = -scale**3 / size * x . dx
         back = torch.mv(product, weight).mul_(flat**3).div_(-size)

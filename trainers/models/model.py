@@ -162,14 +162,9 @@ def transformer_config(
         "persist_layer_norm": te,
         "cross_entropy_loss_fusion": gpu and dtype == "bfloat16",  # its gradient is bfloat16
         "gradient_accumulation_fusion": gpu and layers._grad_accum_fusion_available,
-        **_recomputation(recompute),
+        **recomputation(recompute),
+        **uneven_stages(model, layout),
     }
-    chunks = layout.chunk_layers(model.layers)
-    if len(set(chunks)) > 1:
-        rows = [["decoder"] * count for count in chunks]
-        rows[0].insert(0, "embedding")
-        rows[-1].append("loss")
-        values["pipeline_model_parallel_layout"] = rows
     if hyper.fp8 is not None:
         # the weights stay bfloat16; "hybrid" has more range for gradients, which only scales per
         # tensor need
@@ -199,7 +194,18 @@ def transformer_config(
     return TransformerConfig(**values)
 
 
-def _recomputation(recompute: str) -> dict[str, Any]:
+def uneven_stages(model: Architecture, layout: Layout) -> dict[str, Any]:
+    """Return the option of Megatron for layers that do not divide into chunks; else nothing."""
+    chunks = layout.chunk_layers(model.layers)
+    if len(set(chunks)) == 1:
+        return {}
+    rows = [["decoder"] * count for count in chunks]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return {"pipeline_model_parallel_layout": rows}
+
+
+def recomputation(recompute: str) -> dict[str, Any]:
     """Return the options of Megatron for JobSpec.recompute."""
     if recompute == "none":
         return {}

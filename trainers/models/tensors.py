@@ -12,7 +12,7 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD, is_tied, read_config
 from cray_agents.runtime.registry.model_files import Tensor, read_weights
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
-from cray_agents.training_jobs import Way
+from cray_agents.training_jobs import Layout, Way
 
 Shapes = dict[str, tuple[int, ...]]
 DTYPES = ("F64", "F32", "BF16", "F16")  # the types that can be trained, as safetensors names them
@@ -20,19 +20,21 @@ _BUFFERS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # compu
 _NAMED = 5
 
 
-def read_parent(checkpoint: Path, init: str = "parent", way: Way | None = None) -> Architecture:
+def read_parent(
+    checkpoint: Path, init: str = "parent", way: Way | None = None, layout: Layout | None = None
+) -> Architecture:
     """Read the model that a job starts from, and check its weights unless they start at random.
 
-    Embedding and head are tied as transformers decides it. `way`: see `read_architecture`. Raises
+    Embedding and head are tied as transformers decides it. `way` None: see `choose_way`. Raises
     NotFound, and BadInput for tensors that are missing, unknown, of another shape, or of a type
     that cannot be trained.
     """
-    model = read_architecture(checkpoint, way)
-    if model.way == "universal":
+    model = read_architecture(checkpoint, way, layout)
+    if model.way != "native":
         if init == "random":
             raise BadInput(
                 f"init=random has no effect on a {model.kind!r} model, which is trained the"
-                " universal way, from the weights of its directory: leave init out, and save a"
+                f" {model.way} way, from the weights of its directory: leave init out, and save a"
                 " model with random weights by transformers first",
                 param="init",
             )

@@ -2,8 +2,10 @@
 
     native      Megatron's layers (model.py), whose weights weights.py converts
     universal   transformers' own module (universal/), in Megatron's data parallelism alone
+    bridge      Megatron's layers, as Megatron-Bridge builds and converts them (bridge/)
 
 training/train_step.py and checkpointing/hf_export.py call these; they know no difference.
+architecture.py chooses the way.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +17,14 @@ import torch
 
 from cray_agents.runtime.registry.model_config import read_config
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
+from cray_agents.trainers.models.bridge.bridged_kinds import BRIDGE
+from cray_agents.trainers.models.bridge.bridged_model import (
+    BridgedParent,
+    build_bridged,
+    fill_bridged,
+    plan_bridged,
+    round_bridged,
+)
 from cray_agents.trainers.models.layer_choice import LayerChoice
 from cray_agents.trainers.models.lora import adapters, add_lora
 from cray_agents.trainers.models.model import build_model, layers_of
@@ -35,7 +45,7 @@ from cray_agents.trainers.models.weights import (
 )
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora
 
-AnySource = Source | ParentFiles
+AnySource = Source | ParentFiles | BridgedParent
 
 
 def choose_layers_of(model: Architecture, layout: Layout, dtype: str, on_cpu: bool) -> LayerChoice:
@@ -44,14 +54,17 @@ def choose_layers_of(model: Architecture, layout: Layout, dtype: str, on_cpu: bo
         return layers_of(model, layout, dtype, on_cpu)
     why = f"there are no native layers for {model.kind}"
     if model.kind in SUPPORTED:
-        why = "way=universal was asked for"
+        why = f"way={model.way} was asked for"
+    if model.way == "bridge":
+        layers = "torch and the CPU kernels of cray-agents" if on_cpu else "Transformer Engine"
+        return LayerChoice(not on_cpu, False, False, f"{layers}, built by {BRIDGE}: {why}")
     return LayerChoice(False, False, False, f"transformers' {model.network}: {why}")
 
 
 def first_source(parent: Path, model: Architecture, hyper: Hyperparameters) -> AnySource:
     """Return the source of a job's first weights. Raises BadInput, NotFound."""
-    if model.way == "universal":
-        return ParentFiles(parent)
+    if model.way != "native":
+        return source_of(parent, model)
     return weight_source(parent, model, hyper)
 
 
@@ -59,6 +72,8 @@ def source_of(checkpoint: Path, model: Architecture) -> AnySource:
     """Return a checkpoint's weights. Raises BadInput, NotFound."""
     if model.way == "universal":
         return ParentFiles(checkpoint)
+    if model.way == "bridge":
+        return BridgedParent(ParentFiles(checkpoint))
     return SafeTensors(checkpoint, tied=model.tied)
 
 
@@ -83,6 +98,8 @@ def build_chunks(
         chunk = build_universal(model, hyper, source, device, recompute, agree)
         check_types(chunk.network, source)
         return [chunk]
+    if isinstance(source, BridgedParent):
+        return build_bridged(model, layout, hyper, on_cpu, recompute, source, loaded=loaded)
     chunks = build_model(model, layout, hyper, on_cpu, recompute)
     if loaded:
         load_weights(chunks, model, source)
@@ -91,6 +108,9 @@ def build_chunks(
 
 def fill_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> None:
     """Fill chunks that are built with other weights of the same model. Raises BadInput."""
+    if isinstance(source, BridgedParent):
+        fill_bridged(chunks, source)
+        return
     if not isinstance(source, ParentFiles):
         load_weights(chunks, model, source)
         return
@@ -120,6 +140,8 @@ def round_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> N
     """Round this rank's weights to the stored types of their tensors."""
     if isinstance(source, ParentFiles):
         round_units(chunks[0].network, source)
+    elif isinstance(source, BridgedParent):
+        round_bridged(chunks, source)
     else:
         round_weights(chunks, model, source)
 
@@ -134,6 +156,8 @@ def plan_files(
     """Divide a checkpoint's tensors among the ranks; `order` sorts names for the files."""
     if isinstance(source, ParentFiles):
         return plan_units(chunks[0].network, source, order, share)
+    if isinstance(source, BridgedParent):
+        return plan_bridged(chunks, source, order)
     shapes = tensor_shapes(model)
     dtypes = {name: source.dtype(name) for name in shapes}
     sizes = {n: prod(shapes[n]) * dtypes[n].itemsize for n in order(dtypes)}
@@ -144,4 +168,4 @@ def plan_files(
 
 def config_of(parent: Path, model: Architecture) -> dict[str, Any]:
     """Return the config.json of an export: the parent's, or that of its dequantised weights."""
-    return ParentFiles(parent).config if model.way == "universal" else read_config(parent)
+    return read_config(parent) if model.way == "native" else ParentFiles(parent).config

@@ -28,9 +28,9 @@ class Parameters:
 
 
 def count_weights(model: Architecture) -> Parameters:
-    """Count the weights of a model. All but experts count as `mlp` if transformers built it."""
+    """Count the weights of a model. All but experts count as `mlp` if it is not native."""
     table = model.vocab * model.hidden
-    if model.way == "universal":
+    if model.way != "native":
         weights, experts = model.counted
         rest = max(0, weights - experts - table)
         return Parameters(weights - experts - rest, 0, rest, experts, 0, 0)

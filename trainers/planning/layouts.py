@@ -10,6 +10,7 @@ from math import log2
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
+from cray_agents.trainers.models.bridge.bridged_kinds import WHOLE_EXPERTS, why_not_bridged
 from cray_agents.training_jobs import Layout
 
 PROPOSED = 6  # layouts that an error names at most
@@ -30,6 +31,16 @@ def why_unfit(model: Architecture, layout: Layout) -> str | None:
     )
     if model.way == "universal":
         return _why_not_data_alone(model, layout)
+    if model.way == "bridge" and (chunks > 1 or layout.context > 1):
+        return (
+            "way=bridge was tried with data, tensor, pipeline and expert parallelism alone, not"
+            " with interleave or context"
+        )
+    if model.way == "bridge" and model.kind in WHOLE_EXPERTS and tensor > 1:
+        return (
+            f"tensor={tensor} cuts its experts, whose biases Megatron-core takes whole: split it by"
+            " expert and pipeline"
+        )
     for name, size in _split_by_tensor(model):
         if size % tensor:
             return f"tensor={tensor} does not divide its {size} {name}"
@@ -77,11 +88,15 @@ def _why_not_data_alone(model: Architecture, layout: Layout) -> str | None:
     named = layout.model_dump(exclude_defaults=True, exclude={"data"})
     if not named:
         return None
-    native = "; way=native splits it" if model.kind in SUPPORTED else ""
+    other = f"; {why_not_bridged(model.kind)}"
+    if model.kind in SUPPORTED:
+        other = "; way=native splits it"
+    elif why_not_bridged(model.kind) is None:
+        other = "; way=bridge splits it by tensor, pipeline and expert"
     fields = ", ".join(f"{name}={value}" for name, value in named.items())
     return (
         f"{fields}, but transformers' own module is trained whole on each rank (way=universal):"
-        f" only data parallelism divides its work{native}"
+        f" only data parallelism divides its work{other}"
     )
 
 

@@ -95,9 +95,12 @@ def in_flight(layout: Layout, count: int, stage: int = 0) -> float:
 
 def weight_share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
     """Return the weights of a rank in a pipeline stage, with the vocabulary padded."""
-    if model.way == "universal":
+    if model.way != "native":
         weights, experts = model.counted
-        return WeightShare(weights - experts, experts)
+        tables = min(weights - experts, 2 * model.vocab * model.hidden)  # not split by stages
+        split = layout.tensor * layout.pipeline
+        dense = (weights - experts - tables) // split + tables // layout.tensor
+        return WeightShare(dense, experts // (split * layout.expert))
     layers, tensor = layout.stage_layers(model.layers)[stage], layout.tensor
     whole = 2 * model.hidden + (2 * model.head_size if model.qk_norm else 0)  # norms
     split = attention_weights(model) - (2 * model.head_size if model.qk_norm else 0)

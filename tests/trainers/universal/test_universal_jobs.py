@@ -14,7 +14,7 @@ from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.models.universal.linear_adapter import add_adapters
 from cray_agents.trainers.planning.layouts import check_layout
-from cray_agents.training_jobs import Hyperparameters, Layout, Lora
+from cray_agents.training_jobs import Layout, Lora
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 pytestmark = pytest.mark.megatron
@@ -104,8 +104,6 @@ def test_what_the_universal_way_cannot_do_is_refused_by_name(sinks: Path, models
         read_parent(sinks, "random")
     with pytest.raises(BadInput, match=r"'gpt_oss'.*native way.*llama.*way=universal"):
         read_architecture(sinks, "native")
-    with pytest.raises(ValueError, match=r"Megatron-Bridge is not built in yet.*'universal'"):
-        Hyperparameters(steps=1, way="bridge")  # type: ignore[arg-type]
 
 
 def test_weights_are_counted_as_transformers_has_them(sinks: Path) -> None:

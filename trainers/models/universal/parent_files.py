@@ -106,6 +106,24 @@ class ParentFiles:
         config: dict[str, Any] = _unquantised(self._raw)
         return config if "torch_dtype" in config else config | {"dtype": "bfloat16"}
 
+    def skeleton(self) -> Any:
+        """Return transformers' module on the meta device, without weights."""
+        return self._text.build(torch.float32, "meta")
+
+    @property
+    def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each tensor that can be read, by name, in the order of the files."""
+        return {name: (self._dtypes[name], self._shapes[name]) for name in self._shapes}
+
+    @property
+    def copied(self) -> frozenset[str]:
+        """The names of tensors that are no part of the text model."""
+        return frozenset(self._copied)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor as it is stored, or dequantised. Raises BadInput for NaN."""
+        return self._finite(name)
+
     def build(self, dtype: torch.dtype) -> torch.nn.Module:
         """Return transformers' module with the parent's weights, on the CPU, in eval mode.
 
