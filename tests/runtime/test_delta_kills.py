@@ -7,7 +7,6 @@ shared root before a promotion. `CRAY_TEST_KILLS` and `CRAY_TEST_SEED` make it l
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -92,6 +91,6 @@ def test_killed_rebuilds_are_read_as_whole_ones(tmp_path: Path) -> None:
             assert checkpoints.is_whole(directory, checkpoints.verify(directory))
         if how == "copy":
             shadows.remove()
-        for draft in home.checkpoint("x").parent.glob(".*"):
-            shutil.rmtree(draft)
+        checkpoints.delete_leftovers(home)
+        assert not list(home.checkpoint("x").parent.glob(".*"))
     print(f"\nseed {SEED}: {kills.total()} kills {dict(kills)} in {rounds} rounds")
