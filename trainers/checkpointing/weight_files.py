@@ -2,7 +2,8 @@
 
 Each file is as safetensors' own writer makes it, byte for byte: larger types first, then by name. A
 tensor is written when it comes, so that memory holds a bounded part of a file. Two threads hash and
-write at the same time. SHA-256 in hardware is faster than a disk, so a file needs no second pass.
+write the same small block at the same time, while it is in the processor's cache. The disk is told
+to begin early, and is busy from the start to the end.
 Called by hf_export.py.
 """
 
@@ -21,9 +22,9 @@ import torch
 from cray_agents.runtime.disk.checksums import BLAKE3, FileHash
 from cray_agents.trainers.checkpointing.delta_export import DeltaFile
 
-BLOCK = 16 << 20  # bytes hashed and written at a time
-AHEAD = 16  # blocks that wait for the disk
-SYNC_BYTES = 256 << 20  # written before the disk is told to begin
+BLOCK = 1 << 20  # bytes hashed and written at a time
+AHEAD = 64  # blocks that wait for the disk
+BEGIN_BYTES = 32 << 20  # written before the disk is told to begin with them
 # stored types in safetensors' order
 _NAMES = {
     torch.float64: "F64",
@@ -90,7 +91,7 @@ class _HashedFile:
         self._hasher = FileHash(BLAKE3)
         self._hashing, self._writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._pending: deque[tuple[Future[None], Future[None]]] = deque()
-        self._unsynced = 0
+        self._written = self._begun = 0
 
     @property
     def hash(self) -> str:
@@ -114,10 +115,11 @@ class _HashedFile:
         while block:
             count = self._file.write(block)
             block = block[count:]
-            self._unsynced += count
-        if self._unsynced >= SYNC_BYTES:  # the disk is busy from the start, not only at the end
-            os.fdatasync(self._file.fileno())
-            self._unsynced = 0
+            self._written += count
+        if (size := self._written - self._begun) >= BEGIN_BYTES:
+            # Linux begins to write what is not on the disk, without waiting, and keeps it in memory
+            os.posix_fadvise(self._file.fileno(), self._begun, size, os.POSIX_FADV_DONTNEED)
+            self._begun = self._written
 
     def __enter__(self) -> Self:
         return self
