@@ -312,10 +312,11 @@ class JobSpec(StrictRecord):
             raise ValueError(
                 "method 'distill' needs a teacher: name a version, such as 'big@3', or a directory"
             )
-        if self.state_from is not None and (self.commands is None or self.optimizer_from is not None):
-            raise ValueError(
-                "state_from is for a run by commands, and has the optimizer: leave one out"
-            )
+        if self.state_from is not None:
+            if self.commands is None:
+                raise ValueError("state_from is for a run by commands: name it with commands")
+            if self.optimizer_from is not None:
+                raise ValueError("state_from has the optimizer: leave optimizer_from out")
         for role in ("reference", "teacher"):
             if (getattr(self, role) is None) != (getattr(self, f"{role}_sha256") is None):
                 raise ValueError(f"{role} and {role}_sha256 go together")

@@ -115,7 +115,6 @@ async def test_a_script_trains_saves_and_samples(tmp_path: Path) -> None:
         f"{model.removesuffix(':train:0')}:sample:{number}" for number in range(3)
     }
 
-
     # with its optimizer it begins with the state that was kept, over the same parent
     continued, path = found["continued"]
     assert path == f"tinker://{continued}/weights/s"

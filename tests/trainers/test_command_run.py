@@ -151,7 +151,8 @@ def test_killed_at_any_moment_every_command_is_done_once(lab: Any, tmp_path: Pat
     for step in range(8):
         commands += [ForwardBackward(data=data_of(step)), ForwardBackward(data=data_of(step + 50))]
         commands += [OptimStep(learning_rate=RATE)]
-        commands += [Publish(keep_state=True)] if step % 3 == 1 else [Score(data=data_of(step + 70))]
+        kept = Publish(keep_state=True)
+        commands += [kept] if step % 3 == 1 else [Score(data=data_of(step + 70))]
     commands.append(End())
 
     def results(job: JobJournal) -> list[Any]:

@@ -2,9 +2,8 @@
 
 Each file is as safetensors' own writer makes it, byte for byte: larger types first, then by name. A
 tensor is written when it comes, so that memory holds a bounded part of a file. Two threads hash and
-write at the same time, in small blocks that stay in the processor's cache. The disk is told to begin
-early, and is busy from the start to the end.
-Called by hf_export.py.
+write at the same time, in small blocks that stay in the processor's cache. The disk is told early
+to begin, and is busy from the start to the end. Called by hf_export.py.
 """
 
 import json

@@ -178,7 +178,6 @@ class WeightSender:
                 _write(lines, {"update": link.describe(batch)})
                 link.push(batch)
 
-
     def _join(self, link: WeightLink, connection: socket.socket) -> bool:
         """Join the replica; return False if it does not come, which NCCL itself never notices.
 

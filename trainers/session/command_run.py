@@ -1,10 +1,10 @@
 """TrainingCommand run: carry out a client's commands, one after the other, each with one result.
 
 A resume point is written after an optimizer step, when no gradients wait. A state that a client
-keeps is written before its command has a result, and another run may begin with it. After a death the
-commands since the newest point are carried out again, which gives the same state to the bit, and
-their results stay as they were written. job/rank.py calls `run_commands` on every rank. Read next:
-training/accumulation.py.
+keeps is written before its command has a result, and another run may begin with it. After a death
+the commands since the newest point are carried out again, which gives the same state to the bit,
+and their results stay as they were written. job/rank.py calls `run_commands` on every rank. Read
+next: training/accumulation.py.
 """
 
 import hashlib
