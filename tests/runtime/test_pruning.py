@@ -28,7 +28,7 @@ from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.retention.prune import Prunable, find_set_aside, prune
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
-from cray_agents.training_commands import Publish, Save
+from cray_agents.training_commands import Publish, Save, TrainingCommand
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.support.command_line import cli
 from tests.support.killable_loop import KINDS, echo, shape, site_loop
@@ -203,8 +203,9 @@ def test_a_kept_state_stays_as_long_as_its_weights(site: Site) -> None:
     """Also of a run that has not ended, and for one that begins with it."""
     run = site.spec(1, "", commands="mine")
     job = site.trainer.submit(run).id
-    steps = [Save(keep_state=True), Publish(keep_state=True), Save(keep_state=True)]
-    for number, command in enumerate([*steps, Publish(), Save(keep_state=True)], 1):
+    keep = Save(keep_state=True)
+    steps: list[TrainingCommand] = [keep, Publish(keep_state=True), keep, Publish(), keep]
+    for number, command in enumerate(steps, 1):
         site.trainer.command(job, number, command)
     megatron = site.home.job(job) / "megatron"
     for number in (2, 4):

@@ -354,12 +354,12 @@ def export_tensors(
     tensor ranks must iterate together, to the end: they send each writer their slices. Those of the
     next tensors travel while the present one is used.
     """
-    ahead: deque[_Exchange] = deque()
+    ahead: deque[_TravellingSlices] = deque()
     size = 0
     for one in plan:
         parameter = one.chunk.get_parameter(one.name)
         mine = _merged_weight(one.chunk, one.name) if of is None else of(parameter)
-        ahead.append(_Exchange(one, mine.detach().contiguous()))
+        ahead.append(_TravellingSlices(one, mine.detach().contiguous()))
         size += ahead[-1].nbytes
         while size > AHEAD_BYTES:
             size -= ahead[0].nbytes
@@ -368,7 +368,7 @@ def export_tensors(
         yield from ahead.popleft().tensors(model)
 
 
-class _Exchange:
+class _TravellingSlices:
     """The slices of one parameter, on their way to the rank that writes it."""
 
     def __init__(self, one: ExportedParameter, mine: torch.Tensor) -> None:
