@@ -5,9 +5,15 @@ their gradients are sums over tokens, never means: divide the weights to get a m
 trainers/session/command_run.py.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    model_serializer,
+    model_validator,
+)
 
 from cray_agents.records import StrictRecord
 
@@ -99,13 +105,30 @@ class Score(StrictRecord):
     data: list[Datum] = Field(min_length=1)
 
 
-class Publish(StrictRecord):
+class _KeepsState(StrictRecord):
+    """A command that can keep the training state as it leaves it: weights and optimizer.
+
+    Another run begins with it: `state_from` of training_jobs.py.
+    """
+
+    keep_state: bool = False
+
+    @model_serializer(mode="wrap")
+    def _leave_default_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields; commands older than `keep_state` are written as they were."""
+        fields: dict[str, Any] = handler(self)
+        if not self.keep_state:
+            del fields["keep_state"]
+        return fields
+
+
+class Publish(_KeepsState):
     """Write the weights as a checkpoint. Training goes on from the weights as they are stored."""
 
     kind: Literal["publish"] = "publish"
 
 
-class Save(StrictRecord):
+class Save(_KeepsState):
     """Write a resume point, so that less is done again after a failure."""
 
     kind: Literal["save"] = "save"

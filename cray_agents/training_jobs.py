@@ -242,7 +242,8 @@ class JobSpec(StrictRecord):
     judges the samples of distill, of any kind that can be trained; its tokens must be the parent's.
     `optimizer_from` names the job whose optimizer state is continued. `commands` names a run of a
     client's own commands, which take the place of `dataset` and `method` (see
-    training_commands.py).
+    training_commands.py). `state_from` is the training state that it begins with: `job/number`, of
+    a command of another run that kept it. Parent and hyperparameters must be that run's.
 
     These fields only decide how the job is run, and do not enter its id:
 
@@ -274,6 +275,7 @@ class JobSpec(StrictRecord):
     teacher: str | None = None
     teacher_sha256: str | None = None
     optimizer_from: str | None = None
+    state_from: str | None = Field(None, pattern=r"^job-[0-9a-f]+/[1-9][0-9]{0,8}$")
     hyperparameters: Hyperparameters
     code: str = ""
     layout: Layout = Field(default_factory=Layout)
@@ -308,6 +310,11 @@ class JobSpec(StrictRecord):
             raise ValueError(
                 "method 'distill' needs a teacher: name a version, such as 'big@3', or a directory"
             )
+        if self.state_from is not None:
+            if self.commands is None:
+                raise ValueError("state_from is for a run by commands: name it with commands")
+            if self.optimizer_from is not None:
+                raise ValueError("state_from has the optimizer: leave optimizer_from out")
         for role in ("reference", "teacher"):
             if (getattr(self, role) is None) != (getattr(self, f"{role}_sha256") is None):
                 raise ValueError(f"{role} and {role}_sha256 go together")
@@ -319,7 +326,7 @@ class JobSpec(StrictRecord):
         decisive = self.model_dump(exclude=_EXECUTION_FIELDS, mode="json")
         if self.parent_settings_sha256 is None:  # jobs older than this field keep their ids
             del decisive["parent_settings_sha256"]
-        for name in ("commands", "teacher_sha256"):  # likewise
+        for name in ("commands", "teacher_sha256", "state_from"):  # likewise
             if decisive[name] is None:
                 del decisive[name]
         if self.hyperparameters.policy.dual_clip is None:  # likewise

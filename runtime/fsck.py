@@ -2,7 +2,7 @@
 
     segments/                     every line and frame, by store/segments/salvage.py (also repairs)
     datasets/, checkpoints/       the manifest and every file in it
-    jobs/*/megatron/step-*/       every file in a resume point's seal
+    jobs/*/megatron/*/            every file in a resume point's seal
     jobs/*/baselines/             the numbers, against the hash before them
     blobs/                        every content, against its name, which is its hash
     batches/                      input, chunk index, results line by line, sealed chunks

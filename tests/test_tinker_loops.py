@@ -63,14 +63,17 @@ def loop(folder: Path, url: str, name: str, **settings: Any) -> list[dict[str, A
 
 
 def test_supervised(folder: Path, url: str) -> None:
-    metrics = loop(
-        folder, url, "sl_loop", batch_size=8, learning_rate=1e-2, lora_rank=8, max_steps=10,
-        save_every=5,
-    )  # fmt: skip
+    settings = {"batch_size": 8, "learning_rate": 1e-2, "lora_rank": 8, "max_steps": 10}
+    metrics = loop(folder, url, "sl_loop", **settings, save_every=5)
     losses = [row["train_mean_nll"] for row in metrics]
     assert len(losses) == 10 and losses[-1] < losses[0] - 1
     saved = [json.loads(line) for line in (folder / "sl_loop" / "checkpoints.jsonl").open()]
     assert [row["name"] for row in saved] == ["000005", "final"] and "sampler_path" in saved[-1]
+    # had it died after the first save: it resumes there, with the optimizer's state
+    (folder / "sl_loop" / "checkpoints.jsonl").write_text(json.dumps(saved[0]) + "\n")
+    (folder / "sl_loop" / "metrics.jsonl").unlink()
+    again = loop(folder, url, "sl_loop", **settings, save_every=5)
+    assert [row["train_mean_nll"] for row in again] == pytest.approx(losses[5:], rel=1e-3)
 
 
 def test_own_loss(folder: Path, url: str) -> None:

@@ -105,6 +105,11 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
     after = await margin(again)
     assert after > before + 1
     assert (await again.result(1)).logprobs == (await session.result(1)).logprobs
+    kept = await again.keep_state()
+    how: dict[str, Any] = {"parent": "m@1", "hyperparameters": hyper}
+    assert await margin(await site.training_session("other", **how, state_from=kept)) == after
+    with pytest.raises(BadInput, match="state_from"):
+        await site.training_session("other", **how, state_from="../x/1")
     with pytest.raises(BadInput, match="two clients"):
         session.sequence -= 2
         await session.do(OptimStep(learning_rate=0.5))

@@ -209,15 +209,19 @@ class Platform:
         parent: str,
         hyperparameters: Hyperparameters | None = None,
         layout: Layout | None = None,
+        state_from: str | None = None,
     ) -> TrainingSession:
         """Begin to train `parent` by a loop of your own, or go on with the session of this name.
 
         `parent` is `name@N` or a checkpoint directory. Of the hyperparameters, `dtype`, `lora`, the
-        betas and epsilon of Adam, `seed` and `max_tokens_per_microbatch` count. Raises BadInput.
+        betas and epsilon of Adam, `seed` and `max_tokens_per_microbatch` count. `state_from` is
+        what `TrainingSession.keep_state` returned in a session of the same parent and
+        hyperparameters: this one begins with its weights and optimizer. Raises BadInput.
         """
         hyper = hyperparameters or Hyperparameters(steps=1)
         body = {
             "commands": name,
+            "state_from": state_from,
             "session": "commands",  # clients take turns on one set of ranks
             "parent": parent,
             "hyperparameters": _given(hyper),

@@ -101,6 +101,14 @@ class TrainingSession:
         """Write a resume point, so that less is done again after a failure."""
         await self.do(Save())
 
+    async def keep_state(self) -> str:
+        """Keep weights and optimizer as they are now; return a name for `state_from`.
+
+        They stay as long as the weights that were published last, or the parent's.
+        """
+        result = await self.do(Save(keep_state=True))
+        return f"{self.job_id}/{result.sequence}"
+
     async def end(self, model: str | None = None) -> ModelVersion | None:
         """End with a checkpoint; register it as the next version of `model`, if given."""
         result = await self.do(End())

@@ -139,6 +139,11 @@ def resume_points(megatron: Path) -> list[Path]:
     return sorted(megatron.glob("step-*"), reverse=True)
 
 
+def kept_state(megatron: Path, number: int) -> Path:
+    """Return the folder of the training state that a run by commands kept with a command."""
+    return megatron / f"kept-{number:08d}"
+
+
 def keep_newest(megatron: Path, count: int) -> None:
     """Delete all but the newest `count` resume points of a job."""
     for point in resume_points(megatron)[count:]:

@@ -39,6 +39,7 @@ ADAPTER = "adapter"
 DELTA = "delta"  # the folder of what changed in the parent: see deltas.py
 READERS = 8  # files hashed at a time
 ASIDE = ".aside_"  # in the name of a whole checkpoint that prune.py is about to remove
+REBUILD = "rebuild"  # in the name of a draft of a delta checkpoint's files of weights
 DRAFT_SECONDS = 86400.0  # without a change; an older draft is left over from a dead process
 # the files of a Hugging Face directory for serving and training; no code and no pickles
 SUFFIXES = {".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md"}
@@ -413,13 +414,27 @@ def find_leftovers(home: Home) -> list[Path]:
     """Return checkpoints that a killed process left half-written or half-deleted.
 
     A draft is left over after a day without changes, since imports and exports may still write
-    it. A half-deleted checkpoint is left over at once.
+    it. A half-deleted checkpoint is left over at once; so is a rebuilt one that is whole by now.
     """
     folder, now = home.checkpoint("x").parent, time.time()
     hidden = [path for path in folder.glob(".*") if path.is_dir() and ASIDE not in path.name]
     return [
-        path for path in hidden if OLD in path.name or now - _last_change(path, now) > DRAFT_SECONDS
+        path
+        for path in hidden
+        if OLD in path.name or _is_rebuilt(path) or now - _last_change(path, now) > DRAFT_SECONDS
     ]
+
+
+def _is_rebuilt(draft: Path) -> bool:
+    """Tell whether a draft is of a delta checkpoint that is whole without it, or is gone."""
+    name, mark, _ = draft.name[1:].partition(f".{REBUILD}_")
+    directory = draft.with_name(name)
+    if not mark or not (directory / MANIFEST).is_file():
+        return mark != ""
+    try:
+        return is_whole(directory, read_manifest(directory))
+    except Corrupt:
+        return False
 
 
 def delete_leftovers(home: Home) -> int:

@@ -34,6 +34,7 @@ from cray_agents.runtime.registry.checkpoints import (
     DELTA,
     MANIFEST,
     READERS,
+    REBUILD,
     is_ours,
     is_whole,
     read_manifest,
@@ -178,8 +179,9 @@ def _write_file(
 def materialize(home: Home, directory: Path) -> Path:
     """Make a checkpoint of this root whole, and return its directory; whole ones are left alone.
 
-    Its ancestors are made whole on the way. A process that is killed leaves a delta checkpoint.
-    Raises NotFound, code `delta_parent`, where the parent's weights are gone; Corrupt.
+    Its ancestors are made whole on the way. A process that is killed leaves a delta checkpoint, and
+    a draft: whoever makes the checkpoint whole deletes it (see also `find_leftovers`). Raises
+    NotFound, code `delta_parent`, where the parent's weights are gone; Corrupt.
     """
     if not is_ours(home, directory) or not (directory / MANIFEST).is_file():
         return directory
@@ -187,14 +189,20 @@ def materialize(home: Home, directory: Path) -> Path:
     if manifest.delta is None or is_whole(directory, manifest):
         return directory
     parent = materialize(home, _parent_of(home, directory, manifest))
-    draft = durable.draft_directory(directory)
+    draft = directory.with_name(f".{directory.name}.{new_id(REBUILD)}")
+    draft.mkdir(parents=True)
     try:
         build(directory, manifest, parent, draft)
         for file in weight_files(manifest):
             (draft / file).replace(directory / file)
         durable.sync(directory)
+    except FileNotFoundError:  # another process was first, and deleted this draft
+        if not is_whole(directory, manifest):
+            raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    for other in directory.parent.glob(f".{directory.name}.{REBUILD}_*"):
+        shutil.rmtree(other, ignore_errors=True)
     return directory
 
 

@@ -10,7 +10,8 @@ the work of one that was killed after any of them:
                                        something refers to by then gets its name back
 
 An ended job keeps its newest resume point if its checkpoint stays: a job that goes on from there
-needs its optimizer state. Read next: references.py.
+needs its optimizer state. A state that a run by commands kept stays as long as the weights that it
+published last before, or its parent's if there are none. Read next: references.py.
 """
 
 import time
@@ -155,14 +156,38 @@ def _free_points(
     home: Home, going: set[str], chosen: Collection[str | None] | None
 ) -> dict[str, list[Path]]:
     """Return by job the resume points that no job can go on from, and half-written ones."""
-    sources = {spec.get("optimizer_from") for _, spec in unfinished_jobs(home)}
+    unfinished = [spec for _, spec in unfinished_jobs(home)]
+    sources = {spec.get("optimizer_from") for spec in unfinished}
+    states = {spec.get("state_from") for spec in unfinished}
     points = {}
     for folder in sorted(home.jobs.glob("*/megatron")):
         job = folder.parent.name
-        if not has_ended(folder.parent) or (chosen is not None and job not in chosen):
+        if chosen is not None and job not in chosen:
             continue
-        stays = job in sources or (home.checkpoint(job).is_dir() and job not in going)
-        paths = [path for path in folder.glob(".*step-*") if path.is_dir()]
-        if paths := [*resume_points(folder)[1 if stays else 0 :], *paths]:
+        kept = {f"{job}/{int(path.name[5:])}": path for path in sorted(folder.glob("kept-*"))}
+        paths = [
+            path
+            for state, path in kept.items()
+            if state not in states and not _weights_stay(home, state, going)
+        ]
+        if has_ended(folder.parent):
+            stays = job in sources or (home.checkpoint(job).is_dir() and job not in going)
+            paths += resume_points(folder)[1 if stays else 0 :]
+            drafts = (*folder.glob(".*step-*"), *folder.glob(".kept-*"))
+            paths += [path for path in drafts if path.is_dir()]
+        if paths:
             points[job] = paths
     return points
+
+
+def _weights_stay(home: Home, state: str, going: set[str]) -> bool:
+    """Tell whether the weights of a kept state, `job/number`, are there and not `going`."""
+    job, _, number = state.partition("/")
+    published = home.checkpoint(f"{job}-x").parent.glob(f"{job}-*")  # also records of pruned ones
+    numbers = {path.name.removeprefix(f"{job}-").removesuffix(".pruned") for path in published}
+    before = [int(one) for one in numbers if one.isdigit() and int(one) <= int(number)]
+    if before:
+        folder = home.checkpoint(f"{job}-{max(before)}")
+    else:
+        folder = home.root / checksums.read_json(home.job(job) / "spec.json")["parent"]
+    return folder.is_dir() and folder.name not in going

@@ -49,6 +49,11 @@ def measure(parent: Path, layout: Layout, folder: Path, rank: int, store: Any, s
     hyper = Hyperparameters(steps=1, init="random")
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     training = Training(read_architecture(parent), layout, hyper, parent, on_cpu=True)
+    weights = [
+        memoryview(parameter.detach().view(-1).numpy()).cast("B")
+        for chunk in training.chunks
+        for parameter in chunk.parameters()
+    ]
     target, plain = folder / "export", folder / f"plain-{rank}"
     found: dict[str, list[float]] = {"export": [], "plain": []}
     size = 0
@@ -67,18 +72,21 @@ def measure(parent: Path, layout: Layout, folder: Path, rank: int, store: Any, s
         torch.distributed.barrier()
         if rank == 0:
             shutil.rmtree(target)
-        timed("plain", partial(write_plainly, plain, os.urandom(BLOCK), size // layout.world))
+        timed("plain", partial(write_plainly, plain, weights, size // layout.world))
         plain.unlink()
     if rank == 0:
         (folder / "seconds.json").write_text(json.dumps({**found, "size": size}))
     return 0
 
 
-def write_plainly(path: Path, block: bytes, size: int) -> None:
-    """Write and fsync a file of about this size."""
+def write_plainly(path: Path, weights: list[memoryview], size: int) -> None:
+    """Write this many bytes of a rank's weights into a file, and fsync it."""
     with path.open("wb", buffering=0) as file:
-        for _ in range(-(-size // BLOCK)):
-            file.write(block)
+        for content in weights:
+            content = content[:size]
+            size -= len(content)
+            while content:
+                content = content[file.write(content[:BLOCK]) :]
         os.fsync(file.fileno())
 
 

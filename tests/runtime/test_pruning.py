@@ -28,6 +28,7 @@ from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.retention.prune import Prunable, find_set_aside, prune
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training_commands import Publish, Save, TrainingCommand
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.support.command_line import cli
 from tests.support.killable_loop import KINDS, echo, shape, site_loop
@@ -196,6 +197,33 @@ def test_what_jobs_and_replicas_need_stays(site: Site) -> None:
             later.cancel(folder.name)
     site.prune()
     assert (site.left, site.points) == ([1, 7], [7])
+
+
+def test_a_kept_state_stays_as_long_as_its_weights(site: Site) -> None:
+    """Also of a run that has not ended, and for one that begins with it."""
+    run = site.spec(1, "", commands="mine")
+    job = site.trainer.submit(run).id
+    keep = Save(keep_state=True)
+    steps: list[TrainingCommand] = [keep, Publish(keep_state=True), keep, Publish(), keep]
+    for number, command in enumerate(steps, 1):
+        site.trainer.command(job, number, command)
+    megatron = site.home.job(job) / "megatron"
+    for number in (2, 4):
+        name = site.trainer.result(job, number).checkpoint
+        site.registry.register("calc", *site.registry.import_checkpoint(name))
+
+    def left() -> list[int]:
+        return [n for n in range(1, 6) if durable.kept_state(megatron, n).is_dir()]
+
+    later = ScriptedTrainer(site.home, by_hand=True)
+    begun = later.submit(run.model_copy(update={"commands": "other", "state_from": f"{job}/3"})).id
+    assert left() == [1, 2, 3, 5]
+    assert job in site.prune(dry_run=True).points and left() == [1, 2, 3, 5]
+    site.prune()
+    assert (site.left, left()) == ([1, 3], [1, 3, 5])
+    later.cancel(begun)
+    site.prune()
+    assert left() == [1, 5]
 
 
 def test_a_canary_and_what_an_adapter_is_over_stay(site: Site) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cray_agents.paths import Home
+from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.tinker.protobuf import (
     message,
@@ -22,6 +23,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.training_commands import ForwardBackward, OptimStep, Publish, Save
+from cray_agents.training_jobs import JobSpec
 from tests.support.scripted_gateway import Gateway, Reply, served
 from tests.support.scripted_platform import platform
 from tests.support.tinker.environment import TokenEngine, run
@@ -71,7 +73,7 @@ async def test_a_script_trains_saves_and_samples(tmp_path: Path) -> None:
         "targets": "only the next token is trained on",
         "column": "ppo does not read 'weights'",
         "base": "'Qwen/none' is not served here",
-        "optimizer": "saved weights are without their optimizer's state",
+        "optimizer": "create_training_client_from_state begins with a new optimizer",
         "name": "saved weights never change",
         "path": "no weights at",
         "alternatives": "topk_sample_logprobs is not served",
@@ -86,6 +88,7 @@ async def test_a_script_trains_saves_and_samples(tmp_path: Path) -> None:
     commands = [journal.command(number) for number in range(1, 12)]
     kinds = [Save, ForwardBackward, OptimStep, *[ForwardBackward] * 4, OptimStep, Publish, Save]
     assert [type(command) for command in commands] == [*kinds, Save]
+    assert [c.keep_state for c in commands[8:]] == [False, False, True]  # save_state alone
     assert commands[2] == OptimStep(
         learning_rate=1e-3, weight_decay=0.1, clip_grad=2, beta1=0.9, beta2=0.95, eps=1e-12
     )
@@ -111,6 +114,21 @@ async def test_a_script_trains_saves_and_samples(tmp_path: Path) -> None:
     assert {tag for run in runs for tag in run.tags} == {
         f"{model.removesuffix(':train:0')}:sample:{number}" for number in range(3)
     }
+
+    # with its optimizer it begins with the state that was kept, over the same parent
+    continued, path = found["continued"]
+    assert path == f"tinker://{continued}/weights/s"
+    first, second, new = (
+        checksums.read_record(JobSpec, home.job(home_job(home, name)) / "spec.json")
+        for name in (model, continued, found["loaded"][0])
+    )
+    assert second.state_from == f"{first.id}/11" and new.state_from is None
+    same = {"commands": continued, "state_from": second.state_from}
+    assert second == first.model_copy(update=same)
+    assert registry.resolve("m@2").weights_sha256 and (new.parent, second.parent) == (
+        str(home.checkpoint(registry.resolve("m@2").checkpoint)),
+        first.parent,
+    )
 
 
 def home_job(home: Home, model: str) -> str:

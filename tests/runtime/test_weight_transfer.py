@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import socket
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from cray_agents.runtime.pool.weight_transfer import (
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.runtime.vllm_plugins.worker import Extension
+from cray_agents.trainers.checkpointing import weight_sender
 from cray_agents.trainers.checkpointing.weight_links import NcclLink
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from cray_agents.trainers.models.seed_model import make_seed_model
@@ -218,6 +220,64 @@ async def test_a_replica_that_waits_for_a_lost_rank_is_started_again(
     _, vllm, _ = await swap(tmp_path, torn_link, faults={"hang"})
     assert "boot" in vllm.calls
     assert "abandon_update" not in vllm.calls and "reload_weights" not in vllm.calls
+
+
+class LostLink(NcclLink):
+    """A link whose first replica never joins, as NCCL waits for one that is gone."""
+
+    joins, end, closed = 0, threading.Event(), threading.Semaphore(0)
+
+    def join(self) -> None:
+        type(self).joins += 1
+        if self.joins == 1:
+            self.end.wait()
+
+    def push(self, batch: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed.release()
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["hangs up", "is silent"])
+def test_a_replica_that_never_joins_holds_up_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    monkeypatch.setattr(LostLink, "joins", 0)
+    monkeypatch.setattr(LostLink, "end", threading.Event())
+    monkeypatch.setattr(LostLink, "closed", threading.Semaphore(0))
+    if not gone:
+        monkeypatch.setattr(weight_sender, "JOIN", 0.05)
+    home, weights = Home(tmp_path), tensors(2)
+    directory = checkpoint(home, "c2", weights)
+    sha256 = checkpoints.read_manifest(directory).weights_sha256
+
+    def link(gpus: Sequence[str]) -> LostLink:
+        return LostLink(gpus, **gloo_link.keywords)
+
+    with offered(home, directory, weights, link):
+        offer = find_offers(home.sessions, sha256)[0]
+        for attempt in range(2):
+            with (
+                closing(socket.create_connection((offer.host, offer.port))) as peer,
+                peer.makefile("rwb") as lines,
+            ):
+                hello = json.dumps({"token": offer.token, "gpus": ["a"]}).encode() + b"\n"
+                lines.write(hello)
+                lines.flush()
+                assert json.loads(lines.readline())["tensors"]
+                ask = [{"join": True}] if attempt == 0 else [{"join": True}, {"send": []}]
+                lines.write(b"".join(json.dumps(one).encode() + b"\n" for one in ask))
+                lines.flush()
+                if attempt == 1:
+                    assert json.loads(lines.readline()) == {"update": {}}
+                elif not gone:
+                    assert "did not join" in json.loads(lines.readline())["error"]
+                else:
+                    peer.shutdown(socket.SHUT_RDWR)
+        assert LostLink.closed.acquire(timeout=60)  # of the second one
+        LostLink.end.set()  # the thread that joined after all leaves the group
+        assert LostLink.closed.acquire(timeout=60)
 
 
 async def test_other_tensors_than_the_checkpoint_has_are_refused(tmp_path: Path) -> None:

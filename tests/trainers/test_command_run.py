@@ -1,5 +1,6 @@
 """Commands of a client's own loop: their numbers, in every layout, exactly once through kills."""
 
+import json
 import math
 import os
 import random
@@ -16,6 +17,9 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk.durable import kept_state
+from cray_agents.trainers.checkpointing import resume
+from cray_agents.trainers.checkpointing.save import SEAL
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.training_commands import (
@@ -29,7 +33,7 @@ from cray_agents.training_commands import (
     TrainingCommand,
 )
 from cray_agents.training_jobs import Layout
-from tests.support.trainers.command_client import RATE, Client, data_of, differ
+from tests.support.trainers.command_client import RATE, Client, data_of, differ, weights_of
 from tests.support.trainers.running_session import RunningSession
 
 pytestmark = pytest.mark.megatron
@@ -147,7 +151,8 @@ def test_killed_at_any_moment_every_command_is_done_once(lab: Any, tmp_path: Pat
     for step in range(8):
         commands += [ForwardBackward(data=data_of(step)), ForwardBackward(data=data_of(step + 50))]
         commands += [OptimStep(learning_rate=RATE)]
-        commands += [Publish()] if step % 3 == 1 else [Score(data=data_of(step + 70))]
+        kept = Publish(keep_state=True)
+        commands += [kept] if step % 3 == 1 else [Score(data=data_of(step + 70))]
     commands.append(End())
 
     def results(job: JobJournal) -> list[Any]:
@@ -186,13 +191,55 @@ def test_killed_at_any_moment_every_command_is_done_once(lab: Any, tmp_path: Pat
             session.check()
             time.sleep(0.01)
         assert results(killed.job) == results(client.job)
-        places = [n for n, command in enumerate(commands, 1) if command == Publish()]
-        for name in [f"{client.job.job_id}-{n}" for n in places]:
+        places = [n for n, c in enumerate(commands, 1) if isinstance(c, Publish)]
+        for n in places:
+            name = f"{client.job.job_id}-{n}"
             assert files(here.home, name) == files(lab.home, name)
+            assert state(here.home, client.job.job_id, n) == state(lab.home, client.job.job_id, n)
         assert files(here.home, client.job.job_id) == files(lab.home, client.job.job_id)
         assert session.end() == 0
         assert not list(here.home.root.glob("checkpoints/.*"))
+        assert not list(killed.job.folder.glob("megatron/.*"))
     assert done
+
+
+def state(home: Home, job: str, number: int) -> dict[str, str]:
+    """The hashes of a kept state's numbers, which are proven."""
+    point = kept_state(home.job(job) / "megatron", number)
+    resume.verify(point)
+    seal = json.loads((point / SEAL).read_bytes())
+    return {name: sha256 for name, sha256 in seal.items() if name.startswith("rank-")}
+
+
+@pytest.mark.parametrize("hyper", [{}, {"lora": {"rank": 2}}], ids=["weights", "adapters"])
+def test_a_run_begins_with_the_state_that_another_kept(lab: Any, hyper: dict[str, Any]) -> None:
+    """It ends to the bit as the first one goes on, also after a kill, and not without its state."""
+    session = RunningSession(lab.home, Layout(data=2))
+    first = Client(lab, session, hyper=hyper)
+    first.trained(data_of(1))
+    assert first.do(Publish(keep_state=True)).checkpoint
+    kept = f"{first.job.job_id}/{first.sequence}"
+    for step in (2, 3):
+        first.trained(data_of(step))
+    expected = first.weights()
+
+    second = Client(lab, session, hyper=hyper, commands="other", state_from=kept)
+    second.trained(data_of(2))
+    os.kill(session.pid, signal.SIGKILL)
+    session.wait()
+    session = second.session = RunningSession(lab.home, Layout(data=2))
+    second.trained(data_of(3))
+    assert differ(expected, second.weights()) == 0.0
+
+    third = Client(lab, session, hyper=hyper, commands="third", state_from=kept)
+    assert differ(weights_of(lab.home, kept.replace("/", "-")), third.weights()) == 0.0
+    missing = f"{first.job.job_id}/1"
+    lost = Client(lab, session, hyper=hyper, commands="lost", state_from=missing)
+    lost.send(Save())
+    while (status := lost.job.status()) is None:
+        session.check()
+    assert "that command kept no state" in (status.error or "")
+    assert session.end() == 0, session.log
 
 
 def test_a_full_disk_costs_a_publish_and_nothing_else(lab: Any, tmp_path: Path) -> None:
@@ -217,6 +264,21 @@ def test_a_full_disk_costs_a_publish_and_nothing_else(lab: Any, tmp_path: Path) 
         results.append(client.weights())
         assert session.end() == 0
     assert differ(*results) == 0.0
+
+
+def test_a_full_disk_costs_a_kept_state_and_nothing_else(lab: Any) -> None:
+    session = RunningSession(lab.home, Layout(data=2))
+    client = Client(lab, session)
+    client.trained(data_of(1))
+    limit_files(session, 64 << 10)
+    error = client.do(Save(keep_state=True)).error or ""
+    assert "the training state was not written: File too large. Nothing is lost" in error
+    folder = client.job.folder / "megatron"
+    assert not list(folder.glob(".*")) and not list(folder.glob("kept-*"))
+    limit_files(session, resource.RLIM_INFINITY)
+    assert client.do(Save(keep_state=True)).error is None
+    assert [path.name for path in folder.glob("kept-*")] == ["kept-00000004"]
+    assert session.end() == 0
 
 
 def limit_files(session: RunningSession, size: int) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.disk.durable import resume_points
+from cray_agents.runtime.disk.durable import kept_state, resume_points
 from cray_agents.trainers.checkpointing.save import POINT, SEAL
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
@@ -107,6 +107,20 @@ def newest_point(folder: Path, job_id: str) -> Path:
         )
     verify(points[0])
     return points[0]
+
+
+def kept_point(jobs: Path, state_from: str) -> Path:
+    """Return the training state that a run kept, `job/number`. Raises NotFound or Corrupt."""
+    job, _, number = state_from.partition("/")
+    point = kept_state(jobs / job / "megatron", int(number))
+    if not point.is_dir():
+        raise NotFound(
+            f"state_from={state_from!r}: {point} does not exist: that command kept no state, or"
+            " `models prune` removed it with the weights; start without state_from",
+            param="state_from",
+        )
+    verify(point)
+    return point
 
 
 def sweep(folder: Path, drafts: str = ".step-*") -> None:

@@ -13,6 +13,7 @@ thread checks once more that its attempt may publish, then seals and renames:
         point.json               steps done, and the `common` data of `save`
         SEALED.json              every file's SHA-256, written last
     step-00000050/               the same, published
+    kept-00000050/               likewise, for other jobs: it stays when newer ones come (`keep`)
 
 One point is in flight at a time: the next `save` waits for it. A thread, unlike a forked process,
 does not copy gloo's or NCCL's threads, and hashing and writing release Python's lock. Read next:
@@ -37,7 +38,7 @@ from torch.distributed import distributed_c10d
 from cray_agents.errors import JobError, StoreError
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.disk.durable import keep_newest
+from cray_agents.runtime.disk.durable import keep_newest, kept_state
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
     OwnedRange,
@@ -46,6 +47,7 @@ from cray_agents.trainers.checkpointing.state import (
     optimizers,
     owned_ranges,
 )
+from cray_agents.trainers.training.parallel_groups import gather_from_ranks, write_together
 from cray_agents.trainers.training.train_step import Training
 
 SEAL = "SEALED.json"
@@ -98,15 +100,37 @@ class Saver:
         if self._step == self._training.done:
             return
         self._step, started = self._training.done, time.monotonic()
-        self._stage()
-        index = {
-            "adam_steps": adam_steps(self._training),
-            "pieces": [_describe(owned) for owned in self._owned],
-        }
+        index = self._stage()
         point = {"step": self._step, "common": common}
-        self._flight = self._thread.submit(
-            self._write, self._step, canonical(index), point, started
-        )
+        self._flight = self._thread.submit(self._write, self._step, index, point, started)
+
+    def keep(self, common: dict[str, Any]) -> None:
+        """Write the current state, and return when it is published. Collective.
+
+        Unlike resume points it stays when newer ones come: see retention/prune.py. One that exists
+        is left as it is. `finish` comes first. Raises StoreError on every rank, with nothing left
+        behind.
+        """
+        assert self._flight is None, "the buffer is in use"
+        number, index = self._training.done, self._stage()
+        target = kept_state(self._folder, number)
+        draft = target.with_name(f".{target.name}.{self._attempt}")
+        point = canonical({"step": number, "common": common})
+
+        def publish(seal: dict[str, str]) -> None:
+            if self._rank == 0:
+                self._publish(draft, target, seal, point)
+
+        what = "the training state"
+        try:
+            mine = write_together(what, lambda: self._write_rank(draft, index))
+            every = [json.loads(one) for one in gather_from_ranks(json.dumps(mine).encode())]
+            seal = {name: sha256 for hashes in every for name, sha256 in hashes.items()}
+            write_together(what, lambda: publish(seal))
+        except StoreError:
+            if self._rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise
 
     def poll(self) -> None:
         """Raise StoreError if the point in flight could not be written. Called every step."""
@@ -139,8 +163,8 @@ class Saver:
             self._training.saved = self._folder / folder_name(self._step)
             self._report(self._step, seconds)
 
-    def _stage(self) -> None:
-        """Copy this rank's owned ranges into the buffer, which is made once."""
+    def _stage(self) -> bytes:
+        """Copy this rank's owned ranges into the buffer, which is made once; return their index."""
         mine = optimizers(self._training)
         first = all(one.distributed_optimizer_instance_id == 0 for one in mine)
         if first and not self._owned:  # the other instances of the optimizer hold the same
@@ -159,6 +183,8 @@ class Saver:
             position += owned.count
         if not self._training.on_cpu:
             torch.cuda.synchronize()
+        pieces = [_describe(owned) for owned in self._owned]
+        return canonical({"adam_steps": adam_steps(self._training), "pieces": pieces})
 
     # ---- on the writing thread
     def _write(
@@ -166,11 +192,7 @@ class Saver:
     ) -> float | None:
         """Write this rank's files; rank 0 then publishes. Return the seconds if this rank did."""
         draft = self._folder / f".{folder_name(step)}.{self._attempt}"
-        draft.mkdir(parents=True, exist_ok=True)
-        name = f"rank-{self._rank:05d}"
-        hashes = {f"{name}.bin": _write_hashed(draft / f"{name}.bin", self._buffer)}
-        durable.write_file(draft / f"{name}.json", index)
-        hashes[f"{name}.json"] = hashlib.sha256(index).hexdigest()
+        hashes = self._write_rank(draft, index)
         self._store.set(self._key(step, self._rank), json.dumps(hashes))
         if self._rank > 0:
             return None
@@ -178,19 +200,28 @@ class Saver:
         seal: dict[str, str] = {}
         for rank in range(self._world):
             seal |= json.loads(self._store.get(self._key(step, rank)))
-        published = self._publish(draft, step, seal, canonical(point))
-        return time.monotonic() - started if published else None
+        if not self._publish(draft, self._folder / folder_name(step), seal, canonical(point)):
+            return None
+        keep_newest(self._folder, self._keep)
+        return time.monotonic() - started
 
-    def _publish(self, draft: Path, step: int, seal: dict[str, str], point: bytes) -> bool:
+    def _write_rank(self, draft: Path, index: bytes) -> dict[str, str]:
+        """Write the buffer and its index; return the hash of each file."""
+        draft.mkdir(parents=True, exist_ok=True)
+        name = f"rank-{self._rank:05d}"
+        hashes = {f"{name}.bin": _write_hashed(draft / f"{name}.bin", self._buffer)}
+        durable.write_file(draft / f"{name}.json", index)
+        return {**hashes, f"{name}.json": hashlib.sha256(index).hexdigest()}
+
+    def _publish(self, draft: Path, target: Path, seal: dict[str, str], point: bytes) -> bool:
         refuse_gaps([draft / name for name in seal if name.endswith(".json")])
         durable.write_file(draft / POINT, point)
         seal[POINT] = hashlib.sha256(point).hexdigest()
         durable.write_file(draft / SEAL, canonical(seal))
         may = self._may_publish()
-        if not may or not durable.publish_directory(draft, self._folder / folder_name(step)):
+        if not may or not durable.publish_directory(draft, target):
             shutil.rmtree(draft, ignore_errors=True)
             return False
-        keep_newest(self._folder, self._keep)
         return True
 
     def _key(self, step: int, rank: int) -> str:

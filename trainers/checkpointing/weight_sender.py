@@ -9,10 +9,13 @@ hf_export.py. Read next: weight_links.py.
 
 import json
 import secrets
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import BufferedRWPair
 from pathlib import Path
@@ -26,6 +29,8 @@ from cray_agents.trainers.checkpointing.weight_links import WeightLink
 
 BUSY = 120.0  # seconds that a replica waits while another one is sent to
 SILENCE = 600.0  # seconds without a word from the platform
+JOIN = 120.0  # seconds for a replica's workers to join; the platform waits longer
+LOOK = 0.05  # seconds between two looks if the platform is there, while they join
 _LONGEST = 256 << 20  # bytes of a message
 
 
@@ -118,7 +123,7 @@ class WeightSender:
         connection.settimeout(SILENCE)
         with connection, connection.makefile("rwb") as lines:
             try:
-                self._transfer(lines)
+                self._transfer(lines, connection)
             except (CrayError, OSError, RuntimeError, ValueError, LookupError) as error:
                 print(f"a transfer of weights ended: {type(error).__name__}: {error}", flush=True)
                 try:
@@ -126,7 +131,7 @@ class WeightSender:
                 except (OSError, ValueError):  # the platform is gone
                     return
 
-    def _transfer(self, lines: BufferedRWPair) -> None:
+    def _transfer(self, lines: BufferedRWPair, connection: socket.socket) -> None:
         """Send to one replica. Raises CrayError, OSError, and what CUDA raises."""
         hello = _read(lines) or {}
         offered = self._offered
@@ -136,13 +141,22 @@ class WeightSender:
         if not self._busy.acquire(timeout=BUSY):
             raise CrayError(f"another transfer has not ended in {BUSY:g} s")
         try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-            self._serve(lines, offered, [str(gpu) for gpu in hello["gpus"]])
+            self._set_device()
+            self._serve(lines, connection, offered, [str(gpu) for gpu in hello["gpus"]])
         finally:
             self._busy.release()
 
-    def _serve(self, lines: BufferedRWPair, offered: _Offered, gpus: Sequence[str]) -> None:
+    def _set_device(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+
+    def _serve(
+        self,
+        lines: BufferedRWPair,
+        connection: socket.socket,
+        offered: _Offered,
+        gpus: Sequence[str],
+    ) -> None:
         described = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             for name, tensor in offered.tensors.items()
@@ -150,15 +164,49 @@ class WeightSender:
         if not described:
             _write(lines, {"tensors": [], "init": None})
             return
-        with closing(self._link(gpus)) as link:
+        with ExitStack() as ending:
+            link = self._link(gpus)
+            ending.callback(link.close)
             _write(lines, {"tensors": described, "init": link.init})
             if _read(lines) is None:  # another rank could not be had
                 return
-            link.join()
+            if not self._join(link, connection):
+                ending.pop_all()  # the thread that joins closes it
+                raise CrayError(f"the replica did not join in {JOIN:g} s, or its platform is gone")
             while (request := _read(lines)) is not None:
                 batch = [(str(name), offered.tensors[name]) for name in request["send"]]
                 _write(lines, {"update": link.describe(batch)})
                 link.push(batch)
+
+    def _join(self, link: WeightLink, connection: socket.socket) -> bool:
+        """Join the replica; return False if it does not come, which NCCL itself never notices.
+
+        NCCL then holds a thread for ever, which must not be the one that others wait for.
+        """
+        joined: Future[None] = Future()
+
+        def join() -> None:
+            try:
+                self._set_device()
+                link.join()
+            except Exception as error:  # noqa: BLE001 - raised again by `result`
+                with suppress(InvalidStateError):
+                    joined.set_exception(error)
+                return
+            try:
+                joined.set_result(None)
+            except InvalidStateError:  # given up meanwhile
+                link.close()
+
+        hung_up = select.poll()
+        hung_up.register(connection, select.POLLRDHUP)
+        threading.Thread(target=join, daemon=True).start()
+        until = time.monotonic() + JOIN
+        while not wait([joined], LOOK).done:
+            if (hung_up.poll(0) or time.monotonic() > until) and joined.cancel():
+                return False
+        joined.result()
+        return True
 
 
 def _read(lines: BufferedRWPair) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ from cray_agents.training_jobs import ON_POLICY, JobSpec
 
 @dataclass(frozen=True)
 class JobInputs:
-    """A job's inputs. At most one of the two resume points is set, with `at`."""
+    """A job's inputs. At most one of the three points to start from is set, with `at`."""
 
     journal: JobJournal
     spec: JobSpec
@@ -47,6 +47,7 @@ class JobInputs:
     teacher: Path | None = None  # of distill
     resume_from: Path | None = None  # a point of this job: continue exactly
     optimizer_from: Path | None = None  # a point of another job: take its optimizer moments only
+    state_from: Path | None = None  # what another run by commands kept: begin with it
 
     @property
     def megatron(self) -> Path:
@@ -54,14 +55,18 @@ class JobInputs:
         return self.journal.folder / "megatron"
 
     @property
-    def points(self) -> tuple[str | None, str | None]:
-        """The two resume points, as JSON can hold them."""
-        points = (self.resume_from, self.optimizer_from)
-        resume, optimizer = (None if point is None else str(point) for point in points)
-        return resume, optimizer
+    def points(self) -> tuple[str | None, str | None, str | None]:
+        """The three points, as JSON can hold them."""
+        points = (self.resume_from, self.optimizer_from, self.state_from)
+        resume, optimizer, state = (None if point is None else str(point) for point in points)
+        return resume, optimizer, state
 
     def at(
-        self, attempt: int, resume_from: Path | str | None, optimizer_from: Path | str | None
+        self,
+        attempt: int,
+        resume_from: Path | str | None,
+        optimizer_from: Path | str | None,
+        state_from: Path | str | None = None,
     ) -> "JobInputs":
         """Return the same inputs with another starting point."""
         return replace(
@@ -69,6 +74,7 @@ class JobInputs:
             attempt=attempt,
             resume_from=None if resume_from is None else Path(resume_from),
             optimizer_from=None if optimizer_from is None else Path(optimizer_from),
+            state_from=None if state_from is None else Path(state_from),
         )
 
 
@@ -187,12 +193,16 @@ def choose_start(
     layers = choose_layers_of(work.model, spec.layout, hyper.dtype, on_cpu)
     check_layers(layers, hyper, spec.recompute, mixture=bool(work.model.experts))
     resume.sweep(work.megatron)
+    resume.sweep(work.megatron, ".kept-*")
     final = work.journal.home.checkpoint(work.spec.id)
     resume.sweep(final.parent, f".{final.name}[.-]*")  # of its end, and of its publishes
     point, problems = resume.choose(work.megatron, point_in_memory)
     step = resume.step_of(point) if point else 0
     source = None if optimizer_in_memory else work.spec.optimizer_from
-    if point is None and source is not None:
+    if point is None and spec.state_from is not None:
+        state = resume.kept_point(work.journal.home.jobs, spec.state_from)
+        work = work.at(work.attempt, None, None, state)
+    elif point is None and source is not None:
         point = resume.newest_point(work.journal.home.job(source) / "megatron", source)
         work = work.at(work.attempt, None, point)
     else:

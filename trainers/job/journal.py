@@ -8,7 +8,7 @@
     status.json     the end, written once: succeeded, failed or cancelled
     status.<n>.json the n-th failure, set aside for a retry
     spec.next.json  the JobSpec of a retry, until it replaces spec.json
-    megatron/step-<n>/  resume points (checkpointing/resume.py)
+    megatron/step-<n>/  resume points (checkpointing/resume.py); kept-<n>/: states for other jobs
     scheduler.json  the last handover to the scheduler (written by MegatronTrainer alone)
 
 The training process and the trainers that watch it share this module. Events are flat objects with

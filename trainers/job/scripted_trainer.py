@@ -3,7 +3,8 @@
 Tests of loops use it instead of training. Like the real trainer it is idempotent, names jobs by
 their spec, keeps a job's folder and publishes a manifest. Unlike the real one, it reports the
 metrics given to it. With `by_hand` it does nothing by itself: a test advances its jobs. Commands
-are carried out at once, with the same log-probability for every token. No torch.
+are carried out at once, with the same log-probability for every token. A state that a command keeps
+is an empty folder. No torch.
 """
 
 import shutil
@@ -81,6 +82,7 @@ class ScriptedTrainer:
         journal = JobJournal(self.home, spec.id)
         if not journal.exists:
             self._parent(spec)
+            self._state(spec)
             self.submitted.append(spec)
             journal.write_spec(spec)
         if not self.by_hand and spec.commands is None:
@@ -127,6 +129,9 @@ class ScriptedTrainer:
 
     def _carry_out(self, job_id: str, sequence: int, command: TrainingCommand) -> CommandResult:
         spec = JobJournal(self.home, job_id).spec()
+        if isinstance(command, Publish | Save) and command.keep_state:
+            kept = durable.kept_state(self.home.job(job_id) / "megatron", sequence)
+            kept.mkdir(parents=True, exist_ok=True)
         match command:
             case ForwardBackward() | Score():
                 marks = [_trained(datum) for datum in command.data]
@@ -235,6 +240,14 @@ class ScriptedTrainer:
         if not parent.is_dir():
             raise NotFound(f"no checkpoint directory {parent}", param="parent")
         return parent
+
+    def _state(self, spec: JobSpec) -> None:
+        """Look for the state that a run begins with. Raises NotFound."""
+        if spec.state_from is None:
+            return
+        job, _, number = spec.state_from.partition("/")
+        if not durable.kept_state(self.home.job(job) / "megatron", int(number)).is_dir():
+            raise NotFound(f"no state {spec.state_from}", param="state_from")
 
     def _publish(self, spec: JobSpec, name: str) -> None:
         parent = self._parent(spec)

@@ -9,6 +9,7 @@ training/train_step.py loads, checkpointing/hf_export.py exports.
 
 import heapq
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,6 +288,7 @@ class FilePlan:
     tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
+AHEAD_BYTES = 64 << 20  # of slices that travel while others are written
 SHARE_BYTES = 256 << 20  # at least, before another rank writes too
 
 
@@ -349,19 +351,52 @@ def export_tensors(
     """Yield (Hugging Face name, whole tensor) of what this rank writes, in the order of the plan.
 
     The tensor is made of the weights with their adapters merged in, or of `of(parameter)`. All
-    tensor ranks must iterate together, to the end: they send each writer their slices.
+    tensor ranks must iterate together, to the end: they send each writer their slices. Those of the
+    next tensors travel while the present one is used.
     """
+    ahead: deque[_TravellingSlices] = deque()
+    size = 0
     for one in plan:
         parameter = one.chunk.get_parameter(one.name)
         mine = _merged_weight(one.chunk, one.name) if of is None else of(parameter)
-        _, size, group = one.origin.ranks()
-        slices = [mine.detach().contiguous()]
+        ahead.append(_TravellingSlices(one, mine.detach().contiguous()))
+        size += ahead[-1].nbytes
+        while size > AHEAD_BYTES:
+            size -= ahead[0].nbytes
+            yield from ahead.popleft().tensors(model)
+    while ahead:
+        yield from ahead.popleft().tensors(model)
+
+
+class _TravellingSlices:
+    """The slices of one parameter, on their way to the rank that writes it."""
+
+    def __init__(self, one: ExportedParameter, mine: torch.Tensor) -> None:
+        from torch.distributed import irecv, isend
+
+        rank, size, group = one.origin.ranks()
+        self._one, self._slices = one, [mine]
+        self._works: list[Any] = []
         if one.origin.how != "whole" and size > 1:
-            room = [torch.empty_like(slices[0]) for _ in range(size)] if one.mine else None
-            torch.distributed.gather(slices[0], room, group=group, group_dst=one.writer)
-            slices = room or []
-        if one.mine:
-            yield from zip(one.origin.names, unpack(one.origin.how, slices, model), strict=True)
+            if one.mine:
+                self._slices = [mine if n == rank else torch.empty_like(mine) for n in range(size)]
+                self._works = [
+                    irecv(tensor, group=group, group_src=n)
+                    for n, tensor in enumerate(self._slices)
+                    if n != rank
+                ]
+            else:
+                self._works = [isend(mine, group=group, group_dst=one.writer)]
+        self.nbytes = sum(tensor.nbytes for tensor in self._slices)
+
+    def tensors(self, model: Architecture) -> list[tuple[str, torch.Tensor]]:
+        """Wait for the slices; return the named tensors, on the rank that writes them."""
+        for work in self._works:
+            work.wait()
+        if not self._one.mine:
+            return []
+        origin = self._one.origin
+        return list(zip(origin.names, unpack(origin.how, self._slices, model), strict=True))
 
 
 def _merged_weight(chunk: Any, name: str) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """TrainingCommand run: carry out a client's commands, one after the other, each with one result.
 
-A resume point is written after an optimizer step, when no gradients wait. After a death the
-commands since the newest point are carried out again, which gives the same state to the bit, and
-their results stay as they were written. job/rank.py calls `run_commands` on every rank. Read next:
-training/accumulation.py.
+A resume point is written after an optimizer step, when no gradients wait. A state that a client
+keeps is written before its command has a result, and another run may begin with it. After a death
+the commands since the newest point are carried out again, which gives the same state to the bit,
+and their results stay as they were written. job/rank.py calls `run_commands` on every rank. Read
+next: training/accumulation.py.
 """
 
 import hashlib
@@ -45,6 +46,7 @@ from cray_agents.training_commands import (
 SHORTEST_WAIT, LONGEST_WAIT = 0.001, 0.1  # seconds between two looks for a command
 FULL_WAIT = 0.5  # seconds between two trials to write on a full disk
 GO, STOP = "go", "stop"
+_MAKE_ROOM = ". Nothing is lost: make room, then send it again"
 
 
 @dataclass
@@ -104,6 +106,9 @@ class CommandRun:
             self._totals = RunTotals(**restored)
         elif work.resume_from is not None:
             self._totals = RunTotals(**resume.load(training, work.resume_from))
+        elif work.state_from is not None:
+            self._totals = RunTotals(**resume.load(training, work.state_from))
+            self._totals.sequence, training.saved = 0, None  # of the other run
         else:
             allocate_moments(training, 0)
         training.done = self._saved = self._totals.sequence
@@ -158,6 +163,8 @@ class CommandRun:
         self._training.ranks.seed(self._work.spec.hyperparameters.seed, totals.sequence)
         try:
             result = self._do(command)
+            if isinstance(command, Publish | Save) and command.keep_state:
+                self._keep(saver)
         except BadInput as problem:
             result = CommandResult(sequence=totals.sequence, error=str(problem))
         seconds = time.perf_counter() - begun
@@ -259,8 +266,16 @@ class CommandRun:
         except StoreError as problem:
             if is_rank0():
                 shutil.rmtree(draft, ignore_errors=True)
-            raise BadInput(f"{problem}. Nothing is lost: make room, then send it again") from None
+            raise BadInput(f"{problem}{_MAKE_ROOM}") from None
         return self._result(checkpoint=name)
+
+    def _keep(self, saver: Saver) -> None:
+        """Keep the state for another run to begin with. Raises BadInput, the same on every rank."""
+        saver.finish()
+        try:
+            saver.keep(asdict(self._totals))
+        except StoreError as problem:
+            raise BadInput(f"{problem}{_MAKE_ROOM}") from None
 
     # ---- helpers
     def _write_result(self, result: CommandResult) -> None:

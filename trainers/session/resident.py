@@ -285,6 +285,8 @@ class Resident:
                 training.saved = point
             else:
                 restored, source = resume.load(training, point), "files"
+        elif work.state_from is not None:
+            source = "files"
         if is_rank0():
             work.journal.event(
                 "taken_up",

@@ -15,6 +15,8 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput, EngineError, JobError, NotFound
 from cray_agents.records import ModelVersion
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk.durable import kept_state
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import (
     COUNT as COUNT_TEXT,
@@ -60,6 +62,7 @@ from cray_agents.runtime.gateway.tinker.training_runs import (
     session_of,
 )
 from cray_agents.training_commands import OptimStep, Publish, Save, TrainingCommand
+from cray_agents.training_jobs import JobSpec
 
 HOLD = 20  # seconds that a question for a result is held; the client waits for 45
 RANKS = "commands"  # the session of the Python client, too: all take turns on its ranks
@@ -87,13 +90,15 @@ async def create_tinker_model(services: Services, request: Request) -> Response:
     new = parse(CreateModel, await read_json(request, services.max_body))
     base = base_version(services, new.base_model)
     lora = new.lora_config
-    model = await asyncio.to_thread(_begin, services, new, lora, base, new.base_model)
+    job = {"parent": base.id, "hyperparameters": _hyper(lora)}
+    names = (new.base_model, None if lora is None else lora.rank)
+    model = await asyncio.to_thread(_begin, services, new, job, base, *names)
     return _future(f"{model.id}/create", model.id)
 
 
 @router.post("/api/v1/load_weights", Role.train, body=LoadWeights, answer=FUTURE, fails=FAILS)
 async def load_tinker_weights(services: Services, request: Request) -> Response:
-    """Begin to train a model from saved weights, with a new optimizer."""
+    """Begin to train a model from saved weights, with their optimizer's state or a new one."""
     body = await read_json(request, services.max_body)
     if body.get("model_id") is not None:
         raise BadInput(
@@ -102,17 +107,12 @@ async def load_tinker_weights(services: Services, request: Request) -> Response:
             param="model_id",
         )
     new = parse(LoadWeights, body)
-    if new.optimizer:
-        raise BadInput(
-            "saved weights are without their optimizer's state: make the client with"
-            " create_training_client_from_state, which begins with a new optimizer",
-            param="optimizer",
-        )
     saved = await asyncio.to_thread(services.tinker.saved, new.path)
     version = await asyncio.to_thread(saved_version, services, saved)
     before = await asyncio.to_thread(services.tinker.model, saved.model)
-    lora = None if before.rank is None else LoraConfig(rank=before.rank)
-    model = await asyncio.to_thread(_begin, services, new, lora, version, before.base_model)
+    job = await asyncio.to_thread(_job_from, services, new, saved, version)
+    names = (before.base_model, before.rank)
+    model = await asyncio.to_thread(_begin, services, new, job, version, *names)
     return _future(f"{model.id}/load", model.id)
 
 
@@ -207,7 +207,12 @@ async def _save(services: Services, request: Request, kind: SavedKind) -> Respon
         metadata=save.user_metadata,
     )
     # weights that were published before are not written again, and the request still counts
-    command: TrainingCommand = Publish() if saved.published_by == save.seq_id else Save()
+    keep = kind == "weights"  # to go on from, also with the optimizer
+    command: TrainingCommand
+    if saved.published_by == save.seq_id:
+        command = Publish(keep_state=keep)
+    else:
+        command = Save(keep_state=keep)
     place = f"{kind}/{saved.name}"
     return await _send(services, save.model_id, save.seq_id, command, place)
 
@@ -387,18 +392,16 @@ def saved_version(services: Services, saved: SavedWeights) -> ModelVersion:
 def _begin(
     services: Services,
     new: NewModel,
-    lora: LoraConfig | None,
+    job: dict[str, Any],
     base: ModelVersion,
     base_model: str,
+    rank: int | None,
 ) -> TinkerModel:
-    """Submit the job of a new model, or find it. Raises BadInput, JobError."""
+    """Submit the job of a new model, or find it. Raises BadInput, NotFound, JobError."""
     model_id = name_of_model(new.session_id, new.model_seq_id)
     if new.optimizer_config is not None and new.optimizer_config.type != "adamw":
         raise BadInput("only adamw is served as an optimizer", param="optimizer_config")
-    hyper: dict[str, Any] = {"steps": 1}
-    if lora is not None:
-        hyper |= {"lora": _adapter(lora), "seed": lora.seed or 0}
-    job = {"commands": model_id, "session": RANKS, "parent": base.id, "hyperparameters": hyper}
+    job = {**job, "commands": model_id, "session": RANKS}
     status = services.trainer.submit(job_spec(services, job, None))
     if status.state in ("failed", "cancelled"):
         raise JobError(f"the job of {model_id} is {status.state}: {status.error or 'no reason'}")
@@ -407,10 +410,44 @@ def _begin(
         job=status.id,
         base=base.id,
         base_model=base_model,
-        rank=None if lora is None else lora.rank,
+        rank=rank,
         metadata=new.user_metadata or {},
     )
     return services.tinker.add_model(model)
+
+
+def _job_from(
+    services: Services, new: LoadWeights, saved: SavedWeights, version: ModelVersion
+) -> dict[str, Any]:
+    """Return the fields of a job that goes on from saved weights. Raises NotFound.
+
+    With the optimizer it begins with the state that the save kept, over the same parent. Else the
+    saved version is its parent.
+    """
+    before = services.tinker.model(saved.model)
+    if not new.optimizer:
+        lora = None if before.rank is None else LoraConfig(rank=before.rank)
+        return {"parent": version.id, "hyperparameters": _hyper(lora)}
+    folder = services.home.job(before.job)
+    if not kept_state(folder / "megatron", saved.sequence).is_dir():
+        raise NotFound(
+            f"the optimizer's state of {saved.path} is not there: save_state keeps it, until"
+            " `models prune` removes the weights; create_training_client_from_state begins with a"
+            " new optimizer",
+            param="optimizer",
+        )
+    spec = checksums.read_record(JobSpec, folder / "spec.json")
+    return {
+        "parent": str(services.home.root / spec.parent),
+        "hyperparameters": spec.hyperparameters.model_dump(mode="json"),
+        "state_from": f"{before.job}/{saved.sequence}",
+    }
+
+
+def _hyper(lora: LoraConfig | None) -> dict[str, Any]:
+    """Return the hyperparameters of a job by commands. Raises BadInput."""
+    hyper: dict[str, Any] = {"steps": 1}
+    return hyper if lora is None else {**hyper, "lora": _adapter(lora), "seed": lora.seed or 0}
 
 
 def _adapter(lora: LoraConfig) -> dict[str, Any]:

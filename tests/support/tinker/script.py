@@ -90,6 +90,8 @@ found["loaded"] = [
     loaded.model_id,
     rows(loaded.forward([imitated([0, 1, 1, 1])], "cross_entropy").result()),
 ]
+continued = service.create_training_client_from_state_with_optimizer(state.path).result()
+found["continued"] = [continued.model_id, continued.save_state("s").result().path]
 
 rest = service.create_rest_client()
 found["runs"] = [run.training_run_id for run in rest.list_training_runs().result().training_runs]
@@ -126,7 +128,7 @@ found["refused"] = {
     "column": failure(lambda: new().forward_backward([imitated([1] * 4)], "ppo").result()),
     "base": failure(lambda: service.create_lora_training_client(base_model="Qwen/none").result()),
     "optimizer": failure(
-        lambda: service.create_training_client_from_state_with_optimizer(state.path).result()
+        lambda: service.create_training_client_from_state_with_optimizer(saved.path).result()
     ),
     "name": failure(lambda: after_step(client).save_weights_for_sampler("a").result()),
     "path": failure(lambda: shown(service.create_sampling_client(model_path=saved.path + "x"))),
