@@ -42,7 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # or each process that is forked of this one copies all of it to look through it
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is imported is torn down as usual
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ Python, which imports Megatron and reads the job again. Read next: rank_monitor.
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -293,6 +294,7 @@ def be_spawned_rank() -> NoReturn:
 def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int]) -> NoReturn:
     """Run a rank in this child of the launcher, log any error, and exit."""
     code = 1
+    gc.freeze()  # what was imported stays, and to look through it would copy the launcher's memory
     try:
         stop = StopFlag()
         stop.listen()
