@@ -20,9 +20,9 @@ from cray_agents.trainers.job.input_checks import (
     check_teacher,
     check_temperature,
     check_tokenizer,
+    other_weights,
 )
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.weights_check import other_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import check_layout
