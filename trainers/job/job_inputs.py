@@ -76,13 +76,13 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
 
     Weights are checked by the ranks that load them: weights_check.py.
     """
-    from cray_agents.trainers.models.lora import choose_targets
-
     home, hyper = journal.home, spec.hyperparameters
     parent = home.root / spec.parent
     model = read_parent(parent, hyper.init, hyper.way)
     check_layout(model, spec.layout)
     if hyper.lora is not None and model.way == "native":
+        from cray_agents.trainers.models.lora import choose_targets  # it imports torch
+
         choose_targets(model, hyper.lora)
     if hyper.init == "random" and (sha256 := config_sha256(parent)) != spec.parent_sha256:
         message = other_weights(parent, sha256, spec.parent_sha256)
