@@ -28,7 +28,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.checkpointing.hf_export import hash_files
+from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training_commands import CommandResult, TrainingCommand

@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -55,6 +55,24 @@ def weights_sha256(files: dict[str, str]) -> str:
     """
     weights = {n: h for n, h in files.items() if n.endswith(".safetensors") and "/" not in n}
     return digest(weights, 64)
+
+
+def hash_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Map each file below a folder, except its manifest, to its hash; `known` ones are kept."""
+    hashes = dict(known or {})
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST and name not in hashes:
+            hashes[name] = durable.sha256_file(path)
+    return dict(sorted(hashes.items()))
+
+
+def publish_folder(draft: Path, final: Path) -> bool:
+    """Rename a finished folder into place; return False if a published folder has the name."""
+    for path in draft.rglob("*"):
+        durable.sync(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    return durable.publish_directory(draft, final)
 
 
 def settings_sha256(files: dict[str, str]) -> str:

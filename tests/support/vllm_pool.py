@@ -13,8 +13,8 @@ from cray_agents.records import Manifest, ProbePrompt, ProbeReport, new_id
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.runtime.vllm_plugins.lock import VARIABLE
-from cray_agents.trainers.checkpointing.hf_export import hash_files
 from cray_agents.trainers.checkpointing.peft_adapter import CONFIG, WEIGHTS, peft_config
 from cray_agents.training_jobs import Lora
 

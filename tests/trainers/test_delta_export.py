@@ -12,8 +12,8 @@ from cray_agents.records import DeltaOf, Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.disk.checksums import BLAKE3, hash_of
 from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.runtime.registry.deltas import build, materialize
-from cray_agents.trainers.checkpointing.hf_export import hash_files
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 LIMIT = 40_000  # bytes a file

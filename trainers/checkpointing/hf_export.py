@@ -39,24 +39,6 @@ from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import JobSpec
 
 
-def publish_folder(draft: Path, final: Path) -> bool:
-    """Rename a finished folder into place; return False if a published folder has the name."""
-    for path in draft.rglob("*"):
-        durable.sync(path)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    return durable.publish_directory(draft, final)
-
-
-def hash_files(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Map each file below a folder, except its manifest, to its hash; `known` ones are kept."""
-    hashes = dict(known or {})
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != checkpoints.MANIFEST and name not in hashes:
-            hashes[name] = durable.sha256_file(path)
-    return dict(sorted(hashes.items()))
-
-
 def weights_sha256(checkpoint: Path) -> str:
     """Return the hash that names a checkpoint directory's weights (`JobSpec.parent_sha256`).
 
@@ -244,7 +226,7 @@ def publish(
 
     def finish() -> str:
         copy_settings(training.parent, draft, tied=training.model.tied, config=config)
-        files = hash_files(draft, hashes)
+        files = checkpoints.hash_files(draft, hashes)
         files = {name: files[name] for name in files if not name.startswith(f"{DELTA}/")}
         parent, sha256 = training.parent.name, spec.parent_sha256
         delta = DeltaOf(parent=parent, parent_weights_sha256=sha256, files=packed)
@@ -265,7 +247,7 @@ def publish(
         )
         text = checksums.with_crc(manifest.model_dump_json(indent=1).encode())
         durable.replace_file(draft / "manifest.json", text)
-        if not publish_folder(draft, final):
+        if not checkpoints.publish_folder(draft, final):
             shutil.rmtree(draft)
         return manifest.weights_sha256
 

@@ -17,7 +17,6 @@ from cray_agents.paths import Home
 from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.checkpointing.hf_export import hash_files, publish_folder
 from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.session.command_journal import CommandJournal
@@ -245,7 +244,7 @@ class ScriptedTrainer:
         for path in parent.iterdir():
             if path.suffix in checkpoints.SUFFIXES and path.name != checkpoints.MANIFEST:
                 shutil.copyfile(path, draft / path.name)
-        files = hash_files(draft)
+        files = checkpoints.hash_files(draft)
         manifest = Manifest(
             files=files,
             weights_sha256=checkpoints.weights_sha256(files),
@@ -257,7 +256,7 @@ class ScriptedTrainer:
         )
         text = checksums.with_crc(manifest.model_dump_json(indent=1).encode())
         durable.replace_file(draft / "manifest.json", text)
-        if not publish_folder(draft, self.home.checkpoint(name)):
+        if not checkpoints.publish_folder(draft, self.home.checkpoint(name)):
             shutil.rmtree(draft)
 
     def _probe_of(self, spec: JobSpec) -> list[ProbePrompt]:

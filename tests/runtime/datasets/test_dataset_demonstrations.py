@@ -11,7 +11,10 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Trajectory
+from cray_agents.runtime.datasets import build_dataset
+from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.datasets.samples.demonstrations import Renderer
 from cray_agents.runtime.exports.formats.openai_lines import OPENAI_PREFERENCE
 from cray_agents.runtime.exports.sources.dataset_source import DatasetRuns
@@ -68,6 +71,26 @@ def decode(tokenizer: Path) -> Decode:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(tokenizer)).decode  # type: ignore[no-any-return]
+
+
+async def test_a_platform_builds_the_same_without_torch(tokenizer: Path, tmp_path: Path) -> None:
+    """The process that builds for a gateway has none; this one has."""
+    import torch  # noqa: F401
+
+    recipe = DatasetRecipe(demonstrations=[CONVERSATION], generations=[], tokenizer=str(tokenizer))
+    homes = [Home(tmp_path / name) for name in ("here", "there")]
+    made = build_dataset(Store(homes[0]), homes[0], recipe)
+    Store(homes[1])
+    process = BuildProcess(homes[1])
+    try:
+        assert (await process.build(recipe))["id"] == made["id"]  # a hash of the content
+        (child,) = process._executor._processes
+        loaded = Path(f"/proc/{child}/maps").read_text()
+    finally:
+        await process.close()
+    assert "/tokenizers/" in loaded and "libtorch" not in loaded
+    here, there = (home.dataset(made["id"]) / "train-00000.parquet" for home in homes)
+    assert here.read_bytes() == there.read_bytes()
 
 
 def test_demonstrations_train_only_what_the_assistant_says(tokenizer: Path, decode: Decode) -> None:
