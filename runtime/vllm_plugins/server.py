@@ -17,7 +17,7 @@ import os
 import sys
 from multiprocessing import parent_process
 
-from cray_agents.processes import die_with_parent, importing_much, keep_what_is_imported
+from cray_agents.processes import die_with_parent, importing_much
 from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
 
 
@@ -35,7 +35,6 @@ def main() -> None:
         limit_all_templates()
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    keep_what_is_imported()
     serve()
 
 
