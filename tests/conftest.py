@@ -4,7 +4,6 @@
 `pytest --note-slow` on the whole suite writes it anew.
 """
 
-import atexit
 import functools
 import gc
 import os
@@ -51,9 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported stays: no collection looks through it
-    atexit.register(gc.unfreeze)
+    gc.freeze()  # or each process that is forked of this one copies all of it to look through it
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is imported is torn down as usual
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

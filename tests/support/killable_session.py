@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import uvloop
 
 from cray_agents import Datum, Hyperparameters, Platform, ScriptedEngine
@@ -43,6 +43,9 @@ from cray_agents.training_commands import (
 )
 from cray_agents.training_jobs import Layout
 
+if TYPE_CHECKING:
+    import torch
+
 RANKS = int(os.environ.get("CRAY_TEST_RANKS", "1"))
 STEPS = 6
 ONE_STEP: list[type[TrainingCommand]] = [
@@ -60,8 +63,10 @@ def pair(step: int) -> list[Datum]:
     return [Datum(token_ids=[*start, token, token + 1], weights=weights) for token in (20, 30)]
 
 
-def preference(logprobs: list[torch.Tensor], data: Sequence[Datum]) -> torch.Tensor:
+def preference(logprobs: "list[torch.Tensor]", data: Sequence[Datum]) -> "torch.Tensor":
     """A loss over the whole batch."""
+    import torch  # not above: the gateway is without it
+
     good, bad = (row.sum() for row in logprobs)
     return -torch.nn.functional.logsigmoid(good - bad)
 

@@ -1,6 +1,8 @@
 """Samples of a step and their packing: pure functions, no Megatron."""
 
 import json
+import subprocess
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +26,7 @@ from cray_agents.trainers.data.packer import balance, microbatches, pack, step_u
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.baselines import mismatch_completions
 from cray_agents.trainers.job.input_checks import check_samples, check_temperature, check_tokenizer
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.training_jobs import Hyperparameters, MethodName, Policy
@@ -199,6 +202,25 @@ def test_a_dataset_is_read_as_its_builder_wrote_it(home: Home) -> None:
     assert samples.temperatures[:2].tolist() == [1.0, 0.7] and np.isnan(samples.temperatures[2])
     assert samples.shaped.tolist() == [False, False, True]
     assert {row.dtype.itemsize for row in samples.tokens} == {4}  # memory: see the docstring
+
+
+def test_a_jobs_inputs_are_read_without_torch_and_pandas(lab: Any) -> None:
+    """Each of them would take longer than all the rest of it."""
+    lab.dataset(method="grpo", version="m@1")
+    spec = lab.spec("qwen3", method="grpo")
+    journal = JobJournal(lab.home, spec.id)
+    journal.write_spec(spec)
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from cray_agents.paths import Home\n"
+        "from cray_agents.trainers.job.job import JobJournal, read_inputs\n"
+        f"journal = JobJournal(Home(Path({str(lab.home.root)!r})), {spec.id!r})\n"
+        "print(len(read_inputs(journal, journal.spec(), 1).samples))\n"
+        "print(sorted({'torch', 'pandas', 'megatron', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["24", "[]"], done.stderr
 
 
 def test_versions_keep_their_names_over_many_row_groups(home: Home) -> None:

@@ -197,7 +197,7 @@ def _samples_of(table: Any, method: MethodName, versions: dict[str, int], path: 
         return [flat[start:end] for start, end in pairwise(bounds)]
 
     def column(name: str, missing: Any) -> Any:
-        return table[name].to_numpy() if name in has else np.full(rows, missing)
+        return _values(table[name].combine_chunks()) if name in has else np.full(rows, missing)
 
     samples = Samples(
         tokens=numbers("input_ids", np.int32),
@@ -211,7 +211,7 @@ def _samples_of(table: Any, method: MethodName, versions: dict[str, int], path: 
         rewards=column("reward", np.nan).astype(np.float64),
         temperatures=column("temperature", np.nan).astype(np.float64),
         shaped=column("shaped", False).astype(bool),
-        run_ids=column("run_id", "").tolist(),
+        run_ids=table["run_id"].to_pylist() if "run_id" in has else [""] * rows,
         units=[[i] for i in range(rows)],
     )
     if method in ("dpo", "kto") and np.isnan(samples.chosen).any():
@@ -227,7 +227,7 @@ def _sampling_versions(table: Any, lengths: Ints, versions: dict[str, int]) -> l
     if not {"version_index", "versions"} <= set(table.column_names):
         flat = np.full(bounds[-1], -1, np.int16)
     else:
-        names = _flat(table, "versions").tolist()
+        names = table["versions"].combine_chunks().flatten().to_pylist()
         places = [versions.setdefault(name, len(versions)) for name in names]
         counts = _lengths(table, "versions")
         first = np.repeat(np.cumsum(counts) - counts, lengths)  # of each token's row, in `names`
@@ -238,15 +238,32 @@ def _sampling_versions(table: Any, lengths: Ints, versions: dict[str, int]) -> l
 
 
 def _flat(table: Any, name: str) -> npt.NDArray[Any]:
-    """Return all numbers (or names) of a column of lists, row after row."""
-    flat: npt.NDArray[Any] = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-    return flat
+    """Return all numbers of a column of lists, row after row."""
+    return _values(table[name].combine_chunks().flatten())
 
 
 def _lengths(table: Any, name: str) -> Ints:
     """Return the length of each row of a column of lists."""
-    lengths: Ints = table[name].combine_chunks().value_lengths().to_numpy()
+    lengths: Ints = _values(table[name].combine_chunks().value_lengths())
     return lengths.astype(np.int64)
+
+
+def _values(array: Any) -> npt.NDArray[Any]:
+    """Return the numbers or truth values of an Arrow array; nan where one is missing.
+
+    Arrow's own conversion imports pandas where it is installed, for 0.3 s of every job's start.
+    """
+    import pyarrow as pa
+
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.float32())
+    buffers = [None, array.buffers()[1]]
+    plain = pa.Array.from_buffers(array.type, len(array), buffers, offset=array.offset)
+    numbers: npt.NDArray[Any] = np.from_dlpack(plain)
+    if array.null_count:
+        present = np.from_dlpack(array.is_valid().cast(pa.uint8())) == 1
+        numbers = np.where(present, numbers, np.nan)
+    return numbers
 
 
 def _join(tables: Sequence[Samples], versions: list[str]) -> Samples:

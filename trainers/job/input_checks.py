@@ -176,3 +176,11 @@ def _texts(path: Path) -> dict[int, str]:
 def _label(samples: Samples, place: int) -> str:
     run_id = samples.run_ids[place]
     return f"sample {place} ({run_id})" if run_id else f"sample {place}"
+
+
+def other_weights(checkpoint: Path, actual: str, expected: str) -> str:
+    """Say that a checkpoint's weights are not the ones that a job was made for."""
+    return (
+        f"the weights in {checkpoint} have hash {actual}, and the job was made for {expected}: they"
+        " were changed, or the path is wrong"
+    )

@@ -20,9 +20,9 @@ from cray_agents.trainers.job.input_checks import (
     check_teacher,
     check_temperature,
     check_tokenizer,
+    other_weights,
 )
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.weights_check import other_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
@@ -83,8 +83,6 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
 
     Weights are checked by the ranks that load them: weights_check.py.
     """
-    from cray_agents.trainers.models.lora import choose_targets
-
     home, hyper = journal.home, spec.hyperparameters
     parent = home.root / spec.parent
     model = read_parent(parent, hyper.init, hyper.way)
@@ -92,6 +90,8 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
     if model.way == "bridge":
         check_bridged(hyper)
     if hyper.lora is not None and model.way == "native":
+        from cray_agents.trainers.models.lora import choose_targets  # it imports torch
+
         choose_targets(model, hyper.lora)
     if hyper.init == "random" and (sha256 := config_sha256(parent)) != spec.parent_sha256:
         message = other_weights(parent, sha256, spec.parent_sha256)

@@ -11,6 +11,7 @@ Python, which imports Megatron and reads the job again. Read next: rank_monitor.
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, SetupError, StoreError
-from cray_agents.processes import importing_much
+from cray_agents.processes import importing_much, keep_what_is_imported
 from cray_agents.trainers.job.rank_monitor import (
     RankProcess,
     describe,
@@ -147,6 +148,7 @@ def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
         from cray_agents.trainers.models.cpu_megatron import load_megatron
 
         on_cpu = load_megatron()
+    keep_what_is_imported()
     if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
         raise SetupError(
             f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
@@ -293,6 +295,7 @@ def be_spawned_rank() -> NoReturn:
 def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int]) -> NoReturn:
     """Run a rank in this child of the launcher, log any error, and exit."""
     code = 1
+    gc.freeze()  # what was imported stays, and to look through it would copy the launcher's memory
     try:
         stop = StopFlag()
         stop.listen()

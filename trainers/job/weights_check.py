@@ -17,6 +17,7 @@ import torch
 from cray_agents.errors import JobError
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
+from cray_agents.trainers.job.input_checks import other_weights
 from cray_agents.trainers.training.parallel_groups import gather_from_ranks
 from cray_agents.training_jobs import JobSpec
 
@@ -53,11 +54,3 @@ def check_weights(checkpoint: Path, expected: str) -> Iterator[None]:
     actual = checkpoints.weights_sha256({name: one[name] for one in every for name in one})
     if actual != expected:
         raise FailedEverywhere(other_weights(checkpoint, actual, expected))
-
-
-def other_weights(checkpoint: Path, actual: str, expected: str) -> str:
-    """Say that a checkpoint's weights are not the ones that a job was made for."""
-    return (
-        f"the weights in {checkpoint} have hash {actual}, and the job was made for {expected}: they"
-        " were changed, or the path is wrong"
-    )

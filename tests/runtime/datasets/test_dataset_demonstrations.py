@@ -1,11 +1,9 @@
 """Conversations to imitate: only what the assistant says is trained on."""
 
 import json
-import multiprocessing
 import shutil
-import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,10 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.processes import hide
+from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Trajectory
+from cray_agents.runtime.datasets import build_dataset
+from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.datasets.samples.demonstrations import Renderer
 from cray_agents.runtime.exports.formats.openai_lines import OPENAI_PREFERENCE
 from cray_agents.runtime.exports.sources.dataset_source import DatasetRuns
@@ -73,6 +73,26 @@ def decode(tokenizer: Path) -> Decode:
     return AutoTokenizer.from_pretrained(str(tokenizer)).decode  # type: ignore[no-any-return]
 
 
+async def test_a_platform_builds_the_same_without_torch(tokenizer: Path, tmp_path: Path) -> None:
+    """The process that builds for a gateway has none; this one has."""
+    import torch  # noqa: F401
+
+    recipe = DatasetRecipe(demonstrations=[CONVERSATION], generations=[], tokenizer=str(tokenizer))
+    homes = [Home(tmp_path / name) for name in ("here", "there")]
+    made = build_dataset(Store(homes[0]), homes[0], recipe)
+    Store(homes[1])
+    process = BuildProcess(homes[1])
+    try:
+        assert (await process.build(recipe))["id"] == made["id"]  # a hash of the content
+        (child,) = process._executor._processes
+        loaded = Path(f"/proc/{child}/maps").read_text()
+    finally:
+        await process.close()
+    assert "/tokenizers/" in loaded and "libtorch" not in loaded
+    here, there = (home.dataset(made["id"]) / "train-00000.parquet" for home in homes)
+    assert here.read_bytes() == there.read_bytes()
+
+
 def test_demonstrations_train_only_what_the_assistant_says(tokenizer: Path, decode: Decode) -> None:
     (sample,) = Renderer(tokenizer).samples(CONVERSATION, TOOLS)
     whole = decode(sample.input_ids.tolist())
@@ -90,20 +110,6 @@ def test_demonstrations_train_only_what_the_assistant_says(tokenizer: Path, deco
         f'<tool_call>\n{{"name": "calculator", "arguments": {CALL}}}\n</tool_call><|im_end|>'
         "432<|im_end|>"
     )
-
-
-def _rendered_apart(checkpoint: Path) -> tuple[list[int], bool]:
-    """Render in a process without torch. Returns token ids, and True if torch was imported."""
-    hide("torch")
-    (sample,) = Renderer(checkpoint).samples(CONVERSATION, TOOLS)
-    return sample.input_ids.tolist(), sys.modules["torch"] is not None
-
-
-def test_a_process_without_torch_renders_the_same(tokenizer: Path) -> None:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
-        rendered = apart.submit(_rendered_apart, tokenizer).result()
-    (sample,) = Renderer(tokenizer).samples(CONVERSATION, TOOLS)
-    assert rendered == (sample.input_ids.tolist(), False)
 
 
 def test_a_template_that_loops_is_given_up(tokenizer: Path, tmp_path: Path) -> None:
