@@ -39,6 +39,7 @@ def check_recompute(text: str) -> str:
 
 Recompute = Annotated[str, AfterValidator(check_recompute)]
 Way = Literal["native", "universal"]
+Sharding = Literal["optimizer", "full"]
 
 
 class Lora(StrictRecord):
@@ -199,7 +200,9 @@ class Layout(StrictRecord):
     each sequence over ranks. `expert` parallelism divides the data ranks. `optimizer_instances`
     is the number of copies of the optimizer: each is spread over that part of the data and context
     ranks, neighbours, so that between parts only a sum of gradients travels (HSDP). It costs
-    memory, and pays where the data ranks are on many nodes.
+    memory, and pays where the data ranks are on many nodes. `sharding` says what the data ranks
+    divide: `optimizer`, its state alone (ZeRO-1, arXiv 1910.02054), or `full`, also weights and
+    gradients (ZeRO-3, by Megatron's FSDP), for models that are trained the universal way.
     """
 
     data: int = Field(1, gt=0)
@@ -209,6 +212,7 @@ class Layout(StrictRecord):
     context: int = Field(1, gt=0)
     expert: int = Field(1, gt=0)
     optimizer_instances: int = Field(1, gt=0)
+    sharding: Sharding = "optimizer"
     sequence_parallel: bool = False
 
     @property
@@ -309,6 +313,11 @@ class JobSpec(StrictRecord):
         if method == "distill" and self.teacher is None:
             raise ValueError(
                 "method 'distill' needs a teacher: name a version, such as 'big@3', or a directory"
+            )
+        if self.layout.sharding == "full" and hyper.lora is not None:
+            raise ValueError(
+                "layout.sharding 'full' divides the weights that a step changes, and with lora"
+                " those are few: leave sharding out, or lora"
             )
         for role in ("reference", "teacher"):
             if (getattr(self, role) is None) != (getattr(self, f"{role}_sha256") is None):

@@ -148,6 +148,7 @@ def load_megatron() -> bool:
     _adapt_uneven_gathers()
     _adapt_rotation()
     _adapt_checkpoints()
+    _adapt_full_sharding(view)
     _adapt_kernels()
     return True
 
@@ -254,6 +255,19 @@ def _adapt_checkpoints() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not getattr(random, "HAVE_TE", False):
         random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _adapt_full_sharding(view: _View) -> None:
+    """Let Megatron's FSDP make device meshes of the CPU, and compare devices without a CUDA one."""
+    fsdp: Any = importlib.import_module("megatron.core.distributed.fsdp.src.megatron_fsdp")
+    adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    real = adapter.DeviceMesh
+
+    def from_group(group: Any, device_type: str, **options: Any) -> Any:
+        return real.from_group(group, "cpu", **options)
+
+    adapter.DeviceMesh = types.SimpleNamespace(from_group=from_group)
+    fsdp.megatron_fsdp.torch = _View(view, device=lambda name: torch.device("cpu"))
 
 
 def _adapt_rotation() -> None:

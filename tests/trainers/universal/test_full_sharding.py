@@ -1,0 +1,311 @@
+"""Full sharding (Megatron's FSDP, ZeRO-3) beside the distributed optimizer alone (ZeRO-1)."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cray_agents.errors import BadInput
+from cray_agents.runtime.registry import checkpoints
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
+from cray_agents.trainers.models.architecture import Architecture, read_architecture
+from cray_agents.trainers.planning.layouts import check_layout, possible_layouts
+from cray_agents.trainers.planning.memory import GATHERED, SUMMED, estimate_memory
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
+from tests.support.trainers.tiny_families import FAMILIES, write_parent
+
+pytestmark = pytest.mark.megatron
+
+STEPS, VOCAB = 4, 500
+ONE, FULL = Layout(data=2), Layout(data=2, sharding="full")
+HYPER = Hyperparameters(
+    steps=STEPS, batch_size=4, learning_rate=1e-3, max_tokens_per_microbatch=60, way="universal"
+)
+KINDS = ("qwen3", "gpt_oss")  # tied embeddings; experts, windows and sinks
+
+
+def data() -> list[list[int]]:
+    random = np.random.default_rng(3)
+    return [random.integers(0, VOCAB, int(size)).tolist() for size in random.integers(8, 40, 12)]
+
+
+def course(training: Any, known: Any) -> list[float]:
+    return [training.step(known).loss for _ in range(STEPS)]
+
+
+def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> int:
+    """One of two ranks: train each model in both ways of sharding; write down what was seen."""
+    from cray_agents.trainers.checkpointing import resume
+    from cray_agents.trainers.checkpointing.hf_export import export_weights
+    from cray_agents.trainers.checkpointing.save import Saver
+    from cray_agents.trainers.checkpointing.state import allocate_moments
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.samples import Samples
+    from cray_agents.trainers.training.offload import Offload, gradients, storages_of, trained
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
+
+    torch.set_num_threads(1)
+    join_ranks(ONE, rank, 2, store, on_cpu=True)
+    samples = Samples.of(data())
+    known, found = BaselineLogprobs(samples), {}
+
+    def build(name: str, layout: Layout, recompute: str = "none", **more: Any) -> Training:
+        model, hyper = read_architecture(parents[name], "universal"), HYPER.model_copy(update=more)
+        training = Training(model, layout, hyper, parents[name], on_cpu=True, recompute=recompute)
+        allocate_moments(training, 0)
+        return training
+
+    def write(training: Training, name: str) -> None:
+        training.finish()
+        (out / name).mkdir(exist_ok=True)
+        export_weights(training, out / name, file_bytes=60_000, share=60_000)
+
+    def save(training: Training, name: str) -> Path:
+        saver = Saver(training, out / name / "megatron", 1, 2, lambda: True)
+        saver.save({})
+        saver.finish()
+        saver.close()
+        return out / name / "megatron" / f"step-{training.done:08d}"
+
+    for name in parents:
+        still = build(name, FULL, learning_rate=0.0)
+        still.step(known)
+        write(still, f"{name}-still")
+        seen = found[name] = {"scores": {}, "losses": {}}
+        for layout in (ONE, FULL):
+            training = build(name, layout)
+            seen["losses"][layout.sharding] = course(training, known)
+            training.finish()
+            rows = training.score(samples)
+            seen["scores"][layout.sharding] = np.concatenate(rows).tolist()
+            point = save(training, f"{name}-{layout.sharding}")
+            with training.publishing(goes_on=True):
+                write(training, f"{name}-{layout.sharding}")
+            seen["losses"][f"{layout.sharding} after"] = training.step(known).loss
+        assert training.shards is not None
+        elements = [s.nbytes() for s in storages_of(training.shards.storages(), training).values()]
+        seen["bytes"] = {
+            "weights": sum(elements),
+            "gradients": sum(g.nbytes for g in gradients(training)),
+        }
+        for layout in (ONE, FULL):  # the point of `full`, in both ways
+            again = build(name, layout)
+            resume.load(again, point)
+            seen["losses"][f"full to {layout.sharding}"] = again.step(known).loss
+        again = build(name, FULL)
+        resume.load(again, out / f"{name}-optimizer" / "megatron" / f"step-{STEPS:08d}")
+        offload = Offload(again)
+        before = [t.clone() for t in trained(again)]
+        offload.move_out()
+        seen["freed"] = offload.nbytes
+        offload.move_in()
+        assert all(map(torch.equal, before, trained(again)))
+        seen["losses"]["optimizer to full"] = again.step(known).loss
+        again.begin(parents[name], HYPER, "sft", lambda: False, in_memory=False)
+        allocate_moments(again, 0)  # a session's next job, on the same ranks
+        seen["losses"]["begun"] = course(again, known)
+        seen["losses"]["recompute"] = course(build(name, FULL, "full"), known)
+        for layout in (ONE, FULL):
+            half = build(name, layout, dtype="bfloat16")
+            seen["losses"][f"bfloat16 {layout.sharding}"] = course(half, known)
+        teacher = again.scorer(read_architecture(parents[name], "universal"), parents[name])
+        seen["scores"]["teacher"] = np.concatenate(teacher.score(samples)).tolist()
+        seen["scores"]["fresh"] = np.concatenate(build(name, ONE).score(samples)).tolist()
+    if rank == 0:
+        (out / "found.json").write_text(json.dumps(found))
+    return 0
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("parents")
+    for name in KINDS:
+        write_parent(root / name, FAMILIES[name]())
+    return {name: root / name for name in KINDS}
+
+
+@pytest.fixture(scope="module")
+def ran(parents: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
+
+    load_megatron()
+    out = tmp_path_factory.mktemp("ran")
+    ended = run_ranks(find_placement(2, "full"), out / "logs", partial(both, parents, out))
+    logs = "\n".join(path.read_text()[-3000:] for path in sorted((out / "logs").glob("*")))
+    assert ended.code == 0, logs
+    return json.loads((out / "found.json").read_text()), out
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_whole_weights(kind: str, ran: Any) -> None:
+    seen = ran[0][kind]
+    losses = seen["losses"]
+    assert losses["full"] == pytest.approx(losses["optimizer"], abs=1e-5)
+    assert losses["recompute"] == pytest.approx(losses["full"], abs=1e-5)
+    assert losses["begun"] == pytest.approx(losses["full"], abs=1e-5)
+    assert losses["bfloat16 full"] == pytest.approx(losses["bfloat16 optimizer"], abs=2e-2)
+    assert losses["full"][-1] < losses["full"][0] - 0.01
+    scores = seen["scores"]
+    assert scores["full"] == pytest.approx(scores["optimizer"], abs=1e-4)
+    assert scores["teacher"] == pytest.approx(scores["fresh"], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exports_are_those_of_whole_weights(kind: str, ran: Any, parents: dict[str, Path]) -> None:
+    _, out = ran
+    theirs, still = tensors(parents[kind]), tensors(out / f"{kind}-still")
+    assert still.keys() == theirs.keys()
+    assert all(torch.equal(still[name], tensor) for name, tensor in theirs.items())
+    whole, sharded = (tensors(out / f"{kind}-{way}") for way in ("optimizer", "full"))
+    assert sharded.keys() == whole.keys() == theirs.keys()
+    for name, tensor in whole.items():
+        assert sharded[name].dtype == tensor.dtype
+        torch.testing.assert_close(sharded[name].float(), tensor.float(), atol=1e-2, rtol=1e-2)
+    moved = [name for name in whole if not torch.equal(sharded[name], theirs[name])]
+    assert len(moved) > len(whole) / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_point_of_one_sharding_goes_on_in_the_other(kind: str, ran: Any) -> None:
+    losses = ran[0][kind]["losses"]
+    after = losses["full to full"]
+    assert losses["full to optimizer"] == pytest.approx(after, abs=1e-5)
+    assert losses["optimizer to full"] == pytest.approx(after, abs=1e-5)
+    assert losses["full after"] == pytest.approx(losses["optimizer after"], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_keeps_its_part_alone(kind: str, ran: Any, parents: dict[str, Path]) -> None:
+    """What lasts is half the weights and gradients, and the estimate of it is from above."""
+    seen, model = ran[0][kind], read_architecture(parents[kind], "universal")
+    whole = 4 * model.counted[0]
+    for name in ("weights", "gradients"):
+        assert 0.5 * whole <= seen["bytes"][name] < 0.6 * whole, name
+    estimate = estimate_memory(model, FULL, HYPER, sequence_length=30)
+    assert seen["bytes"]["weights"] < estimate.weights
+    assert seen["freed"] > 2 * seen["bytes"]["weights"]  # the moments too
+
+
+def test_a_job_publishes_and_its_teacher_is_sharded_too(lab: Any, parents: dict[str, Path]) -> None:
+    lab.dataset(method="distill", samples=12)
+    teacher = {"teacher": str(parents["qwen3"])}
+    teacher["teacher_sha256"] = weights_sha256(parents["qwen3"])
+    hyper = {"steps": 2, "learning_rate": 1e-3}
+    parent = parents["gpt_oss"]
+    spec = lab.spec(parent, method="distill", hyper=hyper, layout=FULL.model_dump(), **teacher)
+    job = lab.run(spec)
+    first = next(e for e in job.journal.events() if e["event"] == "step")
+    assert "reverse_kl" in first
+    assert checkpoints.verify(lab.home.checkpoint(spec.id)).probe
+
+
+# ---- what is refused, and what is planned
+def test_what_cannot_be_sharded_is_refused_by_name(
+    parents: dict[str, Path], models: Callable[[str], Path]
+) -> None:
+    from cray_agents.trainers.models.universal.full_sharding import wrap_fully
+    from cray_agents.trainers.models.universal.passes import Packing
+
+    native = read_architecture(models("qwen3"))
+    with pytest.raises(BadInput, match=r"sharding=full divides transformers' own.*data=2"):
+        check_layout(native, FULL)
+    universal = read_architecture(parents["qwen3"], "universal")
+    check_layout(universal, FULL)
+    with pytest.raises(BadInput, match=r"no effect with data=1"):
+        check_layout(universal, Layout(sharding="full"))
+    with pytest.raises(BadInput, match=r"optimizer_instances=2.*sharding=full"):
+        check_layout(universal, Layout(data=4, optimizer_instances=2))
+    with pytest.raises(ValueError, match=r"'full' divides the weights.*lora"):
+        JobSpec(
+            dataset="ds",
+            parent="p",
+            parent_sha256="0",
+            hyperparameters=HYPER.model_copy(update={"lora": Lora()}),
+            layout=FULL,
+        )
+
+    class Odd(torch.nn.Linear):
+        config = None
+
+    for shape, reached, trained, why in (
+        ("rows", True, True, "computed as rows padded"),
+        ("packed", False, True, "some batches give"),
+        ("packed", True, False, "no batch gives"),
+        ("packed", True, True, "are its layers is not known"),
+    ):
+        chunk = SimpleNamespace(
+            network=Odd(2, 2).requires_grad_(trained),
+            packing=Packing(shape, None),  # type: ignore[arg-type]
+            always_reached=reached,
+        )
+        with pytest.raises(BadInput, match=rf"Odd.*{why}.*sharding=optimizer"):
+            wrap_fully(chunk, HYPER)
+
+
+def test_full_sharding_is_planned_where_nothing_else_fits(parents: dict[str, Path]) -> None:
+    from cray_agents.trainers.planning.layout_choice import choose_layout
+
+    model = large(read_architecture(parents["qwen3"], "universal"))
+    assert [layout.sharding for layout in possible_layouts(model, 8)] == ["optimizer", "full"]
+    hyper = HYPER.model_copy(update={"dtype": "bfloat16", "max_tokens_per_microbatch": 4096})
+    whole = estimate_memory(model, Layout(data=8), hyper, sequence_length=4096)
+    sharded = estimate_memory(model, Layout(data=8, sharding="full"), hyper, sequence_length=4096)
+    weights, tables = model.counted[0], 2 * model.vocab * model.hidden
+    layer = (weights - tables) / model.layers
+    assert sharded.weights == pytest.approx(2 * (weights / 8 + tables + GATHERED * layer))
+    assert sharded.gradients == pytest.approx(4 * (weights / 8 + tables + SUMMED * layer))
+    assert sharded.optimizer == whole.optimizer
+    assert (whole.weights, whole.gradients) == (2 * weights, 4 * weights)
+
+    def choose(gib: float, **more: Any) -> Any:
+        sizes = hyper.model_copy(update=more)
+        return choose_layout(
+            model, 8, memory_gib_per_rank=gib, ranks_per_node=8, hyper=sizes, sequence_length=4096
+        )
+
+    assert choose(1000).layout == Layout(data=8)
+    tight = choose(140)
+    assert tight.fits and tight.layout == Layout(data=8, sharding="full")
+    assert any("sharding=full: weights and gradients" in reason for reason in tight.reasons)
+    assert choose(140, lora=Lora()).layout.sharding == "optimizer"
+
+
+def large(model: Architecture) -> Architecture:
+    """Sizes like those of a dense model of 32 billion weights."""
+    from dataclasses import replace
+
+    return replace(
+        model, layers=64, hidden=5120, ffn=25600, heads=64, kv_heads=8, head_size=128,
+        vocab=151936, tied=False, counted=(32_762_000_000, 0),
+    )  # fmt: skip
+
+
+def test_a_teacher_is_planned_for(parents: dict[str, Path]) -> None:
+    """It is there before activations are kept, and takes more than these if it is large."""
+    student = read_architecture(parents["qwen3"], "universal")
+    size = HYPER.model_copy(update={"dtype": "bfloat16", "max_tokens_per_microbatch": 4096})
+    alone = estimate_memory(student, ONE, size, sequence_length=4096)
+    small, big = (
+        estimate_memory(student, ONE, size, sequence_length=4096, teacher=teacher)
+        for teacher in (student, large(student))
+    )
+    assert small.total == alone.total and small.teacher > 2 * student.counted[0]
+    lasting = alone.weights + alone.gradients + alone.optimizer
+    assert big.total == lasting + big.teacher > 2 * 32_762_000_000
+    assert big.teacher > big.activations + big.logits
