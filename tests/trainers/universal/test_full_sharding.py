@@ -1,6 +1,7 @@
 """Full sharding (Megatron's FSDP, ZeRO-3) beside the distributed optimizer alone (ZeRO-1)."""
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,13 @@ from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 pytestmark = pytest.mark.megatron
 
-STEPS, VOCAB = 4, 500
+STEPS, VOCAB = 3, 500
 ONE, FULL = Layout(data=2), Layout(data=2, sharding="full")
 HYPER = Hyperparameters(
     steps=STEPS, batch_size=4, learning_rate=1e-3, max_tokens_per_microbatch=60, way="universal"
 )
-KINDS = ("qwen3", "gpt_oss")  # tied embeddings; experts, windows and sinks
+THOROUGH = "CRAY_TEST_FAMILIES" in os.environ
+KINDS = os.environ.get("CRAY_TEST_FAMILIES", "qwen3").split(",")  # it has tied embeddings
 
 
 def data() -> list[list[int]]:
@@ -62,6 +64,10 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
         allocate_moments(training, 0)
         return training
 
+    def score(training: Training) -> list[float]:
+        rows: list[float] = np.concatenate(training.score(samples)).tolist()
+        return rows
+
     def write(training: Training, name: str) -> None:
         training.finish()
         (out / name).mkdir(exist_ok=True)
@@ -75,49 +81,49 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
         return out / name / "megatron" / f"step-{training.done:08d}"
 
     for name in parents:
+        seen: dict[str, Any] = {"scores": {}, "losses": {}}
+        found[name], scores, losses = seen, seen["scores"], seen["losses"]
         still = build(name, FULL, learning_rate=0.0)
+        scores["before"] = score(still)
         still.step(known)
         write(still, f"{name}-still")
-        seen = found[name] = {"scores": {}, "losses": {}}
-        for layout in (ONE, FULL):
-            training = build(name, layout)
-            seen["losses"][layout.sharding] = course(training, known)
+        trainings = {"optimizer": build(name, ONE), "full": still}
+        still.begin(parents[name], HYPER, "sft", lambda: False, in_memory=False)
+        allocate_moments(still, 0)  # a session's next job keeps them
+        points = {}
+        for way, training in trainings.items():
+            losses[way] = course(training, known)
             training.finish()
-            rows = training.score(samples)
-            seen["scores"][layout.sharding] = np.concatenate(rows).tolist()
-            point = save(training, f"{name}-{layout.sharding}")
+            scores[way] = score(training)
+            points[way] = save(training, f"{name}-{way}")
             with training.publishing(goes_on=True):
-                write(training, f"{name}-{layout.sharding}")
-            seen["losses"][f"{layout.sharding} after"] = training.step(known).loss
-        assert training.shards is not None
-        elements = [s.nbytes() for s in storages_of(training.shards.storages(), training).values()]
-        seen["bytes"] = {
-            "weights": sum(elements),
-            "gradients": sum(g.nbytes for g in gradients(training)),
-        }
-        for layout in (ONE, FULL):  # the point of `full`, in both ways
-            again = build(name, layout)
-            resume.load(again, point)
-            seen["losses"][f"full to {layout.sharding}"] = again.step(known).loss
-        again = build(name, FULL)
-        resume.load(again, out / f"{name}-optimizer" / "megatron" / f"step-{STEPS:08d}")
-        offload = Offload(again)
-        before = [t.clone() for t in trained(again)]
+                write(training, f"{name}-{way}")
+            losses[f"{way} after"] = training.step(known).loss
+        for source, point in points.items():
+            for way, training in trainings.items():
+                resume.load(training, point)
+                losses[f"{source} to {way}"] = training.step(known).loss
+        shards, training = still.shards, still
+        assert shards is not None
+        storages = storages_of(shards.storages(), training).values()
+        seen["weights"] = sum(storage.nbytes() for storage in storages)
+        seen["gradients"] = sum(each.nbytes for each in gradients(training))
+        resume.load(training, points["full"])
+        before = [each.clone() for each in trained(training)]
+        offload = Offload(training)
         offload.move_out()
         seen["freed"] = offload.nbytes
         offload.move_in()
-        assert all(map(torch.equal, before, trained(again)))
-        seen["losses"]["optimizer to full"] = again.step(known).loss
-        again.begin(parents[name], HYPER, "sft", lambda: False, in_memory=False)
-        allocate_moments(again, 0)  # a session's next job, on the same ranks
-        seen["losses"]["begun"] = course(again, known)
-        seen["losses"]["recompute"] = course(build(name, FULL, "full"), known)
-        for layout in (ONE, FULL):
-            half = build(name, layout, dtype="bfloat16")
-            seen["losses"][f"bfloat16 {layout.sharding}"] = course(half, known)
-        teacher = again.scorer(read_architecture(parents[name], "universal"), parents[name])
-        seen["scores"]["teacher"] = np.concatenate(teacher.score(samples)).tolist()
-        seen["scores"]["fresh"] = np.concatenate(build(name, ONE).score(samples)).tolist()
+        same = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)  # padding may be anything
+        assert all(map(same, before, trained(training)))
+        losses["offloaded"] = training.step(known).loss
+        losses["recompute"] = course(build(name, FULL, "full"), known)
+        if THOROUGH:
+            for layout in (ONE, FULL):
+                half = build(name, layout, dtype="bfloat16")
+                losses[f"bfloat16 {layout.sharding}"] = course(half, known)
+            teacher = training.scorer(read_architecture(parents[name], "universal"), parents[name])
+            scores["teacher"] = score(teacher)
     if rank == 0:
         (out / "found.json").write_text(json.dumps(found))
     return 0
@@ -126,9 +132,9 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("parents")
-    for name in KINDS:
+    for name in {*KINDS, "gpt_oss"}:
         write_parent(root / name, FAMILIES[name]())
-    return {name: root / name for name in KINDS}
+    return {name: root / name for name in {*KINDS, "gpt_oss"}}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +145,8 @@ def ran(parents: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> A
 
     load_megatron()
     out = tmp_path_factory.mktemp("ran")
-    ended = run_ranks(find_placement(2, "full"), out / "logs", partial(both, parents, out))
+    work = partial(both, {kind: parents[kind] for kind in KINDS}, out)
+    ended = run_ranks(find_placement(2, "full"), out / "logs", work)
     logs = "\n".join(path.read_text()[-3000:] for path in sorted((out / "logs").glob("*")))
     assert ended.code == 0, logs
     return json.loads((out / "found.json").read_text()), out
@@ -154,16 +161,15 @@ def tensors(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_whole_weights(kind: str, ran: Any) -> None:
-    seen = ran[0][kind]
-    losses = seen["losses"]
+    losses, scores = ran[0][kind]["losses"], ran[0][kind]["scores"]
     assert losses["full"] == pytest.approx(losses["optimizer"], abs=1e-5)
     assert losses["recompute"] == pytest.approx(losses["full"], abs=1e-5)
-    assert losses["begun"] == pytest.approx(losses["full"], abs=1e-5)
-    assert losses["bfloat16 full"] == pytest.approx(losses["bfloat16 optimizer"], abs=2e-2)
     assert losses["full"][-1] < losses["full"][0] - 0.01
-    scores = seen["scores"]
     assert scores["full"] == pytest.approx(scores["optimizer"], abs=1e-4)
-    assert scores["teacher"] == pytest.approx(scores["fresh"], abs=1e-5)
+    assert max(abs(np.subtract(scores["full"], scores["before"]))) > 0.1
+    if THOROUGH:
+        assert losses["bfloat16 full"] == pytest.approx(losses["bfloat16 optimizer"], abs=2e-2)
+        assert scores["teacher"] == pytest.approx(scores["before"], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,10 +190,11 @@ def test_exports_are_those_of_whole_weights(kind: str, ran: Any, parents: dict[s
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_point_of_one_sharding_goes_on_in_the_other(kind: str, ran: Any) -> None:
     losses = ran[0][kind]["losses"]
-    after = losses["full to full"]
-    assert losses["full to optimizer"] == pytest.approx(after, abs=1e-5)
-    assert losses["optimizer to full"] == pytest.approx(after, abs=1e-5)
+    after = losses["optimizer to optimizer"]
+    for case in ("full to optimizer", "optimizer to full", "full to full", "offloaded"):
+        assert losses[case] == pytest.approx(after, abs=1e-5), case
     assert losses["full after"] == pytest.approx(losses["optimizer after"], abs=1e-4)
+    assert losses["full"][-1] - after > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,10 +203,9 @@ def test_a_rank_keeps_its_part_alone(kind: str, ran: Any, parents: dict[str, Pat
     seen, model = ran[0][kind], read_architecture(parents[kind], "universal")
     whole = 4 * model.counted[0]
     for name in ("weights", "gradients"):
-        assert 0.5 * whole <= seen["bytes"][name] < 0.6 * whole, name
-    estimate = estimate_memory(model, FULL, HYPER, sequence_length=30)
-    assert seen["bytes"]["weights"] < estimate.weights
-    assert seen["freed"] > 2 * seen["bytes"]["weights"]  # the moments too
+        assert 0.5 * whole <= seen[name] < 0.6 * whole, name
+    assert seen["weights"] < estimate_memory(model, FULL, HYPER, sequence_length=30).weights
+    assert seen["freed"] > 3 * seen["weights"]  # gradients and moments too
 
 
 def test_a_job_publishes_and_its_teacher_is_sharded_too(lab: Any, parents: dict[str, Path]) -> None:

@@ -108,7 +108,7 @@ def test_what_the_universal_way_cannot_do_is_refused_by_name(sinks: Path, models
         Hyperparameters(steps=1, way="bridge")  # type: ignore[arg-type]
 
 
-def test_weights_are_counted_as_transformers_has_them(sinks: Path) -> None:
+def test_weights_are_counted_as_transformers_has_them(sinks: Path, models: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     from cray_agents.trainers.planning.arithmetic import count_weights, weights_per_token
@@ -119,6 +119,11 @@ def test_weights_are_counted_as_transformers_has_them(sinks: Path) -> None:
     idle = experts // 2  # two of four experts
     table = network.get_input_embeddings().weight.numel()
     assert weights_per_token(model) == count_weights(model).total - idle - table
+    tied = models("qwen3-tied")
+    assert (
+        count_weights(read_architecture(tied, "universal")).total
+        == count_weights(read_architecture(tied)).total
+    )
 
 
 def test_a_pass_keeps_no_more_than_is_planned(tmp_path: Path) -> None:
