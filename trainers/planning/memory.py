@@ -7,7 +7,7 @@ which layout_choice.py keeps a reserve. No torch.
 from dataclasses import dataclass, replace
 from math import ceil
 
-from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.trainers.planning.arithmetic import (
     adapter_weights,
     attention_weights,
@@ -164,10 +164,10 @@ def _stage(
         weights += 2.0 * (mine.dense + mine.experts)
     tokens = hyper.max_tokens_per_microbatch / layout.context
     layers = layout.stage_layers(model.layers)[stage]
-    each = layer_activations(model, layout, size, recompute, fp8=fp8)
+    each = layer_activations(model, layout, size, recompute, fp8=fp8, on_cpu=on_cpu)
     kept = in_flight(layout, count, stage) * layers * each
     if recompute not in ("none", "selective"):  # the one layer in recomputation
-        kept += layer_activations(model, layout, size, fp8=fp8)
+        kept += layer_activations(model, layout, size, fp8=fp8, on_cpu=on_cpu)
     logits = 0.0
     if stage == layout.pipeline - 1:
         logits = _logits(model, layout, tokens, size, on_cpu)
@@ -203,7 +203,7 @@ def _scoring(
         unused = 8 if size == 2 else 4
         weights += unused * (mine.dense + mine.experts) / layout.data
     logits = _logits(model, layout, tokens, size, on_cpu) if stage == layout.pipeline - 1 else 0.0
-    return weights + tokens * layer_activations(model, layout, size) + logits
+    return weights + tokens * layer_activations(model, layout, size, on_cpu=on_cpu) + logits
 
 
 def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cpu: bool) -> float:
@@ -216,7 +216,13 @@ def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cp
 
 
 def layer_activations(
-    model: Architecture, layout: Layout, size: int, recompute: str = "none", *, fp8: bool = False
+    model: Architecture,
+    layout: Layout,
+    size: int,
+    recompute: str = "none",
+    *,
+    fp8: bool = False,
+    on_cpu: bool = False,
 ) -> float:
     """Return the bytes that one layer keeps for the backward pass of one token on a rank.
 
@@ -228,7 +234,9 @@ def layer_activations(
     `recompute` as in JobSpec: "full" keeps a layer's input alone. "layernorm" is counted as on
     layers of torch; Transformer Engine's, which contain their norms, save nothing by it. `fp8`: the
     inputs of linear layers are kept in eight bits, that of the output projection in both forms.
-    transformers' own modules fuse little: see `_unfused`.
+    On CPUs attention's output is kept in two orders, and an activation's; in bfloat16 torch's norms
+    also keep their inputs in float32, and their quotients. transformers' own modules fuse little:
+    see `_unfused`.
     """
     if model.way == "universal":
         return size * model.hidden if recompute == "full" else _unfused(model, size)
@@ -255,6 +263,13 @@ def layer_activations(
     if "mlp" in modules or "moe" in modules:
         feed = routing = 0.0
     around = 2 * hidden * size / split  # the norms' inputs, and their outputs
+    if on_cpu:
+        attention += size * queries
+        if feed:
+            feed += copies * width * size
+        if size == 2:
+            around += 2 * hidden * (4 + size) / split
+            attention += (queries + keys) * (4 + size) if model.qk_norm else 0
     if "layernorm" not in modules:
         around += 2 * hidden * of_linear / split
     return around + attention / layout.tensor + feed + routing
@@ -266,11 +281,13 @@ def _unfused(model: Architecture, size: int) -> float:
     A norm keeps its input in float32, and the product before and after its weight. Attention keeps
     queries, keys and values, its output, and that once more in the order of the projection. A gated
     layer keeps its gate before and after the activation, the other half, and their product. Norms
-    of queries and keys are counted for every kind, from above.
+    of queries and keys are counted, from above, for every kind that is not known to have none.
     """
     hidden, queries = model.hidden, model.heads * model.head_size
     keys = model.kv_heads * model.head_size
-    norms = 2 * hidden * (4 + 2 * size) + (queries + keys) * (4 + size)
+    norms = 2 * hidden * (4 + 2 * size)
+    if model.qk_norm or model.kind not in SUPPORTED:
+        norms += (queries + keys) * (4 + size)
     attention = size * (3 * queries + 2 * keys)
     if not model.experts:
         return norms + attention + 4 * size * model.ffn
