@@ -18,7 +18,7 @@ from cray_agents.training_jobs import Hyperparameters, Layout
 
 GIB = 2**30
 MOST_LOGITS = 1 << 28  # of a rank at a time, on GPUs: 1 GiB in float32 (models/head.py)
-# layers whose weights, and whose gradients, FSDP holds whole at a time (full_sharding.py)
+# layers whose weights, and whose gradients, FSDP holds whole at a time (weight_shards.py)
 GATHERED, SUMMED = 2, 3
 
 
@@ -74,14 +74,14 @@ def estimate_memory(
     count = micro_batches(layout, hyper, sequence_length)
     layers = layout.stage_layers(model.layers)
     stages = {0, layers.index(max(layers)), layout.pipeline - 1}
-    found = []
+    memories = []
     for stage in stages:
         memory = _stage(model, layout, hyper, stage, count, recompute, on_cpu)
         if teacher is not None:
             scoring = _scoring(teacher, layout, hyper, stage, on_cpu)
             memory = replace(memory, teacher=scoring)
-        found.append(memory)
-    return max(found, key=lambda memory: memory.total)
+        memories.append(memory)
+    return max(memories, key=lambda memory: memory.total)
 
 
 def micro_batches(layout: Layout, hyper: Hyperparameters, sequence_length: int) -> int:
@@ -142,7 +142,7 @@ def _stage(
     float32 weights, are spread over the ranks with the same weights (ZeRO, arXiv 1910.02054;
     Megatron's distributed optimizer): data * context ranks of an optimizer's instance, for experts
     divided by expert. FP8 keeps two copies of the matrices in eight bits beside them, one of them
-    transposed. Full sharding spreads weights and gradients too; see `_held`.
+    transposed. Full sharding spreads weights and gradients too; see `_at_once`.
     """
     size = 2 if hyper.dtype == "bfloat16" else 4
     states = 12 if hyper.dtype == "bfloat16" else 8
@@ -150,8 +150,8 @@ def _stage(
     copies = layout.data * layout.context / layout.optimizer_instances
     weights: float
     if hyper.lora is None:
-        weights = size * _held(model, layout, mine, GATHERED)
-        gradients = 4.0 * _held(model, layout, mine, SUMMED)
+        weights = size * _at_once(model, layout, mine, GATHERED)
+        gradients = 4.0 * _at_once(model, layout, mine, SUMMED)
         optimizer = states * (mine.dense + mine.experts * layout.expert) / copies
     else:
         share = layout.stage_layers(model.layers)[stage] / model.layers
@@ -174,7 +174,7 @@ def _stage(
     return Memory(weights, gradients, optimizer, tokens * kept, logits)
 
 
-def _held(model: Architecture, layout: Layout, mine: WeightShare, layers: int) -> float:
+def _at_once(model: Architecture, layout: Layout, mine: WeightShare, layers: int) -> float:
     """Return the most weights, or gradients, that a rank holds at a time.
 
     With full sharding that is its shard, and whole what is under way: some layers, the embedding
@@ -198,7 +198,7 @@ def _scoring(
     size = 2 if hyper.dtype == "bfloat16" else 4
     tokens = hyper.max_tokens_per_microbatch / layout.context
     mine = weight_share(model, layout, stage)
-    weights = size * _held(model, layout, mine, GATHERED)
+    weights = size * _at_once(model, layout, mine, GATHERED)
     if layout.sharding == "full":
         unused = 8 if size == 2 else 4
         weights += unused * (mine.dense + mine.experts) / layout.data
@@ -280,13 +280,15 @@ def _unfused(model: Architecture, size: int) -> float:
 
     A norm keeps its input in float32, and the product before and after its weight. Attention keeps
     queries, keys and values, its output, and that once more in the order of the projection. A gated
-    layer keeps its gate before and after the activation, the other half, and their product. Norms
-    of queries and keys are counted, from above, for every kind that is not known to have none.
+    layer keeps its gate before and after the activation, the other half, and their product. From
+    above, four norms and those of queries and keys are counted for kinds whose layers are not
+    known, such as Gemma has.
     """
     hidden, queries = model.hidden, model.heads * model.head_size
     keys = model.kv_heads * model.head_size
-    norms = 2 * hidden * (4 + 2 * size)
-    if model.qk_norm or model.kind not in SUPPORTED:
+    known = model.kind in SUPPORTED
+    norms = (2 if known else 4) * hidden * (4 + 2 * size)
+    if model.qk_norm or not known:
         norms += (queries + keys) * (4 + size)
     attention = size * (3 * queries + 2 * keys)
     if not model.experts:

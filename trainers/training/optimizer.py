@@ -1,13 +1,13 @@
 """Optimizer: Megatron's data parallelism and AdamW around a model's chunks.
 
-Called by train_step.py. Read next: models/universal/full_sharding.py.
+Called by train_step.py. Read next: models/universal/weight_shards.py.
 """
 
 from typing import Any
 
 import torch
 
-from cray_agents.trainers.models.universal.full_sharding import wrap_fully
+from cray_agents.trainers.models.universal.weight_shards import wrap_fully
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 

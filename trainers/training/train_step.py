@@ -32,8 +32,8 @@ from cray_agents.trainers.models.lora import (
     fold_adapters,
     unfold_adapters,
 )
-from cray_agents.trainers.models.universal.full_sharding import Shards
 from cray_agents.trainers.models.universal.passes import Packing
+from cray_agents.trainers.models.universal.weight_shards import WeightShards
 from cray_agents.trainers.models.ways import (
     AnySource,
     adapt_chunks,
@@ -136,7 +136,7 @@ class Training:
         return getattr(self.chunks[0], "packing", None)
 
     @property
-    def shards(self) -> Shards | None:
+    def shards(self) -> WeightShards | None:
         """This rank's shards of the weights; None where each data rank has them whole."""
         return getattr(self.chunks[0], "shards", None)
 

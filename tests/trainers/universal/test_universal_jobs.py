@@ -134,7 +134,7 @@ def test_a_pass_keeps_no_more_than_is_planned(tmp_path: Path) -> None:
     write_parent(tmp_path, FAMILIES["gemma3_text"]())
     model = read_architecture(tmp_path)
     network = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
+        tmp_path, dtype=torch.float32, attn_implementation="sdpa"
     )
     own = {parameter.data_ptr() for parameter in network.parameters()}
     kept: dict[int, torch.Tensor] = {}

@@ -14,7 +14,6 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.universal.full_sharding import Shards
 from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.universal.passes import (
@@ -24,6 +23,7 @@ from cray_agents.trainers.models.universal.passes import (
     choose_packing,
     untrained,
 )
+from cray_agents.trainers.models.universal.weight_shards import WeightShards
 from cray_agents.training_jobs import Hyperparameters
 
 _ENTROPY_NUMBERS = 1 << 24  # probabilities at a time
@@ -65,7 +65,7 @@ class UniversalModel(torch.nn.Module):
     `packing` says how it computes several sequences. `always_reached`: every trained parameter gets
     a gradient from each batch, so that gradients may travel during the backward pass. The network
     stays in evaluation mode: nothing is dropped at random, whatever its config says. `device` is
-    that of its passes. `shards` is set where weights are spread over ranks (full_sharding.py).
+    that of its passes. `shards` is set where weights are spread over ranks (weight_shards.py).
     """
 
     pre_process = post_process = True
@@ -87,7 +87,7 @@ class UniversalModel(torch.nn.Module):
         self.model_type = ModelType.encoder_or_decoder
         self.network, self.config, self.packing = network, config, packing
         self.always_reached, self.device = always_reached, device
-        self.shards: Shards | None = None
+        self.shards: WeightShards | None = None
         self.head = LogitsHead(temperature)
         self._passes = Passes(network)
         self._passes.use(packing)
@@ -143,7 +143,7 @@ def build_universal(
     """Build the network with its weights, and choose its packing. Collective.
 
     The host needs room for the weights, on rank 0 in float32 with their largest gradient. With
-    `sharded` the weights stay there, for full_sharding.py. Raises BadInput for modules to
+    `sharded` the weights stay there, for weight_shards.py. Raises BadInput for modules to
     recompute.
     """
     if recompute not in ("none", "full"):

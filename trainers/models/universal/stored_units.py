@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.models.universal.full_sharding import Shards
 from cray_agents.trainers.models.universal.parent_files import ExportUnit, ParentFiles
+from cray_agents.trainers.models.universal.weight_shards import WeightShards
 from cray_agents.trainers.models.weights import FilePlan, choose_writers
 
 
 @torch.no_grad()
-def round_units(network: Any, source: ParentFiles, shards: Shards | None) -> None:
+def round_units(network: Any, source: ParentFiles, shards: WeightShards | None) -> None:
     """Round the weights to the stored types of their tensors."""
     if shards is not None:
         shards.forget_gathered()
@@ -58,7 +58,7 @@ def plan_units(
     source: ParentFiles,
     order: Callable[[Mapping[str, torch.dtype]], list[str]],
     share: int,
-    shards: Shards | None,
+    shards: WeightShards | None,
 ) -> FilePlan:
     """Divide the units among the data ranks; `order` sorts names for the files.
 

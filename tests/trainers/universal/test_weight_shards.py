@@ -225,8 +225,8 @@ def test_a_job_publishes_and_its_teacher_is_sharded_too(lab: Any, parents: dict[
 def test_what_cannot_be_sharded_is_refused_by_name(
     parents: dict[str, Path], models: Callable[[str], Path]
 ) -> None:
-    from cray_agents.trainers.models.universal.full_sharding import wrap_fully
     from cray_agents.trainers.models.universal.passes import Packing
+    from cray_agents.trainers.models.universal.weight_shards import wrap_fully
 
     native = read_architecture(models("qwen3"))
     with pytest.raises(BadInput, match=r"sharding=full divides transformers' own.*data=2"):
@@ -264,7 +264,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(
             wrap_fully(chunk, HYPER)
 
 
-def test_full_sharding_is_planned_where_nothing_else_fits(parents: dict[str, Path]) -> None:
+def test_weight_shards_is_planned_where_nothing_else_fits(parents: dict[str, Path]) -> None:
     from cray_agents.trainers.planning.layout_choice import choose_layout
 
     model = large(read_architecture(parents["qwen3"], "universal"))

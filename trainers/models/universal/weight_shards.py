@@ -1,9 +1,9 @@
-"""Full sharding: a network's weights, gradients and optimizer spread over all data ranks (ZeRO-3).
+"""Weight shards: a network's weights, gradients and optimizer spread over all data ranks (ZeRO-3).
 
 Megatron's own FSDP (arXiv 1910.02054, stage 3) does it. It gathers the weights of one layer right
 before they are used, forgets them right after, and scatters the sum of their gradients at once.
-What is outside of the layers, such as the embedding, stays gathered for a pass. training/optimizer
-.py wraps by `wrap_fully`; state.py, stored_units.py and ways.py read and write the `Shards`.
+Weights outside of the layers, such as the embedding, stay gathered for a pass. `wrap_fully` is
+called by training/optimizer.py; state.py, stored_units.py and ways.py read and write the shards.
 """
 
 from collections.abc import Iterator
@@ -86,12 +86,12 @@ def wrap_fully(chunk: Any, hyper: Hyperparameters) -> Any:
         fsdp_unit_modules=list({type(layer) for layer in layers[1]}),
         device=chunk.device,
     )
-    chunk.shards = Shards(wrapped)
+    chunk.shards = WeightShards(wrapped)
     return wrapped
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterShard:
     """This rank's elements of a flattened parameter, from `begin` on.
 
     `weights` are those that the network computes with, `main` those that the optimizer changes:
@@ -104,7 +104,7 @@ class Shard:
     optimized: torch.nn.Parameter
 
 
-class Shards:
+class WeightShards:
     """This rank's shards of a network that `wrap_fully` wrapped.
 
     The network's own parameters are by turns empty, gathered, or distributed tensors; all of them
@@ -116,7 +116,7 @@ class Shards:
         named = self._buffer.optimizer_named_parameters
         self._optimized = {one.orig_param: one for _, one in named}
 
-    def of(self, tensor: torch.Tensor) -> Shard | None:
+    def of(self, tensor: torch.Tensor) -> ParameterShard | None:
         """Return the shard of a parameter of the network; None for any other tensor."""
         place = self._place(tensor)
         if place is None:
@@ -125,7 +125,7 @@ class Shards:
         weights, main = group.model_weight_buffer, group.main_weight_buffer
         item = weights.param_idx[parameter]
         mine = weights.get_item(item, only_shard=True)
-        return Shard(
+        return ParameterShard(
             weights.locate_item_in_global_item(item)[0],
             mine,
             mine if main is None else main.get_item(item, only_shard=True),
