@@ -5,6 +5,7 @@ make tensors of the files together; each is written by one rank. Called by model
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -53,6 +54,10 @@ def _tensor(network: Any, name: str) -> torch.Tensor:
     return tensor
 
 
+def _gathered(wholes: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    return wholes[id(tensor)].detach()
+
+
 def plan_units(
     network: Any,
     source: ParentFiles,
@@ -89,7 +94,7 @@ def plan_units(
             tensors = [_tensor(network, name) for name in unit.parameters]
             wholes = {id(tensor): shards.whole(tensor, gathered) for tensor in tensors}
             if writer == rank:
-                yield from source.export(network, unit, lambda t, of=wholes: of[id(t)].detach())
+                yield from source.export(network, unit, partial(_gathered, wholes))
 
     names = order({name: dtypes[name] for unit in mine for name in unit.tensors})
     return FilePlan(dtypes, shapes, sizes, names, exported)

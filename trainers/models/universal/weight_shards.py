@@ -189,6 +189,6 @@ class WeightShards:
                 yield group.main_grad_buffer.data
 
     def _place(self, tensor: torch.Tensor) -> tuple[torch.nn.Parameter, Any] | None:
-        parameter = getattr(tensor, "orig_param", tensor)
+        parameter: Any = getattr(tensor, "orig_param", tensor)
         number = self._buffer.param_to_param_group.get(parameter)
         return None if number is None else (parameter, self._buffer.parameter_groups[number])
