@@ -39,6 +39,7 @@ def check_recompute(text: str) -> str:
 
 Recompute = Annotated[str, AfterValidator(check_recompute)]
 Way = Literal["native", "universal", "bridge"]
+Sharding = Literal["optimizer", "full"]
 
 
 class Lora(StrictRecord):
@@ -192,7 +193,9 @@ class Layout(StrictRecord):
     each sequence over ranks. `expert` parallelism divides the data ranks. `optimizer_instances`
     is the number of copies of the optimizer: each is spread over that part of the data and context
     ranks, neighbours, so that between parts only a sum of gradients travels (HSDP). It costs
-    memory, and pays where the data ranks are on many nodes.
+    memory, and pays where the data ranks are on many nodes. `sharding` says what the data ranks
+    divide: `optimizer`, its state alone (ZeRO-1, arXiv 1910.02054), or `full`, also weights and
+    gradients (ZeRO-3, by Megatron's FSDP), for models that are trained the universal way.
     """
 
     data: int = Field(1, gt=0)
@@ -202,12 +205,14 @@ class Layout(StrictRecord):
     context: int = Field(1, gt=0)
     expert: int = Field(1, gt=0)
     optimizer_instances: int = Field(1, gt=0)
+    sharding: Sharding = "optimizer"
     sequence_parallel: bool = False
 
     @property
     def splits_model(self) -> bool:
         """True if a rank does not have the whole model, or not whole sequences."""
-        return bool(self.model_dump(exclude_defaults=True, exclude={"data", "optimizer_instances"}))
+        whole = {"data", "optimizer_instances", "sharding"}
+        return bool(self.model_dump(exclude_defaults=True, exclude=whole))
 
     @property
     def world(self) -> int:
@@ -315,6 +320,11 @@ class JobSpec(StrictRecord):
                 raise ValueError("state_from is for a run by commands: name it with commands")
             if self.optimizer_from is not None:
                 raise ValueError("state_from has the optimizer: leave optimizer_from out")
+        if self.layout.sharding == "full" and hyper.lora is not None:
+            raise ValueError(
+                "layout.sharding 'full' divides the weights that a step changes, and with lora"
+                " those are few: leave sharding out, or lora"
+            )
         for role in ("reference", "teacher"):
             if (getattr(self, role) is None) != (getattr(self, f"{role}_sha256") is None):
                 raise ValueError(f"{role} and {role}_sha256 go together")

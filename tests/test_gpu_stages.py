@@ -43,6 +43,9 @@ def test_every_stage_runs_in_tiny_sizes(tmp_path: Path) -> None:
     assert all(row["latency"] > 0 for row in rows["session"])
     assert {row["against"] for row in rows["logprobs"]} == {"float32", "chosen by torch"}
     assert any("export" in row["what"] for row in rows["export"])
+    whole, sharded = rows["sharding"]
+    assert (whole["sharding"], sharded["sharding"]) == ("optimizer", "full")
+    assert sharded["loss_last"] == pytest.approx(whole["loss_last"], rel=2e-2)
     table = (out / "gpu.md").read_text()
     assert "tiny, on the CPU" in table and table.count("| model |") == len(gpu.STAGES) - 1
 

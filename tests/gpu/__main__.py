@@ -22,7 +22,7 @@ from typing import Any
 
 from cray_agents.errors import CrayError, JobError
 from cray_agents.training_jobs import Lora
-from tests.gpu import export, golden, logprobs, session, speed
+from tests.gpu import export, golden, logprobs, session, sharding, speed
 from tests.gpu.bench import FULL, ONE_CORE, Bench, Failed, kernel_paths
 from tests.gpu.report import Report
 
@@ -51,6 +51,7 @@ STAGES: dict[str, Callable[[Bench], None]] = {
     "logprobs": partial(logprobs.main, stage="logprobs", name="4B"),
     "export": partial(export.main, stage="export", name="4B"),
     "train-3B": partial(speed.main, stage="train-3B", name="3B"),
+    "sharding": partial(sharding.main, stage="sharding", name="1B"),
 }
 
 

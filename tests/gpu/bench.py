@@ -141,28 +141,35 @@ class Bench:
             source=InitialWeights(model, hyper.seed, self.device),
         )
 
-    def in_rank(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Call `work(bench, *arguments)` in a rank, forked as a job's are.
+    def in_rank(
+        self, work: Callable[..., None], *arguments: Any, layout: Layout | None = None
+    ) -> None:
+        """Call `work(bench, *arguments)` in a rank, forked as a job's are, or in a layout's ranks.
 
-        Raises JobError, with its log, if it dies.
+        Raises JobError, with its log, if one dies.
         """
         from cray_agents.trainers.job.launch import RankPlacement, run_ranks
 
-        placement = RankPlacement(0, 1, 1, "127.0.0.1", 0)
-        main = partial(_be_rank, self, work, arguments)
+        layout = layout or Layout()
+        placement = RankPlacement(0, 1, layout.world, "127.0.0.1", 0)
+        main = partial(_be_rank, self, work, arguments, layout)
         run_ranks(placement, self.folder / "logs", main)
 
 
 def _be_rank(
-    bench: Bench, work: Callable[..., None], arguments: tuple[Any, ...], *rank: Any
+    bench: Bench,
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
+    layout: Layout,
+    *rank: Any,
 ) -> int:
-    """Work as the only rank."""
+    """Work as one rank."""
     import torch
 
     from cray_agents.trainers.job import rank as job_rank
 
     number, store, _ = rank
-    job_rank.join(Layout(), number, store, bench.on_cpu)
+    job_rank.join(layout, number, store, bench.on_cpu)
     work(bench, *arguments)
     torch.distributed.destroy_process_group()
     return 0

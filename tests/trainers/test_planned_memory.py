@@ -238,3 +238,101 @@ def test_megatron_holds_the_bytes_that_are_estimated(
     stages = {rank["stage"]: rank["optimizer"] for rank in ranks}
     whole = sum(r["optimizer"] for r in ranks if r["stage"] == max(stages, key=stages.__getitem__))
     assert fullest["optimizer"] * len(ranks) / spec.layout.pipeline == whole
+
+
+# ---- activations, as torch keeps them
+TOKENS = 120  # in three sequences
+SHAPES: dict[str, dict[str, int]] = {
+    "llama": {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_attention_heads": 6,
+        "head_dim": 16,
+    },
+    "qwen3": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+    },
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4}
+    | {"num_attention_heads": 4, "head_dim": 32, "num_experts_per_tok": 2},
+}
+USUAL = {"num_key_value_heads": 2, "vocab_size": 304, "max_position_embeddings": 256}
+
+
+def write_shapes(root: Path) -> dict[str, Path]:
+    """Folders with random models of two and four layers for each of SHAPES."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    for name, sizes in SHAPES.items():
+        for layers in (2, 4):
+            config = AutoConfig.for_model(name, **USUAL, **sizes, num_hidden_layers=layers)
+            network = AutoModelForCausalLM.from_config(config)
+            network.save_pretrained(root / name / str(layers))
+    return {name: root / name for name in SHAPES}
+
+
+def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> int:
+    """The only rank: bytes that a layer keeps of a token, by shape, way and type.
+
+    Of models that differ in the number of their layers alone, two more layers keep so much more.
+    """
+    import torch
+
+    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.samples import Samples
+    from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.train_step import Training
+
+    join_ranks(Layout(), rank, 1, store, on_cpu=True)
+    known = BaselineLogprobs(Samples.of([[i % 300 for i in range(TOKENS // 3 + 1)]] * 3))
+
+    def measured(folder: Path, way: str, dtype: str) -> float:
+        sizes = hyper(max_tokens_per_microbatch=TOKENS, batch_size=3, dtype=dtype, way=way)
+        model = read_architecture(folder, sizes.way)
+        training = Training(model, Layout(), sizes, folder, on_cpu=True)
+        own = {p.untyped_storage().data_ptr() for p in training.wrapped_chunks[0].parameters()}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that none has its place
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            training.step(known)
+        return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+
+    found = {
+        f"{name} {way} {dtype}": (
+            measured(folder / "4", way, dtype) - measured(folder / "2", way, dtype)
+        )
+        / (2 * TOKENS)
+        for name, folder in shapes.items()
+        for way in ("native", "universal")
+        for dtype in ("float32", "bfloat16")
+    }
+    (out / "found.json").write_text(json.dumps(found))
+    return 0
+
+
+@pytest.mark.megatron
+def test_a_layer_keeps_what_is_estimated(tmp_path: Path) -> None:
+    from cray_agents.trainers.job.launch import find_placement, run_ranks
+    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
+
+    load_megatron()
+    shapes = write_shapes(tmp_path / "shapes")
+    work = partial(kept_by_a_layer, shapes, tmp_path)
+    ended = run_ranks(find_placement(1, "kept"), tmp_path / "logs", work)
+    assert ended.code == 0, (tmp_path / "logs").read_text()
+    found: dict[str, float] = json.loads((tmp_path / "found.json").read_bytes())
+    for case, real in found.items():
+        name, way, dtype = case.split()
+        model = read_architecture(shapes[name] / "4", way)  # type: ignore[arg-type]
+        size = 2 if dtype == "bfloat16" else 4
+        planned = layer_activations(model, Layout(), size, on_cpu=True)
+        assert 0.9 * planned < real < 1.07 * planned, (case, real, planned)

@@ -138,8 +138,11 @@ def load(training: Training, point: Path) -> dict[str, Any]:
     saved = _SavedPoint(point)
     ranges = local_ranges(training)
     allocate_moments(training, saved.adam_steps)
+    shards = training.shards
+    if shards is not None:
+        shards.forget_gathered()
     with torch.no_grad():
-        for parameter, its_ranges in ranges.items():
+        for parameter, its_ranges in ranges.items() if shards is None else ():
             for range_ in its_ranges:
                 values = saved.read(range_, NUMBERS.index("param"))
                 parameter.view(-1)[range_.begin : range_.begin + len(values)].copy_(values)
@@ -147,6 +150,8 @@ def load(training: Training, point: Path) -> dict[str, Any]:
             for number, tensor in enumerate(owned.tensors):
                 values = saved.read(owned.range_, number)[owned.first : owned.first + owned.count]
                 tensor[: len(values)].copy_(values)
+    if shards is not None:
+        shards.optimizer_to_weights()
     training.done, training.saved = saved.step, point
     return saved.common
 

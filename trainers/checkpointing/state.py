@@ -1,9 +1,10 @@
 """Training state of a rank: its slices of the weights, and the ranges that its optimizer owns.
 
 Megatron knows the position of this rank's tensor within every whole weight. Its distributed
-optimizer (ZeRO-1, arXiv 1910.02054) knows the flat range of it that this rank updates. Both are
-read here without communication. Frozen weights (under LoRA) are left out: they equal the parent's.
-Called by save.py, which writes the state, and resume.py, which reads it back.
+optimizer (ZeRO-1, arXiv 1910.02054) knows the flat range of it that this rank updates, and so does
+its FSDP (ZeRO-3). Both are read here without communication. Frozen weights (under LoRA) are left
+out: they equal the parent's. Called by save.py, which writes the state, and resume.py, which reads
+it back.
 """
 
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ def local_ranges(training: Training) -> dict[torch.Tensor, list[TensorRange]]:
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
     }
     ranges: dict[torch.Tensor, list[TensorRange]] = {}
-    if training.model.way == "universal":  # every data rank has whole weights
+    if training.model.way == "universal":  # data ranks alone divide them
         for name, parameter in training.chunks[0].network.named_parameters():
             if parameter.requires_grad:
                 shape = tuple(parameter.shape) or (1,)
@@ -105,6 +106,15 @@ def owned_ranges(
     training: Training, ranges: dict[torch.Tensor, list[TensorRange]]
 ) -> Iterator[OwnedRange]:
     """Yield the ranges that this rank's optimizer owns; in an instance ranks do not overlap."""
+    if (shards := training.shards) is not None:
+        moments = training.optimizer.optimizer.state
+        for parameter, (range_,) in ranges.items():
+            shard = shards.of(parameter)
+            if shard is not None and len(shard.main):
+                state = moments[shard.optimized]
+                rest = (state[name].to_local().view(-1) for name in NUMBERS[1:])
+                yield OwnedRange(range_, shard.begin, (shard.main, *rest))
+        return
     for optimizer in optimizers(training):
         for parameter, start, stop in _optimizer_ranges(optimizer):
             state = optimizer._get_main_param_and_optimizer_states(parameter)

@@ -6,6 +6,7 @@ once, only for samples that some step takes, and kept in the job's folder for re
 rank.py.
 """
 
+import gc
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from cray_agents.trainers.data.packer import Rows, samples_to_train_on
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.job.weights_check import check_parent, check_weights
 from cray_agents.trainers.models.tensors import read_parent
+from cray_agents.trainers.planning.layouts import scoring_way
 from cray_agents.trainers.training.parallel_groups import is_rank0
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import ON_POLICY, JobSpec
@@ -139,9 +141,14 @@ class Baselines:
 
         def compute() -> list[Floats]:
             with check_weights(teacher, self._spec.teacher_sha256 or ""):
-                model = read_parent(teacher, layout=self._spec.layout)
+                layout = self._spec.layout
+                model = read_parent(teacher, way=scoring_way(layout), layout=layout)
                 scorer = self._training.scorer(model, teacher)
-            return scorer.score(samples, places)
+            rows = scorer.score(samples, places)
+            if scorer.shards is not None:  # FSDP's hooks refer to it in circles
+                del scorer
+                gc.collect()
+            return rows
 
         return self._load_or_compute(samples, name, places, compute)
 

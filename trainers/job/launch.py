@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, SetupError, StoreError
-from cray_agents.processes import importing_much, keep_what_is_imported
+from cray_agents.processes import importing_much
 from cray_agents.trainers.job.rank_monitor import (
     RankProcess,
     describe,
@@ -148,7 +148,6 @@ def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
         from cray_agents.trainers.models.cpu_megatron import load_megatron
 
         on_cpu = load_megatron()
-    keep_what_is_imported()
     if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
         raise SetupError(
             f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"

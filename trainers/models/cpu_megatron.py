@@ -128,7 +128,7 @@ def load_megatron() -> bool:
         return False
     if isinstance(getattr(sys.modules.get("megatron.core.optimizer"), "torch", None), _View):
         return True
-    import_on_cpu(*(f"megatron.core.{name}" for name in _MODULES))
+    view = import_on_cpu(*(f"megatron.core.{name}" for name in _MODULES))
     _adapt_tensors()
     _adapt_random()
     _adapt_experts()
@@ -136,12 +136,16 @@ def load_megatron() -> bool:
     _adapt_uneven_gathers()
     _adapt_rotation()
     _adapt_checkpoints()
+    _adapt_full_sharding(view)
     _adapt_kernels()
     return True
 
 
-def import_on_cpu(*modules: str) -> None:
-    """Import modules of Megatron, and give all that are loaded the CPU in place of CUDA."""
+def import_on_cpu(*modules: str) -> _View:
+    """Import modules of Megatron, and give all that are loaded the CPU in place of CUDA.
+
+    Returns what they have for `torch`.
+    """
     # Megatron decorates small functions with torch.compile. That needs a C++ compiler at run time
     # and costs 1.5 s of imports; on the CPU they stay as written.
     compile_, torch.compile = torch.compile, lambda model=None, **_: model or (lambda f: f)  # type: ignore
@@ -155,6 +159,7 @@ def import_on_cpu(*modules: str) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = view
+    return view
 
 
 def fuse_adam(optimizer: types.ModuleType) -> None:
@@ -259,6 +264,19 @@ def _adapt_checkpoints() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not getattr(random, "HAVE_TE", False):
         random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _adapt_full_sharding(view: _View) -> None:
+    """Let Megatron's FSDP make device meshes of the CPU, and compare devices without a CUDA one."""
+    fsdp: Any = importlib.import_module("megatron.core.distributed.fsdp.src.megatron_fsdp")
+    adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    real = adapter.DeviceMesh
+
+    def from_group(group: Any, device_type: str, **options: Any) -> Any:
+        return real.from_group(group, "cpu", **options)
+
+    adapter.DeviceMesh = types.SimpleNamespace(from_group=from_group)
+    fsdp.megatron_fsdp.torch = _View(view, device=lambda name: torch.device("cpu"))
 
 
 def _adapt_rotation() -> None:

@@ -95,7 +95,8 @@ def build_chunks(
     """
     if isinstance(source, ParentFiles):
         device = torch.device("cpu" if on_cpu else "cuda")
-        chunk = build_universal(model, hyper, source, device, recompute, agree)
+        sharded = layout.sharding == "full"
+        chunk = build_universal(model, hyper, source, device, recompute, agree, sharded=sharded)
         check_types(chunk.network, source)
         return [chunk]
     if isinstance(source, BridgedParent):
@@ -113,6 +114,10 @@ def fill_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> No
         return
     if not isinstance(source, ParentFiles):
         load_weights(chunks, model, source)
+        return
+    if (shards := chunks[0].shards) is not None:
+        shards.forget_gathered()
+        source.fill(chunks[0].network, shards.put)
         return
     around = list(adapters(chunks))
     for chunk, name, adapter in around:  # the files know the layers without them
@@ -139,7 +144,7 @@ def adapt_chunks(chunks: list[Any], model: Architecture, lora: Lora, seed: int) 
 def round_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> None:
     """Round this rank's weights to the stored types of their tensors."""
     if isinstance(source, ParentFiles):
-        round_units(chunks[0].network, source)
+        round_units(chunks[0].network, source, chunks[0].shards)
     elif isinstance(source, BridgedParent):
         round_bridged(chunks, source)
     else:
@@ -155,7 +160,7 @@ def plan_files(
 ) -> FilePlan:
     """Divide a checkpoint's tensors among the ranks; `order` sorts names for the files."""
     if isinstance(source, ParentFiles):
-        return plan_units(chunks[0].network, source, order, share)
+        return plan_units(chunks[0].network, source, order, share, chunks[0].shards)
     if isinstance(source, BridgedParent):
         return plan_bridged(chunks, source, order)
     shapes = tensor_shapes(model)

@@ -7,6 +7,7 @@ layout_choice.py.
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets.reader import read_dataset
+from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.planning.layout_choice import choose_layout
@@ -55,10 +56,16 @@ def _on_gpus(
         hyper=hyper,
         sequence_length=usual_length(spec, home),
         recompute=spec.recompute if "recompute" in spec.model_fields_set else None,
+        teacher=teacher_of(spec, home),
     )
     reasons = choice.reasons if choice.fits else [LOUD, *choice.reasons]
     chosen = {"layout": choice.layout, "recompute": choice.recompute}
     return spec.model_copy(update=chosen), reasons
+
+
+def teacher_of(spec: JobSpec, home: Home) -> Architecture | None:
+    """Return the model that judges a job's samples; None without one. Raises BadInput, NotFound."""
+    return None if spec.teacher is None else read_architecture(home.root / spec.teacher)
 
 
 def usual_length(spec: JobSpec, home: Home) -> int:

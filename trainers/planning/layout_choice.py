@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.arithmetic import count_weights
 from cray_agents.trainers.planning.hardware import Gpu
-from cray_agents.trainers.planning.layouts import describe_layout, possible_layouts
-from cray_agents.trainers.planning.memory import Memory, estimate_memory
+from cray_agents.trainers.planning.layouts import describe_layout, possible_layouts, why_unfit
+from cray_agents.trainers.planning.memory import GIB, Memory, estimate_memory
 from cray_agents.trainers.planning.step_time import slowdown
 from cray_agents.training_jobs import Hyperparameters, Layout
 
@@ -54,11 +54,13 @@ def choose_layout(
     sequence_length: int,
     recompute: str | None = None,
     gpu: Gpu | None = None,
+    teacher: Architecture | None = None,
 ) -> Choice:
     """Choose the fastest layout of `ranks` ranks; if none fits, the one with the least memory.
 
     `sequence_length`: tokens of a usual sequence. `recompute` None lets the choice decide. `gpu`
-    for its speed and links; None: an H100.
+    for its speed and links; None: an H100. `teacher`: a model that the layout must hold beside
+    this one, before the first step (distill).
     """
     feed = [] if model.way == "universal" else ["moe" if model.experts else "mlp"]
     ways = ["none", *feed, "full"] if recompute is None else [recompute]
@@ -71,6 +73,7 @@ def choose_layout(
         sequence_length=sequence_length,
         ways=ways,
         gpu=gpu,
+        teacher=teacher,
     )
     best = ranking[0]
     if not best.fits:
@@ -90,13 +93,24 @@ def rank_layouts(
     sequence_length: int,
     ways: Sequence[str] = ("none", "full"),
     gpu: Gpu | None = None,
+    teacher: Architecture | None = None,
 ) -> list[LayoutCandidate]:
     """Rank all sensible layouts, the best first. `room`: GiB that a rank may use."""
     candidates = []
     for layout in _sensible(model, ranks, ranks_per_node, sequence_length):
+        sharded = layout.sharding == "full"
+        if sharded and hyper.lora is not None:
+            continue
+        if teacher is not None and not sharded and why_unfit(teacher, layout) is not None:
+            continue
         for way in ways:
             memory = estimate_memory(
-                model, layout, hyper, sequence_length=sequence_length, recompute=way
+                model,
+                layout,
+                hyper,
+                sequence_length=sequence_length,
+                recompute=way,
+                teacher=teacher,
             )
             slower = slowdown(
                 model, layout, hyper, sequence_length, ranks_per_node, recompute=way, gpu=gpu
@@ -166,6 +180,13 @@ def _decisions(best: LayoutCandidate, ranking: Sequence[LayoutCandidate]) -> Ite
     for name, meaning in _MEANING.items():
         if (size := getattr(layout, name)) > 1:
             yield f"{name}={size}: {meaning}"
+    if layout.sharding == "full":
+        yield (
+            "sharding=full: weights and gradients are divided too, and each layer's weights are"
+            " fetched twice in each micro-batch"
+        )
+    if best.memory.teacher:
+        yield f"the teacher takes {best.memory.teacher / GIB:.1f} GiB of it before the first step"
     if best.recompute != "none":
         again = [c for c in ranking if c.layout == layout and c.recompute == "none"]
         slower = f" {best.slowdown / again[0].slowdown:.2f} times as long" if again else " longer"
@@ -173,7 +194,8 @@ def _decisions(best: LayoutCandidate, ranking: Sequence[LayoutCandidate]) -> Ite
             f"recompute={best.recompute}: {_AGAIN[best.recompute]} computed again, so that a step"
             f" takes{slower}"
         )
-    yield f"data={layout.data}: {'all ranks' if layout == whole else 'the ranks that are left'}"
+    all_of_them = layout.data == layout.world
+    yield f"data={layout.data}: {'all ranks' if all_of_them else 'the ranks that are left'}"
     if best.slowdown > 1.005:
         yield (
             f"a step takes {best.slowdown:.2f} times what it would on ranks that only multiply"

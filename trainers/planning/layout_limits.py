@@ -11,7 +11,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.cluster_resources import Gpus, HostResources, Resources
-from cray_agents.trainers.planning.default_layout import usual_length
+from cray_agents.trainers.planning.default_layout import teacher_of, usual_length
 from cray_agents.trainers.planning.layouts import describe_layout
 from cray_agents.trainers.planning.memory import estimate_memory
 from cray_agents.training_jobs import JobSpec
@@ -65,6 +65,7 @@ def _check_gpu_memory(spec: JobSpec, home: Home, gpus: Gpus) -> None:
         spec.hyperparameters,
         sequence_length=usual_length(spec, home),
         recompute=spec.recompute,
+        teacher=teacher_of(spec, home),
     ).gib
     if need > gpus.gib:
         raise _refusal(
@@ -91,6 +92,7 @@ def _check_host_memory(spec: JobSpec, home: Home, host: HostResources) -> None:
         sequence_length=length,
         recompute=spec.recompute,
         on_cpu=True,
+        teacher=teacher_of(spec, home),
     ).gib
     need = spec.layout.world * (each + PROCESS_GIB)
     if need > host.gib:

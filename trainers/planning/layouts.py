@@ -7,11 +7,12 @@ which ranks the layouts.
 from collections.abc import Iterator
 from itertools import product
 from math import log2
+from typing import get_args
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.trainers.models.bridge.bridged_kinds import WHOLE_EXPERTS, why_not_bridged
-from cray_agents.training_jobs import Layout
+from cray_agents.training_jobs import Layout, Sharding, Way
 
 PROPOSED = 6  # layouts that an error names at most
 
@@ -29,6 +30,8 @@ def why_unfit(model: Architecture, layout: Layout) -> str | None:
         layout.interleave,
         layout.expert,
     )
+    if layout.sharding == "full" and layout.data == 1:
+        return "sharding=full has no effect with data=1"
     if model.way == "universal":
         return _why_not_data_alone(model, layout)
     if model.way == "bridge" and (chunks > 1 or layout.context > 1):
@@ -40,6 +43,11 @@ def why_unfit(model: Architecture, layout: Layout) -> str | None:
         return (
             f"tensor={tensor} cuts its experts, whose biases Megatron-core takes whole: split it by"
             " expert and pipeline"
+        )
+    if layout.sharding == "full":
+        return (
+            "sharding=full divides transformers' own modules (way=universal), and this model is"
+            f" trained the {model.way} way, which tensor, pipeline and expert divide"
         )
     for name, size in _split_by_tensor(model):
         if size % tensor:
@@ -85,7 +93,7 @@ def _why_not_so_many_optimizers(model: Architecture, layout: Layout) -> str | No
 
 def _why_not_data_alone(model: Architecture, layout: Layout) -> str | None:
     """Return why a model that is trained the universal way does not support a layout."""
-    named = layout.model_dump(exclude_defaults=True, exclude={"data"})
+    named = layout.model_dump(exclude_defaults=True, exclude={"data", "sharding"})
     if not named:
         return None
     other = f"; {why_not_bridged(model.kind)}"
@@ -95,8 +103,8 @@ def _why_not_data_alone(model: Architecture, layout: Layout) -> str | None:
         other = "; way=bridge splits it by tensor, pipeline and expert"
     fields = ", ".join(f"{name}={value}" for name, value in named.items())
     return (
-        f"{fields}, but transformers' own module is trained whole on each rank (way=universal):"
-        f" only data parallelism divides its work{other}"
+        f"{fields}, but transformers' own module is computed whole on each rank (way=universal):"
+        f" only data parallelism divides its work, and sharding=full its weights{other}"
     )
 
 
@@ -128,13 +136,18 @@ def check_layout(model: Architecture, layout: Layout) -> None:
 def possible_layouts(model: Architecture, world: int) -> Iterator[Layout]:
     """Yield the layouts of a world size, with sequence parallelism if tensor > 1.
 
-    All supported ones, but of chunks for interleaving only those that are equal when embedding and
-    loss count as a layer each, or when they do not count; and one optimizer.
+    Of a model that is trained the universal way data parallelism, with and without full sharding.
+    Else all supported ones, but of chunks for interleaving only those that are equal when embedding
+    and loss count as a layer each, or when they do not count; and one optimizer.
     """
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     tensors = [n for n in sizes if not any(size % n for _, size in _split_by_tensor(model))]
     stages = [n for n in sizes if n <= model.layers]
     experts = [n for n in sizes if not (model.experts or 1) % n]
+    if model.way == "universal":
+        layouts = (Layout(data=world, sharding=each) for each in get_args(Sharding))
+        yield from (layout for layout in layouts if why_unfit(model, layout) is None)
+        return
     for tensor, pipeline, context in product(tensors, stages, sizes):
         data, left_over = divmod(world, tensor * pipeline * context)
         if left_over:
@@ -166,6 +179,11 @@ def describe_layout(layout: Layout) -> str:
     fields = {"data": layout.data} | fields
     named = " ".join(f"{name}={value}" for name, value in fields.items())
     return named + (" sequence_parallel=true" if layout.sequence_parallel else "")
+
+
+def scoring_way(layout: Layout) -> Way | None:
+    """Return the way of a model that only scores in a layout; None: its kind's own."""
+    return "universal" if layout.sharding == "full" else None
 
 
 def _distance(wanted: Layout, other: Layout) -> tuple[float, int]:

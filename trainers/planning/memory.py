@@ -4,10 +4,10 @@ The estimate counts data that lasts through a step. The allocator, CUDA and NCCL
 which layout_choice.py keeps a reserve. No torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
-from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.trainers.planning.arithmetic import (
     adapter_weights,
     attention_weights,
@@ -18,27 +18,30 @@ from cray_agents.training_jobs import Hyperparameters, Layout
 
 GIB = 2**30
 MOST_LOGITS = 1 << 28  # of a rank at a time, on GPUs: 1 GiB in float32 (models/head.py)
-UNFUSED = 3  # times as much is kept by transformers' modules, from above: they fuse little
+# layers whose weights, and whose gradients, FSDP holds whole at a time (weight_shards.py)
+GATHERED, SUMMED = 2, 3
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest rank, by purpose."""
+    """Bytes of the fullest rank, by purpose. `teacher`: its weights and its passes (distill)."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
     logits: float
+    teacher: float = 0.0
 
     @property
     def total(self) -> float:
-        """The sum in bytes."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        """The most bytes at a time: a teacher has gone before steps keep activations."""
+        lasting = self.weights + self.gradients + self.optimizer
+        return lasting + max(self.activations + self.logits, self.teacher)
 
     @property
     def gib(self) -> float:
-        """The sum in GiB."""
+        """The most GiB at a time."""
         return self.total / GIB
 
 
@@ -58,21 +61,27 @@ def estimate_memory(
     sequence_length: int,
     recompute: str = "none",
     on_cpu: bool = False,
+    teacher: Architecture | None = None,
 ) -> Memory:
     """Estimate the memory of the fullest rank.
 
     The first pipeline stage has the embedding and the most micro-batches in flight, the last the
     output layer and the logits, and where layers do not divide another may have one more.
     `sequence_length`, the tokens of a usual sequence, decides the number of micro-batches. With
-    `on_cpu` all logits are held at once.
+    `on_cpu` all logits are held at once. `teacher`: another model, which scores the samples before
+    the first step, spread as the layout says, without gradients or an optimizer.
     """
     count = micro_batches(layout, hyper, sequence_length)
     layers = layout.stage_layers(model.layers)
     stages = {0, layers.index(max(layers)), layout.pipeline - 1}
-    return max(
-        (_stage(model, layout, hyper, stage, count, recompute, on_cpu) for stage in stages),
-        key=lambda memory: memory.total,
-    )
+    memories = []
+    for stage in stages:
+        memory = _stage(model, layout, hyper, stage, count, recompute, on_cpu)
+        if teacher is not None:
+            scoring = _scoring(teacher, layout, hyper, stage, on_cpu)
+            memory = replace(memory, teacher=scoring)
+        memories.append(memory)
+    return max(memories, key=lambda memory: memory.total)
 
 
 def micro_batches(layout: Layout, hyper: Hyperparameters, sequence_length: int) -> int:
@@ -136,7 +145,7 @@ def _stage(
     float32 weights, are spread over the ranks with the same weights (ZeRO, arXiv 1910.02054;
     Megatron's distributed optimizer): data * context ranks of an optimizer's instance, for experts
     divided by expert. FP8 keeps two copies of the matrices in eight bits beside them, one of them
-    transposed.
+    transposed. Full sharding spreads weights and gradients too; see `_at_once`.
     """
     size = 2 if hyper.dtype == "bfloat16" else 4
     states = 12 if hyper.dtype == "bfloat16" else 8
@@ -144,27 +153,60 @@ def _stage(
     copies = layout.data * layout.context / layout.optimizer_instances
     weights: float
     if hyper.lora is None:
-        weights = size * (mine.dense + mine.experts)
-        trained = mine.dense + mine.experts
+        weights = size * _at_once(model, layout, mine, GATHERED)
+        gradients = 4.0 * _at_once(model, layout, mine, SUMMED)
         optimizer = states * (mine.dense + mine.experts * layout.expert) / copies
     else:
         share = layout.stage_layers(model.layers)[stage] / model.layers
         trained = ceil(adapter_weights(model, hyper.lora) * share)
         weights = size * (mine.dense + mine.experts + trained)
+        gradients = 4.0 * trained
         optimizer = states * trained / copies
     fp8 = hyper.fp8 is not None
     if fp8:
         weights += 2.0 * (mine.dense + mine.experts)
     tokens = hyper.max_tokens_per_microbatch / layout.context
     layers = layout.stage_layers(model.layers)[stage]
-    each = layer_activations(model, layout, size, recompute, fp8=fp8)
+    each = layer_activations(model, layout, size, recompute, fp8=fp8, on_cpu=on_cpu)
     kept = in_flight(layout, count, stage) * layers * each
     if recompute not in ("none", "selective"):  # the one layer in recomputation
-        kept += layer_activations(model, layout, size, fp8=fp8)
+        kept += layer_activations(model, layout, size, fp8=fp8, on_cpu=on_cpu)
     logits = 0.0
     if stage == layout.pipeline - 1:
         logits = _logits(model, layout, tokens, size, on_cpu)
-    return Memory(weights, 4.0 * trained, optimizer, tokens * kept, logits)
+    return Memory(weights, gradients, optimizer, tokens * kept, logits)
+
+
+def _at_once(model: Architecture, layout: Layout, mine: WeightShare, layers: int) -> float:
+    """Return the most weights, or gradients, that a rank holds at a time.
+
+    With full sharding that is its shard, and whole what is under way: some layers, the embedding
+    and the output layer.
+    """
+    whole = mine.dense + mine.experts
+    if layout.sharding == "optimizer":
+        return whole
+    tables = min(whole, model.vocab * model.hidden * (1 if model.tied else 2))
+    under_way = tables + min(layers, model.layers) * (whole - tables) / model.layers
+    return whole / layout.data + under_way
+
+
+def _scoring(
+    model: Architecture, layout: Layout, hyper: Hyperparameters, stage: int, on_cpu: bool
+) -> float:
+    """Return the bytes of a model that only scores: weights, a layer's activations, logits.
+
+    With full sharding it also has gradients and the optimizer's weights, which nothing uses.
+    """
+    size = 2 if hyper.dtype == "bfloat16" else 4
+    tokens = hyper.max_tokens_per_microbatch / layout.context
+    mine = weight_share(model, layout, stage)
+    weights = size * _at_once(model, layout, mine, GATHERED)
+    if layout.sharding == "full":
+        unused = 8 if size == 2 else 4
+        weights += unused * (mine.dense + mine.experts) / layout.data
+    logits = _logits(model, layout, tokens, size, on_cpu) if stage == layout.pipeline - 1 else 0.0
+    return weights + tokens * layer_activations(model, layout, size, on_cpu=on_cpu) + logits
 
 
 def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cpu: bool) -> float:
@@ -177,7 +219,13 @@ def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cp
 
 
 def layer_activations(
-    model: Architecture, layout: Layout, size: int, recompute: str = "none", *, fp8: bool = False
+    model: Architecture,
+    layout: Layout,
+    size: int,
+    recompute: str = "none",
+    *,
+    fp8: bool = False,
+    on_cpu: bool = False,
 ) -> float:
     """Return the bytes that one layer keeps for the backward pass of one token on a rank.
 
@@ -189,7 +237,12 @@ def layer_activations(
     `recompute` as in JobSpec: "full" keeps a layer's input alone. "layernorm" is counted as on
     layers of torch; Transformer Engine's, which contain their norms, save nothing by it. `fp8`: the
     inputs of linear layers are kept in eight bits, that of the output projection in both forms.
+    On CPUs attention's output is kept in two orders, and an activation's; in bfloat16 torch's norms
+    also keep their inputs in float32, and their quotients. transformers' own modules fuse little:
+    see `_unfused`.
     """
+    if model.way == "universal":
+        return size * model.hidden if recompute == "full" else _unfused(model, size)
     hidden, queries = model.hidden, model.heads * model.head_size
     keys = model.kv_heads * model.head_size
     split = layout.tensor if layout.sequence_parallel else 1
@@ -213,7 +266,36 @@ def layer_activations(
     if "mlp" in modules or "moe" in modules:
         feed = routing = 0.0
     around = 2 * hidden * size / split  # the norms' inputs, and their outputs
+    if on_cpu:
+        attention += size * queries
+        if feed:
+            feed += copies * width * size
+        if size == 2:
+            around += 2 * hidden * (4 + size) / split
+            attention += (queries + keys) * (4 + size) if model.qk_norm else 0
     if "layernorm" not in modules:
         around += 2 * hidden * of_linear / split
-    kept = around + attention / layout.tensor + feed + routing
-    return UNFUSED * kept if model.way == "universal" else kept
+    return around + attention / layout.tensor + feed + routing
+
+
+def _unfused(model: Architecture, size: int) -> float:
+    """Return the bytes that a layer of transformers keeps for the backward pass of one token.
+
+    A norm keeps its input in float32, and the product before and after its weight. Attention keeps
+    queries, keys and values, its output, and that once more in the order of the projection. A gated
+    layer keeps its gate before and after the activation, the other half, and their product. From
+    above, four norms and those of queries and keys are counted for kinds whose layers are not
+    known, such as Gemma has.
+    """
+    hidden, queries = model.hidden, model.heads * model.head_size
+    keys = model.kv_heads * model.head_size
+    known = model.kind in SUPPORTED
+    norms = (2 if known else 4) * hidden * (4 + 2 * size)
+    if model.qk_norm or not known:
+        norms += (queries + keys) * (4 + size)
+    attention = size * (3 * queries + 2 * keys)
+    if not model.experts:
+        return norms + attention + 4 * size * model.ffn
+    copies = model.experts_per_token
+    feed = copies * size * (2 * hidden + 4 * model.expert_ffn) + 12 * model.experts
+    return norms + attention + feed

@@ -11,7 +11,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.trainers.models.architecture import Architecture, read_architecture, with_way
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
-from cray_agents.trainers.planning.default_layout import COMMANDED, usual_length
+from cray_agents.trainers.planning.default_layout import COMMANDED, teacher_of, usual_length
 from cray_agents.trainers.planning.layout_choice import RESERVE, choose_layout
 from cray_agents.trainers.planning.memory import estimate_memory
 from cray_agents.trainers.planning.step_time import slowdown
@@ -38,12 +38,12 @@ def decide_hyperparameters(spec: JobSpec, home: Home, resources: Resources) -> J
             return one
     try:
         model = read_architecture(home.root / spec.parent, hyper.way)
-        length = usual_length(spec, home)
+        length, teacher = usual_length(spec, home), teacher_of(spec, home)
     except (BadInput, NotFound):
         return spec
     layout = spec.layout if "layout" in spec.model_fields_set else None
     recompute = spec.recompute if "recompute" in spec.model_fields_set else None
-    return sized[_on_gpus(model, hyper, resources, gpus, length, layout, recompute)]
+    return sized[_on_gpus(model, hyper, resources, gpus, length, layout, recompute, teacher)]
 
 
 def usual_microbatch(parent: Path, resources: Resources) -> int:
@@ -69,6 +69,7 @@ def _on_gpus(
     length: int,
     layout: Layout | None = None,
     recompute: str | None = None,
+    teacher: Architecture | None = None,
 ) -> int:
     return choose_microbatch(
         model,
@@ -79,6 +80,7 @@ def _on_gpus(
         sequence_length=length,
         layout=layout,
         recompute=recompute,
+        teacher=teacher,
     )
 
 
@@ -98,13 +100,14 @@ def choose_microbatch(
     sequence_length: int,
     layout: Layout | None = None,
     recompute: str | None = None,
+    teacher: Architecture | None = None,
 ) -> int:
     """Choose the most tokens whose predicted memory fits, with a reserve, and that cost no speed.
 
     A size costs speed if its best layout is slower, by the planner's estimate, than that of 4,096
     tokens: it would compute activations twice, split the model further, or leave stages of a
     pipeline idle. The answer is 4,096 if not even that fits. `layout`, `recompute`: the job's own,
-    if it names them.
+    if it names them. `teacher`: a model that scores the samples first.
     """
 
     def judge(tokens: int) -> tuple[bool, float]:
@@ -118,6 +121,7 @@ def choose_microbatch(
                 hyper=sized,
                 sequence_length=sequence_length,
                 recompute=recompute,
+                teacher=teacher,
             )
             return choice.fits, choice.slowdown
         memory = estimate_memory(
@@ -126,6 +130,7 @@ def choose_microbatch(
             sized,
             sequence_length=sequence_length,
             recompute=recompute or "none",
+            teacher=teacher,
         )
         fits = memory.gib <= memory_gib_per_rank * (1 - RESERVE)
         slower = slowdown(

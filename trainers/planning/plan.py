@@ -29,9 +29,9 @@ from cray_agents.training_jobs import Hyperparameters, MethodName
 
 BY_SIZE = 0.4  # share of the peak, of a model of which only the size is known
 
-# forward passes beside training: over all samples before the first step, and in every epoch; a
-# teacher's is counted as if it were of the student's size
-SCORED_ONCE: dict[MethodName, int] = {"sft": 0, "dpo": 1, "kto": 2, "grpo": 1, "distill": 2}
+# forward passes beside training: over all samples before the first step, and in every epoch. A
+# teacher's comes on top; one that is not known counts as a second of the student's
+SCORED_ONCE: dict[MethodName, int] = {"sft": 0, "dpo": 1, "kto": 2, "grpo": 1, "distill": 1}
 SCORED_EACH: dict[MethodName, int] = {"sft": 0, "dpo": 0, "kto": 1, "grpo": 0, "distill": 0}
 
 
@@ -50,9 +50,14 @@ class Workload:
 
     @property
     def scored(self) -> float:
-        """The tokens of all forward passes without training: baselines and kto's drift."""
+        """The tokens of the model's own passes without training: baselines and kto's drift."""
         once, each = SCORED_ONCE[self.method], SCORED_EACH[self.method]
         return self.tokens * (once + each * self.epochs)
+
+    @property
+    def judged(self) -> float:
+        """The tokens of a teacher's passes."""
+        return self.tokens if self.method == "distill" else 0.0
 
     @property
     def sending(self) -> float:
@@ -152,8 +157,12 @@ def make_plan(
     cluster: Cluster,
     hyper: Hyperparameters,
     recompute: str | None = None,
+    teacher: Architecture | None = None,
 ) -> Plan:
-    """Plan a run of a model, with the time of the layout that would be chosen."""
+    """Plan a run of a model, with the time of the layout that would be chosen.
+
+    `teacher`: the model that judges the samples of distill.
+    """
     choice = choose_layout(
         model,
         cluster.gpus,
@@ -163,10 +172,12 @@ def make_plan(
         sequence_length=workload.sequence_length,
         recompute=recompute,
         gpu=cluster.gpu,
+        teacher=teacher,
     )
     length = workload.sequence_length
     flops = workload.tokens * workload.epochs * flops_per_token(model, length, hyper.lora)
     flops += workload.scored * flops_per_scored_token(model, length)
+    flops += workload.judged * flops_per_scored_token(teacher or model, length)
     total, used = count_weights(model).total, weights_per_token(model)
     floor = least_memory(total, cluster, lora=hyper.lora is not None, half=hyper.dtype != "float32")
     tokens = hyper.max_tokens_per_microbatch
@@ -181,7 +192,7 @@ def plan_by_size(
     LoRA takes 4 N, without its own weights, and a forward pass alone 2 N.
     """
     flops = workload.tokens * workload.epochs * (4 if lora else 6) * parameters
-    flops += workload.scored * 2 * parameters
+    flops += (workload.scored + workload.judged) * 2 * parameters
     floor = least_memory(parameters, cluster, lora=lora, half=True)
     return Plan(parameters, parameters, workload, cluster, flops, None, floor)
 
@@ -196,6 +207,8 @@ def least_memory(parameters: float, cluster: Cluster, *, lora: bool, half: bool)
 
 
 def gib(memory: Memory) -> dict[str, float]:
-    """Return a memory estimate in GiB by purpose, and the total."""
+    """Return a memory estimate in GiB by purpose, and the most at a time."""
     sizes = {name: size / GIB for name, size in asdict(memory).items()}
+    if not memory.teacher:
+        del sizes["teacher"]
     return {**sizes, "total": memory.gib}

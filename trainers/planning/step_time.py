@@ -48,7 +48,8 @@ def slowdown(
     within a layer, through the node's links or the network (tensor, context and expert
     parallelism); a stall in each layer of a mixture; the pipeline's bubble of (p - 1) / (m v)
     (arXiv 2104.04473, section 2.2) and its largest stage; ranks that idle if they do not divide
-    the batch; and the sum of gradients over data ranks, once a step. `gpu` None: an H100, to whose
+    the batch; and the sum of gradients over data ranks, once a step, or with full sharding in each
+    micro-batch, as the weights are fetched twice in each. `gpu` None: an H100, to whose
     links and speed most are alike in proportion. `once_per_node`: a token travels once to a node
     with several of its experts, as with DeepEP; this trainer sends each copy.
     """
@@ -69,7 +70,7 @@ def slowdown(
     largest = _largest_stage(model, layout)
     uneven = ceil(hyper.batch_size / layout.data) * layout.data / hyper.batch_size
     tokens = hyper.batch_size * sequence_length / layout.data
-    summed = _sum_of_gradients(model, layout, hyper, ranks_per_node, gpu) / tokens
+    summed = _sum_of_gradients(model, layout, hyper, ranks_per_node, gpu, count) / tokens
     whole = (busy + waits) * bubble * largest * uneven + EXPOSED_SUM * summed
     return whole / ideal
 
@@ -166,9 +167,14 @@ def _copies(
 
 
 def _sum_of_gradients(
-    model: Architecture, layout: Layout, hyper: Hyperparameters, ranks_per_node: int, gpu: Gpu
+    model: Architecture,
+    layout: Layout,
+    hyper: Hyperparameters,
+    ranks_per_node: int,
+    gpu: Gpu,
+    count: int,
 ) -> float:
-    """Return the seconds to sum gradients in float32 and to fetch new weights, once a step."""
+    """Return the seconds of a step to sum gradients in float32 and to fetch weights."""
     copies = layout.data * layout.context
     if copies == 1 or hyper.lora is not None:
         return 0.0
@@ -178,4 +184,7 @@ def _sum_of_gradients(
     speed = (gpu.link if inside else gpu.network) * 1e9
     dense = mine.dense * (copies - 1) / copies
     experts = mine.experts * (1 - layout.expert / copies)
-    return (4 + size) * (dense + experts) / speed
+    bytes_of_weight = 4 + size
+    if layout.sharding == "full":
+        bytes_of_weight = count * (4 + 2 * size)
+    return bytes_of_weight * (dense + experts) / speed

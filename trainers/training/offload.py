@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cray_agents.trainers.training.train_step import Training
 
@@ -31,6 +32,8 @@ class Offload:
 
     def move_out(self) -> None:
         """Copy weights and optimizer to host memory, and free theirs. Drops the gradients."""
+        if self.training.shards is not None:
+            self.training.shards.forget_gathered()
         storages = _movable(kept(self.training), self.training)
         dropped = _movable(gradients(self.training), self.training)
         self._copies = {key: copy for key, copy in self._copies.items() if key in storages}
@@ -74,7 +77,8 @@ class Offload:
 def kept(training: Training) -> Iterator[torch.Tensor]:
     """Yield the tensors of model and optimizer; some share a storage."""
     for chunk in training.chunks:
-        yield from chunk.parameters()
+        if training.shards is None:
+            yield from chunk.parameters()
         yield from chunk.buffers()
     yield from trained(training)
 
@@ -84,6 +88,8 @@ def trained(training: Training) -> Iterator[torch.Tensor]:
 
     Equal builds give them in the same order, once moments are allocated.
     """
+    if training.shards is not None:
+        yield from training.shards.storages()
     for buffer in _ddp_buffers(training):
         yield buffer.param_data  # of adapters that are folded into the weights, too
     for optimizer in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
@@ -91,19 +97,26 @@ def trained(training: Training) -> Iterator[torch.Tensor]:
             continue
         adam = optimizer.optimizer
         for group in adam.param_groups:
-            yield from group["params"]
+            yield from map(_local, group["params"])
         for state in adam.state.values():
-            yield from (each for each in state.values() if isinstance(each, torch.Tensor))
+            yield from (_local(each) for each in state.values() if isinstance(each, torch.Tensor))
 
 
 def gradients(training: Training) -> Iterator[torch.Tensor]:
     """Yield the buffers in which Megatron's data parallelism adds up gradients."""
+    if training.shards is not None:
+        yield from training.shards.gradients()
     yield from (buffer.grad_data for buffer in _ddp_buffers(training))
 
 
 def _ddp_buffers(training: Training) -> Iterator[Any]:
-    for chunk in training.wrapped_chunks:
+    for chunk in training.wrapped_chunks if training.shards is None else ():
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a distributed tensor, or a plain tensor itself."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def storages_of(

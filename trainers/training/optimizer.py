@@ -1,20 +1,22 @@
 """Optimizer: Megatron's data parallelism and AdamW around a model's chunks.
 
-Called by train_step.py.
+Called by train_step.py. Read next: models/universal/weight_shards.py.
 """
 
 from typing import Any
 
 import torch
 
+from cray_agents.trainers.models.universal.weight_shards import wrap_fully
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 
 def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: bool) -> list[Any]:
     """Wrap each chunk in Megatron's DDP; sum gradients in float32 over data and context ranks.
 
-    With `overlap`, gradients travel during the backward pass and weights during the next forward
-    pass. Until then a rank has only its own share of the new weights (see `gather_weights`).
+    In a layout with `sharding` `full` it is Megatron's FSDP. With `overlap`, gradients travel
+    during the backward pass and weights during the next forward pass. Until then a rank has only
+    its own share of the new weights (see `gather_weights`).
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -25,6 +27,9 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: boo
     from megatron.core.utils import get_model_config
 
     config = get_model_config(chunks[0])
+    config.finalize_model_grads_func = finalize_model_grads
+    if layout.sharding == "full":
+        return [wrap_fully(chunk, hyper) for chunk in chunks]
     overlap = overlap and layout.data * layout.context > 1
     # a gradient that never comes would be waited for
     overlap = overlap and all(getattr(chunk, "always_reached", True) for chunk in chunks)
@@ -47,7 +52,6 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: boo
         )
         for number, chunk in enumerate(chunks)
     ]
-    config.finalize_model_grads_func = finalize_model_grads
     if overlap:
         several = len(wrapped) > 1
         no_sync = [chunk.no_sync for chunk in wrapped]
@@ -58,9 +62,9 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: boo
 
 
 def gather_weights(wrapped: list[Any]) -> None:
-    """Fetch all weights that the last step changed, now. Collective."""
+    """Fetch all weights that the last step changed, now, unless ranks keep shards. Collective."""
     for chunk in wrapped:
-        if chunk.ddp_config.overlap_param_gather:
+        if chunk.ddp_config.overlap_param_gather and not chunk.ddp_config.use_megatron_fsdp:
             chunk.start_param_sync(force_sync=True)
 
 

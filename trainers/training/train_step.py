@@ -33,6 +33,7 @@ from cray_agents.trainers.models.lora import (
     unfold_adapters,
 )
 from cray_agents.trainers.models.universal.passes import Packing
+from cray_agents.trainers.models.universal.weight_shards import WeightShards
 from cray_agents.trainers.models.ways import (
     AnySource,
     adapt_chunks,
@@ -134,6 +135,11 @@ class Training:
         """The way to compute several sequences at once; None for the native way."""
         return getattr(self.chunks[0], "packing", None)
 
+    @property
+    def shards(self) -> WeightShards | None:
+        """This rank's shards of the weights; None where each data rank has them whole."""
+        return getattr(self.chunks[0], "shards", None)
+
     def fits(
         self, model: Architecture, layout: Layout, hyper: Hyperparameters, recompute: str
     ) -> bool:
@@ -195,7 +201,13 @@ class Training:
         """Begin adapters anew, and give the optimizer the weights that the model has now."""
         for _, _, adapter in adapters(self.chunks):
             adapter.start(self.hyper.seed)
-        self.optimizer.reload_model_params()
+        self._weights_to_optimizer()
+
+    def _weights_to_optimizer(self) -> None:
+        if self.shards is None:
+            self.optimizer.reload_model_params()
+        else:
+            self.shards.weights_to_optimizer()
 
     def scorer(self, model: Architecture, checkpoint: Path) -> "Training":
         """Build another model beside this one, on the same ranks, that can only `score`."""
@@ -211,6 +223,8 @@ class Training:
             broadcast_from_rank0,
         )
         other.wrapped_chunks, other.head = other.chunks, _head_of(other.chunks)
+        if self.layout.sharding == "full":
+            other.wrapped_chunks = wrap(other.chunks, self.layout, self.hyper, overlap=False)
         return other
 
     def restart(self) -> None:
@@ -250,7 +264,7 @@ class Training:
                 for (_, _, adapter), weight in zip(self._folded, bases, strict=True):
                     adapter.base.weight.copy_(weight)
             self._folded = []
-        self.optimizer.reload_model_params()
+        self._weights_to_optimizer()
 
     # ---- learning
     def step(self, baseline: BaselineLogprobs) -> StepReport:

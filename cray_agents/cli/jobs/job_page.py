@@ -60,6 +60,8 @@ def layout_text(layout: dict[str, Any]) -> str:
     ]
     if layout.get("sequence_parallel"):
         split.append("sequence parallel")
+    if layout.get("sharding") == "full":
+        split.append("fully sharded")
     return ", ".join(split) or "one rank"
 
 

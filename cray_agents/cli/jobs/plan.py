@@ -18,7 +18,14 @@ from cray_agents.cli.screen import HomeOption, JsonOption, console, show
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.training_jobs import Fp8, Hyperparameters, Lora, MethodName, check_recompute
+from cray_agents.training_jobs import (
+    Fp8,
+    Hyperparameters,
+    Lora,
+    MethodName,
+    Way,
+    check_recompute,
+)
 
 if TYPE_CHECKING:
     from cray_agents.trainers.models.architecture import Architecture
@@ -31,6 +38,7 @@ COLUMNS = [
     "interleave",
     "context",
     "expert",
+    "sharding",
     "recompute",
     "gib",
     "fits",
@@ -78,7 +86,9 @@ class MethodOptions:
     sequence_length: Annotated[int | None, _method(min=1)] = None
     epochs: Annotated[float, _method()] = 1.0
     method: Annotated[str, _method("sft, dpo, kto, grpo, distill.")] = "sft"
+    teacher: Annotated[str | None, _method("distill: as --model, but no size.")] = None
     lora_rank: Annotated[int | None, _method(min=1)] = None
+    way: Annotated[str | None, _method("native or universal; default by the model's kind.")] = None
     dtype: Annotated[str, _method()] = "bfloat16"
     batch_size: Annotated[int, _method("Sequences of a step.", min=1)] = 128
     microbatch_tokens: Annotated[int | None, _method("Default: as many as fit.", min=1)] = None
@@ -115,7 +125,9 @@ def plan(
     if how.fp8 is not None:
         _check("fp8", how.fp8, get_args(Fp8))
     _check("dtype", how.dtype, ("bfloat16", "float32"))
-    known = _size(model) or _architecture(root, model)
+    _check_models(model, how)
+    known = _size(model) or _architecture(root, model, how.way)
+    teacher = None if how.teacher is None else _architecture(root, how.teacher)
     length = how.sequence_length or _usual_length(root, amount.dataset, known)
     workload = Workload(
         _positive("tokens", _tokens(root, amount, length)),
@@ -135,10 +147,12 @@ def plan(
             fp8=cast("Fp8 | None", how.fp8),
             lora=Lora(rank=how.lora_rank) if how.lora_rank else None,
         )
-        at_once = how.microbatch_tokens or _microbatch(known, hyper, cluster, length, policy)
+        at_once = how.microbatch_tokens or _microbatch(
+            known, hyper, cluster, length, policy, teacher
+        )
         _check_length(length, known, at_once)
         hyper = hyper.model_copy(update={"max_tokens_per_microbatch": at_once})
-        estimate = make_plan(known, workload, cluster, hyper, policy)
+        estimate = make_plan(known, workload, cluster, hyper, policy, teacher)
     if as_json:
         print(json.dumps(estimate.data(), indent=2))
     else:
@@ -149,6 +163,25 @@ def plan(
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise BadInput(f"--{name} {value!r}: choose one of {', '.join(allowed)}", param=name)
+
+
+def _check_models(model: str, how: MethodOptions) -> None:
+    """Raise BadInput for a way or a teacher that cannot be planned, or has no effect."""
+    if how.way == "bridge":
+        raise BadInput(
+            "--way bridge: layouts of Megatron-Bridge are not planned, as it does not train here"
+            " yet; plan for native or universal",
+            param="way",
+        )
+    if how.way is not None:
+        _check("way", how.way, get_args(Way))
+    if how.teacher is not None and how.method != "distill":
+        raise BadInput(f"--teacher has no effect with --method {how.method}", param="teacher")
+    if _size(model) is not None and (how.way or how.teacher):
+        name = "way" if how.way else "teacher"
+        raise BadInput(
+            f"--{name} has no effect where only a size is known: give --model DIR", param=name
+        )
 
 
 def _recompute(text: str) -> str:
@@ -171,12 +204,13 @@ def _size(model: str) -> float | None:
     return float(match[1]) * UNITS[match[2].upper()] if match else None
 
 
-def _architecture(root: Home, model: str) -> "Architecture":
+def _architecture(root: Home, model: str, way: str | None = None) -> "Architecture":
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.trainers.models.architecture import read_architecture
 
     folder = Path(model).expanduser()
-    return read_architecture(folder if folder.is_dir() else Registry(root).directory(model))
+    directory = folder if folder.is_dir() else Registry(root).directory(model)
+    return read_architecture(directory, cast("Way | None", way))
 
 
 def _usual_length(root: Home, dataset: str | None, known: "Architecture | float") -> int:
@@ -232,7 +266,12 @@ def _chosen_cluster(options: ClusterOptions) -> "Cluster":
 
 
 def _microbatch(
-    model: "Architecture", hyper: Hyperparameters, cluster: "Cluster", length: int, recompute: Any
+    model: "Architecture",
+    hyper: Hyperparameters,
+    cluster: "Cluster",
+    length: int,
+    recompute: Any,
+    teacher: "Architecture | None",
 ) -> int:
     """Return the tokens that a trainer on this cluster would choose, or those of a sequence."""
     from cray_agents.trainers.planning.microbatch import choose_microbatch
@@ -245,6 +284,7 @@ def _microbatch(
         ranks_per_node=cluster.gpus_per_node,
         sequence_length=length,
         recompute=recompute,
+        teacher=teacher,
     )
     return max(chosen, length)
 

@@ -28,6 +28,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
 MARKS = ("<!-- runs -->", "<!-- end of runs -->")
 NODE = 8  # GPUs
 TIME_OFF, MEMORY_OFF = 0.2, 0.1  # what a good estimate may be off
+CHECKED = {"text": "checked", "quoted": "as quoted", "memory": "not checked"}
 CONSTANTS = (
     "KERNELS",
     "NARROW",
@@ -44,7 +45,8 @@ class PublishedRun:
     """A run as its source gives it, beside what `plan` says of it.
 
     `published`, `estimated`: tokens per second and GPU. `gigabytes`, `estimated_gigabytes`: the
-    most memory of a GPU, 1e9 bytes, where the source has it.
+    most memory of a GPU, 1e9 bytes, where the source has it. `checked`: `text`, the figure was
+    compared with the source's text; `quoted`, with what others quote of it; `memory`, with neither.
     """
 
     name: str
@@ -56,6 +58,7 @@ class PublishedRun:
     estimated: float
     gigabytes: float | None
     estimated_gigabytes: float | None
+    checked: str
 
     @property
     def time_off(self) -> float:
@@ -139,6 +142,7 @@ def _estimated(
         peak * step_time.KERNELS / flops / slower,
         gigabytes,
         memory.total / 1e9 if gigabytes else None,
+        run["checked"],
     )
 
 
@@ -159,8 +163,8 @@ def table(runs: list[PublishedRun]) -> str:
     """Return the table of runs, with their sources, as Markdown."""
     sources = list(dict.fromkeys(run.source for run in runs))
     lines = [
-        "| run | on | tokens/s a GPU | estimate | time | memory | source |",
-        "|---|---|---|---|---|---|---|",
+        "| run | on | tokens/s a GPU | estimate | time | memory | source | figure |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
         memory = ""
@@ -170,6 +174,7 @@ def table(runs: list[PublishedRun]) -> str:
         lines.append(
             f"| {run.name}{held} | {run.where} | {run.published:,.0f} | {run.estimated:,.0f} |"
             f" {_percent(run.time_off, TIME_OFF)} | {memory} | {sources.index(run.source) + 1} |"
+            f" {CHECKED[run.checked]} |"
         )
     lines += ["", *(f"{n}. [{name}]({url})" for n, (name, url) in enumerate(sources, 1)), ""]
     for note in dict.fromkeys(run.note for run in runs if run.note):

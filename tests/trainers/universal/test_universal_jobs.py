@@ -106,7 +106,7 @@ def test_what_the_universal_way_cannot_do_is_refused_by_name(sinks: Path, models
         read_architecture(sinks, "native")
 
 
-def test_weights_are_counted_as_transformers_has_them(sinks: Path) -> None:
+def test_weights_are_counted_as_transformers_has_them(sinks: Path, models: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     from cray_agents.trainers.planning.arithmetic import count_weights, weights_per_token
@@ -117,6 +117,11 @@ def test_weights_are_counted_as_transformers_has_them(sinks: Path) -> None:
     idle = experts // 2  # two of four experts
     table = network.get_input_embeddings().weight.numel()
     assert weights_per_token(model) == count_weights(model).total - idle - table
+    tied = models("qwen3-tied")
+    assert (
+        count_weights(read_architecture(tied, "universal")).total
+        == count_weights(read_architecture(tied)).total
+    )
 
 
 def test_a_pass_keeps_no_more_than_is_planned(tmp_path: Path) -> None:
@@ -127,7 +132,7 @@ def test_a_pass_keeps_no_more_than_is_planned(tmp_path: Path) -> None:
     write_parent(tmp_path, FAMILIES["gemma3_text"]())
     model = read_architecture(tmp_path)
     network = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
+        tmp_path, dtype=torch.float32, attn_implementation="sdpa"
     )
     own = {parameter.data_ptr() for parameter in network.parameters()}
     kept: dict[int, torch.Tensor] = {}

@@ -23,6 +23,7 @@ from cray_agents.trainers.models.universal.passes import (
     choose_packing,
     untrained,
 )
+from cray_agents.trainers.models.universal.weight_shards import WeightShards
 from cray_agents.training_jobs import Hyperparameters
 
 _ENTROPY_NUMBERS = 1 << 24  # probabilities at a time
@@ -63,7 +64,8 @@ class UniversalModel(torch.nn.Module):
 
     `packing` says how it computes several sequences. `always_reached`: every trained parameter gets
     a gradient from each batch, so that gradients may travel during the backward pass. The network
-    stays in evaluation mode: nothing is dropped at random, whatever its config says.
+    stays in evaluation mode: nothing is dropped at random, whatever its config says. `device` is
+    that of its passes. `shards` is set where weights are spread over ranks (weight_shards.py).
     """
 
     pre_process = post_process = True
@@ -74,6 +76,7 @@ class UniversalModel(torch.nn.Module):
         config: Any,
         packing: Packing,
         temperature: float,
+        device: torch.device,
         *,
         always_reached: bool,
         recompute: bool,
@@ -83,7 +86,8 @@ class UniversalModel(torch.nn.Module):
         super().__init__()
         self.model_type = ModelType.encoder_or_decoder
         self.network, self.config, self.packing = network, config, packing
-        self.always_reached = always_reached
+        self.always_reached, self.device = always_reached, device
+        self.shards: WeightShards | None = None
         self.head = LogitsHead(temperature)
         self._passes = Passes(network)
         self._passes.use(packing)
@@ -133,11 +137,14 @@ def build_universal(
     device: torch.device,
     recompute: str,
     agree: Agree,
+    *,
+    sharded: bool,
 ) -> UniversalModel:
     """Build the network with its weights, and choose its packing. Collective.
 
-    The host needs room for the weights, on rank 0 in float32 with their largest gradient. Raises
-    BadInput for modules to recompute.
+    The host needs room for the weights, on rank 0 in float32 with their largest gradient. With
+    `sharded` the weights stay there, for weight_shards.py. Raises BadInput for modules to
+    recompute.
     """
     if recompute not in ("none", "full"):
         raise BadInput(
@@ -156,11 +163,16 @@ def build_universal(
         network = source.build(DTYPES[hyper.dtype])
     for name in never:
         network.get_parameter(name).requires_grad_(False)
+    if sharded:
+        for module in network.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
     return UniversalModel(
-        network.to(device),
-        _megatron_config(model, hyper, device),
+        network if sharded else network.to(device),
+        _megatron_config(model, hyper, device, sharded=sharded),
         Packing(**{**packing, "split": tuple(packing["split"])}),
         hyper.policy.temperature,
+        device,
         always_reached=not sometimes,
         recompute=recompute == "full",
     )
@@ -182,7 +194,9 @@ def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], lis
     return vars(packing), never, sometimes
 
 
-def _megatron_config(model: Architecture, hyper: Hyperparameters, device: torch.device) -> Any:
+def _megatron_config(
+    model: Architecture, hyper: Hyperparameters, device: torch.device, *, sharded: bool
+) -> Any:
     """Return what Megatron's data parallelism, schedule and optimizer read of a model."""
     from megatron.core.transformer import TransformerConfig
 
@@ -197,4 +211,5 @@ def _megatron_config(model: Architecture, hyper: Hyperparameters, device: torch.
         autocast_dtype=precision,
         use_cpu_initialization=device.type == "cpu",
         calculate_per_token_loss=True,
+        init_model_with_meta_device=sharded,  # lets FSDP take weights from the host, part by part
     )

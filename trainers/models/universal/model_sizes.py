@@ -110,6 +110,8 @@ def _count_weights(config: str, checkpoint: Path) -> tuple[str, tuple[int, int]]
     from cray_agents.trainers.models.universal.text_model import TextModel
 
     network = TextModel(json.loads(config), checkpoint).build(torch.float32, "meta")
-    sizes = {name: prod(one.shape) for name, one in network.named_parameters()}
+    tied = network.all_tied_weights_keys  # by the config; they are one tensor with another
+    named = network.named_parameters()
+    sizes = {name: prod(one.shape) for name, one in named if name not in tied}
     experts = sum(number for name, number in sizes.items() if ".experts." in name)
     return type(network).__name__, (sum(sizes.values()), experts)

@@ -8,7 +8,7 @@ Read next: text_model.py for the module, conversions.py for the names.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,17 +140,22 @@ class ParentFiles:
         return module
 
     @torch.no_grad()
-    def fill(self, module: torch.nn.Module) -> None:
+    def fill(
+        self,
+        module: torch.nn.Module,
+        put: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_,
+    ) -> None:
         """Copy the parent's weights into a module that `build` made, in place.
 
-        Raises BadInput for infinite numbers and NaN, and where a rule's way back does not give the
-        files' numbers. Peak memory: one unit twice.
+        `put` copies one of them into a tensor of the module. Raises BadInput for infinite numbers
+        and NaN, and where a rule's way back does not give the files' numbers. Peak memory: one unit
+        twice.
         """
         own, shown_back = _tensors(module), set()
         for conversion in self._conversions:
             made = conversion.load(self._finite, self._names)
             for name, tensor in made.items():
-                own[self._own_name(name)].copy_(tensor)
+                put(own[self._own_name(name)], tensor)
             if conversion.rule is not None and id(conversion.rule) not in shown_back:
                 shown_back.add(id(conversion.rule))  # one layer tells of them all
                 self._show_way_back(conversion, made)
@@ -186,12 +191,16 @@ class ParentFiles:
 
     @torch.no_grad()
     def export(
-        self, module: torch.nn.Module, unit: ExportUnit
+        self,
+        module: torch.nn.Module,
+        unit: ExportUnit,
+        whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in the files, tensor in its stored type) of a unit, on the CPU.
 
-        The tensor may share memory with the module or with the parent's file: do not change it.
-        Peak memory: the unit's tensors, and once more where experts are taken apart.
+        `whole` returns the weights of a tensor of the module. The tensor may share memory with the
+        module or with the parent's file: do not change it. Peak memory: the unit's tensors, and
+        once more where experts are taken apart.
         """
         if not unit.parameters:
             for name in unit.tensors:
@@ -201,7 +210,7 @@ class ParentFiles:
         chosen = {id(c): c for c in (self._conversion_of[name] for name in unit.tensors)}
         for conversion in chosen.values():
             made = conversion.save(
-                lambda name: own[self._own_name(name)].detach().cpu(), self._names, self._shapes
+                lambda name: whole(own[self._own_name(name)]).cpu(), self._names, self._shapes
             )
             for name in conversion.files:
                 yield name, made.pop(name).to(self._dtypes[name]).contiguous()

@@ -270,14 +270,18 @@ def _runs(passes: Passes, attention: Any, tokens: torch.Tensor, lengths: Sequenc
 
 def _layer_modules(network: Any) -> Iterator[tuple[str, tuple[type, str], Any]]:
     """Yield the name, kind and module of each part of the network's layers."""
-    lists = [(n, m) for n, m in network.named_modules() if isinstance(m, torch.nn.ModuleList)]
-    count = getattr(network.config, "num_hidden_layers", None)
-    layers = next(((n, m) for n, m in lists if len(m) == count), None)
-    if layers is None:
+    if (layers := decoder_layers(network)) is None:
         return
     for number, layer in enumerate(layers[1]):
         for name, part in layer.named_children():
             yield f"{layers[0]}.{number}.{name}", (type(part), name), part
+
+
+def decoder_layers(network: Any) -> tuple[str, torch.nn.ModuleList] | None:
+    """Return the name and the list of a network's layers; None if it has no such list."""
+    lists = [(n, m) for n, m in network.named_modules() if isinstance(m, torch.nn.ModuleList)]
+    count = getattr(network.config, "num_hidden_layers", None)
+    return next(((n, m) for n, m in lists if len(m) == count), None)
 
 
 def _leaks(module: Any, args: Any, kwargs: Any, lengths: Sequence[int]) -> bool:

@@ -1,10 +1,11 @@
 """Stored units: a network's weights rounded to the types of its files, and divided among writers.
 
-Every data rank has the whole network. Units (parent_files.py) are parameters that make tensors of
-the files together; each is written by one rank. Called by models/ways.py.
+Every data rank has the whole network, or shards of it. Units (parent_files.py) are parameters that
+make tensors of the files together; each is written by one rank. Called by models/ways.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,15 +13,20 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.universal.parent_files import ExportUnit, ParentFiles
+from cray_agents.trainers.models.universal.weight_shards import WeightShards
 from cray_agents.trainers.models.weights import FilePlan, choose_writers
 
 
 @torch.no_grad()
-def round_units(network: Any, source: ParentFiles) -> None:
+def round_units(network: Any, source: ParentFiles, shards: WeightShards | None) -> None:
     """Round the weights to the stored types of their tensors."""
+    if shards is not None:
+        shards.forget_gathered()
     for unit in source.units(network):
         for name in unit.parameters:
             tensor = _tensor(network, name)
+            if shards is not None and (shard := shards.of(tensor)) is not None:
+                tensor = shard.weights
             if (stored := _stored_type(unit)) != tensor.dtype and tensor.is_floating_point():
                 tensor.copy_(tensor.to(stored))
 
@@ -48,13 +54,21 @@ def _tensor(network: Any, name: str) -> torch.Tensor:
     return tensor
 
 
+def _gathered(wholes: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    return wholes[id(tensor)].detach()
+
+
 def plan_units(
     network: Any,
     source: ParentFiles,
     order: Callable[[Mapping[str, torch.dtype]], list[str]],
     share: int,
+    shards: WeightShards | None,
 ) -> FilePlan:
-    """Divide the units among the data ranks; `order` sorts names for the files."""
+    """Divide the units among the data ranks; `order` sorts names for the files.
+
+    With `shards` the writers' tensors are gathered: all ranks must iterate them together.
+    """
     from megatron.core import parallel_state as ps
 
     units = source.units(network)
@@ -65,12 +79,22 @@ def plan_units(
     of_units = [sum(sizes[name] for name in unit.tensors) for unit in units]
     writers = choose_writers(of_units, ps.get_data_parallel_world_size(), share)
     rank, place = ps.get_data_parallel_rank(), {name: n for n, name in enumerate(sizes)}
-    mine = [unit for unit, writer in zip(units, writers, strict=True) if writer == rank]
-    mine.sort(key=lambda unit: min(place[name] for name in unit.tensors))
+    written = sorted(
+        zip(units, writers, strict=True), key=lambda each: min(place[n] for n in each[0].tensors)
+    )
+    mine = [unit for unit, writer in written if writer == rank]
 
     def exported() -> Iterator[tuple[str, torch.Tensor]]:
-        for unit in mine:
-            yield from source.export(network, unit)
+        if shards is None:
+            for unit in mine:
+                yield from source.export(network, unit)
+            return
+        gathered: dict[int, torch.Tensor] = {}
+        for unit, writer in written:
+            tensors = [_tensor(network, name) for name in unit.parameters]
+            wholes = {id(tensor): shards.whole(tensor, gathered) for tensor in tensors}
+            if writer == rank:
+                yield from source.export(network, unit, partial(_gathered, wholes))
 
     names = order({name: dtypes[name] for unit in mine for name in unit.tensors})
     return FilePlan(dtypes, shapes, sizes, names, exported)
