@@ -28,11 +28,15 @@ def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["grpo", "dpo"])
-def test_a_method_trains_and_publishes(lab: Any, sinks: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "dtype", "recompute"), [("grpo", "float32", "none"), ("dpo", "bfloat16", "full")]
+)
+def test_a_method_trains_and_publishes(
+    lab: Any, sinks: Path, method: str, dtype: str, recompute: str
+) -> None:
     lab.dataset(method=method)
-    hyper = {"steps": 2, "learning_rate": 1e-3}
-    spec = lab.spec(sinks, method=method, hyper=hyper, layout={"data": 2})
+    hyper = {"steps": 2, "learning_rate": 1e-3, "dtype": dtype}
+    spec = lab.spec(sinks, method=method, hyper=hyper, layout={"data": 2}, recompute=recompute)
     job = lab.run(spec)
     events = {event["event"]: event for event in job.journal.events()}
     assert events["started"]["layers"] == (
