@@ -67,12 +67,10 @@ def table(results: dict[str, Result], serving: dict[str, dict[str, str]]) -> str
             _served(served),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-        reasons += [
-            f"- `{family}`, {COLUMNS.get(name, name)}: {value if isinstance(value, str) else _number(value)}"
-            for name, value in wrong.items()
-        ]
         if wrong:
-            reasons.append(f"    {NOTES.get(family, 'The cause is not known.')}")
+            whole = {"failed": result["failed"]} if "failed" in result else wrong
+            found = "; ".join(f"{COLUMNS.get(n, n)} {_text(value)}" for n, value in whole.items())
+            reasons.append(f"- `{family}`: {found}. {NOTES.get(family, 'The cause is not known.')}")
         if _served(served) == "no":
             reasons.append(f"- `{family}`, vLLM: {served['vllm']}")
     return "\n".join([*lines, "", *reasons, "", _summary(results)])
@@ -80,7 +78,10 @@ def table(results: dict[str, Result], serving: dict[str, dict[str, str]]) -> str
 
 def _packing(result: Result) -> str:
     text = str(result.get("packing", "none"))
-    words = {"packed: attention within each sequence": "packed", "mixers once per sequence": "mixers"}
+    words = {
+        "packed: attention within each sequence": "packed",
+        "mixers once per sequence": "mixers",
+    }
     for long, short in words.items():
         text = text.replace(long, short)
     return text
@@ -92,9 +93,9 @@ def _cell(name: str, result: Result, wrong: dict[str, Any]) -> str:
         return "no"
     if isinstance(value, str):
         return value if value in (EQUAL, NOT_TRIED) else "no"
-    text = _number(value)
+    text = _text(value)
     if name in ("one", "two") and "noise" in result:
-        text += f" (noise {_number(result['noise'])})"
+        text += f" (noise {_text(result['noise'])})"
     return f"**{text}**" if name in wrong else text
 
 
@@ -104,7 +105,9 @@ def _served(served: dict[str, str]) -> str:
     return "served" if served.get("vllm") == "served" else "no"
 
 
-def _number(value: float) -> str:
+def _text(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     return f"{value:.0e}" if value else "0"
 
 

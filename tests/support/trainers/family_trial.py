@@ -74,7 +74,11 @@ def measure(family: str, folder: Path, *, brief: bool = False) -> Result:
     for ranks in (1,) if brief else (1, 2):
         out = folder / f"ranks{ranks}"
         out.mkdir()
-        main = partial(_one_rank, parent, out, brief) if ranks == 1 else partial(_two_ranks, parent, out)
+        main = (
+            partial(_one_rank, parent, out, brief)
+            if ranks == 1
+            else partial(_two_ranks, parent, out)
+        )
         result |= _on_ranks(ranks, main, out)
         if "failed" in result:
             break
@@ -104,7 +108,8 @@ def _on_ranks(ranks: int, main: Callable[[int, Any, Any], int], out: Path) -> Re
     try:
         ended = run_ranks(find_placement(ranks, "universal"), out / "logs", main)
     except CrayError as error:
-        return {"failed": f"{ranks} ranks: {str(error)[-500:]}"}
+        last = str(getattr(error, "log_tail", "")).strip().rpartition("\n")[2]
+        return {"failed": f"{ranks} ranks: {last[:300] or error}"}
     if ended.refusal is not None:
         return {"failed": f"{ranks} ranks: {ended.refusal}"}
     return dict(json.loads((out / "found.json").read_text()))
@@ -297,7 +302,9 @@ def _grpo_step(training: Any) -> float | str:
     samples = replace(_marked(chosen), rewards=np.array(gains))
     before = _near(training.score(samples), 6, 0.3)
     sampled = _near(before, 7, 0.3)
-    of_tokens = [np.full(len(row), gain, np.float32) for row, gain in zip(before, gains, strict=True)]
+    of_tokens = [
+        np.full(len(row), gain, np.float32) for row, gain in zip(before, gains, strict=True)
+    ]
     hyper = training.hyper
     return _gradient_step(
         training,
@@ -310,7 +317,7 @@ def _grpo_step(training: Any) -> float | str:
 def _gradient_step(
     training: Any, samples: Any, columns: dict[str, Any], plain_loss: Callable[[Any], Any]
 ) -> float | str:
-    """Take a step; return the largest difference to the plain gradient, as a share of its largest."""
+    """Take a step; return how far the gradient is from the plain one, as a share of its largest."""
     import torch
 
     from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
@@ -379,4 +386,3 @@ def _in_bfloat16(
     if still or not np.isfinite(second):
         exported = "no weight changed"
     return {"bfloat16": abs(loss - float32_loss), "bfloat16_export": exported}
-

@@ -103,9 +103,14 @@ def grpo_loss(
     """PPO's clipped ratio, weighted by the capped ratio to the engine; the mean over tokens."""
     policy, values = hyper.policy, []
     for row, old, engine, advantage in zip(rows, before, sampled, advantages, strict=True):
-        now, old, engine = logprobs_of(network, row)[marked], torch.tensor(old), torch.tensor(engine)
+        now, old, engine = (
+            logprobs_of(network, row)[marked],
+            torch.tensor(old),
+            torch.tensor(engine),
+        )
         ratio = (now - old).exp()
         bounded = ratio.clamp(1 - policy.clip_low, 1 + policy.clip_high)
         gain = torch.minimum(ratio * advantage, bounded * advantage)
-        values.append(-gain * (old - engine).exp().clamp(max=policy.importance_cap))
+        importance = torch.tensor(old - engine).exp().clamp(max=policy.importance_cap)
+        values.append(-gain * importance)
     return torch.cat(values).mean()
