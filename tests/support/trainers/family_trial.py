@@ -64,8 +64,12 @@ def measure(family: str, folder: Path, *, brief: bool = False) -> Result:
 
     Megatron is loaded here, and ranks are forked.
     """
+    # imported once, before the forks
+    import peft  # noqa: F401
+
+    from cray_agents.trainers.checkpointing import hf_export  # noqa: F401
     from cray_agents.trainers.models.cpu_megatron import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (before the forks)
+    from tests.support.trainers import plain_model  # noqa: F401
 
     load_megatron()
     parent = write(family, folder / "parent")

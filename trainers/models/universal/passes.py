@@ -19,6 +19,7 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.universal.mixer_split import MixerSplit, unsplit
+from cray_agents.trainers.models.universal.model_sizes import layer_values
 from cray_agents.trainers.models.universal.packed_attention import PACKED, packed, register
 
 Shape = Literal["packed", "rows", "alone"]
@@ -171,7 +172,7 @@ def choose_packing(network: Any, vocabulary: int) -> Packing:
             rejected.append(f"{padded.text}: differs by {noise:.1e}")
             padded = None
     mixers = _mixers(passes, tokens, lengths)
-    chunked = getattr(network.config, "attention_chunk_size", None)
+    chunked = any(layer_values(network.config, "attention_chunk_size"))
     for attention in (PACKED, "sdpa", "eager", None):
         if attention != PACKED and chunked:
             continue  # transformers cuts chunks at the row's places, and a test has few tokens
@@ -194,7 +195,8 @@ def choose_packing(network: Any, vocabulary: int) -> Packing:
 def _sequences(config: Any, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Return tokens of the test's sequences, the same with another second one, and lengths."""
     lengths = list(LENGTHS)
-    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    fields = ("sliding_window", "attention_chunk_size")
+    windows = [size for name in fields for size in layer_values(config, name)]
     sizes = [one for one in windows if isinstance(one, int) and one <= LONGEST_WINDOW]
     lengths[1] = max([LENGTHS[1], *(size + 5 for size in sizes)])
     random = torch.Generator().manual_seed(0)
