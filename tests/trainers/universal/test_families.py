@@ -41,7 +41,11 @@ CAMPAIGN = list(FAMILIES) if ASKED == "all" else [name for name in ASKED.split("
 def test_a_family_trains_as_transformers_alone_does(family: str, tmp_path: Path) -> None:
     brief = family in BRIEF
     result = measure(family, tmp_path, brief=brief)
-    assert problems(result, brief=brief) == {}, result
+    found = problems(result, brief=brief)
+    if family == "deepseek_v4":  # as transformers alone: its norms' float32 meets bfloat16
+        assert "cannot compute in bfloat16" in found.pop("bfloat16")
+        assert found.pop("bfloat16_export") == "not tried"
+    assert found == {}, result
     assert result["packing"] == (WHOLE | BRIEF)[family]
 
 

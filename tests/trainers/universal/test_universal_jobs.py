@@ -165,3 +165,11 @@ def test_old_jobs_keep_their_ids(lab: Any) -> None:
     hyper = spec.hyperparameters.model_copy(update={"way": "native"})
     assert spec.id != spec.model_copy(update={"hyperparameters": hyper}).id
     assert "way" not in json.dumps(spec.model_dump(exclude_none=True))
+
+
+def test_sizes_of_a_kind_whose_layers_differ(tmp_path: Path) -> None:
+    write_parent(tmp_path, FAMILIES["gemma4_text"]())
+    config = FAMILIES["gemma4_text"]()
+    heads = {layer.head_dim for layer in config.per_layer_config}
+    model = read_architecture(tmp_path)
+    assert len(heads) == 2 and model.head_size == max(heads)

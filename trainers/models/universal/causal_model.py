@@ -18,6 +18,7 @@ from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.universal.passes import (
     LENGTHS,
+    REFUSALS,
     Packing,
     Passes,
     choose_packing,
@@ -108,6 +109,20 @@ class UniversalModel(torch.nn.Module):
                 module.training = mode
         return self
 
+    @torch.no_grad()
+    def check_dtype(self, dtype: str, device: torch.device) -> None:
+        """Raise BadInput if the family's code cannot compute with its weights in this type."""
+        try:
+            self._passes.logits(torch.arange(4, device=device), (3, 1))
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS as error:
+            raise BadInput(
+                f"transformers' {type(self.network).__name__} cannot compute in {dtype}: {error};"
+                " ask for dtype=float32",
+                param="dtype",
+            ) from error
+
     def set_input_tensor(self, tensor: Any) -> None:
         """Do nothing: there are no pipeline stages before this one."""
 
@@ -156,7 +171,7 @@ def build_universal(
         network = source.build(DTYPES[hyper.dtype])
     for name in never:
         network.get_parameter(name).requires_grad_(False)
-    return UniversalModel(
+    made = UniversalModel(
         network.to(device),
         _megatron_config(model, hyper, device),
         Packing(**{**packing, "split": tuple(packing["split"])}),
@@ -164,6 +179,9 @@ def build_universal(
         always_reached=not sometimes,
         recompute=recompute == "full",
     )
+    if hyper.dtype != "float32":
+        made.check_dtype(hyper.dtype, device)
+    return made
 
 
 def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], list[str]]:

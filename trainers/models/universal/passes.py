@@ -29,7 +29,7 @@ LEAK = 0.01  # of the largest logit: more is never rounding
 FLOOR = 1e-5  # of the largest logit: less always is
 NOISE = 10.0  # times the difference that padding alone makes
 # whatever a family's code raises where it cannot compute a way of packing
-_REFUSALS = (
+REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
@@ -180,7 +180,7 @@ def choose_packing(network: Any, vocabulary: int) -> Packing:
         try:
             passes.use(candidate)
             difference = _difference(passes, tokens, changed, lengths, truth) / scale
-        except (BadInput, *_REFUSALS) as error:
+        except (BadInput, *REFUSALS) as error:
             rejected.append(f"{candidate.text}: {type(error).__name__}: {str(error)[:100]}")
             continue
         if difference <= limit:
@@ -214,7 +214,7 @@ def _usable(passes: Passes, attentions: Sequence[Any], shape: Shape) -> Packing 
         try:
             passes.use(packing)
             passes.logits(torch.arange(4), [3, 1])
-        except (BadInput, *_REFUSALS):
+        except (BadInput, *REFUSALS):
             continue
         return packing
     return None
@@ -265,7 +265,7 @@ def _runs(passes: Passes, attention: Any, tokens: torch.Tensor, lengths: Sequenc
     try:
         passes.use(Packing("packed", attention or passes._usual))
         passes.logits(tokens, lengths)
-    except (BadInput, *_REFUSALS):
+    except (BadInput, *REFUSALS):
         return False
     return True
 
@@ -300,7 +300,7 @@ def _leaks(module: Any, args: Any, kwargs: Any, lengths: Sequence[int]) -> bool:
         before = _tensor(module(*args, **kwargs))
         new_args = [change(each) for each in args]
         after = _tensor(module(*new_args, **{k: change(v) for k, v in kwargs.items()}))
-    except _REFUSALS:
+    except REFUSALS:
         return False
     if before is None or after is None or before.shape[:2] != (1, tokens):
         return False
