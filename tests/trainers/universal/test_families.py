@@ -1,10 +1,11 @@
 """Families in the universal way, beside a plain loop of transformers and torch's AdamW.
 
 `make test` takes one family of each packing through everything, and others through losses and
-export. CRAY_TEST_FAMILIES: `all` (`make soak`) or families joined by commas; their results go into
-docs/families.json and the table of docs/models.md.
+export. CRAY_TEST_FAMILIES: `all` (`make soak`), `missing` from docs/families.json, or families
+joined by commas; their results go into docs/families.json and the table of docs/models.md.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -33,7 +34,11 @@ WHOLE = {
 #: toy is a kind that transformers does not have
 BRIEF = {"llama": OWN, "gemma3_text": OWN, "qwen3_moe": OWN, "lfm2": SPLIT, "toy": SPLIT}
 ASKED = os.environ.get("CRAY_TEST_FAMILIES", "")
-CAMPAIGN = list(FAMILIES) if ASKED == "all" else [name for name in ASKED.split(",") if name]
+CAMPAIGN = {
+    "": [],
+    "all": list(FAMILIES),
+    "missing": [name for name in FAMILIES if name not in read_results()],
+}.get(ASKED, ASKED.split(","))
 
 
 @pytest.mark.megatron
@@ -66,12 +71,11 @@ def test_the_table_of_the_page_is_made_of_the_results() -> None:
     assert with_table(page, read_results(), read_serving()) == page
 
 
-def test_the_results_are_of_every_family_and_what_is_wrong_is_explained() -> None:
+def test_the_results_are_of_families_that_exist_and_what_is_wrong_is_explained() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    results = read_results()
-    assert list(results) == list(FAMILIES), f"{RESULTS} is of other families"
-    assert all(result["kind"] in CONFIG_MAPPING for result in results.values())
-    wrong = {family for family, result in results.items() if problems(result)}
-    assert wrong == NOTES.keys()
-    assert len(results) - len(wrong) >= 40
+    results = json.loads(RESULTS.read_text())
+    assert results.keys() <= FAMILIES.keys()
+    for family, result in results.items():
+        assert result["kind"] == FAMILIES[family]().model_type in CONFIG_MAPPING
+    assert NOTES.keys() == {family for family, result in results.items() if problems(result)}
