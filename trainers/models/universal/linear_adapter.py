@@ -82,8 +82,8 @@ def add_adapters(network: Any, lora: Lora, seed: int) -> None:
 
     Names of adapters' parameters end in `.a` and `.b`; the layer's `weight` becomes `base.weight`.
     """
-    asked = {name for target in lora.targets for name in NAMES[target]}
-    names = asked - _names_of_experts(network)
+    requested = {name for target in lora.targets for name in NAMES[target]}
+    names = requested - _names_of_experts(network)
     chosen = [
         name
         for name, module in network.named_modules()
@@ -94,7 +94,7 @@ def add_adapters(network: Any, lora: Lora, seed: int) -> None:
     if not chosen:
         raise BadInput(
             f"lora targets {lora.targets}, and {type(network).__name__} of transformers has no"
-            f" linear layer of these names, or only experts: {', '.join(sorted(asked))}; name other"
+            f" linear layer of these names, or only experts: {', '.join(sorted(requested))}; name other"
             " targets, or train all weights (lora left out)",
             param="lora",
         )
