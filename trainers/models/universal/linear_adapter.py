@@ -94,8 +94,8 @@ def add_adapters(network: Any, lora: Lora, seed: int) -> None:
     if not chosen:
         raise BadInput(
             f"lora targets {lora.targets}, and {type(network).__name__} of transformers has no"
-            f" linear layer of these names, or only experts: {', '.join(sorted(requested))}; name other"
-            " targets, or train all weights (lora left out)",
+            f" linear layer of these names, or only experts: {', '.join(sorted(requested))}; name"
+            " other targets, or train all weights (lora left out)",
             param="lora",
         )
     network.requires_grad_(False)
