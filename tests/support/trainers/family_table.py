@@ -28,7 +28,8 @@ COLUMNS = {  # of a result -> its head in the table
 }
 #: Why a family is not right in all: by family, for every problem that its result has.
 NOTES: dict[str, str] = {
-    "deepseek_v4": "transformers alone fails likewise: norms in float32 meet a head in bfloat16."
+    "deepseek_v4": "transformers alone fails likewise: norms in float32 meet a head in bfloat16.",
+    "mamba2": "Its linear layers are those of the mixer, whose weights its code reads by itself.",
 }
 
 
