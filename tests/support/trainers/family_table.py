@@ -31,7 +31,7 @@ NOTES: dict[str, str] = {
     "deepseek_v4": "transformers alone fails likewise: norms in float32 meet a head in bfloat16.",
     "gpt2": "Its layers are transformers' Conv1D, not linear layers.",
     "laguna": "PEFT computes something else with the adapter. The cause was not looked for.",
-    "solar_open": "The same on one rank and two, and more than noise makes. The cause is not known.",
+    "solar_open": "Equal on one rank and two, and more than noise makes. The cause is not known.",
     "zaya": "Its first pass over several sequences cuts a mask twice. This is not mended yet.",
     "mamba2": "Its linear layers are those of the mixer, whose weights its code reads by itself.",
 }
