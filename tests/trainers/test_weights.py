@@ -153,8 +153,9 @@ def tensors() -> dict[str, Any]:
     import torch
 
     torch.manual_seed(0)
-    kinds = [torch.bfloat16, torch.float32, torch.float16, torch.float64]
-    found = {f"{n % 7}.{n}": torch.randn(n + 1).to(kinds[n % 4]) for n in range(20)}
+    kinds = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64]
+    kinds += [torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+    found = {f"{n % 7}.{n}": (9 * torch.rand(n + 1)).to(kinds[n % 10]) for n in range(20)}
     return found | {"z": torch.randn(3, 2 << 20), "a": torch.randn(5 << 20).half()}
 
 

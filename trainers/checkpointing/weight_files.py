@@ -26,10 +26,16 @@ AHEAD_BYTES = 256 << 20  # that wait for the disk
 BEGIN_BYTES = 32 << 20  # written before the disk is told to begin with them
 # stored types in safetensors' order
 _NAMES = {
+    torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
+    torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 _ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}
 

@@ -46,6 +46,7 @@ _LATENT = {  # DeepSeek's multi-head latent attention
     "num_key_value_heads": 4,
 }
 _INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+_INDEXER16 = _INDEXER | {"index_n_heads": 16}  # of fewer heads' scores many are zero, and tie
 _DELTA = {  # gated delta rule beside full attention
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 16,
@@ -133,7 +134,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("deepseek_v3", _ROUTED | _LATENT | _FIRST_DENSE),
-    "deepseek_v32": ("deepseek_v32", _ROUTED | _LATENT | _INDEXER | _DENSE_SPARSE),
+    "deepseek_v32": ("deepseek_v32", _ROUTED | _LATENT | _INDEXER16 | _DENSE_SPARSE),
     "deepseek_v4": (
         "deepseek_v4",
         _ROUTED
@@ -157,7 +158,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", _HEAD),
     "glm4_moe": ("glm4_moe", _HEAD | _ROUTED | _FIRST_DENSE | {"use_qk_norm": True}),
     "glm4_moe_lite": ("glm4_moe_lite", _ROUTED | _LATENT | _DENSE_SPARSE),
-    "glm_moe_dsa": ("glm_moe_dsa", _ROUTED | _LATENT | _INDEXER | _DENSE_SPARSE),
+    "glm_moe_dsa": ("glm_moe_dsa", _ROUTED | _LATENT | _INDEXER16 | _DENSE_SPARSE),
     "llama4_text": (
         "llama4_text",
         _HEAD

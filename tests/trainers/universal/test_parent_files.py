@@ -450,6 +450,26 @@ def test_a_quantised_parent_is_dequantised_on_reading(method: str, tmp_path: Pat
     assert_same(dict(again.build(torch.float32).state_dict()), dict(module.state_dict()))
 
 
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("method", "dtype", "recompute"), [("fp8", "bfloat16", "full"), ("mxfp4", "float32", "none")]
+)
+def test_a_job_trains_a_quantised_parent_as_it_does_the_dequantised_one(
+    method: str, dtype: str, recompute: str, lab: Any, tmp_path: Path
+) -> None:
+    packed, wanted = quantised(method, tmp_path)
+    whole = write(tmp_path / "whole", wanted, ParentFiles(packed).config)
+    lab.dataset()
+    hyper = {"steps": 2, "learning_rate": 1e-2, "dtype": dtype}
+    specs = [lab.spec(parent, hyper=hyper, recompute=recompute) for parent in (packed, whole)]
+    losses = [lab.run(spec).losses for spec in specs]
+    assert losses[0] == losses[1]
+    children = [lab.home.checkpoint(spec.id) for spec in specs]
+    assert_same(stored(children[0]), stored(children[1]))
+    assert not torch.equal(stored(children[0])["lm_head.weight"], wanted["lm_head.weight"])
+    assert config_of(children[0]) == config_of(whole)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [

@@ -28,11 +28,15 @@ def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["grpo", "dpo"])
-def test_a_method_trains_and_publishes(lab: Any, sinks: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "dtype", "recompute"), [("grpo", "float32", "none"), ("dpo", "bfloat16", "full")]
+)
+def test_a_method_trains_and_publishes(
+    lab: Any, sinks: Path, method: str, dtype: str, recompute: str
+) -> None:
     lab.dataset(method=method)
-    hyper = {"steps": 2, "learning_rate": 1e-3}
-    spec = lab.spec(sinks, method=method, hyper=hyper, layout={"data": 2})
+    hyper = {"steps": 2, "learning_rate": 1e-3, "dtype": dtype}
+    spec = lab.spec(sinks, method=method, hyper=hyper, layout={"data": 2}, recompute=recompute)
     job = lab.run(spec)
     events = {event["event"]: event for event in job.journal.events()}
     assert events["started"]["layers"] == (
@@ -164,3 +168,11 @@ def test_old_jobs_keep_their_ids(lab: Any) -> None:
     hyper = spec.hyperparameters.model_copy(update={"way": "native"})
     assert spec.id != spec.model_copy(update={"hyperparameters": hyper}).id
     assert "way" not in json.dumps(spec.model_dump(exclude_none=True))
+
+
+def test_sizes_of_a_kind_whose_layers_differ(tmp_path: Path) -> None:
+    write_parent(tmp_path, FAMILIES["gemma4_text"]())
+    config = FAMILIES["gemma4_text"]()
+    heads = {layer.head_dim for layer in config.per_layer_config}
+    model = read_architecture(tmp_path)
+    assert len(heads) == 2 and model.head_size == max(heads)

@@ -18,6 +18,7 @@ from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.universal.passes import (
     LENGTHS,
+    REFUSALS,
     Packing,
     Passes,
     choose_packing,
@@ -112,6 +113,20 @@ class UniversalModel(torch.nn.Module):
                 module.training = mode
         return self
 
+    @torch.no_grad()
+    def check_dtype(self, dtype: str, device: torch.device) -> None:
+        """Raise BadInput if the family's code cannot compute with its weights in this type."""
+        try:
+            self._passes.logits(torch.arange(4, device=device), (3, 1))
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS as error:
+            raise BadInput(
+                f"transformers' {type(self.network).__name__} cannot compute in {dtype}: {error};"
+                " ask for dtype=float32",
+                param="dtype",
+            ) from error
+
     def set_input_tensor(self, tensor: Any) -> None:
         """Do nothing: there are no pipeline stages before this one."""
 
@@ -167,7 +182,7 @@ def build_universal(
         for module in network.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-    return UniversalModel(
+    made = UniversalModel(
         network if sharded else network.to(device),
         _megatron_config(model, hyper, device, sharded=sharded),
         Packing(**{**packing, "split": tuple(packing["split"])}),
@@ -176,6 +191,9 @@ def build_universal(
         always_reached=not sometimes,
         recompute=recompute == "full",
     )
+    if hyper.dtype != "float32" and not sharded:
+        made.check_dtype(hyper.dtype, device)
+    return made
 
 
 def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -2,7 +2,8 @@
 
 W x + alpha / rank * B A x, where only A and B are trained. A job names its targets as for
 Megatron's layers (qkv, proj, fc1, fc2); `NAMES` has what the families call them. Experts get no
-adapters. Called by models/ways.py. Read next: models/lora.py, which folds these as its own.
+adapters, and nor do layers that PEFT takes for experts or refuses. Called by models/ways.py. Read
+next: models/lora.py, which folds these as its own.
 """
 
 import math
@@ -22,6 +23,14 @@ NAMES: dict[LoraTarget, tuple[str, ...]] = {
     "fc1": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "input_linear", "fc1"),
     "fc2": ("down_proj", "w2", "output_linear", "fc2"),
 }
+#: PEFT gives adapters of these names to experts, in all kinds that transformers fuses like the key,
+#: also where they are of dense layers or shared experts: it would load them wrongly
+_EXPERTS = {
+    "mixtral": {"w1", "w2", "w3"},
+    "qwen2_moe": {"gate_proj", "up_proj", "down_proj"},
+}
+#: kinds whose mixers read the weight of their out_proj past its module; PEFT refuses it there
+_MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
 
 
 class LinearAdapter(torch.nn.Module):
@@ -75,7 +84,8 @@ def add_adapters(network: Any, lora: Lora, seed: int) -> None:
 
     Names of adapters' parameters end in `.a` and `.b`; the layer's `weight` becomes `base.weight`.
     """
-    names = {name for target in lora.targets for name in NAMES[target]}
+    requested = {name for target in lora.targets for name in NAMES[target]}
+    names = requested - _not_of_peft(network)
     chosen = [
         name
         for name, module in network.named_modules()
@@ -86,8 +96,8 @@ def add_adapters(network: Any, lora: Lora, seed: int) -> None:
     if not chosen:
         raise BadInput(
             f"lora targets {lora.targets}, and {type(network).__name__} of transformers has no"
-            f" linear layer of these names: {', '.join(sorted(names))}; train all weights (lora"
-            " left out)",
+            f" linear layer of these names that PEFT takes: {', '.join(sorted(requested))}; name"
+            " other targets, or train all weights (lora left out)",
             param="lora",
         )
     network.requires_grad_(False)
@@ -103,3 +113,14 @@ def add_adapters(network: Any, lora: Lora, seed: int) -> None:
         adapter = LinearAdapter(base, lora, name)
         adapter.start(seed)
         setattr(owner, last, adapter)
+
+
+def _not_of_peft(network: Any) -> set[str]:
+    """Return the names of layers whose adapters PEFT would refuse, or load into other layers."""
+    from transformers import conversion_mapping
+
+    like = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
+    kind = getattr(getattr(network, "config", None), "model_type", "")
+    if kind in _MAMBA:
+        return {"out_proj"}
+    return _EXPERTS.get(like.get(kind, "mixtral" if kind == "mixtral" else ""), set())

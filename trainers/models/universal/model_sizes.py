@@ -95,11 +95,18 @@ def _first(config: Any, *names: str) -> int:
 
 def _number(config: Any, name: str, missing: int = 1) -> int:
     """Return a size; of sizes by layer the largest. Raises BadInput for a size that cannot be."""
-    value = getattr(config, name, None)
-    values = value if isinstance(value, list | tuple) else [value]
+    values = layer_values(config, name)
     if any(type(each) is int and not 0 <= each < 1 << 31 for each in values):
-        raise BadInput(f"config.json has {name}={value!r}, which no model has", param="parent")
+        raise BadInput(f"config.json has {name}={values}, which no model has", param="parent")
     return max([each for each in values if type(each) is int and each] or [missing])
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """Return the values of a field of transformers' config: several if the layers differ."""
+    if getattr(config, "is_heterogeneous", False) and name in config.per_layer_attributes:
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+    value = getattr(config, name, None)
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 @lru_cache(maxsize=8)

@@ -19,6 +19,7 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.universal.mixer_split import MixerSplit, unsplit
+from cray_agents.trainers.models.universal.model_sizes import layer_values
 from cray_agents.trainers.models.universal.packed_attention import PACKED, packed, register
 
 Shape = Literal["packed", "rows", "alone"]
@@ -28,7 +29,7 @@ LEAK = 0.01  # of the largest logit: more is never rounding
 FLOOR = 1e-5  # of the largest logit: less always is
 NOISE = 10.0  # times the difference that padding alone makes
 # whatever a family's code raises where it cannot compute a way of packing
-_REFUSALS = (
+REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
@@ -171,7 +172,7 @@ def choose_packing(network: Any, vocabulary: int) -> Packing:
             rejected.append(f"{padded.text}: differs by {noise:.1e}")
             padded = None
     mixers = _mixers(passes, tokens, lengths)
-    chunked = getattr(network.config, "attention_chunk_size", None)
+    chunked = any(layer_values(network.config, "attention_chunk_size"))
     for attention in (PACKED, "sdpa", "eager", None):
         if attention != PACKED and chunked:
             continue  # transformers cuts chunks at the row's places, and a test has few tokens
@@ -179,7 +180,7 @@ def choose_packing(network: Any, vocabulary: int) -> Packing:
         try:
             passes.use(candidate)
             difference = _difference(passes, tokens, changed, lengths, truth) / scale
-        except (BadInput, *_REFUSALS) as error:
+        except (BadInput, *REFUSALS) as error:
             rejected.append(f"{candidate.text}: {type(error).__name__}: {str(error)[:100]}")
             continue
         if difference <= limit:
@@ -194,7 +195,8 @@ def choose_packing(network: Any, vocabulary: int) -> Packing:
 def _sequences(config: Any, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Return tokens of the test's sequences, the same with another second one, and lengths."""
     lengths = list(LENGTHS)
-    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    fields = ("sliding_window", "attention_chunk_size")
+    windows = [size for name in fields for size in layer_values(config, name)]
     sizes = [one for one in windows if isinstance(one, int) and one <= LONGEST_WINDOW]
     lengths[1] = max([LENGTHS[1], *(size + 5 for size in sizes)])
     random = torch.Generator().manual_seed(0)
@@ -212,7 +214,7 @@ def _usable(passes: Passes, attentions: Sequence[Any], shape: Shape) -> Packing 
         try:
             passes.use(packing)
             passes.logits(torch.arange(4), [3, 1])
-        except (BadInput, *_REFUSALS):
+        except (BadInput, *REFUSALS):
             continue
         return packing
     return None
@@ -263,7 +265,7 @@ def _runs(passes: Passes, attention: Any, tokens: torch.Tensor, lengths: Sequenc
     try:
         passes.use(Packing("packed", attention or passes._usual))
         passes.logits(tokens, lengths)
-    except (BadInput, *_REFUSALS):
+    except (BadInput, *REFUSALS):
         return False
     return True
 
@@ -302,7 +304,7 @@ def _leaks(module: Any, args: Any, kwargs: Any, lengths: Sequence[int]) -> bool:
         before = _tensor(module(*args, **kwargs))
         new_args = [change(each) for each in args]
         after = _tensor(module(*new_args, **{k: change(v) for k, v in kwargs.items()}))
-    except _REFUSALS:
+    except REFUSALS:
         return False
     if before is None or after is None or before.shape[:2] != (1, tokens):
         return False
