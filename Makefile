@@ -51,6 +51,7 @@ soak: setup
 	@CRAY_TEST_ATTACKS=all $(PY) -m pytest -s tests/tools/test_verifier_attacks.py
 	@CRAY_TEST_TINKER=1 $(PY) -m pytest tests/test_tinker_loops.py
 	@CRAY_TEST_METHODS=rft,grpo $(PY) -m pytest tests/cookbook/test_02.py
+	@CRAY_TEST_SERVING=all $(PY) -m pytest -s --timeout 3600 tests/trainers/universal/test_serving.py tests/trainers/universal/test_model_code.py
 
 # by .venv, or by the machine's own Python with what it lacks in .gpu-packages
 gpu:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cray_agents.runtime.registry.model_code import with_whole_references
 from cray_agents.runtime.registry.model_config import read_config
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.trainers.models.layer_choice import LayerChoice
@@ -143,5 +144,9 @@ def plan_files(
 
 
 def config_of(parent: Path, model: Architecture) -> dict[str, Any]:
-    """Return the config.json of an export: the parent's, or that of its dequantised weights."""
-    return ParentFiles(parent).config if model.way == "universal" else read_config(parent)
+    """Return the config.json of an export: the parent's, or that of its dequantised weights.
+
+    References to code in a directory that may be run lead to that directory from anywhere.
+    """
+    config = ParentFiles(parent).config if model.way == "universal" else read_config(parent)
+    return with_whole_references(config, parent)

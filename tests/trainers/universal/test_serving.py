@@ -1,0 +1,186 @@
+"""Kinds that are trained the universal way and served by a real vLLM: docs/serving.json.
+
+`CRAY_TEST_SERVING=all`, or kinds with commas between them, in `make soak`. A checkpoint is trained
+and served, a second one takes its place in the same process, an adapter is loaded beside that; the
+engine's numbers on each golden probe must be the trainer's. What is seen is written to the file.
+"""
+
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.errors import CrayError, SwapError
+from cray_agents.records import ProbePrompt
+from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
+from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE, prove
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.training_jobs import Layout
+from tests.support.trainers.running_session import RunningSession
+from tests.support.trainers.tiny_families import FAMILIES, write_parent
+
+RESULTS = Path(__file__).parents[3] / "docs/serving.json"
+KINDS = [kind for kind in FAMILIES if not kind.startswith("qwen3_vl")]  # the text families
+ASKED = os.environ.get("CRAY_TEST_SERVING", "")
+CHOSEN = KINDS if ASKED == "all" else [kind for kind in ASKED.split(",") if kind]
+SERVED = "served"
+STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "way": "universal"}
+# what vLLM on a CPU has kernels for: heads of 32 and more, chunks of its blocks of 128 tokens
+SIZES: dict[str, Any] = {"hidden_size": 128, "n_embd": 128, "head_dim": 32}
+SIZES |= {"mamba_d_head": 32, "attention_chunk_size": 128, "linear_head_dim": 32}
+OF_KINDS: dict[str, dict[str, Any]] = {
+    "minimax_m2": {"scoring_func": "sigmoid"},  # as in the published config
+    "mimo_v2_flash": {"v_head_dim": 32},
+}
+_ERROR = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception)): (.+)")
+_WRAPPED = ("Engine core initialization failed", "Engine process failed")
+
+
+def write_served_parent(kind: str, folder: Path) -> Path:
+    """A tiny model of the kind in sizes that vLLM has kernels for, with a tokenizer."""
+    import torch
+
+    from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
+
+    tiny = ModelShape(hidden=32, layers=1, heads=1, kv_heads=1)
+    make_seed_model(folder, seed=0, corpus=["What is 47 + 385?"], shape=tiny)
+    config = FAMILIES[kind]()
+    fields = config.to_dict()
+    changes = {name: size for name, size in SIZES.items() if fields.get(name)}
+    if fields.get("kv_lora_rank"):  # latent attention: `head_dim` is of the rotation alone
+        changes.pop("head_dim", None)
+    config = type(config).from_dict(fields | changes | OF_KINDS.get(kind, {}))
+    write_parent(folder, config, dtype=torch.float32)
+    return folder
+
+
+def train(lab: Any, parent: Path) -> list[Path]:
+    """Three checkpoints, each trained from the one before by a session; the last has an adapter."""
+    lab.dataset()
+    session, checkpoints = RunningSession(lab.home, Layout()), []
+    for number, more in enumerate(({}, {}, {"lora": {"rank": 4}})):
+        before = checkpoints[-1] if checkpoints else parent
+        job = session.train(lab.spec(before, hyper={**STEPS, **more, "seed": number}))
+        status = job.status()
+        if status is None or status.state != "succeeded":
+            error = getattr(status, "error", None) or job.log_tail()
+            if more:
+                (lab.home.root / "lora").write_text(str(error))
+                break
+            raise AssertionError(error)
+        checkpoints.append(lab.home.checkpoint(job.job_id))
+    session.end()
+    return checkpoints
+
+
+def reason(replica: Replica, error: Exception) -> str:
+    """The first line of the error in vLLM's log that ended it, else the error's."""
+    found = replica.death_reason()
+    if not found:
+        text = replica.log.read_text(errors="replace") if replica.log.exists() else ""
+        lines = [": ".join(match) for match in _ERROR.findall(text)]
+        own = [line for line in lines if not any(known in line for known in _WRAPPED)]
+        found = own[-1] if own and "ended while starting" in str(error) else str(error)
+    return re.sub(r"/[^\s:]*/", "", found.splitlines()[0])[:200]
+
+
+def probe_of(checkpoint: Path) -> list[ProbePrompt]:
+    probe = read_manifest(checkpoint).probe
+    assert probe
+    return probe
+
+
+async def serve(checkpoints: list[Path], dtype: str, rank: int, log: Path) -> dict[str, Any]:
+    """Serve, reload and adapt; say how it went."""
+    limits: LogprobLimits = FLOAT32_PROBE if dtype == "float32" else bfloat16_limits()
+    settings = EngineSettings(
+        max_model_len=256, max_num_seqs=4, dtype=dtype, max_lora_rank=rank, threads=1
+    )
+    log.unlink(missing_ok=True)
+    replica = Replica("m", settings, log)
+    found: dict[str, Any] = {"dtype": dtype}
+    first, second, *adapted = checkpoints
+    try:
+        await replica.start(first, "m@1")
+        report = await prove(replica.engine, "m@1", probe_of(first), limits)
+        found |= {"vllm": SERVED, "probe": float(f"{report.max_logprob_diff:.1e}")}
+        try:
+            await replica.engine.load(second, "m@2")
+            await prove(replica.engine, "m@2", probe_of(second), limits)
+            found["reload"] = SERVED
+            with suppress(SwapError):
+                await prove(replica.engine, "m@1", probe_of(first), limits)
+                found["reload"] = "the probe does not tell the two apart"
+        except CrayError as error:
+            found["reload"] = reason(replica, error)
+        if found["reload"] == SERVED and rank and adapted:
+            try:
+                engine = await replica.load_adapter(adapted[0], "m@3 adapter")
+                await prove(engine, "m@3", probe_of(adapted[0]), limits)
+                found["lora"] = SERVED
+            except CrayError as error:
+                found["lora"] = reason(replica, error)
+    except CrayError as error:
+        found["vllm"] = reason(replica, error)
+    finally:
+        await replica.stop()
+    return found
+
+
+async def tried(checkpoints: list[Path], log: Path) -> dict[str, Any]:
+    """Try with adapters in float32; without, or in bfloat16, where vLLM asks for that."""
+    dtype, rank, without = "float32", 8, ""
+    while True:
+        found = await serve(checkpoints, dtype, rank, log)
+        said = found["vllm"]
+        if said == SERVED:
+            break
+        if rank and re.search(r"lora", said, re.IGNORECASE):
+            rank, without = 0, said
+        elif dtype == "float32" and re.search(r"bfloat16|bf16|float16|16.bit", said, re.IGNORECASE):
+            dtype = "bfloat16"
+        else:
+            break
+    return found if rank else found | {"lora": without}
+
+
+def note(kind: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Write what was seen of a kind; return what the file had."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    before = results.get(kind, {})
+    results[kind] = found
+    text = json.dumps(dict(sorted(results.items())), indent=1)
+    RESULTS.write_text(text + "\n")
+    return dict(before)
+
+
+@pytest.mark.vllm
+@pytest.mark.megatron
+@pytest.mark.skipif(not CHOSEN, reason="CRAY_TEST_SERVING names no kinds")
+@pytest.mark.parametrize("kind", CHOSEN)
+async def test_a_kind_is_trained_and_served(lab: Any, tmp_path: Path, kind: str) -> None:
+    try:
+        checkpoints = train(lab, write_served_parent(kind, tmp_path / "parent"))
+    except (AssertionError, CrayError) as error:
+        found: dict[str, Any] = {"vllm": f"not trained: {str(error).strip().splitlines()[-1][:200]}"}
+    else:
+        found = await tried(checkpoints, tmp_path / "replica.log")
+        if (lab.home.root / "lora").exists():
+            found["lora"] = (lab.home.root / "lora").read_text()[:200]
+    before = note(kind, found)
+    print(kind, json.dumps(found), flush=True)
+    for name in ("vllm", "reload", "lora"):
+        assert before.get(name) != SERVED or found.get(name) == SERVED, (name, found)
+
+
+def test_the_file_tells_of_kinds_that_exist() -> None:
+    results = json.loads(RESULTS.read_text())
+    assert set(results) <= set(KINDS) and len(results) > 40
+    for kind, found in results.items():
+        assert found["vllm"] and "/" not in found.get("dtype", ""), kind
+        assert (found["vllm"] == SERVED) == ("reload" in found), kind
