@@ -1,4 +1,4 @@
-"""Model code: Python files beside a model, which run only where the operator allows their directory.
+"""Model code: Python files beside a model, run only where the operator allows their directory.
 
 `auto_map` in the JSON files of a model names classes in such files. A reference leads to the
 directory itself (`modeling_x.Model`), or to another one (`/models/x--modeling_x.Model`).

@@ -10,6 +10,7 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.runtime.registry import checkpoints
+from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.models.universal.linear_adapter import add_adapters
@@ -39,6 +40,8 @@ def test_a_method_trains_and_publishes(lab: Any, sinks: Path, method: str) -> No
         "transformers' GptOssForCausalLM: there are no native layers for gpt_oss"
     )
     assert events["packing"]["how"] == "packed: attention within each sequence"
+    how = f"{events['started']['layers']}; {events['packing']['how']}"
+    assert read_status(lab.home, spec.id).layers == how
     assert {"dpo": "accuracy", "grpo": "entropy"}[method] in events["step"]
     child = lab.home.checkpoint(spec.id)
     manifest = checkpoints.verify(child)

@@ -162,8 +162,8 @@ class _OwnCode:
             code = "Give a directory of a kind that it knows"
             if named:
                 code = (
-                    f"Its auto_map names code ({', '.join(map(str, found))}), which is never run"
-                    " unless the operator allows the directory that it is in: trust_remote_code in"
+                    f"Its auto_map names code ({', '.join(map(str, named.values()))}), never run"
+                    " unless the operator allows the directory that it is in, by trust_remote_code in"
                     " cray-agents.toml"
                 )
             raise BadInput(
