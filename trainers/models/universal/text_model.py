@@ -159,6 +159,112 @@ class _OwnCode:
         found = [named.get(name) for name in ("AutoConfig", "AutoModelForCausalLM")]
         places = [code_place(each, folder) if isinstance(each, str) else None for each in found]
         if None in places:
+            hint = "Give a directory of a kind that it knows"
+            if named:
+                hint = (
+                    f"Its auto_map names code ({', '.join(map(str, named.values()))}), which is"
+                    " never run unless the operator allows the directory with that code"
+                    " (trust_remote_code in cray-agents.toml); it must name AutoConfig and"
+                    " AutoModelForCausalLM"
+                )
+            raise BadInput(
+                f"cannot train a {raw.get('model_type')!r} model ({folder}): transformers has no"
+                " causal language model of this kind; give a decoder that generates text",
+                param="parent",
+            )
+
+    @property
+    def layers(self) -> int:
+        """The number of the text model's layers."""
+        return int(getattr(self.config.get_text_config(), "num_hidden_layers", 0) or 0)
+
+    def build(self, dtype: torch.dtype, device: str) -> Any:
+        """Return the module with buffers computed, and memory for parameters but no values.
+
+        Raises SetupError where it needs a package that is not installed.
+        """
+        try:
+            module = self._construct(self._class, self.config, dtype, device)
+        except ImportError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise SetupError(f"{self._class.__name__} of transformers needs: {reason}") from error
+        if self.config is self.whole_config and self.nested:
+            _cut_off_other_parts(module)
+        plan = module._get_dtype_plan(dtype)
+        if plan:
+            from transformers.core_model_loading import build_glob_alternation
+
+            pattern, _, _ = build_glob_alternation(list(plan))
+            for name, tensor in _tensors(module).items():
+                if pattern.search(name) and tensor.is_floating_point():
+                    tensor.data = tensor.data.to(torch.float32)
+        return module.eval()
+
+    def build_whole(self) -> Any:
+        """Return the module with all parts on the meta device; None where it is text alone.
+
+        Also None where a part of it needs a package that is not installed.
+        """
+        if self._whole is None:
+            return None
+        try:
+            return self._construct(self._whole, self.whole_config, torch.float32, "meta")
+        except ImportError:
+            return None
+
+    def _construct(self, kind: Any, config: Any, dtype: torch.dtype, device: str) -> Any:
+        with (
+            self._refused(f"describes no {kind.__name__} that transformers can build"),
+            _no_values(),
+            torch.device(device),
+        ):
+            return kind._from_config(deepcopy(config), dtype=dtype)
+
+    @contextmanager
+    def _refused(self, why: str) -> Iterator[None]:
+        from huggingface_hub.errors import StrictDataclassError
+
+        try:
+            yield
+        except BadInput:
+            raise
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            StrictDataclassError,
+            TypeError,
+            ValueError,
+        ) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise BadInput(
+                f"{self._folder}/config.json {why}: {reason or type(error).__name__}; correct it",
+                param="parent",
+            ) from error
+
+
+def is_known(raw: dict[str, Any]) -> bool:
+    """Tell whether transformers itself has the kind of a config.json."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = raw.get("model_type")
+    return isinstance(kind, str) and _SAME_AS.get(kind, kind) in CONFIG_MAPPING
+
+
+class _OwnCode:
+    """The classes of a kind that transformers does not know, from code that may run.
+
+    Raises BadInput where there is none, or the operator does not allow its directory.
+    """
+
+    def __init__(self, raw: dict[str, Any], folder: Path) -> None:
+        named = raw.get(AUTO_MAP)
+        named = named if isinstance(named, dict) else {}
+        found = [named.get(name) for name in ("AutoConfig", "AutoModelForCausalLM")]
+        places = [code_place(each, folder) if isinstance(each, str) else None for each in found]
+        if None in places:
             code = "Give a directory of a kind that it knows"
             if named:
                 code = (
@@ -168,7 +274,7 @@ class _OwnCode:
                 )
             raise BadInput(
                 f"cannot train a {raw.get('model_type')!r} model ({folder}): transformers"
-                f" {importlib.metadata.version('transformers')} does not know this kind. {code}",
+                f" {importlib.metadata.version('transformers')} does not know this kind. {hint}",
                 param="parent",
             )
         self.config, self.model = (_own_class(*place) for place in places if place is not None)
