@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,19 @@ class Novel:
         return self._mark.exists()
 
 
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder that transformers copies code to, and imports it from."""
+    folder = str(tmp_path_factory.mktemp("imported"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+        patch.setenv("HF_MODULES_CACHE", folder)  # of processes that are started
+        yield
+
+
 @pytest.fixture
-def novel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Novel:
+def novel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: None) -> Novel:
     monkeypatch.delenv(VARIABLE, raising=False)
-    modules = str(tmp_path / "modules")  # where transformers copies code to, and imports it from
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
-    monkeypatch.setenv("HF_MODULES_CACHE", modules)  # of processes that are started
     return Novel(tmp_path / "novel")
 
 
