@@ -9,7 +9,10 @@ What is seen is written to the file.
 import json
 import os
 import re
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,19 @@ from cray_agents.errors import CrayError, SwapError
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
 from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE, prove
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, environment
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.training_jobs import Layout
 from tests.support.trainers.running_session import RunningSession
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
+from tests.support.vllm_forks import forked_servers
 
 RESULTS = Path(__file__).parents[3] / "docs/serving.json"
 KINDS = [kind for kind in FAMILIES if not kind.startswith("qwen3_vl")]  # the text families
 ASKED = os.environ.get("CRAY_TEST_SERVING", "")
 CHOSEN = KINDS if ASKED == "all" else [kind for kind in ASKED.split(",") if kind]
 SERVED = "served"
+SETTINGS = EngineSettings(max_model_len=256, max_num_seqs=4, threads=1)
 STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "way": "universal"}
 # what vLLM on a CPU has kernels for: heads of 32 and more, chunks of its blocks of 128 tokens
 SIZES: dict[str, Any] = {"hidden_size": 128, "n_embd": 128, "head_dim": 32}
@@ -56,6 +61,8 @@ def write_served_parent(kind: str, folder: Path) -> Path:
     changes = {name: size for name, size in SIZES.items() if fields.get(name)}
     if fields.get("kv_lora_rank"):  # latent attention: `head_dim` is of the rotation alone
         changes.pop("head_dim", None)
+    if (rope := fields.get("rope_parameters") or {}).get("rope_type") == "yarn":
+        rope |= {"beta_fast": 32.0, "beta_slow": 1.0}  # as published configs say
     config = type(config).from_dict(fields | changes | OF_KINDS.get(kind, {}))
     write_parent(folder, config, dtype=torch.float32)
     return folder
@@ -102,9 +109,7 @@ def probe_of(checkpoint: Path) -> list[ProbePrompt]:
 async def serve(first: Path, second: Path, dtype: str, rank: int, log: Path) -> dict[str, Any]:
     """Serve the first, reload, and adapt; say how it went."""
     limits: LogprobLimits = FLOAT32_PROBE if dtype == "float32" else bfloat16_limits()
-    settings = EngineSettings(
-        max_model_len=256, max_num_seqs=4, dtype=dtype, max_lora_rank=rank, threads=1
-    )
+    settings = replace(SETTINGS, dtype=dtype, max_lora_rank=rank)
     log.unlink(missing_ok=True)
     replica = Replica("m", settings, log)
     found: dict[str, Any] = {"dtype": dtype}
@@ -165,17 +170,27 @@ def note(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     return dict(before)
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What starts servers: a process that has imported vLLM once."""
+    with forked_servers(tmp_path_factory.mktemp("forks"), environment(SETTINGS)) as program:
+        yield program
+
+
 @pytest.mark.vllm
 @pytest.mark.megatron
 @pytest.mark.skipif(not CHOSEN, reason="CRAY_TEST_SERVING names no kinds")
 @pytest.mark.parametrize("kind", CHOSEN)
-async def test_a_kind_is_trained_and_served(lab: Any, tmp_path: Path, kind: str) -> None:
+async def test_a_kind_is_trained_and_served(
+    lab: Any, tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     try:
         checkpoints = train(lab, write_served_parent(kind, tmp_path / "parent"))
     except (AssertionError, CrayError) as error:
         said = next((line for line in str(error).splitlines() if line), repr(error))
         found: dict[str, Any] = {"vllm": f"not trained: {said[:200]}"}
     else:
+        monkeypatch.setattr(sys, "executable", python)
         found = await tried(*checkpoints, tmp_path / "replica.log")
     before = note(kind, found)
     print(kind, json.dumps(found), flush=True)
