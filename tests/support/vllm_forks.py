@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,8 +77,12 @@ def main(path: str) -> None:
         sys.argv = [server.__file__, str(waiting), *arguments]
         try:
             server.main()
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
             sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(1)
 
 

