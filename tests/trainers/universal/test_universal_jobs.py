@@ -124,6 +124,11 @@ def test_weights_are_counted_as_transformers_has_them(sinks: Path) -> None:
     assert weights_per_token(model) == count_weights(model).total - idle - table
 
 
+def test_of_a_size_that_differs_by_layer_the_largest_counts(tmp_path: Path) -> None:
+    write_parent(tmp_path, FAMILIES["gemma4_text"]())  # 512 in full attention, 16 in windows
+    assert read_architecture(tmp_path).head_size == 512
+
+
 def test_a_pass_keeps_no_more_than_is_planned(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
