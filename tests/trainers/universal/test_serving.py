@@ -44,6 +44,7 @@ OF_KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {"block_dim": 128, "conv_dim": 128},  # likewise
     "mimo_v2_flash": {"v_head_dim": 32},
 }
+PARSERS = {"gpt_oss": "openai"}  # vLLM serves it with this one alone
 _ERROR = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception)): (.+)")
 _WRAPPED = ("Engine core initialization failed", "Engine process failed")
 
@@ -59,8 +60,9 @@ def write_served_parent(kind: str, folder: Path) -> Path:
     config = FAMILIES[kind]()
     fields = config.to_dict()
     changes = {name: size for name, size in SIZES.items() if fields.get(name)}
-    if fields.get("kv_lora_rank"):  # latent attention: `head_dim` is of the rotation alone
-        changes.pop("head_dim", None)
+    if fields.get("kv_lora_rank"):  # latent attention, in the one size that there is a kernel for
+        changes |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        changes |= {"head_dim": 64} if fields.get("head_dim") else {}  # of the rotation alone
         changes |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # as published configs
     if (rope := fields.get("rope_parameters") or {}).get("rope_type") == "yarn":
         rope |= {"beta_fast": 32.0, "beta_slow": 1.0}  # as published configs say
@@ -107,10 +109,12 @@ def probe_of(checkpoint: Path) -> list[ProbePrompt]:
     return probe
 
 
-async def serve(first: Path, second: Path, dtype: str, rank: int, log: Path) -> dict[str, Any]:
+async def serve(
+    settings: EngineSettings, first: Path, second: Path, dtype: str, rank: int, log: Path
+) -> dict[str, Any]:
     """Serve the first, reload, and adapt; say how it went."""
     limits: LogprobLimits = FLOAT32_PROBE if dtype == "float32" else bfloat16_limits()
-    settings = replace(SETTINGS, dtype=dtype, max_lora_rank=rank)
+    settings = replace(settings, dtype=dtype, max_lora_rank=rank)
     log.unlink(missing_ok=True)
     replica = Replica("m", settings, log)
     found: dict[str, Any] = {"dtype": dtype}
@@ -144,15 +148,20 @@ async def serve(first: Path, second: Path, dtype: str, rank: int, log: Path) -> 
     return found
 
 
-async def tried(first: Path, second: Path, without: str, log: Path) -> dict[str, Any]:
-    """Try with adapters in float32; without, or in bfloat16, where vLLM asks for that."""
+async def tried(
+    settings: EngineSettings, first: Path, second: Path, without: str, log: Path
+) -> dict[str, Any]:
+    """Try with adapters in float32; without, or in bfloat16, where vLLM asks for that.
+
+    Adapters of a mixture need Triton, which is not there.
+    """
     dtype, rank = "float32", 0 if without else 8
     while True:
-        found = await serve(first, second, dtype, rank, log)
+        found = await serve(settings, first, second, dtype, rank, log)
         said = found["vllm"]
         if said == SERVED:
             break
-        if rank and re.search(r"lora", said, re.IGNORECASE):
+        if rank and re.search(r"lora|triton", said, re.IGNORECASE):
             rank, without = 0, said
         elif dtype == "float32" and re.search(r"bfloat16|bf16|float16|16.bit", said, re.IGNORECASE):
             dtype = "bfloat16"
@@ -193,7 +202,8 @@ async def test_a_kind_is_trained_and_served(
         found: dict[str, Any] = {"vllm": f"not trained: {said[:200]}"}
     else:
         monkeypatch.setattr(sys, "executable", python)
-        found = await tried(*checkpoints, tmp_path / "replica.log")
+        settings = replace(SETTINGS, tool_call_parser=PARSERS.get(kind, SETTINGS.tool_call_parser))
+        found = await tried(settings, *checkpoints, tmp_path / "replica.log")
     before = note(kind, found)
     print(kind, json.dumps(found), flush=True)
     for name in ("vllm", "reload", "lora"):
