@@ -39,6 +39,7 @@ STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "way": "universal"}
 # what vLLM on a CPU has kernels for: heads of 32 and more, chunks of its blocks of 128 tokens
 SIZES: dict[str, Any] = {"hidden_size": 128, "n_embd": 128, "head_dim": 32}
 SIZES |= {"mamba_d_head": 32, "attention_chunk_size": 128, "linear_head_dim": 32}
+SIZES |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 OF_KINDS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"scoring_func": "sigmoid"},  # as in the published config
     "lfm2": {"block_dim": 128, "conv_dim": 128},  # likewise
