@@ -28,8 +28,8 @@ def allowed_directories() -> list[Path]:
 
     A job's process, which runs elsewhere, has them in its environment. Raises ConfigError.
     """
-    if (told := os.environ.get(VARIABLE)) is not None:
-        return [Path(each).expanduser() for each in told.split(os.pathsep) if each]
+    if (value := os.environ.get(VARIABLE)) is not None:
+        return [Path(each).expanduser() for each in value.split(os.pathsep) if each]
     return load_config().trust_remote_code
 
 
@@ -53,8 +53,8 @@ def may_run(directory: Path) -> bool:
     """Tell whether a model refers to code, and all of it may run. Raises BadInput."""
     if not allowed_directories():
         return False
-    found = [each for _, content in _settings(directory) for each in _references(content)]
-    return bool(found) and all(code_place(each, directory) for each in found)
+    references = [each for _, content in _settings(directory) for each in _references(content)]
+    return bool(references) and all(code_place(each, directory) for each in references)
 
 
 def changed_settings(directory: Path) -> dict[str, dict[str, Any]]:

@@ -247,13 +247,13 @@ class JobJournal:
     @property
     def layers(self) -> str:
         """The layers and kernels of the newest start, and how they compute several sequences."""
-        said = {"started": "", "packing": ""}
+        texts = {"started": "", "packing": ""}
         for event in self.events():
             if event["event"] == "started":
-                said = {"started": event.get("layers", ""), "packing": ""}
+                texts = {"started": event.get("layers", ""), "packing": ""}
             elif event["event"] == "packing":
-                said["packing"] = event["how"]
-        return "; ".join(filter(None, said.values()))
+                texts["packing"] = event["how"]
+        return "; ".join(filter(None, texts.values()))
 
     @property
     def step(self) -> int:

@@ -156,8 +156,8 @@ class _OwnCode:
     def __init__(self, raw: dict[str, Any], folder: Path) -> None:
         named = raw.get(AUTO_MAP)
         named = named if isinstance(named, dict) else {}
-        found = [named.get(name) for name in ("AutoConfig", "AutoModelForCausalLM")]
-        places = [code_place(each, folder) if isinstance(each, str) else None for each in found]
+        classes = [named.get(name) for name in ("AutoConfig", "AutoModelForCausalLM")]
+        places = [code_place(each, folder) if isinstance(each, str) else None for each in classes]
         if None in places:
             hint = "Give a directory of a kind that it knows"
             if named:
