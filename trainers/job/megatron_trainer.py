@@ -360,8 +360,8 @@ class MegatronTrainer:
         environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
         if not gpus:  # hide the GPUs of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        allowed = map(str, model_code.allowed_directories())
-        environment[model_code.VARIABLE] = os.pathsep.join(allowed)
+        if allowed := model_code.allowed_directories():
+            environment[model_code.VARIABLE] = os.pathsep.join(map(str, allowed))
         return Command(
             name=name,
             argv=[

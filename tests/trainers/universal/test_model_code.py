@@ -166,6 +166,7 @@ def test_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config({}, tmp_path).trust_remote_code == []
     (tmp_path / "cray-agents.toml").write_text('trust_remote_code = ["/models/x"]')
     assert load_config({}, tmp_path).trust_remote_code == [Path("/models/x")]
+    monkeypatch.setenv("CRAY_AGENTS_SUPERVISED", "/folder")  # as in a job, which has no such file
     monkeypatch.setenv(VARIABLE, "/a:/b")
     assert load_config({}, tmp_path).trust_remote_code == [Path("/a"), Path("/b")]
     for wrong, said in (("a/b", "not a whole path"), ("/models--x/y", "'--' in its path")):
