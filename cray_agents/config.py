@@ -18,8 +18,8 @@ from cray_agents.paths import Home
 
 FILE = "cray-agents.toml"
 PREFIX = "CRAY_AGENTS_"
-# Variables that other modules read: the platform's address, a host's cache, a guard of tests, the mark
-# of what a supervisor started.
+# Variables that other modules read: the platform's address, a host's cache, a guard of tests, and
+# the mark of what a supervisor started.
 _READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS", "SUPERVISED"}
 #: The sbatch options that the platform sets itself, to define a job and to find and read it again.
 SLURM_OWN = (
