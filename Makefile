@@ -56,6 +56,7 @@ soak: setup
 	@CRAY_TEST_BRIDGE=1 $(PY) -m pytest -s --timeout 3600 tests/trainers/bridge/test_bridge_environment.py
 	@CRAY_TEST_FAMILIES=all $(PY) -m pytest -s --timeout 3600 tests/trainers/universal/test_families.py
 	@CRAY_TEST_METHODS=rft,grpo $(PY) -m pytest tests/cookbook/test_02.py
+	@CRAY_TEST_SERVING=all $(PY) -m pytest -s --timeout 3600 tests/trainers/universal/test_serving.py tests/trainers/universal/test_model_code.py
 
 # by .venv, or by the machine's own Python with what it lacks in .gpu-packages
 gpu:

@@ -18,8 +18,9 @@ from cray_agents.paths import Home
 
 FILE = "cray-agents.toml"
 PREFIX = "CRAY_AGENTS_"
-# Variables that other modules read: the platform's address, a host's cache, a guard of tests.
-_READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS"}
+# Variables that other modules read: the platform's address, a host's cache, a guard of tests, and
+# the mark of what a supervisor started.
+_READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS", "SUPERVISED"}
 #: The sbatch options that the platform sets itself, to define a job and to find and read it again.
 SLURM_OWN = (
     "array",
@@ -170,6 +171,11 @@ class Config(BaseModel):
         description="folders whose model directories keys of the role train may name; those of "
         "the role admin may name any",
     )
+    trust_remote_code: list[Path] = Field(
+        default_factory=list,
+        description="model directories whose own Python code (auto_map) training and vLLM may run, "
+        "as this user; none: a model that needs such code is refused",
+    )
     redact: list[str] = Field(
         default_factory=list,
         description="texts to remove from events before they are stored: email, api_key, token, "
@@ -195,9 +201,20 @@ class Config(BaseModel):
                 )
         return options
 
-    @field_validator("model_roots")
+    @field_validator("trust_remote_code")
     @classmethod
-    def _expand_model_roots(cls, roots: list[Path]) -> list[Path]:
+    def _check_code_directories(cls, directories: list[Path]) -> list[Path]:
+        for directory in directories:
+            if "--" in str(directory.expanduser().resolve()):
+                raise ValueError(
+                    f"'{directory}' has '--' in its path, at which transformers would cut it:"
+                    " copy the model to another place"
+                )
+        return directories
+
+    @field_validator("model_roots", "trust_remote_code")
+    @classmethod
+    def _expand_roots(cls, roots: list[Path]) -> list[Path]:
         for root in roots:
             if not root.expanduser().is_absolute():
                 raise ValueError(f"'{root}' is not a whole path: write it from / or ~ on")
@@ -245,7 +262,7 @@ def _parse_variable(key: str, value: str) -> Any:
     """Parse a variable: lists by spaces, paths by colons, JSON, else the text as it is."""
     if key in ("engine_args", "redact", "slurm_options"):
         return value.split()
-    if key == "model_roots":
+    if key in ("model_roots", "trust_remote_code"):
         return [path for path in value.split(os.pathsep) if path]
     if key == "redact_patterns":
         try:

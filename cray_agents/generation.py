@@ -26,6 +26,8 @@ class Generation(Record):
       previous generation that ended too late for its training set. `trainer_seconds` is the time of
       the job's steps alone. `session` is the training session that ran it; None: own processes.
       `taken_up` tells where that session had the weights, and the seconds to put them in place.
+      `layers` are those of JobStatus. `load_note` is that of ProbeReport: why the candidate's
+      weights were read from files, where they were to come directly.
     - `holdout_success` is the mean reward over `holdout_tasks` tasks: all that decide, or those up
       to the decision. With 0 tasks nothing was evaluated, and the success is the promoted
       version's. `evidence` is against "it is not better"; `wins`, `losses` and `ties` count the
@@ -55,9 +57,11 @@ class Generation(Record):
     trainer_seconds: float = 0.0
     session: str | None = None
     taken_up: TakenUp | None = None
+    layers: str = ""
     loss_first: float | None = None
     loss_last: float | None = None
     probe_max_logprob_diff: float | None = None
+    load_note: str = ""
     seconds: dict[str, float] = Field(default_factory=dict)
     wall: float = 0.0
     turns: dict[str, float] = Field(default_factory=dict)

@@ -390,6 +390,8 @@ class JobStatus(Record):
     """The state of a training job. `metrics` are the newest step's, by name.
 
     `taken_up`: by its training session, the last time; None for a job of its own processes.
+    `layers`: the layers and kernels that train it, with the reason, and how the universal way packs
+    sequences; "" before it starts.
     """
 
     id: str
@@ -406,5 +408,6 @@ class JobStatus(Record):
     seconds: float = 0.0
     metrics: dict[str, Any] = Field(default_factory=dict)
     taken_up: TakenUp | None = None
+    layers: str = ""
     error: str | None = None
     checkpoint: str | None = None

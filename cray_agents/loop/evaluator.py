@@ -74,6 +74,7 @@ class CandidateVerdict:
             "failed_pairs": decision.gaps.failed,
             "note": decision.reason if self.promoted else f"rejected: {decision.reason}",
             "probe_max_logprob_diff": self.proof.max_logprob_diff,
+            "load_note": self.proof.load_note,
         }
 
 

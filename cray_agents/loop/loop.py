@@ -289,6 +289,7 @@ class Loop:
             "trainer_seconds": job.seconds,
             "session": job.session or None,
             "taken_up": job.taken_up,
+            "layers": job.layers,
             "loss_first": job.loss_first,
             "loss_last": job.loss_last,
             "version": candidate.id,
@@ -362,8 +363,9 @@ class Loop:
         try:
             if not stage.evaluates(len(done), last):
                 proof = await self.stage(candidate)
-                probe = {"probe_max_logprob_diff": proof.max_logprob_diff}
-                return probe | {
+                return {
+                    "probe_max_logprob_diff": proof.max_logprob_diff,
+                    "load_note": proof.load_note,
                     "holdout_success": promoted_holdout_success(done),
                     "onward": candidate.id,
                 }

@@ -30,6 +30,7 @@ from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
+from cray_agents.runtime.registry.model_code import may_run
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
 from cray_agents.runtime.vllm_plugins.lock import VARIABLE
 
@@ -286,6 +287,7 @@ def command(
         *(() if has_gpu_build() else ("--enforce-eager",)),
         # vLLM for CPUs refuses the flag; it has the routes all the same
         *(("--enable-sleep-mode",) if settings.sleeps and has_gpu_build() else ()),
+        *(("--trust-remote-code",) if may_run(checkpoint) else ()),
         *_lora_arguments(settings.max_lora_rank),
         *_transfer_arguments(settings.transfer),
         *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),

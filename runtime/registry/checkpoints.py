@@ -31,6 +31,7 @@ from cray_agents.records import Manifest, Record, digest
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.disk.durable import OLD, remove
 from cray_agents.runtime.registry import model_files
+from cray_agents.runtime.registry.model_code import changed_settings
 from cray_agents.runtime.registry.model_config import KINDS, TIED, is_tied, read_config
 from cray_agents.runtime.registry.model_files import CONFIG, WEIGHTS
 
@@ -296,8 +297,9 @@ def take_in(home: Home, source: Path) -> tuple[str, Manifest]:
 def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dict[str, bytes]]:
     """Check a foreign directory; return its manifest, and the content of files to change.
 
-    At most the copy's config.json is changed: where it ties embedding and head, and these differ.
+    The copy's config.json is changed where it ties embedding and head, and these differ:
     transformers then leaves them separate, but the engine would tie them and serve another model.
+    Of a directory whose code may run, references to it are made whole (model_code.py).
 
     Raises BadInput for a directory that cannot be a model. Examples are a bad config.json, weights
     that are cut off, missing, infinite or NaN, and a link that leads out. Raises Corrupt where a
@@ -348,9 +350,10 @@ def changes_of(
     source: Path, config: dict[str, Any], weights: dict[str, model_files.Tensor]
 ) -> dict[str, bytes]:
     """Return the new content of files that are changed on import; see `inspect`."""
-    if not config.get(TIED) or is_tied(source, config, weights):
-        return {}
-    return {CONFIG: json.dumps({**config, TIED: False}, indent=2).encode() + b"\n"}
+    changed = changed_settings(source)
+    if config.get(TIED) and not is_tied(source, config, weights):
+        changed[CONFIG] = {**changed.get(CONFIG, config), TIED: False}
+    return {n: json.dumps(content, indent=2).encode() + b"\n" for n, content in changed.items()}
 
 
 def _own_manifest(source: Path) -> Manifest | None:

@@ -107,12 +107,15 @@ def by_hand(loss: str, datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
     return (weights * values).sum()
 
 
-def test_a_linear_loss_has_the_gradient_of_the_clients_own(lab: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hyper", [{}, {"way": "universal"}], ids=["native", "universal"])
+def test_a_linear_loss_has_the_gradient_of_the_clients_own(
+    lab: Any, tmp_path: Path, hyper: dict[str, Any]
+) -> None:
     results = []
     for number, linear in enumerate((False, True)):
         here = type(lab)(Home(tmp_path / str(number)), lab.models)
         session = RunningSession(here.home, Layout())
-        client = Client(here, session)
+        client = Client(here, session, hyper=hyper)
         data = data_of(1)
         if linear:  # of cross entropy
             minus = [d.model_copy(update={"gradients": [-1.0] * len(d.token_ids)}) for d in data]

@@ -62,8 +62,9 @@ def outcome(home: Home, job: JobJournal) -> Any:
         ({"data": 2}, {"dtype": "bfloat16"}),
         ({"tensor": 2}, {}),
         ({}, {"lora": {"rank": 2}}),
+        ({}, {"way": "universal"}),
     ],
-    ids=["one rank", "data, bfloat16", "tensor", "lora"],
+    ids=["one rank", "data, bfloat16", "tensor", "lora", "universal"],
 )
 def test_jobs_in_memory_end_as_jobs_of_their_own(
     lab: Any, tmp_path: Path, layout: dict[str, int], hyper: dict[str, Any]

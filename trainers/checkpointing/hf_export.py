@@ -22,6 +22,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints, model_files
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import Parent
+from cray_agents.runtime.registry.model_code import changed_settings
 from cray_agents.runtime.registry.model_config import TIED, read_config
 from cray_agents.runtime.registry.model_files import CONFIG
 from cray_agents.trainers.checkpointing.delta_export import LARGEST_SHARE, DeltaFile
@@ -157,6 +158,8 @@ def copy_settings(
         if name not in _OURS:
             with model_files.open_file(parent, name) as old, (folder / name).open("wb") as new:
                 shutil.copyfileobj(old, new)
+    for name, changed in changed_settings(parent).items():
+        durable.write_file(folder / name, json.dumps(changed, indent=2).encode())
     own = read_config(parent)
     content = own if config is None else config
     if bool(content.get(TIED)) != tied:

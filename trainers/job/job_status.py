@@ -56,12 +56,14 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         seconds=sum(e["seconds"] for e in steps),
         metrics=measures(steps[-1]) if steps else {},
         taken_up=journal.taken_up,
+        layers=journal.layers,
     )
 
 
 def session_of(journal: JobJournal, last: Handover) -> dict[str, Any]:
     """Return the fields of a JobStatus that tell which session trained a job, and how it began."""
-    return {"session": last.session, "taken_up": journal.taken_up if last.session else None}
+    taken_up = journal.taken_up if last.session else None
+    return {"session": last.session, "taken_up": taken_up, "layers": journal.layers}
 
 
 def newest_measures(journal: JobJournal) -> dict[str, Any]:

@@ -16,7 +16,9 @@ The training process and the trainers that watch it share this module. Events ar
 
     layout      layout, recompute, reasons (sentences): the choice for a spec that names no layout;
                 the only event from before the first start
-    started     attempt, from_step, left_out (samples without anything to learn), layout
+    started     attempt, from_step, left_out (samples without anything to learn), layout, layers
+                (the way, the layers and kernels, and why)
+    packing     how, difference, split, rejected: how the universal way computes several sequences
     taken_up    attempt, source ("memory", "parked" or "files"), seconds until a session had weights
                 and optimizer in place, parked_bytes (all that its ranks have parked then)
     corrupt     message: a resume point that was set aside, or a damaged line that was dropped
@@ -241,6 +243,17 @@ class JobJournal:
         """The last time that a session took the job up; None if none did."""
         events = [event for event in self.events() if event["event"] == "taken_up"]
         return TakenUp(**{n: events[-1][n] for n in TakenUp.model_fields}) if events else None
+
+    @property
+    def layers(self) -> str:
+        """The layers and kernels of the newest start, and how they compute several sequences."""
+        texts = {"started": "", "packing": ""}
+        for event in self.events():
+            if event["event"] == "started":
+                texts = {"started": event.get("layers", ""), "packing": ""}
+            elif event["event"] == "packing":
+                texts["packing"] = event["how"]
+        return "; ".join(filter(None, texts.values()))
 
     @property
     def step(self) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
-from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry import checkpoints, model_code
 from cray_agents.trainers.job.job_status import (
     Handover,
     describe,
@@ -366,6 +366,8 @@ class MegatronTrainer:
         environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
         if not gpus:  # hide the GPUs of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        if allowed := model_code.allowed_directories():
+            environment[model_code.VARIABLE] = os.pathsep.join(map(str, allowed))
         return Command(
             name=name,
             argv=[

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cray_agents.runtime.registry.model_code import with_whole_references
 from cray_agents.runtime.registry.model_config import read_config
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.trainers.models.bridge.bridged_kinds import BRIDGE
@@ -172,5 +173,9 @@ def plan_files(
 
 
 def config_of(parent: Path, model: Architecture) -> dict[str, Any]:
-    """Return the config.json of an export: the parent's, or that of its dequantised weights."""
-    return read_config(parent) if model.way == "native" else ParentFiles(parent).config
+    """Return the config.json of an export: the parent's, or that of its dequantised weights.
+
+    References to code in a directory that may be run lead to that directory from anywhere.
+    """
+    config = read_config(parent) if model.way == "native" else ParentFiles(parent).config
+    return with_whole_references(config, parent)

@@ -140,6 +140,7 @@ _DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "layout": _layout,
     "started": _started,
     "taken_up": _taken_up,
+    "packing": lambda event: event["how"],
     "corrupt": lambda event: f"{event['message']}: set aside, the one before it is used",
     "evaluation": _evaluation,
     "agreement": _agreement,

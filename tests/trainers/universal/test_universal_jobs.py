@@ -10,6 +10,7 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.runtime.registry import checkpoints
+from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.models.universal.linear_adapter import add_adapters
@@ -43,6 +44,8 @@ def test_a_method_trains_and_publishes(
         "transformers' GptOssForCausalLM: there are no native layers for gpt_oss"
     )
     assert events["packing"]["how"] == "packed: attention within each sequence"
+    how = f"{events['started']['layers']}; {events['packing']['how']}"
+    assert read_status(lab.home, spec.id).layers == how
     assert {"dpo": "accuracy", "grpo": "entropy"}[method] in events["step"]
     child = lab.home.checkpoint(spec.id)
     manifest = checkpoints.verify(child)
@@ -126,6 +129,11 @@ def test_weights_are_counted_as_transformers_has_them(sinks: Path, models: Any) 
         count_weights(read_architecture(tied, "universal")).total
         == count_weights(read_architecture(tied)).total
     )
+
+
+def test_of_a_size_that_differs_by_layer_the_largest_counts(tmp_path: Path) -> None:
+    write_parent(tmp_path, FAMILIES["gemma4_text"]())  # 512 in full attention, 16 in windows
+    assert read_architecture(tmp_path).head_size == 512
 
 
 def test_a_pass_keeps_no_more_than_is_planned(tmp_path: Path) -> None:

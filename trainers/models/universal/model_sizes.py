@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput
+from cray_agents.runtime.registry.model_code import with_whole_references
 from cray_agents.runtime.registry.model_files import read_weights
 
 MOST_LAYERS = 1000  # of a directory without weights
@@ -66,7 +67,8 @@ def read_sizes(checkpoint: Path, config: dict[str, Any]) -> Sizes:
     heads, hidden = _number(text, "num_attention_heads"), _number(text, "hidden_size")
     ffn = _number(text, "intermediate_size")
     experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
-    decisive = {name: value for name, value in config.items() if name not in _NO_MATTER}
+    whole = with_whole_references(config, checkpoint)
+    decisive = {name: value for name, value in whole.items() if name not in _NO_MATTER}
     content = json.dumps(decisive, sort_keys=True)
     network, counted = _count_weights(content, checkpoint)
     limits = text.to_dict() | {"model_type": ""}  # its windows are no limits

@@ -1,8 +1,9 @@
 """Text model: the causal language model of transformers that a config.json describes.
 
-Of a model that also sees or hears, only the text part is built. No code of a model directory is
-run, and none is fetched: a kind that transformers does not know is refused by name. Called by
-parent_files.py. Read next: conversions.py.
+Of a model that also sees or hears, only the text part is built. A kind that transformers does not
+know is refused by name, unless the operator allows the code that comes with the model
+(runtime/registry/model_code.py). Nothing is fetched. Called by parent_files.py. Read next:
+conversions.py.
 """
 
 import importlib.metadata
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from cray_agents.errors import BadInput, SetupError
+from cray_agents.runtime.registry.model_code import AUTO_MAP, code_place
 from cray_agents.runtime.registry.model_config import TIED
 
 # kinds of the hub whose code is that of another kind, and what transformers calls it
@@ -39,7 +41,8 @@ class TextModel:
     def __init__(self, raw: dict[str, Any], folder: Path) -> None:
         self._folder = folder
         with self._refused("is no config that transformers takes"):
-            self.whole_config = _parse(raw, folder)
+            own = None if is_known(raw) else _OwnCode(raw, folder)
+            self.whole_config = _parse(raw, folder, own)
             self.config = deepcopy(self.whole_config.get_text_config())
         self.nested = type(self.config) is not type(self.whole_config)
         if self.nested and TIED not in (raw.get("text_config") or {}):
@@ -50,6 +53,9 @@ class TextModel:
             _class_for(AutoModelForMultimodalLM, self.whole_config) if self.nested else None
         )
         self._class = _class_for(AutoModelForCausalLM, self.config)
+        if own is not None:
+            self._class, self.config = own.model, self.whole_config
+            self._whole = own.model if self.nested else None
         if self._class is None:
             self._class = _class_for(AutoModelForMultimodalLM, self.config)
         if self._class is None:  # the whole model, whose other parts are cut off
@@ -133,21 +139,65 @@ class TextModel:
             ) from error
 
 
-def _parse(raw: dict[str, Any], folder: Path) -> Any:
+def is_known(raw: dict[str, Any]) -> bool:
+    """Tell whether transformers itself has the kind of a config.json."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = raw.get("model_type")
-    known = _SAME_AS.get(str(kind), kind)
-    if not isinstance(known, str) or known not in CONFIG_MAPPING:
-        own = " Code that comes with a model (auto_map) is never run." if "auto_map" in raw else ""
+    return isinstance(kind, str) and _SAME_AS.get(kind, kind) in CONFIG_MAPPING
+
+
+class _OwnCode:
+    """The classes of a kind that transformers does not know, from code that may run.
+
+    Raises BadInput where there is none, or the operator does not allow its directory.
+    """
+
+    def __init__(self, raw: dict[str, Any], folder: Path) -> None:
+        named = raw.get(AUTO_MAP)
+        named = named if isinstance(named, dict) else {}
+        classes = [named.get(name) for name in ("AutoConfig", "AutoModelForCausalLM")]
+        places = [code_place(each, folder) if isinstance(each, str) else None for each in classes]
+        if None in places:
+            hint = "Give a directory of a kind that it knows"
+            if named:
+                hint = (
+                    f"Its auto_map names code ({', '.join(map(str, named.values()))}), which is"
+                    " never run unless the operator allows the directory with that code"
+                    " (trust_remote_code in cray-agents.toml); it must name AutoConfig and"
+                    " AutoModelForCausalLM"
+                )
+            raise BadInput(
+                f"cannot train a {raw.get('model_type')!r} model ({folder}): transformers"
+                f" {importlib.metadata.version('transformers')} does not know this kind. {hint}",
+                param="parent",
+            )
+        self.config, self.model = (_own_class(*place) for place in places if place is not None)
+
+
+def _own_class(directory: Path, name: str) -> Any:
+    """Import a class of the directory, which runs its code. Raises BadInput, SetupError."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    try:
+        return get_class_from_dynamic_module(name, str(directory), local_files_only=True)
+    except ImportError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SetupError(f"the code of {directory} needs: {reason}") from error
+    except (OSError, SyntaxError) as error:
         raise BadInput(
-            f"cannot train a {kind!r} model ({folder}): transformers"
-            f" {importlib.metadata.version('transformers')} does not know this kind.{own} Give a"
-            " directory of a kind that it knows",
+            f"{name} cannot be imported from {directory}: {error}; download the model again",
             param="parent",
-        )
+        ) from error
+
+
+def _parse(raw: dict[str, Any], folder: Path, own: _OwnCode | None) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = str(raw.get("model_type"))
+    known = _SAME_AS.get(kind, kind)
     _refuse_damaged(raw, folder)
-    config_class: Any = CONFIG_MAPPING[known]
+    config_class: Any = CONFIG_MAPPING[known] if own is None else own.config
     fields = _without_foreign(config_class._decode_special_floats(raw))  # its JSON has no infinity
     return config_class.from_dict(fields | {"model_type": known})
 
