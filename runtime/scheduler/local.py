@@ -213,7 +213,12 @@ class LocalProcesses:
             free = self._free_gpus()
             if command.ranks > len(free):
                 return
-            self._start(command_id, command, free[: command.ranks])
+            try:
+                self._start(command_id, command, free[: command.ranks])
+            except SchedulerError:
+                if self._supervised.alive:
+                    raise
+                continue  # the supervisor died a moment ago, and what it began with it
             del self._waiting[command_id]
             marker.unlink()  # last: one that a kill leaves lets the command begin again
 

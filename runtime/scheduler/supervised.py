@@ -91,6 +91,8 @@ class Supervised:
                     stdin.flush()
                     line = stdout.readline()
         if not line:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSING_SECONDS)  # its pipes close first
             raise SchedulerError(
                 f"the supervisor of {self.directory} has ended (pid {self.pid}); "
                 f"see {self.directory / 'supervisor.log'}"
