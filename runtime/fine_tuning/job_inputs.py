@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.processes import die_with_parent
+from cray_agents.processes import die_with_parent, hide
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset, shards
 from cray_agents.runtime.datasets.reader import SplitName
@@ -247,6 +247,7 @@ def main() -> None:
     home, job_id, code, parent = sys.argv[1:]
     die_with_parent(int(parent))
     os.nice(10)
+    hide("torch")  # tokenizers load in a third of the time, and in a fifth of the memory
     validate(Home(Path(home)), job_id, code)
 
 

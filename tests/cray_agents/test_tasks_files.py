@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -119,6 +118,8 @@ def test_from_parquet(tmp_path: Path) -> None:
 
 def folder_of(root: Path, readme: str = "", **files: str) -> Path:
     """A dataset folder: files by their names, each with rows of its own."""
+    import datasets
+
     for number, (name, suffix) in enumerate(files.items()):
         path = root / f"{name.replace('__', '/')}.{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,6 +156,8 @@ NAMED = """configs:
 def test_a_folder_is_read_as_datasets_reads_it(
     tmp_path: Path, readme: str, config: str | None, suffix: str, names: list[str]
 ) -> None:
+    import datasets
+
     folder = folder_of(tmp_path / "d", readme, **dict.fromkeys(names, suffix))
     theirs = datasets.load_dataset(str(folder), config, cache_dir=str(tmp_path / "cache"))
     meant = {"train": "train", "validation": "holdout", "test": "test"}

@@ -219,7 +219,7 @@ async def test_it_is_promoted_after_enough_sessions(tmp_path: Path, script: Scri
         await ask_all(gateway, named("s", 160))
         await until(lambda: gateway.services.registry.resolve("calc").number == 2)
         assert await kinds(gateway) == ["promoted", "canary_started", "canary_ended", "promoted"]
-        assert loaded_versions(gateway) == ["calc@2", "calc@2"]
+        await until(lambda: loaded_versions(gateway) == ["calc@2", "calc@2"])
         assert set((await versions(gateway, named("after", 20))).values()) == {"calc@2"}
 
 

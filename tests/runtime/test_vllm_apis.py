@@ -3,8 +3,10 @@ exactly what vLLM itself says it sampled, where its answer can be made to say it
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import openai
@@ -20,6 +22,10 @@ from cray_agents.runtime.gateway.model_calls.relay import KEEP_ALIVE
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.runtime.conftest import QUESTION, SYSTEM, TOOL
+from tests.support.fuzz.cases import request
+from tests.support.fuzz.sampling import PLAIN, sampling_body
+from tests.support.fuzz.wire import Reply as WireReply
+from tests.support.fuzz.wire import Wire
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, served, until
 from tests.support.vllm_pool import secret_of
 
@@ -39,6 +45,8 @@ LOOPS_IF_TOLD = (
     "{% if messages[-1].content == 'loop' %}{% for a in range(99999) %}"
     "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 )
+CASES = 1000  # random requests
+SEED = 1
 SAY_ALL: dict[str, Any] = {"return_token_ids": True, "logprobs": True}
 
 
@@ -642,3 +650,42 @@ async def test_refusals_are_in_the_clients_words(gateway: Gateway) -> None:
         assert (reply.status, error["param"]) == (400, param), fields
         for raw in ("validation error", "'loc'", "Param.", "(parameter=", "calc-"):
             assert raw not in error["message"], error
+
+
+async def test_no_parameter_makes_vllm_fail(gateway: Gateway) -> None:
+    """Sampling parameters that only vLLM can check: a 4xx in OpenAI's envelope."""
+    statuses: Counter[tuple[str, int]] = Counter()
+    wire = Wire(int(gateway.url.rpartition(":")[2]))
+
+    async def send(path: str, content: bytes) -> WireReply:
+        kind = {"content-type": "application/json"}
+        reply = await wire.ask(request("POST", path, content, kind))
+        assert reply.status < 500, (path, content, reply)
+        assert reply.status < 400 or reply.error, (path, content)
+        assert b'data: {"error"' not in reply.body, (path, content, reply)
+        return reply
+
+    async def blamed(path: str, field: str, value: Any) -> str | None:
+        body = json.dumps({"model": "calc", **PLAIN[path], field: value}).encode()
+        reply = await send(path, body)
+        param: str | None = reply.error["param"]
+        return param
+
+    for number in range(CASES):
+        rng = Random(f"{SEED}-{number}")
+        path = rng.choice(list(PLAIN))
+        statuses[path, (await send(path, sampling_body(rng, path, "calc"))).status] += 1
+    for value in ([], 1, "x", True):  # vLLM itself answers 500
+        assert await blamed(CHAT, "structured_outputs", value) == "structured_outputs"
+    assert await blamed(CHAT, "min_p", 2) == "min_p"
+    assert await blamed("/v1/messages", "top_p", -1) == "top_p"
+    # what vLLM says of itself when it is dead
+    assert await blamed(CHAT, "temperature", "EngineCore EngineDeadError") == "temperature"
+    assert [status["state"] for status in gateway.pool.status()] == ["serving"]
+    wire.close()
+    assert (await gateway.ask("hi", max_tokens=3)).status == 200
+    assert gateway.store.problems == []
+    for path in PLAIN.keys() - {"/v1/embeddings"}:  # this model has none
+        assert {200, 400} <= {status for asked_path, status in statuses if asked_path == path}, (
+            statuses
+        )

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from datasets import load_dataset
 
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter
@@ -46,6 +45,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_datasets_loads_the_folder(home: Home, folder: Path, tmp_path: Path) -> None:
+    from datasets import load_dataset
+
     rows = load_dataset(str(folder), cache_dir=str(tmp_path))
     assert list(rows) == ["train"] and len(rows["train"]) == RUNS
     row = rows["train"][7]

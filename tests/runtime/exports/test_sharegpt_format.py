@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trl.data_utils import is_conversational_from_value, maybe_convert_to_chatml
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
@@ -157,6 +156,8 @@ def test_calls_of_the_same_id_get_their_own_results() -> None:
 
 
 def test_trl_knows_it_for_sharegpt(runs: dict[str, Run], tmp_path: Path) -> None:
+    from trl.data_utils import is_conversational_from_value, maybe_convert_to_chatml
+
     (record,) = SHAREGPT(runs["calc"]).records
     assert is_conversational_from_value(record)
     messages = maybe_convert_to_chatml(record)["messages"]

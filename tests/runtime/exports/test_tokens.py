@@ -7,7 +7,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import load_dataset
 
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter
@@ -132,6 +131,8 @@ def test_of_runs_is_what_the_builder_makes_of_them(home: Home, tmp_path: Path) -
 
 
 def test_datasets_loads_it(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import load_dataset
+
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     options = ExportOptions(shard_size=50)
     export(open_runs(home, RunFilter(), {}, False), TOKENS, tmp_path / "out", options=options)

@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from transformers import AutoTokenizer
-from trl.data_utils import extract_prompt, is_conversational, maybe_apply_chat_template
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
@@ -61,12 +59,16 @@ def tokenizer(model: Path) -> Any:
 
 
 def rendered(record: dict[str, Any], tokenizer: Any) -> dict[str, str]:
+    from trl.data_utils import is_conversational, maybe_apply_chat_template
+
     assert is_conversational(record)
     tools = json.loads(record["tools"]) if isinstance(record["tools"], str) else record["tools"]
     return maybe_apply_chat_template(record, tokenizer, tools=tools)  # type: ignore[no-any-return]
 
 
-def loaded(path: Path, runs: list[Run], written: list[Written]) -> datasets.Dataset:
+def loaded(path: Path, runs: list[Run], written: list[Written]) -> Any:
+    import datasets
+
     records = [(run, w.records[0]) for run, w in zip(runs, written, strict=True)]
     path.write_bytes(b"\n".join(line_of(run, record) for run, record in records))
     return datasets.load_dataset(
@@ -94,6 +96,8 @@ def test_datasets_loads_the_lines_as_they_are(runs: dict[str, Run], tmp_path: Pa
 
 
 def test_from_list_takes_runs_with_and_without_tools(runs: dict[str, Run]) -> None:
+    import datasets
+
     records = [TRL(runs[name]).records[0] for name in ("unicode", "calc")]
     read = datasets.Dataset.from_list(records)
     assert read["tools"] == [None, records[1]["tools"]]
@@ -177,6 +181,8 @@ def test_a_preference_is_what_each_said_from_the_difference_on(
 
 
 def test_trl_finds_the_same_prompt(runs: dict[str, Run]) -> None:
+    from trl.data_utils import extract_prompt
+
     (record,) = PREFERENCE(runs["calc"], runs["lazy"]).records
     whole = {side: record["prompt"] + record[side] for side in ("chosen", "rejected")}
     assert extract_prompt(whole) == {

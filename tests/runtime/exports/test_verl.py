@@ -5,7 +5,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import load_dataset
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
@@ -28,6 +27,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 
 def test_of_runs(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import load_dataset
+
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     target = tmp_path / "train.parquet"
     done = export(open_runs(home, RunFilter(), {}, False), VERL, target)
