@@ -48,14 +48,20 @@ def build_model(
     several = layout.interleave > 1
     stages = range(layout.interleave) if several else [None]
     chunks = [_chunk(model, config, layout, layers, stage) for stage in stages]
-    for chunk in chunks:
-        chunk.rotary_pos_emb.inv_freq = inverse.to(chunk.rotary_pos_emb.inv_freq.device)
-        chunk.head = None
-        if chunk.post_process:
-            chunk.head = Head(chunk, model.vocab, hyper.policy.temperature)
-            if not on_cpu:
-                chunk.head.most_logits = MOST_LOGITS
-    return chunks if on_cpu else [chunk.cuda(torch.cuda.current_device()) for chunk in chunks]
+    return [finish_chunk(chunk, model, hyper, inverse, on_cpu) for chunk in chunks]
+
+
+def finish_chunk(
+    chunk: Any, model: Architecture, hyper: Hyperparameters, inverse: torch.Tensor, on_cpu: bool
+) -> Any:
+    """Give a GPTModel its rotary frequencies [size / 2] and its head; return it on its device."""
+    chunk.rotary_pos_emb.inv_freq = inverse.to(chunk.rotary_pos_emb.inv_freq.device)
+    chunk.head = None
+    if chunk.post_process:
+        chunk.head = Head(chunk, model.vocab, hyper.policy.temperature)
+        if not on_cpu:
+            chunk.head.most_logits = MOST_LOGITS
+    return chunk if on_cpu else chunk.cuda(torch.cuda.current_device())
 
 
 def layers_of(model: Architecture, layout: Layout, dtype: str, on_cpu: bool) -> LayerChoice:

@@ -23,12 +23,16 @@ from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import RMSNorm
 from cray_agents.trainers.models.bridge.sink_attention import sink_attention
 from cray_agents.trainers.models.cpu_megatron import import_on_cpu
-from cray_agents.trainers.models.head import Head, padded_vocab
+from cray_agents.trainers.models.head import padded_vocab
 from cray_agents.trainers.models.layer_choice import INSTALL_TE, has_transformer_engine
-from cray_agents.trainers.models.model import DTYPES, recomputation, uneven_stages
+from cray_agents.trainers.models.model import (
+    DTYPES,
+    finish_chunk,
+    recomputation,
+    uneven_stages,
+)
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.weights import FilePlan
-from cray_agents.trainers.planning.memory import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 ROPES = ("default", "linear", "llama3", "yarn")  # whose angles do not depend on the length
@@ -129,13 +133,7 @@ def build_bridged(
     )
     if on_cpu:
         _add_biases_to_copies(chunk)
-    chunk.rotary_pos_emb.inv_freq = inverse.to(chunk.rotary_pos_emb.inv_freq.device)
-    chunk.head = None
-    if chunk.post_process:
-        chunk.head = Head(chunk, model.vocab, hyper.policy.temperature)
-        if not on_cpu:
-            chunk.head.most_logits = MOST_LOGITS
-    chunks = [chunk if on_cpu else chunk.cuda(torch.cuda.current_device())]
+    chunks = [finish_chunk(chunk, model, hyper, inverse, on_cpu)]
     _check_tensors(chunks, source)
     if loaded:
         fill_bridged(chunks, source)
