@@ -169,7 +169,7 @@ def _check_models(model: str, how: MethodOptions) -> None:
     """Raise BadInput for a way or a teacher that cannot be planned, or has no effect."""
     if how.way == "bridge":
         raise BadInput(
-            "--way bridge: layouts of Megatron-Bridge are not planned; plan for native or universal",
+            "--way bridge: layouts of Megatron-Bridge are not planned; plan native or universal",
             param="way",
         )
     if how.way is not None:
