@@ -122,7 +122,7 @@ class Config(BaseModel):
     max_lora_rank: int = Field(
         0, ge=0, le=512, description="largest rank of adapters beside the served weights; 0: none"
     )
-    kv_cache_gib: int = Field(1, gt=0, description="GiB of KV cache per replica on CPU")
+    kv_cache_gib: float = Field(1, gt=0, description="GiB of KV cache of a replica on CPU")
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
     start_timeout: float = Field(300.0, gt=0, description="seconds a replica may take to start")

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 gc.disable()  # until all tests are collected: a third of the time, for all that is imported stays
+os.environ["CRAY_AGENTS_KV_CACHE_GIB"] = "0.125"  # vLLM zeroes it at each start: 0.6 s a GiB
 os.environ.pop("COLUMNS", None)  # before the consoles are made: tables are as wide as in a log
 # a shell starts what runs in the background deaf to Ctrl-C, and so would be all that tests start
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -166,7 +166,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     folder = tmp_path_factory.mktemp("damaged")
     make_seed_model(folder / "model", seed=0, corpus=QUESTIONS, shape=PEAKED)
     tasks = TaskSet([Task(input=text, split="train") for text in QUESTIONS])
-    host = Replica("calc", EngineSettings(), folder / "replica.log")
+    host = Replica("calc", EngineSettings(kv_cache_gib=0.125), folder / "replica.log")
 
     def trainer(home: Home) -> Damaging:
         return Damaging(home, folder / "model", tasks, TRIES)

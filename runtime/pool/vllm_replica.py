@@ -65,7 +65,7 @@ class EngineSettings:
     dtype: str = "auto"
     tool_call_parser: str = "hermes"
     engine_args: tuple[str, ...] = ()
-    kv_cache_gib: int = 1
+    kv_cache_gib: float = 1.0
     start_timeout: float = 300.0
     answer_timeout: float = 600.0
     load_timeout: float = 300.0
@@ -167,7 +167,7 @@ class Replica:
         if has_gpu_build():  # each replica has GPUs of its own
             return ""
         weights = rebuilt_bytes(checkpoint)
-        required = 2 * weights + self.settings.kv_cache_gib * 2**30 + _VLLM_BYTES
+        required = 2 * weights + int(self.settings.kv_cache_gib * 2**30) + _VLLM_BYTES
         free = _free_bytes()
         if free is None or free >= required:
             return ""
@@ -284,7 +284,7 @@ def command(
         *("--middleware", "cray_agents.runtime.vllm_plugins.capture.Capture"),
         *("--scheduler-cls", "cray_agents.runtime.vllm_plugins.scheduler.scheduler"),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
-        *(() if has_gpu_build() else ("--enforce-eager",)),
+        *(() if has_gpu_build() else _cpu_arguments(settings)),
         # vLLM for CPUs refuses the flag; it has the routes all the same
         *(("--enable-sleep-mode",) if settings.sleeps and has_gpu_build() else ()),
         *(("--trust-remote-code",) if may_run(checkpoint) else ()),
@@ -295,6 +295,11 @@ def command(
         # the last middleware is the outermost: it sees a request first
         *("--middleware", "cray_agents.runtime.vllm_plugins.lock.Locked"),
     ]
+
+
+def _cpu_arguments(settings: EngineSettings) -> tuple[str, ...]:
+    cache = int(settings.kv_cache_gib * 2**30)
+    return ("--enforce-eager", "--kv-cache-memory-bytes", str(cache))
 
 
 def _transfer_arguments(transfer: TransferSettings | None) -> tuple[str, ...]:
@@ -339,7 +344,6 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
         ours
         | vllm
         | {
-            "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two replicas would share one core
             "OMP_NUM_THREADS": str(threads),
             # forked, with the worker in the engine core's process: saves importing vLLM twice

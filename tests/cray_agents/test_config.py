@@ -9,11 +9,11 @@ from cray_agents.errors import ConfigError
 
 
 def test_flags_beat_environment_beats_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cray-agents.toml").write_text("port = 1\nmax_num_seqs = 3\nkv_cache_gib = 2\n")
+    (tmp_path / "cray-agents.toml").write_text("port = 1\nmax_num_seqs = 3\nmax_lora_rank = 2\n")
     monkeypatch.setenv("CRAY_AGENTS_PORT", "2")
     monkeypatch.setenv("CRAY_AGENTS_MAX_NUM_SEQS", "4")
     config = load_config({"port": 5, "home": None}, tmp_path)
-    assert (config.port, config.max_num_seqs, config.kv_cache_gib) == (5, 4, 2)
+    assert (config.port, config.max_num_seqs, config.max_lora_rank) == (5, 4, 2)
     assert config.home == Path(".cray-agents")
 
 

@@ -59,7 +59,7 @@ async def serving(
         models[f"m@{number}"] = adapted(folder / f"m{number}", base, seed=number)
     models["m@5"] = adapted(folder / "m5", models["m@2"], seed=5)
     models["m@6"] = adapted(folder / "m6", models["m@5"], seed=6, rank=9)
-    pool = Pool([Replica("m", EngineSettings(max_lora_rank=8), log)])
+    pool = Pool([Replica("m", EngineSettings(kv_cache_gib=0.125, max_lora_rank=8), log)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # trl, where it is imported, sets ERROR
         await pool.start(base, "m@1", golden_probe(base))

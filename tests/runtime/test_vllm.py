@@ -70,7 +70,7 @@ async def serving(
         "m@3": tiny_model(folder / "m3", tie=True, seed=3),
         "m@4": tiny_model(folder / "m4", tie=True, seed=4),
     }
-    pool = Pool([Replica("m", EngineSettings(), folder / "replica.log")])
+    pool = Pool([Replica("m", EngineSettings(kv_cache_gib=0.125), folder / "replica.log")])
     await pool.start(models["m@1"], "m@1", golden_probe(models["m@1"]))
     yield Serving(pool, models)
     await pool.stop()
@@ -371,7 +371,7 @@ from pathlib import Path
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 
 async def main():
-    replica = Replica("m", EngineSettings(), Path(sys.argv[2]))
+    replica = Replica("m", EngineSettings(kv_cache_gib=0.125), Path(sys.argv[2]))
     await replica.start(Path(sys.argv[1]), "m@1")
     print(replica.pid, flush=True)
     await asyncio.sleep(600)

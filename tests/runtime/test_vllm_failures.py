@@ -28,7 +28,7 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     folder = tmp_path_factory.mktemp("trouble")
     model = tiny_model(folder / "m1", tie=False, seed=1)
-    replica = Replica("m", EngineSettings(), folder / "replica.log")
+    replica = Replica("m", EngineSettings(kv_cache_gib=0.125), folder / "replica.log")
     pool = Pool([replica], silence_timeout=20, wait_timeout=540)
     await pool.start(model, "m@1", [])
     yield Serving(pool, {"m@1": model})
@@ -44,7 +44,7 @@ async def until_restarted(serving: Serving, times: int) -> dict[str, Any]:
 
 async def test_a_model_that_cannot_produce_a_token_is_not_served(tmp_path: Path) -> None:
     make_seed_model(tmp_path / "model", seed=1, corpus=["hi"], shape=ModelShape(head_size=24))
-    pool = Pool([Replica("m", EngineSettings(), tmp_path / "replica.log")])
+    pool = Pool([Replica("m", EngineSettings(kv_cache_gib=0.125), tmp_path / "replica.log")])
     with pytest.raises(EngineUnavailable, match=r"m@1 cannot be served: .*head_dim=24"):
         await pool.start(tmp_path / "model", "m@1", [])
     assert not pool.ready and pool.status()[0]["pid"] is None

@@ -33,7 +33,7 @@ async def two(
     models = [tiny_model(folder / f"model-{n}", tie=False, seed=n) for n in (1, 2)]
     for model in models:
         manifest_of(model)
-    settings = EngineSettings(threads=1)
+    settings = EngineSettings(kv_cache_gib=0.125, threads=1)
     hosts = [Replica("calc", settings, folder / f"replica-{n}.log") for n in (1, 2)]
     async with served(folder, host=hosts[0], others=hosts[1:], model=models[0]) as gateway:
         new = {"checkpoint": str(models[1])}

@@ -49,6 +49,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ]
     argv += ["--runner", "pooling", "--max-model-len", "512", "--max-num-seqs", "8"]
     argv += ["--dtype", "float32", "--enforce-eager"]
+    argv += ["--kv-cache-memory-bytes", str(2**27)]
     url = f"http://127.0.0.1:{port}"
     with (place / "log").open("wb") as log:
         process = subprocess.Popen(
