@@ -4,6 +4,7 @@
 `pytest --note-slow` on the whole suite writes it anew.
 """
 
+import atexit
 import functools
 import gc
 import os
@@ -53,10 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # or each process that is forked of this one copies all of it to look through it
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # what is imported is torn down as usual
+    atexit.register(gc.unfreeze)  # what is imported is torn down as usual, after pytest's own look
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

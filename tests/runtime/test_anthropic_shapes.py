@@ -1,15 +1,22 @@
-"""Anthropic's own client finds its own shapes: errors, also in mid-stream, and models."""
+"""Anthropic's own client finds its own shapes: errors, also in mid-stream, and models.
+
+It is imported by the tests that use it: each test process collects this file, and one runs it.
+"""
+
+from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest_asyncio
 
 from tests.support.gateway_with_keys import Site, site_at
 from tests.support.scripted_gateway import Paced, served
+
+if TYPE_CHECKING:
+    import anthropic
 
 ASK: Any = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -21,6 +28,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 def client(site: Site, key: str = "none") -> anthropic.AsyncAnthropic:
+    import anthropic
+
     return anthropic.AsyncAnthropic(base_url=site.url, api_key=key, max_retries=0, timeout=20)
 
 
@@ -44,6 +53,8 @@ def kind_of(error: anthropic.APIStatusError) -> str:
 
 
 async def test_errors(site: Site) -> None:
+    import anthropic
+
     async with client(site) as http:
         error = await refused(anthropic.NotFoundError, http.messages.create(model="none", **ASK))
         assert kind_of(error) == "not_found_error"
@@ -57,6 +68,8 @@ async def test_errors(site: Site) -> None:
 
 
 async def test_a_wrong_key(tmp_path: Path) -> None:
+    import anthropic
+
     async with site_at(tmp_path, api_keys="required") as site, client(site, "sk-wrong") as http:
         error = await refused(anthropic.AuthenticationError, http.messages.create(model="m", **ASK))
         assert kind_of(error) == "authentication_error"
@@ -73,6 +86,8 @@ async def test_without_the_client_the_path_tells(site: Site) -> None:
 
 
 async def test_models(site: Site) -> None:
+    import anthropic
+
     async with client(site) as http:
         found = [model async for model in http.models.list(limit=1)]  # a page each
         assert [model.id for model in found] == ["m", "m@1"]

@@ -58,7 +58,9 @@ async def gateway(
     model = tiny_model(folder / "model", tie=False, seed=1, teach=True)
     template = model / "chat_template.jinja"
     template.write_text(LOOPS_IF_TOLD + template.read_text())
-    host = Replica("calc", EngineSettings(kv_cache_gib=0.125, engine_args=COMPACT), folder / "replica.log")
+    host = Replica(
+        "calc", EngineSettings(kv_cache_gib=0.125, engine_args=COMPACT), folder / "replica.log"
+    )
     async with served(folder, host=host, model=model) as gateway:
         yield gateway
 

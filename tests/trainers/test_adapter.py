@@ -99,7 +99,9 @@ async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: 
     async def score(engine: VllmEngine) -> list[float]:
         return [x for row in await engine.score(PROMPTS) for x in row.logprobs]
 
-    replica = Replica("m", EngineSettings(kv_cache_gib=0.125, max_lora_rank=8), tmp_path / "replica.log")
+    replica = Replica(
+        "m", EngineSettings(kv_cache_gib=0.125, max_lora_rank=8), tmp_path / "replica.log"
+    )
     await replica.start(parent, "m@1")
     try:
         learnt = await replica.load_adapter(checkpoint, "learnt")

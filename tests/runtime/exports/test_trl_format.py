@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
@@ -55,6 +54,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer  # long to import, for one test process of several
+
     return AutoTokenizer.from_pretrained(model)
 
 
