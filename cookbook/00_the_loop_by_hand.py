@@ -108,7 +108,7 @@ async def train(
 
 async def main(seed: int, quick: bool) -> None:
     """Make a model, warm it up, go round."""
-    generations, count, steps = (1, 16, 12) if quick else (4, 384, 120)
+    generations, count, steps = (1, 16, 4) if quick else (4, 384, 120)
     draw = random.Random(seed)
     shown = [demonstration(question(draw, "train")) for _ in range(24 if quick else 72)]
     held_out = [question(draw, "holdout") for _ in range(8 if quick else 120)]
@@ -118,7 +118,7 @@ async def main(seed: int, quick: bool) -> None:
     model = make_tiny_model(home / "model", words, tools=agent.tool_schemas, seed=seed)
     with local_platform(home, model=model, name=agent.model) as platform:
         untrained = await platform.version(f"{agent.model}@1")
-        serving = await train(platform, untrained, shown, 60 if quick else 150, 1000 * seed)
+        serving = await train(platform, untrained, shown, 10 if quick else 150, 1000 * seed)
         async with platform.staged(serving, holder="by-hand"):
             await platform.promote(serving, who="recipe 00", reason="it was shown what to do")
         before = await sample(platform, serving, held_out, temperature=0.0)

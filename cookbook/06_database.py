@@ -183,7 +183,7 @@ def make_loop(seed: int = 0, quick: bool = False) -> Loop:
     tasks = TaskSet.from_generator(order, count, seed=seed, holdout=0.1 if quick else 0.04)
     shown = [task for task in tasks if task.split == "train"][: 24 if quick else 160]
     imitating = Hyperparameters(
-        steps=40 if quick else 60,
+        steps=10 if quick else 60,
         learning_rate=2e-3,
         warmup_steps=10,
         order="weighted",
