@@ -273,7 +273,7 @@ def warm_up(loop: Loop, quick: bool = False) -> None:
     Half of them for grpo: it learns nothing from a kind of task at which every run fails.
     """
     usual = imitating(loop.seed, (QUICK if quick else FULL).steps)
-    first = usual.model_copy(update={"steps": 100 if quick else 200})
+    first = usual.model_copy(update={"steps": 30 if quick else 200})
     then = usual.model_copy(update={"steps": 40})
     plan = WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4), jobs=40)
     if loop.stages[0].method == "grpo":
