@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cray_agents.errors import ConfigError
+from cray_agents.job_settings import JobContainer, JobSettings, check_slurm_options
 from cray_agents.paths import Home
 
 FILE = "cray-agents.toml"
@@ -21,30 +22,6 @@ PREFIX = "CRAY_AGENTS_"
 # Variables that other modules read: the platform's address, a host's cache, a guard of tests, and
 # the mark of what a supervisor started.
 _READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS", "SUPERVISED"}
-#: The sbatch options that the platform sets itself, to define a job and to find and read it again.
-SLURM_OWN = (
-    "array",
-    "chdir",
-    "clusters",
-    "cpus-per-task",
-    "error",
-    "export",
-    "gpus-per-node",
-    "job-name",
-    "no-requeue",
-    "nodes",
-    "ntasks",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-    "parsable",
-    "requeue",
-    "signal",
-    "test-only",
-    "time",
-    "wait",
-    "wrap",
-)
 
 
 class Config(BaseModel):
@@ -109,6 +86,10 @@ class Config(BaseModel):
     slurm_options: list[str] = Field(
         default_factory=list,
         description="more options for a site's sbatch, such as --partition=gpu, --account=me",
+    )
+    job: JobSettings = Field(
+        default_factory=lambda: JobSettings(),
+        description="a section: how jobs start at a site, see job_settings.py",
     )
     spare_replicas: int = Field(
         1,
@@ -188,18 +169,7 @@ class Config(BaseModel):
     @field_validator("slurm_options")
     @classmethod
     def _check_slurm_options(cls, options: list[str]) -> list[str]:
-        for option in options:
-            name = option.removeprefix("--").partition("=")[0]
-            if not option.startswith("--") or not name:
-                raise ValueError(f"{option!r} is no option: write it as --partition=gpu")
-            # sbatch accepts an option abbreviated to its first letters
-            if own := next((own for own in SLURM_OWN if own.startswith(name)), None):
-                raise ValueError(
-                    f"{option!r} cannot be given, --{own} is the platform's own: what a job takes "
-                    "is set by train_nodes, train_ranks, train_gpus, train_cpus_per_rank and "
-                    "train_minutes"
-                )
-        return options
+        return check_slurm_options(options)
 
     @field_validator("trust_remote_code")
     @classmethod
@@ -250,6 +220,7 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
         for key, value in _check_keys(environment, "environment", PREFIX).items()
     }
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
+    _check_sections(values)
     try:
         return Config(**values)
     except ValidationError as error:
@@ -264,26 +235,39 @@ def _parse_variable(key: str, value: str) -> Any:
         return value.split()
     if key in ("model_roots", "trust_remote_code"):
         return [path for path in value.split(os.pathsep) if path]
-    if key == "redact_patterns":
+    if key in ("redact_patterns", "job"):
+        example = '{"name": "pattern"}' if key == "redact_patterns" else '{"modules": ["cuda/12"]}'
         try:
             return json.loads(value or "{}")
         except ValueError as error:
             raise ConfigError(
-                f'{PREFIX}{key.upper()} must be JSON, {{"name": "pattern"}}: {error}', param=key
+                f"{PREFIX}{key.upper()} must be JSON, {example}: {error}", param=key
             ) from error
     return value
 
 
-def _check_keys(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+def _check_sections(values: dict[str, Any]) -> None:
+    """Check the keys of the sections `[job]` and `[job.container]`. Raises ConfigError."""
+    job = values.get("job")
+    if isinstance(job, dict):
+        _check_keys(job, "[job]", known=JobSettings)
+        if isinstance(job.get("container"), dict):
+            _check_keys(job["container"], "[job.container]", known=JobContainer)
+
+
+def _check_keys(
+    table: dict[str, Any], source: str, prefix: str = "", known: type[BaseModel] = Config
+) -> dict[str, Any]:
     """Return `table`. Raises ConfigError for a key that is no setting, naming the nearest one."""
+    fields = known.model_fields
 
     def spelled(key: str) -> str:
         return prefix + key.upper() if prefix else key
 
     for key in table:
-        if key not in Config.model_fields:
-            near = difflib.get_close_matches(key, Config.model_fields, 1)
-            known = ", ".join(Config.model_fields)
-            hint = f"did you mean {spelled(near[0])}?" if near else f"valid keys: {known}"
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            valid = ", ".join(fields)
+            hint = f"did you mean {spelled(near[0])}?" if near else f"valid keys: {valid}"
             raise ConfigError(f"{source}: unknown key {spelled(key)!r}; {hint}", param=key)
     return table

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, ConfigError, NotFound
+from cray_agents.job_settings import JobSettings
 from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.gpu_placement import nvidia_devices
@@ -161,17 +162,18 @@ SCRIPT = """\
 #SBATCH --cpus-per-task=6
 #SBATCH --gpus-per-node=8
 #SBATCH --time=240
-#SBATCH --signal=B:TERM@60
+#SBATCH --signal=TERM@60
 #SBATCH --chdir={folder}
 #SBATCH --output={folder}/log.txt
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 
+export NCCL_DEBUG=WARN
 export OMP_NUM_THREADS=6
 """
 SRUN = (
-    "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48"
-    " --kill-on-bad-exit=1 --export=ALL "
+    "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 --cpu-bind=cores"
+    " --quiet --kill-on-bad-exit=1 --export=ALL "
 )
 
 
@@ -194,7 +196,7 @@ def test_a_large_model_is_spread_over_two_nodes(home: Home, llama70: Path, tmp_p
     assert [line.strip() for line in log[1:]] == event["reasons"]
 
     (command,) = scheduler.commands
-    script = batch_script(command, tmp_path / "ledger")
+    script = batch_script(command, tmp_path / "ledger", settings=JobSettings(inherit=[]))
     assert script.startswith(SCRIPT.format(job=spec.id, folder=journal.folder))
     assert SRUN in script
     again = MegatronTrainer(home, scheduler, Resources())  # as of a platform with another config
