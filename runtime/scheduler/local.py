@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from cray_agents.config import JobSettings
 from cray_agents.errors import Corrupt, SchedulerError
-from cray_agents.job_settings import JobSettings
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE, count_gpus

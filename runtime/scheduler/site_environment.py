@@ -9,8 +9,8 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
+from cray_agents.config import FABRICS, RESERVED, JobContainer, JobSettings
 from cray_agents.errors import SchedulerError
-from cray_agents.job_settings import FABRICS, RESERVED, JobContainer, JobSettings
 from cray_agents.ports import Command
 
 #: Variables that name places of the host, which an image has elsewhere.

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cray_agents.config import JobSettings
 from cray_agents.errors import Corrupt, SchedulerError
-from cray_agents.job_settings import JobSettings
 from cray_agents.ports import Command, CommandState, CommandStatus
 from cray_agents.runtime.scheduler.batch_script import REFUSED, batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cray_agents.config import load_config
+from cray_agents.config import JobSettings, load_config
 from cray_agents.errors import BadInput, ConfigError, NotFound
-from cray_agents.job_settings import JobSettings
 from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.gpu_placement import nvidia_devices
