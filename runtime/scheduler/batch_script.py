@@ -1,7 +1,8 @@
 """Batch script: the bash text that runs a command as a Slurm job.
 
 Called by `slurm.py`, and shown by `cray-agents jobs script`. Tests compare its text. The command
-always runs under `srun`, also on one node. Besides starting it, the script does this:
+always runs under `srun`, also on one node; but a person's script (kind `script`) runs where it is,
+as by sbatch. Besides starting the command, the batch script does this:
 
 - It claims a start by exclusive create. A controller that is killed within seconds of starting a
   job may start the same job again; the second start finds the claim and ends with 75.
@@ -9,7 +10,8 @@ always runs under `srun`, also on one node. Besides starting it, the script does
   waits until the last process of the old one is gone.
 - It loads the site's modules, does its prolog, and gives the tasks its variables.
 - It outlives SIGTERM. Slurm sends the signal to the tasks, before the time limit as at the end, so
-  that they can checkpoint. It is not passed on: an srun that gets it kills its tasks at once.
+  that they can checkpoint. It is not passed on: an srun that gets it kills its tasks at once. Only a
+  person's script gets it from here.
 - It publishes the exit code as a file, because Slurm forgets ended jobs after minutes.
 """
 
@@ -113,15 +115,18 @@ def batch_script(
     lines.append(f"ledger={shlex.quote(str(ledger))}")
     if lock:
         lines.append(f"lock={shlex.quote(str(lock))}")
-    task = task_argv_of(command, settings, lock, gpus)
-    start = shlex.join([*srun_argv(command, settings, bind=lock is None), *task])
+    start, on_term = task_argv_of(command, settings, lock, gpus), "again=1"
+    if command.kind == "script":
+        on_term = """'again=1; kill -TERM "$child" 2> /dev/null'"""
+    else:
+        start = [*srun_argv(command, settings, bind=lock is None), *start]
     return (
         "\n".join(lines)
         + BODY
         + (LOCK if lock else "")
         + preparation(settings)
         + 'export RANKS_START="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$(date +%s%N)"\n'
-        + f"again=\ntrap again=1 TERM\n{start} &\n"
+        + f"again=\ntrap {on_term} TERM\n{shlex.join(start)} &\n"
         + END
     )
 
@@ -140,22 +145,26 @@ def task_argv_of(
 
 
 def sbatch_options(command: Command, gpu_type: str | None = None) -> list[str]:
-    """Return sbatch's options for the resources, the time limit and the output."""
+    """Return sbatch's options for the resources, the time limit and the output.
+
+    A person's script names its own resources, in its #SBATCH lines or when it is submitted.
+    """
     ranks_per_node = command.ranks // command.nodes
-    options = [
-        f"job-name={command.name}",
-        f"nodes={command.nodes}",
-        f"ntasks={command.ranks}",
-        f"ntasks-per-node={ranks_per_node}",
-        f"cpus-per-task={command.cpus_per_rank}",
-    ]
+    options, to_script = [f"job-name={command.name}"], command.kind == "script"
+    if not to_script:
+        options += [
+            f"nodes={command.nodes}",
+            f"ntasks={command.ranks}",
+            f"ntasks-per-node={ranks_per_node}",
+            f"cpus-per-task={command.cpus_per_rank}",
+        ]
     if command.gpus:
         options.append(f"gpus-per-node={f'{gpu_type}:' if gpu_type else ''}{ranks_per_node}")
     if command.minutes:
         options.append(f"time={command.minutes}")
     return [
         *options,
-        f"signal=TERM@{notice_seconds(command)}",
+        f"signal={'B:' if to_script else ''}TERM@{notice_seconds(command)}",
         f"chdir={quote_path(command.directory)}",
         f"output={quote_path(command.log.replace('%', '%%'))}",
         "open-mode=append",
@@ -192,7 +201,7 @@ def srun_argv(command: Command, settings: JobSettings, *, bind: bool) -> list[st
     `bind`: bind tasks to cores; a private cluster cannot.
     """
     ranks = command.ranks // command.nodes
-    tasks = ranks if settings.tasks == "rank" else 1
+    tasks = ranks if settings.tasks == "rank" and command.kind != "replica" else 1
     return [
         "srun",
         f"--nodes={command.nodes}",
