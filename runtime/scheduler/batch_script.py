@@ -10,8 +10,8 @@ as by sbatch. Besides starting the command, the batch script does this:
   waits until the last process of the old one is gone.
 - It loads the site's modules, does its prolog, and gives the tasks its variables.
 - It outlives SIGTERM. Slurm sends the signal to the tasks, before the time limit as at the end, so
-  that they can checkpoint. It is not passed on: an srun that gets it kills its tasks at once. Only a
-  person's script gets it from here.
+  that they can checkpoint. It is not passed on: an srun that gets it kills its tasks at once.
+  Only a person's script gets it from here.
 - It publishes the exit code as a file, because Slurm forgets ended jobs after minutes.
 """
 

@@ -33,7 +33,7 @@ class Submission(Record):
     """A script's handover to a scheduler. `pid`: the process that runs it; 0 if Slurm does."""
 
     scheduler: str
-    id: str
+    id: str = ""
     time: float
     pid: int = 0
     host: str = ""
@@ -61,16 +61,22 @@ class ScriptJob:
         file = self.folder / "submitted.json"
         return checksums.read_record(Submission, file) if file.exists() else None
 
+    @property
+    def ended(self) -> bool:
+        """True once its end is recorded."""
+        return (self.folder / "ended.json").exists()
+
     def submit(self, scheduler: Scheduler, *, here: bool) -> CommandStatus:
         """Hand the script over; `here`: this process runs it. Raises SchedulerError."""
-        scheduler_id = scheduler.submit(self.command)
         submission = Submission(
             scheduler=scheduler.name,
-            id=scheduler_id,
             time=time.time(),
             pid=os.getpid() if here else 0,
             host=os.uname().nodename,
         )
+        _write(self.folder / "submitted.json", submission)  # first: a kill loses no script
+        scheduler_id = scheduler.submit(self.command)
+        submission = submission.model_copy(update={"id": scheduler_id})
         _write(self.folder / "submitted.json", submission)
         return self.status(scheduler)
 
@@ -80,7 +86,7 @@ class ScriptJob:
         Without a scheduler it is what the shared root tells. Raises SchedulerError.
         """
         ended = self.folder / "ended.json"
-        if ended.exists():
+        if self.ended:
             return checksums.read_record(CommandStatus, ended)
         if (submission := self.submission) is None:
             return CommandStatus(state="unknown", reason="it was not handed to a scheduler")
@@ -100,14 +106,22 @@ class ScriptJob:
 
 
 def prepare(
-    home: Home, file: Path, arguments: list[str], options: list[str], minutes: int | None
+    home: Home,
+    file: Path,
+    arguments: list[str],
+    options: list[str],
+    minutes: int | None,
+    *,
+    slurm: bool,
 ) -> ScriptJob:
     """Make the folder of a new script job, with a copy of the script.
 
-    `options` are sbatch's, and come after those of the script's `#SBATCH` lines. Raises BadInput.
+    `options` are sbatch's, and come after those of the script's `#SBATCH` lines, which are comments
+    if no Slurm runs it. Raises BadInput.
     """
     text = file.read_bytes()
-    options = [*sbatch_lines(text, file), *check_script_options(options, "slurm-option")]
+    lines = sbatch_lines(text, file) if slurm else []
+    options = [*lines, *check_script_options(options, "slurm-option")]
     home.scripts.mkdir(parents=True, exist_ok=True)
     numbers = [int(path.name.removeprefix(PREFIX)) for path in home.scripts.glob(f"{PREFIX}*")]
     number = max(numbers, default=0) + 1

@@ -70,9 +70,12 @@ def preparation(settings: JobSettings) -> str:
 
 
 def task_argv(settings: JobSettings, command: Command) -> list[str]:
-    """Return a task's argv: the command's own, in apptainer if that is the container's runtime."""
+    """Return a task's argv: the command's own, in apptainer if that is the container's runtime.
+
+    A person's script runs outside of the container.
+    """
     container = settings.container
-    if container is None:
+    if container is None or command.kind == "script":
         return command.argv
     argv = list(command.argv)
     if container.python is not None and argv[0] == sys.executable:

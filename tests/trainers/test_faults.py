@@ -25,7 +25,7 @@ from cray_agents.training_jobs import JobSpec
 pytestmark = pytest.mark.megatron
 
 
-def until(what: Callable[[], Any], told: Callable[[], str], seconds: float = 60.0) -> Any:
+def until(what: Callable[[], Any], told: Callable[[], str], seconds: float = 300.0) -> Any:
     """Wait for something that is true of a running job; returns it."""
     deadline = time.monotonic() + seconds
     while not (found := what()):

@@ -29,13 +29,13 @@ from cray_agents.trainers.job.job_status import (
 )
 from cray_agents.trainers.job.journal import JobJournal, changes
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
+from cray_agents.trainers.job.save_notice import notice_seconds
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.default_layout import choose_default_layout
 from cray_agents.trainers.planning.layout_limits import check_layout_fits
 from cray_agents.trainers.planning.layouts import describe_layout
-from cray_agents.trainers.job.save_notice import notice_seconds
 from cray_agents.trainers.planning.microbatch import decide_hyperparameters, usual_microbatch
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec, sessions

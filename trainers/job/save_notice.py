@@ -6,6 +6,7 @@ one takes; a first attempt's is estimated by the bytes that it writes.
 
 from math import ceil
 
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.architecture import read_architecture
@@ -30,9 +31,15 @@ def notice_seconds(spec: JobSpec, home: Home, nodes: int) -> int:
 
 
 def first_save_seconds(spec: JobSpec, home: Home, nodes: int) -> float:
-    """Estimate the seconds of a save, by the bytes of a resume point."""
+    """Estimate the seconds of a save, by the bytes of a resume point.
+
+    0 if the parent cannot be read: the job's own process says so.
+    """
     hyper = spec.hyperparameters
-    model = read_architecture(home.root / spec.parent, hyper.way)
+    try:
+        model = read_architecture(home.root / spec.parent, hyper.way)
+    except (BadInput, NotFound):
+        return 0.0
     lora = hyper.lora
     weights = count_weights(model).total if lora is None else adapter_weights(model, lora)
     return SAVED_BYTES * weights / (WRITTEN * nodes)
