@@ -165,7 +165,7 @@ SCRIPT = """\
 #SBATCH --cpus-per-task=6
 #SBATCH --gpus-per-node=8
 #SBATCH --time=240
-#SBATCH --signal=TERM@60
+#SBATCH --signal=TERM@{notice}
 #SBATCH --chdir={folder}
 #SBATCH --output={folder}/log.txt
 #SBATCH --open-mode=append
@@ -200,7 +200,9 @@ def test_a_large_model_is_spread_over_two_nodes(home: Home, llama70: Path, tmp_p
 
     (command,) = scheduler.commands
     script = batch_script(command, tmp_path / "ledger", settings=JobSettings(inherit=[]))
-    assert script.startswith(SCRIPT.format(job=spec.id, folder=journal.folder))
+    notice = notice_seconds(spec, home, 2)
+    start = SCRIPT.format(job=spec.id, folder=journal.folder, notice=notice)
+    assert script.startswith(start)
     assert SRUN in script
     assert command.kind == "training" and command.slurm_options == []
     again = MegatronTrainer(home, scheduler, Resources())  # as of a platform with another config
@@ -232,7 +234,13 @@ def test_what_slurm_gets_for_a_job_can_be_printed(
     assert "#SBATCH --qos=a\n" in script and "session.session_process" in script
 
 
-def test_a_jobs_own_options_change_neither_what_runs_nor_where(llama70: Path) -> None:
+def test_a_jobs_own_options_change_neither_what_runs_nor_where(home: Home, llama70: Path) -> None:
+    processes = WaitingScheduler()
+    processes.name = "local"
+    trainer = MegatronTrainer(home, processes, Resources(ranks=2))
+    with pytest.raises(BadInput, match="--qos=a: jobs of this platform are local processes"):
+        trainer.submit(open_spec(llama70, slurm_options=["--qos=a"]))
+    assert not processes.commands and not list(home.jobs.glob("*"))
     for options, said in (
         (["--output=/tmp/a"], "--output is the platform's own"),
         (["--get-user-env"], "cannot be given to a single job; these can: --account"),

@@ -141,6 +141,12 @@ class MegatronTrainer:
                 read_parent(self.home.root / place, init, hyper.way)
             except (BadInput, NotFound) as error:
                 raise type(error)(str(error), param=param) from error
+        if spec.slurm_options and self.scheduler.name == "local":
+            raise BadInput(
+                f"{' '.join(spec.slurm_options)}: jobs of this platform are local processes, which"
+                " Slurm's options do nothing for: leave slurm_options out",
+                param="slurm_options",
+            )
         if self.turns and spec.commands is not None and spec.session is None:
             raise BadInput(
                 "a job by commands keeps its GPU while it waits for the next one, and here replicas"
