@@ -28,7 +28,7 @@ from cray_agents.trainers.job.launch import (
     meet,
 )
 from cray_agents.trainers.job.rendezvous import (
-    PATIENCE,
+    MEETING_SECONDS,
     Rendezvous,
     announce,
     loading_seconds,
@@ -147,8 +147,8 @@ def test_launchers_meet_at_a_free_port_of_their_own_start(tmp_path: Path) -> Non
 def test_ranks_wait_longer_for_what_takes_longer_to_load(tmp_path: Path) -> None:
     with (tmp_path / "weights").open("wb") as file:
         file.truncate(840 * 10**9)  # a hole: 70 billion parameters with their moments
-    assert loading_seconds(None) == PATIENCE
-    assert loading_seconds(tmp_path, tmp_path / "none") == PATIENCE + 4200
+    assert loading_seconds(None) == MEETING_SECONDS
+    assert loading_seconds(tmp_path, tmp_path / "none") == MEETING_SECONDS + 4200
 
 
 RANK_OF_A_TASK = """

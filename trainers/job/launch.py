@@ -36,7 +36,12 @@ from cray_agents.trainers.job.rank_monitor import (
     refuse,
     watch,
 )
-from cray_agents.trainers.job.rendezvous import PATIENCE, Rendezvous, announce, await_rendezvous
+from cray_agents.trainers.job.rendezvous import (
+    MEETING_SECONDS,
+    Rendezvous,
+    announce,
+    await_rendezvous,
+)
 from cray_agents.training_jobs import Layout
 
 EX_TEMPFAIL = 75  # go on later
@@ -61,7 +66,7 @@ class RankPlacement:
     start: str = ""  # unique to this start of the job, the same on all nodes
     unit: str = "node"
     attempt: int = 0
-    patience: float = PATIENCE
+    patience: float = MEETING_SECONDS
 
     @property
     def ranks(self) -> range:
@@ -223,7 +228,7 @@ def run_ranks(
             return RanksOutcome(max(process.code or 0 for process in ranks))
         process, how = bad
         ended = first_end(
-            logs / f"{placement.start}.end.json" if placement.nodes > 1 else None,
+            logs / f"{placement.start}.json" if placement.nodes > 1 else None,
             describe(process, how, placement.node_phrase, _log(logs, process.rank)),
         )
         if ended.refusal is not None:

@@ -13,7 +13,7 @@ from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
 
 POLL = 0.1  # seconds between looks for the file
-PATIENCE = 600.0  # seconds to wait for the other ranks, whatever they load
+MEETING_SECONDS = 600.0  # seconds to wait for the other ranks, whatever they load
 SLOWEST = 2e8  # bytes a second, of a shared file system on a bad day
 
 
@@ -61,4 +61,4 @@ def loading_seconds(*folders: Path | None) -> float:
             sizes += file.stat().st_size
         except FileNotFoundError:  # another process tidies up meanwhile
             continue
-    return PATIENCE + sizes / SLOWEST
+    return MEETING_SECONDS + sizes / SLOWEST
