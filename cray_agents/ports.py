@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
+from cray_agents.config import JobKind
 from cray_agents.records import ProbePrompt, Record, WeightChange
 from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import Dtype, JobSpec, JobStatus
@@ -134,7 +135,9 @@ class Command(Record):
     """A command for a scheduler. `name` is unique for ever: the same name is the same job.
 
     The scheduler reserves `ranks` times `cpus_per_rank` cores (and with `gpus` a GPU per rank) on
-    `nodes` nodes. It starts the command once per node.
+    `nodes` nodes. It starts the command once per node, or once per rank if the site's settings say
+    so. `slurm_options` are this command's own, for sbatch. `notice_seconds` is the time before its
+    limit at which it gets SIGTERM; None: a minute.
     """
 
     name: str
@@ -147,6 +150,9 @@ class Command(Record):
     cpus_per_rank: int = 1
     gpus: bool = False
     minutes: int | None = None
+    kind: JobKind = "training"
+    slurm_options: list[str] = Field(default_factory=list)
+    notice_seconds: int | None = Field(None, gt=0)
 
 
 CommandState = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]

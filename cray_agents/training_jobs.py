@@ -8,8 +8,9 @@ only decide how the job is run stay out of the id. Read next: `trainers/job.py`.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
+from cray_agents.config import check_options_of_job
 from cray_agents.errors import BadInput
 from cray_agents.records import Record, StrictRecord, digest
 
@@ -263,6 +264,8 @@ class JobSpec(StrictRecord):
       and optimizer in memory. None: the job has processes of its own.
     - `changes_only` publishes what changed in the parent's weights, where that takes less than half
       the space: a delta checkpoint. The platform makes it whole before it is promoted.
+    - `slurm_options` are options of sbatch for this job alone, such as `--partition=long`. They win
+      over the site's. See `SLURM_PER_JOB` for those that there are.
     - `oversubscribe` admits the job also if it takes more cores, memory or GPUs than there are.
     - `logprob_limit` bounds the difference between the trainer's and the engine's
       log-probabilities: the largest in float32 (None: 0.01), the 99th percentile in bfloat16, and
@@ -292,6 +295,12 @@ class JobSpec(StrictRecord):
     session: str | None = Field(None, min_length=1)
     changes_only: bool = False
     oversubscribe: bool = False
+    slurm_options: list[str] = Field(default_factory=list)
+
+    @field_validator("slurm_options")
+    @classmethod
+    def _check_slurm_options(cls, options: list[str]) -> list[str]:
+        return check_options_of_job(options)
 
     @model_validator(mode="after")
     def _refuse_unused_options(self) -> Self:
@@ -311,6 +320,11 @@ class JobSpec(StrictRecord):
                 raise ValueError(
                     f"{name} has no effect with method {method!r}{without}: leave it out"
                 )
+        if self.session is not None and self.slurm_options:
+            raise ValueError(
+                "slurm_options are for a job with processes of its own: give those of sessions in"
+                " cray-agents.toml, as session = [...] in the section [job.slurm_options]"
+            )
         if method == "distill" and self.teacher is None:
             raise ValueError(
                 "method 'distill' needs a teacher: name a version, such as 'big@3', or a directory"
@@ -366,6 +380,7 @@ _EXECUTION_FIELDS = {
     "session",
     "changes_only",
     "oversubscribe",
+    "slurm_options",
     "parent",
     "reference",
     "teacher",

@@ -1,13 +1,17 @@
 """Batch script: the bash text that runs a command as a Slurm job.
 
-Called by `slurm.py`. Tests compare its text. Besides starting the command, the script does this:
+Called by `slurm.py`, and shown by `cray-agents jobs script`. Tests compare its text. The command
+always runs under `srun`, also on one node; but a person's script (kind `script`) runs where it is,
+as by sbatch. Besides starting the command, the batch script does this:
 
 - It claims a start by exclusive create. A controller that is killed within seconds of starting a
   job may start the same job again; the second start finds the claim and ends with 75.
-- On a private cluster, all of the command's processes inherit a lock. A new job of the same name
+- On a private cluster, all of the command's processes hold a lock. A new job of the same name
   waits until the last process of the old one is gone.
-- It passes on SIGTERM, which Slurm sends to the script alone 60 s before the time limit, so that
-  the command can checkpoint. A cancelled command may get SIGTERM twice.
+- It loads the site's modules, does its prolog, and gives the tasks its variables.
+- It outlives SIGTERM. Slurm sends the signal to the tasks, before the time limit as at the end, so
+  that they can checkpoint. It is not passed on: an srun that gets it kills its tasks at once.
+  Only a person's script gets it from here.
 - It publishes the exit code as a file, because Slurm forgets ended jobs after minutes.
 """
 
@@ -15,11 +19,17 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from cray_agents.config import JobSettings
 from cray_agents.errors import SchedulerError
 from cray_agents.ports import Command
+from cray_agents.runtime.scheduler.site_environment import (
+    command_variables,
+    preparation,
+    srun_container_options,
+    task_argv,
+)
 
 REFUSED = 75  # EX_TEMPFAIL: this start was refused, nothing ran
-LOCK_SECONDS = 20
 
 BODY = """
 claim="$ledger/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
@@ -27,27 +37,36 @@ if ! (set -o noclobber; : > "$claim.started") 2> /dev/null; then
     echo "job $SLURM_JOB_ID was started before: refused" >&2
     exit 75
 fi
+end() {
+    echo "$1" > "$claim.draft" && mv "$claim.draft" "$claim.ended"
+    exit "$1"
+}
 """
 
+#: Each task takes the lock for itself: it is no child of the script.
 LOCK = """\
 exec 9> "$lock"
 if ! flock --timeout 20 9; then
     echo "processes of an earlier job of this name are alive: refused" >&2
     exit 75
 fi
+flock --shared 9
+"""
+TASK_LOCK = """\
+exec 9> {lock}
+flock --shared --timeout 20 9 || exit 75
 """
 
-#: Slurm numbers a private cluster's GPUs from 0; the command gets their ids.
-GPU_IDS = """\
+#: Slurm numbers a private cluster's GPUs from 0; a task gets their ids.
+TASK_GPUS = """\
+gpus=({gpus})
 ids=()
-for number in ${CUDA_VISIBLE_DEVICES//,/ }; do ids+=("${gpus[number]}"); done
-export CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${ids[*]}")"
+for number in ${{CUDA_VISIBLE_DEVICES//,/ }}; do ids+=("${{gpus[number]}}"); done
+export CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${{ids[*]}}")"
 """
 
 END = """\
 child=$!
-again=
-trap 'again=1; kill -TERM "$child" 2> /dev/null' TERM
 wait "$child"
 code=$?
 while [ -n "$again" ]; do
@@ -55,13 +74,17 @@ while [ -n "$again" ]; do
     wait "$child"
     code=$?
 done
-echo "$code" > "$claim.draft" && mv "$claim.draft" "$claim.ended"
-exit "$code"
+end "$code"
 """
 
 
 def batch_script(
-    command: Command, ledger: Path, lock: Path | None = None, gpus: Sequence[str] = ()
+    command: Command,
+    ledger: Path,
+    lock: Path | None = None,
+    gpus: Sequence[str] = (),
+    settings: JobSettings | None = None,
+    options: Sequence[str] = (),
 ) -> str:
     """Return the script for the stdin of `sbatch`.
 
@@ -69,50 +92,99 @@ def batch_script(
         ledger: the command's own folder on the shared root, for claims and exit codes.
         lock: a file on a private cluster's host.
         gpus: the ids of a private cluster's GPUs, in Slurm's order.
+        settings: the site's `[job]`.
+        options: the site's options of sbatch for all commands. Those of the command's kind and its
+            own come after them, and win.
 
     Raises SchedulerError for a command that cannot run.
     """
+    settings = settings or JobSettings()
     if command.nodes < 1 or command.ranks % command.nodes:
         raise SchedulerError(
             f"{command.name}: {command.ranks} ranks do not divide over {command.nodes} nodes"
         )
-    lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in sbatch_options(command)), ""]
-    for key, value in sorted(command.environment.items()):
-        if not key.isidentifier():
-            raise SchedulerError(f"{command.name}: {key!r} cannot name an environment variable")
-        lines.append(f"export {key}={shlex.quote(value)}")
+    options = [*options, *settings.slurm_options.get(command.kind, []), *command.slurm_options]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{option}" for option in sbatch_options(command, settings.gpu_type)),
+        *(f"#SBATCH {quote_option(option)}" for option in options),
+        "",
+    ]
+    variables = command_variables(settings, command)
+    lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(variables.items())]
     lines.append(f"ledger={shlex.quote(str(ledger))}")
     if lock:
         lines.append(f"lock={shlex.quote(str(lock))}")
-    translation = ""
+    start, on_term = task_argv_of(command, settings, lock, gpus), "again=1"
+    if command.kind == "script":
+        on_term = """'again=1; kill -TERM "$child" 2> /dev/null'"""
+    else:
+        start = [*srun_argv(command, settings, bind=lock is None), *start]
+    return (
+        "\n".join(lines)
+        + BODY
+        + (LOCK if lock else "")
+        + preparation(settings)
+        + 'export RANKS_START="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$(date +%s%N)"\n'
+        + f"again=\ntrap {on_term} TERM\n{shlex.join(start)} &\n"
+        + END
+    )
+
+
+def task_argv_of(
+    command: Command, settings: JobSettings, lock: Path | None, gpus: Sequence[str]
+) -> list[str]:
+    """Return a task's argv; on a private cluster it first takes the lock, and names its GPUs."""
+    argv = task_argv(settings, command)
+    if lock is None:
+        return argv
+    text = TASK_LOCK.format(lock=shlex.quote(str(lock)))
     if command.gpus and gpus:
-        translation = f"gpus=({shlex.join(gpus)})\n{GPU_IDS}"
-    start = f"{srun_prefix(command)}{shlex.join(command.argv)} &\n"
-    return "\n".join(lines) + BODY + (LOCK if lock else "") + translation + start + END
+        text += TASK_GPUS.format(gpus=shlex.join(gpus))
+    return ["/bin/bash", "-c", f'{text}exec "$@"', "task", *argv]
 
 
-def sbatch_options(command: Command) -> list[str]:
-    """Return sbatch's options for the resources, the time limit and the output."""
+def sbatch_options(command: Command, gpu_type: str | None = None) -> list[str]:
+    """Return sbatch's options for the resources, the time limit and the output.
+
+    A person's script names its own resources, in its #SBATCH lines or when it is submitted.
+    """
     ranks_per_node = command.ranks // command.nodes
-    options = [
-        f"job-name={command.name}",
-        f"nodes={command.nodes}",
-        f"ntasks={command.ranks}",
-        f"ntasks-per-node={ranks_per_node}",
-        f"cpus-per-task={command.cpus_per_rank}",
-    ]
+    options, to_script = [f"job-name={command.name}"], command.kind == "script"
+    if not to_script:
+        options += [
+            f"nodes={command.nodes}",
+            f"ntasks={command.ranks}",
+            f"ntasks-per-node={ranks_per_node}",
+            f"cpus-per-task={command.cpus_per_rank}",
+        ]
     if command.gpus:
-        options.append(f"gpus-per-node={ranks_per_node}")
+        options.append(f"gpus-per-node={f'{gpu_type}:' if gpu_type else ''}{ranks_per_node}")
     if command.minutes:
         options.append(f"time={command.minutes}")
-        options.append(f"signal=B:TERM@{60 if command.minutes > 1 else 30}")
     return [
         *options,
+        f"signal={'B:' if to_script else ''}TERM@{notice_seconds(command)}",
         f"chdir={quote_path(command.directory)}",
         f"output={quote_path(command.log.replace('%', '%%'))}",
         "open-mode=append",
         "no-requeue",
     ]
+
+
+def notice_seconds(command: Command) -> int:
+    """Return the seconds before a command's time limit at which its tasks get SIGTERM.
+
+    At most half of the limit. Also without a limit of its own: the partition may have one.
+    """
+    wanted = command.notice_seconds or 60
+    return min(wanted, 30 * command.minutes) if command.minutes else wanted
+
+
+def quote_option(option: str) -> str:
+    """Quote an option's value for an #SBATCH line."""
+    name, equals, value = option.partition("=")
+    return f"{name}={quote_path(value)}" if equals else option
 
 
 def quote_path(path: str) -> str:
@@ -123,12 +195,22 @@ def quote_path(path: str) -> str:
     return path if plain.isalnum() else '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def srun_prefix(command: Command) -> str:
-    """Return the srun that starts a command once on each of several nodes, or ""."""
-    if command.nodes == 1:
-        return ""
-    cpus = command.ranks // command.nodes * command.cpus_per_rank
-    return (
-        f"srun --nodes={command.nodes} --ntasks={command.nodes} --ntasks-per-node=1 "
-        f"--cpus-per-task={cpus} --kill-on-bad-exit=1 --export=ALL "
-    )
+def srun_argv(command: Command, settings: JobSettings, *, bind: bool) -> list[str]:
+    """Return the srun that starts a command's tasks: one a node, or one a rank.
+
+    `bind`: bind tasks to cores; a private cluster cannot.
+    """
+    ranks = command.ranks // command.nodes
+    tasks = ranks if settings.tasks == "rank" and command.kind != "replica" else 1
+    return [
+        "srun",
+        f"--nodes={command.nodes}",
+        f"--ntasks={tasks * command.nodes}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={ranks // tasks * command.cpus_per_rank}",
+        *([f"--cpu-bind={settings.cpu_bind}"] if bind else []),
+        "--quiet",
+        "--kill-on-bad-exit=1",
+        "--export=ALL",
+        *srun_container_options(settings.container, command.directory),
+    ]

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from cray_agents.config import Config
+from cray_agents.config import Config, JobSettings
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, host_gpus, place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment, missing_programs
+from cray_agents.runtime.scheduler.site_environment import on_this_host, with_shared_root
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store.index import identity_of
 
@@ -37,6 +38,7 @@ def configured_scheduler(config: Config, replicas: int = 0) -> Slurm | LocalProc
         config.scheduler,
         home.slurm,
         options=options,
+        settings=with_shared_root(config.job, str(home.root)),
         root=root,
         gpus=lambda: place().training,
         turns=lambda: place().turns,
@@ -48,6 +50,7 @@ def open_scheduler(
     directory: Path,
     *,
     options: Sequence[str] = (),
+    settings: JobSettings | None = None,
     root: str = "",
     gpus: Callable[[], Sequence[str]] = host_gpus,
     turns: Callable[[], bool] = lambda: False,
@@ -59,21 +62,31 @@ def open_scheduler(
             installed and comes up, else local processes; `slurm` leaves out the last.
         directory: `Home.slurm`.
         options: for a site's sbatch, such as `("--partition=gpu",)`.
+        settings: `[job]`. Its options for Slurm are a site's, too.
         root: the shared root's id, which keeps its jobs apart from another root's at a site.
         gpus: returns the ids of this host's GPUs that jobs may use. Not asked if jobs run at a
             site.
         turns: tells whether jobs use these GPUs by turns with replicas. They then run as local
             processes, whose start waits for its turn. Not asked either if jobs run at a site.
 
-    Raises SetupError if `kind` is `slurm` and there is none, BadInput if that must take turns.
+    Raises SetupError if `kind` is `slurm` and there is none, BadInput if that must take turns, or
+    if processes would run in a container that only Slurm can start.
     """
-    unused = "; slurm_options are a site's and not used" if options else ""
+    settings = settings or JobSettings()
+    here = on_this_host(settings)
+    some = options or settings.slurm_options or settings.gpu_type
+    unused = "; slurm_options are a site's and not used" if some else ""
+
+    def processes(reason: str, gpus: Sequence[str], *, turns: bool = False) -> LocalProcesses:
+        check_local_container(settings)
+        reason = f"local processes{reason}{unused}"
+        return LocalProcesses(directory, reason=reason, gpus=gpus, turns=turns, settings=here)
+
     if kind == "local":
-        reason = f"local processes, as asked for{unused}"
-        return LocalProcesses(directory, reason=reason, gpus=gpus(), turns=turns())
+        return processes(", as asked for", gpus(), turns=turns())
     if site := site_cluster():
         reason = f"the Slurm cluster {site} answers"
-        return Slurm(directory, options=options, root=root, reason=reason)
+        return Slurm(directory, options=options, settings=settings, root=root, reason=reason)
     if turns():
         if kind == "slurm":
             raise BadInput(
@@ -82,17 +95,26 @@ def open_scheduler(
                 " 'split'",
                 param="scheduler",
             )
-        reason = f"local processes, which take turns with replicas on the GPUs{unused}"
-        return LocalProcesses(directory, reason=reason, gpus=gpus(), turns=True)
+        return processes(", which take turns with replicas on the GPUs", gpus(), turns=True)
     cluster = PrivateCluster(directory, gpus=gpus())
     try:
         cluster.start()
     except SetupError as error:
         if kind == "slurm":
             raise
-        reason = f"local processes: {error}{unused}"
-        return LocalProcesses(directory, reason=reason, gpus=cluster.gpus)
-    return Slurm(directory, cluster, reason=f"a private Slurm cluster of this host{unused}")
+        return processes(f": {error}", cluster.gpus)
+    reason = f"a private Slurm cluster of this host{unused}"
+    return Slurm(directory, cluster, settings=here, reason=reason)
+
+
+def check_local_container(settings: JobSettings) -> None:
+    """Raise BadInput for a container that needs Slurm's srun."""
+    if settings.container is not None and settings.container.runtime == "pyxis":
+        raise BadInput(
+            "job.container.runtime = 'pyxis' is a part of Slurm, and here jobs are local processes:"
+            " use 'apptainer', or leave job.container out",
+            param="job",
+        )
 
 
 def site_cluster() -> str | None:

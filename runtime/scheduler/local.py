@@ -19,11 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from cray_agents.config import JobSettings
 from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE, count_gpus
 from cray_agents.runtime.scheduler.programs import clean_environment
+from cray_agents.runtime.scheduler.site_environment import (
+    command_variables,
+    preparation,
+    task_argv,
+)
 from cray_agents.runtime.scheduler.supervised import Supervised
 from cray_agents.runtime.scheduler.supervisor import publish
 
@@ -39,6 +45,7 @@ class LocalProcesses:
         gpus: ids of the GPUs that commands may use, each one by one command at a time. Without any,
             nothing waits, and a command sees what there is.
         turns: replicas use these GPUs, too. A command gets some only within `start_turn`.
+        settings: the site's `[job]`. Modules and prolog are done by a bash before the command.
     """
 
     name = "local"
@@ -52,8 +59,10 @@ class LocalProcesses:
         reason: str = "",
         gpus: Sequence[str] = (),
         turns: bool = False,
+        settings: JobSettings | None = None,
     ) -> None:
         self.reason = reason
+        self._settings = settings or JobSettings()
         self.gpus = tuple(gpus)
         self.turns = turns
         self.grace = grace
@@ -91,6 +100,11 @@ class LocalProcesses:
             raise SchedulerError(f"{command.name!r} is no command's name: use {NAME.pattern}")
         if command.nodes != 1:
             raise SchedulerError(f"{command.name}: this machine is 1 node, not {command.nodes}")
+        if command.slurm_options:
+            raise SchedulerError(
+                f"{command.name}: {' '.join(command.slurm_options)} are options for Slurm, and here"
+                " jobs are local processes: leave slurm_options out"
+            )
         with self._lock:
             self._revive_supervisor()
             now = self.status(command.name)
@@ -185,10 +199,15 @@ class LocalProcesses:
 
     def _start(self, command_id: str, command: Command, gpus: tuple[str, ...] = ()) -> None:
         """Start a command on its GPUs; without any it sees what there is."""
-        environment = command.environment | ({VISIBLE: ",".join(gpus)} if gpus else {})
+        environment = command_variables(self._settings, command)
+        environment |= {VISIBLE: ",".join(gpus)} if gpus else {}
+        argv = task_argv(self._settings, command)
+        if before := preparation(self._settings):
+            prepared = f'end() {{ exit "$1"; }}\n{before}exec "$@"'
+            argv = ["/bin/bash", "-c", prepared, "task", *argv]
         self._supervised.start(
             command_id,
-            command.argv,
+            argv,
             env=clean_environment(environment),
             cwd=command.directory,
             log=command.log,

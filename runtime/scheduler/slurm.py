@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cray_agents.config import JobSettings
 from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandState, CommandStatus
 from cray_agents.runtime.scheduler.batch_script import REFUSED, batch_script
@@ -74,6 +75,7 @@ class Slurm:
     Args:
         directory: a folder on the shared root, for claims and exit codes.
         options: for the site's sbatch, such as `("--partition=gpu", "--account=me")`.
+        settings: the site's `[job]`.
         root: the shared root's id, where another root may have jobs of the same names.
     """
 
@@ -85,10 +87,12 @@ class Slurm:
         cluster: PrivateCluster | None = None,
         *,
         options: Sequence[str] = (),
+        settings: JobSettings | None = None,
         root: str = "",
         reason: str = "",
     ) -> None:
         self.reason = reason
+        self.settings = settings or JobSettings()
         self.cluster = cluster
         self._ledger = directory.resolve() / "ledger"
         self._options = options
@@ -126,19 +130,16 @@ class Slurm:
         """Queue a command, or find its live job. Raises SchedulerError."""
         if not NAME.fullmatch(command.name):
             raise SchedulerError(f"{command.name!r} is no job's name: it must match {NAME.pattern}")
-        ledger = self._ledger / command.name
-        lock = self.cluster.directory / "run" / f"{command.name}.lock" if self.cluster else None
-        named = command.model_copy(update={"name": self.job_name(command.name)})
-        script = batch_script(named, ledger, lock, self.gpus or ())
+        script = self.script(command)
         with self._lock:
-            ledger.mkdir(parents=True, exist_ok=True)
+            (self._ledger / command.name).mkdir(parents=True, exist_ok=True)
             deadline = time.monotonic() + PATIENCE_SECONDS
             while True:
                 # also after an unclear failure: Slurm may have accepted the job
                 if live := self._live_jobs(command.name):
                     return str(live[-1].id)
                 try:
-                    printed = self._run("sbatch", "--parsable", *self._options, script=script)
+                    printed = self._run("sbatch", "--parsable", script=script)
                     break
                 except Unreachable as error:
                     self._wait_to_retry(deadline, error)
@@ -147,6 +148,13 @@ class Slurm:
             if self.cluster:
                 self.cluster.remember_id(job_id)
             return str(job_id)
+
+    def script(self, command: Command) -> str:
+        """Return the batch script of a command. Raises SchedulerError."""
+        lock = self.cluster.directory / "run" / f"{command.name}.lock" if self.cluster else None
+        named = command.model_copy(update={"name": self.job_name(command.name)})
+        ledger = self._ledger / command.name
+        return batch_script(named, ledger, lock, self.gpus or (), self.settings, self._options)
 
     def status(self, name: str) -> CommandStatus:
         """Return the status of the name's newest job. Raises SchedulerError without an answer."""

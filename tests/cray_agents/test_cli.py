@@ -147,7 +147,10 @@ def test_doctor_says_what_the_trainer_would_use(tmp_path: Path) -> None:
         return {row["check"]: row for row in json.loads(said)}
 
     gpus = {"CRAY_AGENTS_TRAIN_GPU": "H200", "CRAY_AGENTS_TRAIN_GPUS_PER_NODE": "4"}
-    on_gpus = rows(**gpus, CRAY_AGENTS_TRAIN_CPUS_PER_RANK="2")
+    job = {"CRAY_AGENTS_JOB": '{"fabric": "efa"}', "NCCL_IB_HCA": "mlx5"}
+    on_gpus = rows(**gpus, **job, CRAY_AGENTS_TRAIN_CPUS_PER_RANK="2")
+    variables = on_gpus["job variables"]["found"].split()
+    assert {"NCCL_DEBUG=WARN", "FI_PROVIDER=efa", "NCCL_IB_HCA=mlx5"} <= set(variables)
     found, layers = on_gpus["training"], on_gpus["layers"]
     assert found["state"] == "ok"
     assert found["found"] == "4 ranks on a node of 4 x H200 (140 GiB), 2 cores each"

@@ -51,6 +51,60 @@ def test_slurms_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             load_config({}, tmp_path)
 
 
+SECTION = """
+[job]
+modules = ["cuda/12.9"]
+fabric = "efa"
+[job.environment]
+NCCL_DEBUG = "INFO"
+[job.container]
+image = "/images/train.sqsh"
+mounts = ["/data"]
+[job.slurm_options]
+replica = ["--partition=serve"]
+"""
+
+
+def test_a_section_says_how_jobs_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cray-agents.toml").write_text(SECTION)
+    job = load_config({}, tmp_path).job
+    assert (job.modules, job.environment) == (["cuda/12.9"], {"NCCL_DEBUG": "INFO"})
+    assert job.container is not None and job.container.runtime == "pyxis"
+    assert job.slurm_options == {"replica": ["--partition=serve"]}
+    monkeypatch.setenv("CRAY_AGENTS_JOB", '{"gpu_type": "h200"}')
+    assert load_config({}, tmp_path).job.gpu_type == "h200"  # all of the section is replaced
+    monkeypatch.setenv("CRAY_AGENTS_JOB", "h200")
+    with pytest.raises(ConfigError, match="CRAY_AGENTS_JOB must be JSON"):
+        load_config({}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("module = ['a']", r"\[job\]: unknown key 'module'; did you mean modules"),
+        ("container = {imag = 'a'}", r"\[job.container\]: unknown key 'imag'; did you mean image"),
+        ("container = {}", "container.image"),
+        ("container = {image = 'a', mounts = ['data:b']}", "write it as /a, /a:/b or /a:/b:ro"),
+        ("container = {image = 'a', options = ['-x']}", "write it as --name or --name=value"),
+        ("environment = {'A;B' = '1'}", "'A;B' cannot name environment variables"),
+        ("environment = {CUDA_VISIBLE_DEVICES = '1'}", "set it themselves"),
+        ("inherit = ['*']", "cannot name environment variables"),
+        ("inherit = ['SLURM_*']", "set it themselves"),
+        ("modules = ['a; b']", "no module's name"),
+        ("prolog = ['#SBATCH --qos=a']", "no effect in a prolog: use slurm_options"),
+        ("tasks = 'core'", "job.tasks = 'core'"),
+        ("cpu_bind = 'a b'", "job.cpu_bind"),
+        ("gpu_type = 'h 200'", "job.gpu_type"),
+        ("slurm_options = {training = ['--nodes=2']}", "--nodes is the platform's own"),
+        ("slurm_options = {train = []}", "'training', 'session'"),
+    ],
+)
+def test_a_bad_value_of_the_section_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "cray-agents.toml").write_text(f"[job]\n{text}\n")
+    with pytest.raises(ConfigError, match=said):
+        load_config({}, tmp_path)
+
+
 def test_where_a_platform_is_belongs_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

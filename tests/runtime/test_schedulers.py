@@ -60,8 +60,10 @@ def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Comma
 
 
 def text_of(command: Command) -> str:
+    """The command's output, without srun's lines about a bad end."""
     log = Path(command.log)
-    return log.read_text() if log.exists() else ""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return "".join(line for line in lines if not line.startswith("srun: error:"))
 
 
 def test_success_with_environment_directory_and_log(scheduler, shell) -> None:

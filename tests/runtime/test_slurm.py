@@ -3,14 +3,16 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cray_agents.config import SLURM_OWN, Config
+from cray_agents.config import SLURM_OWN, Config, JobContainer, JobSettings
 from cray_agents.errors import BadInput, SchedulerError, SetupError
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler import choose, programs
@@ -23,6 +25,7 @@ from cray_agents.runtime.scheduler.choose import (
 )
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.site_environment import with_shared_root
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.scheduler.supervisor import descendants
 
@@ -36,31 +39,33 @@ GOLDEN = """\
 #SBATCH --cpus-per-task=3
 #SBATCH --gpus-per-node=2
 #SBATCH --time=90
-#SBATCH --signal=B:TERM@60
+#SBATCH --signal=TERM@60
 #SBATCH --chdir="/home/me/my work"
 #SBATCH --output="/logs/50%%.txt"
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
+#SBATCH --partition=gpu
+#SBATCH --comment="a b"
 
 export A='it'"'"'s'
 export B=2
+export NCCL_DEBUG=WARN
 ledger=/home/ledger/train-1
-lock=/run/train-1.lock
 claim="$ledger/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
 if ! (set -o noclobber; : > "$claim.started") 2> /dev/null; then
     echo "job $SLURM_JOB_ID was started before: refused" >&2
     exit 75
 fi
-exec 9> "$lock"
-if ! flock --timeout 20 9; then
-    echo "processes of an earlier job of this name are alive: refused" >&2
-    exit 75
-fi
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=6 --kill-on-bad-exit=1 \
---export=ALL python -m train 'a b' &
-child=$!
+end() {
+    echo "$1" > "$claim.draft" && mv "$claim.draft" "$claim.ended"
+    exit "$1"
+}
+export RANKS_START="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$(date +%s%N)"
 again=
-trap 'again=1; kill -TERM "$child" 2> /dev/null' TERM
+trap again=1 TERM
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=6 --cpu-bind=cores \
+--quiet --kill-on-bad-exit=1 --export=ALL python -m train 'a b' &
+child=$!
 wait "$child"
 code=$?
 while [ -n "$again" ]; do
@@ -68,9 +73,20 @@ while [ -n "$again" ]; do
     wait "$child"
     code=$?
 done
-echo "$code" > "$claim.draft" && mv "$claim.draft" "$claim.ended"
-exit "$code"
+end "$code"
 """
+#: A private cluster's: each task takes the lock, and names its GPUs by their ids.
+GOLDEN_TASK = """\
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=6 --quiet --kill-on-bad-exit=1 \
+--export=ALL /bin/bash -c 'exec 9> /run/train-1.lock
+flock --shared --timeout 20 9 || exit 75
+gpus=(0 GPU-5)
+ids=()
+for number in ${CUDA_VISIBLE_DEVICES//,/ }; do ids+=("${gpus[number]}"); done
+export CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${ids[*]}")"
+exec "$@"' task python -m train 'a b' &
+"""
+BARE = JobSettings(inherit=[])
 
 
 @pytest.fixture
@@ -103,32 +119,111 @@ def end_of(scheduler: Slurm | LocalProcesses, name: str = "job") -> CommandStatu
     return scheduler.status(name)
 
 
+TRAIN = Command(
+    name="train-1",
+    argv=["python", "-m", "train", "a b"],
+    directory="/home/me/my work",
+    log="/logs/50%.txt",
+    environment={"B": "2", "A": "it's"},
+    nodes=2,
+    ranks=4,
+    cpus_per_rank=3,
+    gpus=True,
+    minutes=90,
+)
+
+
 def test_the_batch_script_is_golden() -> None:
-    wanted = Command(
-        name="train-1",
-        argv=["python", "-m", "train", "a b"],
-        directory="/home/me/my work",
-        log="/logs/50%.txt",
-        environment={"B": "2", "A": "it's"},
-        nodes=2,
-        ranks=4,
-        cpus_per_rank=3,
-        gpus=True,
-        minutes=90,
+    own = TRAIN.model_copy(update={"slurm_options": ["--comment=a b"]})
+    ledger, options = Path("/home/ledger/train-1"), ["--partition=gpu"]
+    assert batch_script(own, ledger, settings=BARE, options=options) == GOLDEN
+    private = batch_script(own, ledger, Path("/run/train-1.lock"), ["0", "GPU-5"], BARE)
+    assert GOLDEN_TASK in private and "flock --shared 9\n" in private
+    plain = batch_script(TRAIN.model_copy(update={"nodes": 1, "minutes": None}), Path("/l"))
+    assert "\nsrun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=12 " in plain
+    assert "--signal=TERM@60\n" in plain  # the partition may have a limit
+    assert not any(word in plain for word in ("--time", "flock", "module"))
+    for wrong, said in (
+        ({"ranks": 3}, "divide"),
+        ({"environment": {"A;B": "1"}}, "environment"),
+        ({"log": "/a\nb"}, "line break"),
+    ):
+        with pytest.raises(SchedulerError, match=said):
+            batch_script(TRAIN.model_copy(update=wrong), Path("/l"))
+
+
+@pytest.mark.parametrize(
+    ("minutes", "wanted", "seconds"),
+    [(1, None, 30), (90, None, 60), (None, 900, 900), (240, 900, 900), (20, 900, 600)],
+)
+def test_notice_is_at_most_half_of_the_time(
+    minutes: int | None, wanted: int | None, seconds: int
+) -> None:
+    timed = TRAIN.model_copy(update={"minutes": minutes, "notice_seconds": wanted})
+    assert f"#SBATCH --signal=TERM@{seconds}\n" in batch_script(timed, Path("/l"))
+
+
+def test_a_site_decides_how_jobs_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NCCL_IB_HCA": "mlx5", "FI_PROVIDER": "cxi", "HF_TOKEN": "secret"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    site = JobSettings(
+        environment={"B": "site's", "NCCL_DEBUG": "INFO"},
+        fabric="efa",
+        modules=["cuda/12.9", "nccl"],
+        prolog=["ulimit -l unlimited"],
+        tasks="rank",
+        cpu_bind="none",
+        gpu_type="h200",
+        slurm_options={"training": ["--qos=long"], "session": ["--qos=short"]},
     )
-    script = batch_script(wanted, Path("/home/ledger/train-1"), Path("/run/train-1.lock"))
-    assert script == GOLDEN
-    plain = batch_script(wanted.model_copy(update={"nodes": 1, "minutes": None}), Path("/l"))
-    assert "\npython -m train 'a b' &\n" in plain
-    assert not any(word in plain for word in ("srun", "--time", "--signal", "flock"))
-    with pytest.raises(SchedulerError, match="divide"):
-        batch_script(wanted.model_copy(update={"ranks": 3}), Path("/l"))
-    with pytest.raises(SchedulerError, match="environment"):
-        batch_script(wanted.model_copy(update={"environment": {"A;B": "1"}}), Path("/l"))
+    lines = batch_script(TRAIN, Path("/l"), settings=site, options=["--qos=usual"]).splitlines()
+    assert "#SBATCH --gpus-per-node=h200:2" in lines
+    assert [line for line in lines if "qos" in line] == [  # of two, sbatch takes the last
+        "#SBATCH --qos=usual",
+        "#SBATCH --qos=long",
+    ]
+    exports = dict(line[7:].split("=", 1) for line in lines if line.startswith("export "))
+    assert (exports["B"], exports["NCCL_DEBUG"], exports["FI_PROVIDER"]) == (
+        "'site'\"'\"'s'",
+        "INFO",
+        "cxi",
+    )
+    assert (exports["NCCL_IB_HCA"], exports["FI_EFA_FORK_SAFE"]) == ("mlx5", "1")
+    assert not {"HF_TOKEN", "CUDA_VISIBLE_DEVICES"} & set(exports)
+    (load,) = [n for n, line in enumerate(lines) if line.startswith("module load cuda/12.9 nccl")]
+    start = (
+        "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=3 --cpu-bind=none"
+        " --quiet --kill-on-bad-exit=1 --export=ALL python -m train 'a b' &"
+    )
+    assert load < lines.index("ulimit -l unlimited") < lines.index(start)
+    cpu = batch_script(TRAIN.model_copy(update={"gpus": False}), Path("/l"), settings=BARE)
+    assert "NCCL" not in cpu
+
+
+def test_tasks_run_in_the_sites_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/host")
+    image = JobContainer(image="/images/train.sqsh", mounts=["/data:/data:ro"], python="/py")
+    site = with_shared_root(JobSettings(container=image), "/shared")
+    own = TRAIN.model_copy(update={"argv": [sys.executable, "-m", "train"]})
+    pyxis = batch_script(own, Path("/l"), settings=site)
+    assert (
+        " --export=ALL --container-image=/images/train.sqsh"
+        " --container-mounts=/shared:/shared,/data:/data:ro"
+        " '--container-workdir=/home/me/my work' /py -m train &\n"
+    ) in pyxis
+    assert "/of/the/host" not in pyxis
+    other = site.container.model_copy(update={"runtime": "apptainer"})
+    apptainer = batch_script(own, Path("/l"), settings=site.model_copy(update={"container": other}))
+    assert (
+        "--export=ALL apptainer exec --nv --bind=/shared:/shared --bind=/data:/data:ro"
+        " '--pwd=/home/me/my work' /images/train.sqsh /py -m train &\n"
+    ) in apptainer
 
 
 def test_what_the_script_sets_is_no_sites_to_set() -> None:
-    options = [line[10:] for line in GOLDEN.splitlines() if line.startswith("#SBATCH --")]
+    script = batch_script(TRAIN, Path("/l"))
+    options = [line[10:] for line in script.splitlines() if line.startswith("#SBATCH --")]
     assert {option.partition("=")[0] for option in options} <= set(SLURM_OWN)
 
 
@@ -144,21 +239,82 @@ def test_options_that_nobody_takes_are_told(tmp_path: Path) -> None:
         assert "slurm_options are a site's and not used" in local.reason
 
 
-def test_the_script_passes_sigterm_on_and_refuses_a_second_start(tmp_path: Path) -> None:
-    checkpointing = "trap 'sleep 0.3; exit 9' TERM; echo up; while :; do sleep 0.05; done"
-    script = batch_script(command(tmp_path, checkpointing), tmp_path)
+def test_the_script_outlives_sigterm_and_refuses_a_second_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done; exec "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    tasks = "echo up; while [ ! -e stop ]; do sleep 0.05; done; exit 9"
+    script = batch_script(command(tmp_path, tasks), tmp_path)
     environment = {**os.environ, "SLURM_JOB_ID": "7"}
     argv = ["/bin/bash", "-c", script]
-    with subprocess.Popen(argv, env=environment, stdout=-1) as batch:
+    with subprocess.Popen(argv, env=environment, stdout=-1, cwd=tmp_path) as batch:
         assert batch.stdout
         batch.stdout.readline()
-        time.sleep(0.1)
-        batch.send_signal(signal.SIGTERM)  # to the script alone, as before a time limit
-        assert batch.wait(5) == 9
+        batch.send_signal(signal.SIGTERM)  # to the script alone: an srun would kill its tasks
+        with pytest.raises(subprocess.TimeoutExpired):
+            batch.wait(0.3)
+        (tmp_path / "stop").touch()
+        assert batch.wait(60) == 9
     assert (tmp_path / "7.0.ended").read_text() == "9\n"
     again = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stdout) == (75, "")
     assert "refused" in again.stderr
+
+
+@slurm
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_tasks_get_slurms_early_signal_and_have_time(home: Path, nodes: int) -> None:
+    cluster = PrivateCluster(home, nodes=nodes, cpus=1)
+    cluster.start()
+    script = "trap 'sleep 0.5; echo saved; exit 9' TERM; echo up; while :; do sleep 0.05; done"
+    with Slurm(home, cluster) as scheduler:
+        wanted = command(home, script, nodes=nodes, ranks=nodes)
+        job = scheduler.submit(wanted)
+        log = Path(wanted.log)
+        until(lambda: log.exists() and log.read_text().count("up") == nodes)
+        signal_tasks = ["scancel", "--signal=TERM", job]  # as --signal=TERM@60 does
+        subprocess.run(signal_tasks, env=cluster.environment, check=True)
+        assert end_of(scheduler).exit_code == 9
+    assert log.read_text().count("saved") == nodes
+
+
+@slurm
+def test_modules_variables_and_tasks_of_a_real_job(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = tmp_path / "modules" / "init" / "bash"
+    modules.parent.mkdir(parents=True)
+    modules.write_text('module() { export LOADED="$*"; [ "$2" != none/1 ]; }\n')
+    monkeypatch.setenv("MODULESHOME", str(tmp_path / "modules"))
+    site = JobSettings(
+        environment={"SITE": "a 'b'"},
+        modules=["cuda/12.9"],
+        prolog=['export BEFORE="$SITE on $(hostname)"'],
+        tasks="rank",
+    )
+    cluster = PrivateCluster(home, nodes=2, cpus=2)
+    cluster.start()
+    script = 'echo "$SLURM_PROCID|$LOADED|$BEFORE|$SITE"'
+    with Slurm(home, cluster, settings=site) as scheduler:
+        wide = command(home, script, nodes=2, ranks=4)
+        scheduler.submit(wide)
+        assert end_of(scheduler).state == "succeeded"
+        text = f"load cuda/12.9|a 'b' on {socket.gethostname()}|a 'b'"
+        lines = sorted(Path(wide.log).read_text().splitlines())
+        assert lines == [f"{task}|{text}" for task in range(4)]
+    missing = site.model_copy(update={"modules": ["none/1"]})
+    with LocalProcesses(tmp_path / "local", settings=site) as local:
+        local.submit(alone := command(tmp_path, 'echo "$LOADED|$BEFORE|$SITE"', "alone"))
+        assert end_of(local, "alone").state == "succeeded"
+        assert Path(alone.log).read_text() == text + "\n"
+        with pytest.raises(SchedulerError, match="leave slurm_options out"):
+            local.submit(command(tmp_path, "true", "other", slurm_options=["--qos=long"]))
+    with LocalProcesses(tmp_path / "local", settings=missing) as local:
+        local.submit(alone := command(tmp_path, "true", "without"))
+        assert end_of(local, "without").exit_code == 1
+        assert "module load failed" in Path(alone.log).read_text()
 
 
 @slurm
@@ -361,7 +517,7 @@ def test_a_client_that_reads_late_gets_the_whole_script(
         long = command(tmp_path, "true", environment={"LONG": "x" * 200_000})  # more than a pipe
         assert scheduler.submit(long) == "7"
     got = (tmp_path / "got").read_text()
-    assert "x" * 200_000 in got and got.endswith('exit "$code"\n')
+    assert "x" * 200_000 in got and got.endswith('end "$code"\n')
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

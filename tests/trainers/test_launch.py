@@ -3,15 +3,36 @@
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cray_agents.config import JobSettings
+from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
+from cray_agents.ports import Command
+from cray_agents.runtime.scheduler.choose import missing_programs
+from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.launch import find_placement, load_for_ranks
+from cray_agents.trainers.job.launch import (
+    RankPlacement,
+    find_placement,
+    listen_for_ranks,
+    load_for_ranks,
+    meet,
+)
+from cray_agents.trainers.job.rendezvous import (
+    MEETING_SECONDS,
+    Rendezvous,
+    announce,
+    loading_seconds,
+)
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Layout
 
@@ -80,6 +101,92 @@ def test_cuda_keeps_the_order_that_tensor_parallel_layers_need(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     load_for_ranks(find_placement(tensor, "job"), Layout(tensor=tensor))
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+
+
+def test_launchers_find_their_ranks_by_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_STEP_NUM_TASKS", "RANKS_START", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    node = find_placement(8, "job-1")
+    assert (node.ranks, node.host, node.start) == (range(4, 8), "n7", "job-1-0-0-0")
+    assert node.node_phrase.startswith(" on node 1 of 2")
+    with pytest.raises(BadInput, match="3 ranks cannot be spread evenly over 2 nodes"):
+        find_placement(3, "job-1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("RANKS_START", "7.0.123")
+    task = find_placement(8, "job-1")
+    assert (task.ranks, task.start) == (range(5, 6), "job-1-7.0.123")
+    assert task.node_phrase.startswith(" on task 5 of 8")
+    monkeypatch.setenv("SLURM_NNODES", "1")
+    assert find_placement(8, "job-1").host == "127.0.0.1"
+
+
+def test_launchers_meet_at_a_free_port_of_their_own_start(tmp_path: Path) -> None:
+    first = RankPlacement(0, 2, 2, "127.0.0.1", 0, "job-1-7", attempt=4)
+    second = replace(first, node=1, host="127.0.0.2", attempt=3)  # read before the first's claim
+    stale = Rendezvous(host="elsewhere", port=1, attempt=2)
+    announce(tmp_path / "job-1-7.rendezvous.json", stale)  # of a start that was killed
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(meet, second, tmp_path)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.5)
+        place, listener = meet(first, tmp_path)
+        assert listener is not None
+        with listener, listen_for_ranks(first) as other:
+            assert other.getsockname()[1] != place.port != 0  # a taken port is never asked for
+            came, none = waiting.result(60)
+            assert (came.host, came.port, none) == ("127.0.0.1", place.port, None)
+    impatient = replace(second, start="job-1-8", patience=0.2)
+    with pytest.raises(SetupError, match="the first node did not say within 0 s"):
+        meet(impatient, tmp_path)
+
+
+def test_ranks_wait_longer_for_what_takes_longer_to_load(tmp_path: Path) -> None:
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(840 * 10**9)  # a hole: 70 billion parameters with their moments
+    assert loading_seconds(None) == MEETING_SECONDS
+    assert loading_seconds(tmp_path, tmp_path / "none") == MEETING_SECONDS + 4200
+
+
+RANK_OF_A_TASK = """
+import sys
+from pathlib import Path
+from cray_agents.trainers.job.launch import find_placement, run_ranks
+place = find_placement(2, "tasks")
+def main(rank, store, stop):
+    store.set(str(rank), f"launcher {place.node}")
+    print(store.get(str(1 - rank)).decode())
+    store.set(f"{rank} has read", "")
+    store.get("1 has read")  # rank 0 has the store
+    return 0
+run_ranks(place, Path(sys.argv[1]), main)
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.skipif(bool(missing_programs()), reason=f"lacks {missing_programs()}")
+def test_a_task_for_each_rank_on_a_real_slurm(tmp_path: Path) -> None:
+    cluster = PrivateCluster(tmp_path / "slurm", cpus=2)
+    cluster.start()
+    command = Command(
+        name="tasks",
+        argv=[sys.executable, "-c", RANK_OF_A_TASK, str(tmp_path / "logs")],
+        directory=str(tmp_path),
+        log=str(tmp_path / "log.txt"),
+        ranks=2,
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    with Slurm(tmp_path / "slurm", cluster, settings=JobSettings(tasks="rank")) as scheduler:
+        scheduler.submit(command)
+        while scheduler.status("tasks").state in ("queued", "running"):
+            time.sleep(0.1)
+        assert scheduler.status("tasks").state == "succeeded", Path(command.log).read_text()
+    texts = [(tmp_path / "logs" / f"rank-{rank}.txt").read_text() for rank in range(2)]
+    assert texts == ["launcher 1\n", "launcher 0\n"]
+    assert not list((tmp_path / "logs").glob("*.json"))
 
 
 def test_a_sessions_rank_in_a_new_python_runs_what_a_forked_one_does(tmp_path: Path) -> None:

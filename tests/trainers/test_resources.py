@@ -1,20 +1,24 @@
 """Resources of a job from the configuration, and the layout of jobs that name none."""
 
 import json
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cray_agents.config import load_config
+from cray_agents.cli.jobs.scripts import print_script
+from cray_agents.config import JobSettings, load_config
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.gpu_placement import nvidia_devices
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.job.save_notice import notice_seconds
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import (
     Gpus,
@@ -161,17 +165,18 @@ SCRIPT = """\
 #SBATCH --cpus-per-task=6
 #SBATCH --gpus-per-node=8
 #SBATCH --time=240
-#SBATCH --signal=B:TERM@60
+#SBATCH --signal=TERM@{notice}
 #SBATCH --chdir={folder}
 #SBATCH --output={folder}/log.txt
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 
+export NCCL_DEBUG=WARN
 export OMP_NUM_THREADS=6
 """
 SRUN = (
-    "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48"
-    " --kill-on-bad-exit=1 --export=ALL "
+    "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 --cpu-bind=cores"
+    " --quiet --kill-on-bad-exit=1 --export=ALL "
 )
 
 
@@ -194,13 +199,76 @@ def test_a_large_model_is_spread_over_two_nodes(home: Home, llama70: Path, tmp_p
     assert [line.strip() for line in log[1:]] == event["reasons"]
 
     (command,) = scheduler.commands
-    script = batch_script(command, tmp_path / "ledger")
-    assert script.startswith(SCRIPT.format(job=spec.id, folder=journal.folder))
+    script = batch_script(command, tmp_path / "ledger", settings=JobSettings(inherit=[]))
+    notice = notice_seconds(spec, home, 2)
+    start = SCRIPT.format(job=spec.id, folder=journal.folder, notice=notice)
+    assert script.startswith(start)
     assert SRUN in script
+    assert command.kind == "training" and command.slurm_options == []
     again = MegatronTrainer(home, scheduler, Resources())  # as of a platform with another config
     assert again.submit(asked).state == "queued"
     assert journal.spec() == spec and len(scheduler.commands) == 1
     assert len(journal.events()) == 1
+
+
+def test_what_slurm_gets_for_a_job_can_be_printed(
+    home: Home, llama70: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    settings = {**H100, "train_nodes": 2, "train_gpus_per_node": 8, "train_minutes": 240}
+    settings |= {"home": home.root, "slurm_options": ["--partition=gpu"]}
+    config = load_config(settings | {"job": {"slurm_options": {"session": ["--qos=a"]}}}, tmp_path)
+    trainer = MegatronTrainer(home, WaitingScheduler(), resources_of(config))
+    own = open_spec(llama70, hyper={"lora": Lora()}, slurm_options=["--qos=long"])
+    assert trainer.submit(own).id == own.id == open_spec(llama70, hyper={"lora": Lora()}).id
+    print_script(config, own.id)
+    script = capsys.readouterr().out
+    options = [line[10:] for line in script.splitlines() if line.startswith("#SBATCH --")]
+    assert options[-2:] == ["partition=gpu", "qos=long"]
+    assert "export NCCL_IB_HCA=mlx5\n" in script and f"ledger={home.slurm}/ledger/" in script
+    assert f"cray_agents.trainers.job.job {home.job(own.id)}/spec.json &\n" in script
+    stays = open_spec(llama70, session="s")
+    trainer.submit(stays)
+    print_script(config, stays.id)
+    script = capsys.readouterr().out
+    assert "#SBATCH --qos=a\n" in script and "session.session_process" in script
+
+
+def test_a_jobs_own_options_change_neither_what_runs_nor_where(home: Home, llama70: Path) -> None:
+    processes = WaitingScheduler()
+    processes.name = "local"
+    trainer = MegatronTrainer(home, processes, Resources(ranks=2))
+    with pytest.raises(BadInput, match="--qos=a: jobs of this platform are local processes"):
+        trainer.submit(open_spec(llama70, slurm_options=["--qos=a"]))
+    assert not processes.commands and not list(home.jobs.glob("*"))
+    for options, said in (
+        (["--output=/tmp/a"], "--output is the platform's own"),
+        (["--get-user-env"], "cannot be given to a single job; these can: --account"),
+        (["-p gpu"], "write it as --partition=gpu"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            open_spec(llama70, slurm_options=options)
+    with pytest.raises(ValidationError, match=r"section \[job.slurm_options\]"):
+        open_spec(llama70, slurm_options=["--qos=a"], session="s")
+
+
+def test_the_early_signal_leaves_time_for_what_saves_took(home: Home, llama70: Path) -> None:
+    lora, whole = open_spec(llama70, hyper={"lora": Lora()}), open_spec(llama70)
+    assert 60 < notice_seconds(lora, home, 2) < 75  # adapters are small
+    first = notice_seconds(whole, home, 16)
+    assert first == 60 + ceil(2 * 12 * 70_553_706_496 / 16 / 5e8)
+    journal = JobJournal(home, whole.id)
+    journal.folder.mkdir(parents=True)
+    for step in range(1, 20):
+        journal.event("step", step=step, seconds=100.0 if step == 1 else 7.0)
+    journal.event("saved", step=10, seconds=80.0)
+    journal.event("saved", step=19, seconds=95.5)
+    journal.close()
+    assert notice_seconds(whole, home, 16) == 60 + 7 + 2 * 95.5
+    command = MegatronTrainer(home, WaitingScheduler(), Resources(16, 2)).command_of(whole)
+    assert command.notice_seconds == notice_seconds(whole, home, 2)
+    gone = whole.model_copy(update={"parent": "/nowhere", "dataset": "other"})
+    assert notice_seconds(gone, home, 1) == 60
 
 
 def test_a_dtype_that_was_not_given_follows_the_ranks(home: Home, llama70: Path) -> None:

@@ -13,6 +13,7 @@ Read next: launch.py for the ranks' processes, rank.py for the work of each.
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from cray_agents.trainers.job.launch import (
     must_spawn,
     run_ranks,
 )
+from cray_agents.trainers.job.rendezvous import loading_seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,10 +66,11 @@ def run(journal: JobJournal) -> int:
     placement = find_placement(spec.layout.world, spec.id)
     first = placement.node == 0
     attempt = journal.claim_attempt() if first else journal.attempts
+    placement = replace(placement, attempt=attempt)
     work = read_inputs(journal, spec, attempt)
     outcome = _train(work, placement)
-    if not first:
-        return outcome.code
+    if not first:  # by another code, srun would end the first launcher before it has published
+        return 0 if outcome.code == EX_TEMPFAIL else outcome.code
     if why := journal.fenced(attempt):
         print(f"stopped without publishing: {why}", flush=True)
     elif outcome.refusal is not None:
@@ -82,6 +85,11 @@ def run(journal: JobJournal) -> int:
 def _train(work: JobInputs, placement: RankPlacement) -> RanksOutcome:
     """Import Megatron, choose the starting point, run this node's ranks."""
     on_cpu = load_for_ranks(placement, work.spec.layout)
+    if placement.nodes > 1:
+        source = work.spec.optimizer_from
+        before = None if source is None else work.journal.home.job(source) / "megatron"
+        loaded = (work.parent, work.reference, work.teacher, work.megatron, before)
+        placement = replace(placement, patience=loading_seconds(*loaded))
     if placement.node == 0:
         work = choose_start(work, on_cpu, spawned=must_spawn())
         work.journal.close()

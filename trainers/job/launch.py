@@ -2,11 +2,11 @@
 
 Forking after Megatron's import makes ranks start in milliseconds. Each rank dies with this process,
 writes its own log, and holds a pipe to the launcher. The default is a single node. Under Slurm with
-several nodes, each node's launcher starts its share of the ranks.
+several nodes, or with a task for each rank, each launcher starts its share of the ranks.
 
 CUDA cannot be used in a fork of a process that has initialised it, and some packages initialise it
 when they are imported (flash-attn under Transformer Engine). Then each rank is spawned: a new
-Python, which imports Megatron and reads the job again. Read next: rank_monitor.py.
+Python, which imports Megatron and reads the job again. Read next: rendezvous.py, rank_monitor.py.
 """
 
 import ctypes
@@ -17,12 +17,11 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import traceback
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,60 +36,71 @@ from cray_agents.trainers.job.rank_monitor import (
     refuse,
     watch,
 )
+from cray_agents.trainers.job.rendezvous import (
+    MEETING_SECONDS,
+    Rendezvous,
+    announce,
+    await_rendezvous,
+)
 from cray_agents.training_jobs import Layout
 
 EX_TEMPFAIL = 75  # go on later
 _PR_SET_PDEATHSIG = 1
+START = "RANKS_START"  # set by the batch script: unique to a start, the same for all its launchers
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """The ranks of this node, and the address where all ranks of the job connect."""
+    """The ranks of this launcher, and the address where all ranks of the job connect.
+
+    `node` counts launchers: of nodes, or (`unit`) of Slurm's tasks. `attempt` fences what other
+    launchers say. `patience` is the time in seconds that ranks wait for each other.
+    """
 
     node: int
     nodes: int
     world: int
     host: str
-    port: int  # 0: any free one (single node)
+    port: int  # 0: any free one
     start: str = ""  # unique to this start of the job, the same on all nodes
+    unit: str = "node"
+    attempt: int = 0
+    patience: float = MEETING_SECONDS
 
     @property
     def ranks(self) -> range:
-        """The ranks of this node."""
+        """The ranks of this launcher."""
         share = self.world // self.nodes
         return range(self.node * share, (self.node + 1) * share)
 
     @property
     def node_phrase(self) -> str:
         """This node in words; empty if it is the only one."""
-        phrase = f" on node {self.node} of {self.nodes} ({socket.gethostname()})"
+        phrase = f" on {self.unit} {self.node} of {self.nodes} ({socket.gethostname()})"
         return phrase if self.nodes > 1 else ""
 
 
 def find_placement(world: int, job_id: str) -> RankPlacement:
-    """Return this node's ranks, from Slurm's variables if there are several nodes.
+    """Return this launcher's ranks, from Slurm's variables if there are several launchers.
 
-    Raises BadInput, SetupError.
+    The host is this one, by Slurm's name of it: the first launcher's is where all connect. Raises
+    BadInput.
     """
     nodes = int(os.environ.get("SLURM_NNODES", "1"))
-    if nodes == 1:
+    launchers = int(os.environ.get("SLURM_STEP_NUM_TASKS", nodes))
+    if launchers == 1:
         return RankPlacement(0, 1, world, "127.0.0.1", 0)
-    if world % nodes:
-        raise BadInput(f"{world} ranks cannot be spread evenly over {nodes} nodes", param="layout")
-    listed = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if listed.returncode:
-        raise SetupError(f"scontrol cannot list the job's nodes: {listed.stderr.strip()}")
-    port = 20000 + zlib.crc32(job_id.encode()) % 20000
+    unit = "node" if launchers == nodes else "task"
+    if world % launchers:
+        text = f"{world} ranks cannot be spread evenly over {launchers} {unit}s"
+        raise BadInput(text, param="layout")
     names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
-    start = "-".join(["end", *(os.environ.get(name, "0") for name in names)])
-    node = int(os.environ["SLURM_NODEID"])
-    return RankPlacement(node, nodes, world, listed.stdout.split()[0], port, start)
+    start = os.environ.get(START) or "-".join(os.environ.get(name, "0") for name in names)
+    number = int(os.environ["SLURM_PROCID" if unit == "task" else "SLURM_NODEID"])
+    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    host = "127.0.0.1" if nodes == 1 else here
+    return RankPlacement(number, launchers, world, host, 0, f"{job_id}-{start}", unit)
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,33 @@ class StopFlag:
 RankMain = Callable[[int, Any, StopFlag], int]
 #: A module, and what its `rank_main(on_cpu, ...)` makes a RankMain of, as JSON can hold it.
 Recipe = tuple[str, list[Any]]
+
+
+def meet(placement: RankPlacement, folder: Path) -> tuple[RankPlacement, socket.socket | None]:
+    """Return the placement with the address where ranks connect, and the first node's socket there.
+
+    With several launchers, the first one announces the address in a file of the folder, and the
+    others wait for it. Raises SetupError.
+    """
+    if placement.world == 1:
+        return placement, None
+    file = rendezvous_file(placement, folder)
+    if placement.node == 0:
+        listener = listen_for_ranks(placement)
+        placement = replace(placement, port=listener.getsockname()[1])
+        if placement.nodes > 1:
+            announce(
+                file,
+                Rendezvous(host=placement.host, port=placement.port, attempt=placement.attempt),
+            )
+        return placement, listener
+    place = await_rendezvous(file, placement.attempt, placement.patience)
+    return replace(placement, host=place.host, port=place.port), None
+
+
+def rendezvous_file(placement: RankPlacement, folder: Path) -> Path:
+    """Return the file in which a start's first launcher announces its address."""
+    return folder / f"{placement.start}.rendezvous.json"
 
 
 def listen_for_ranks(placement: RankPlacement) -> socket.socket:
@@ -174,8 +211,7 @@ def run_ranks(
     if recipe is not None and must_spawn():
         start = partial(_spawn, recipe)
         print("an import initialised CUDA, which forks cannot use: ranks are spawned", flush=True)
-    first_of_many = placement.node == 0 and placement.world > 1
-    listener = listen_for_ranks(placement) if first_of_many else None
+    placement, listener = meet(placement, logs)
     ranks: list[RankProcess] = []
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
@@ -204,6 +240,7 @@ def run_ranks(
             signal.signal(number, handler)
         if listener is not None:
             listener.close()
+            rendezvous_file(placement, logs).unlink(missing_ok=True)
 
 
 def _log(logs: Path, rank: int) -> Path:
@@ -337,7 +374,8 @@ def _store(rank: int, placement: RankPlacement, listener: socket.socket | None) 
     host, world = placement.host, placement.world
     if host.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    port = listener.getsockname()[1] if listener is not None else placement.port
+    port, patience = placement.port, timedelta(seconds=placement.patience)
     if rank == 0 and listener is not None:
-        return TCPStore(host, port, world, is_master=True, master_listen_fd=listener.detach())
-    return TCPStore(host, port, world)
+        fd = listener.detach()
+        return TCPStore(host, port, world, is_master=True, timeout=patience, master_listen_fd=fd)
+    return TCPStore(host, port, world, timeout=patience)

@@ -29,6 +29,7 @@ from cray_agents.trainers.job.job_status import (
 )
 from cray_agents.trainers.job.journal import JobJournal, changes
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
+from cray_agents.trainers.job.save_notice import notice_seconds
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
@@ -44,7 +45,6 @@ from cray_agents.training_jobs import (
     JobSpec,
     JobState,
     JobStatus,
-    Layout,
 )
 
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
@@ -141,6 +141,12 @@ class MegatronTrainer:
                 read_parent(self.home.root / place, init, hyper.way)
             except (BadInput, NotFound) as error:
                 raise type(error)(str(error), param=param) from error
+        if spec.slurm_options and self.scheduler.name == "local":
+            raise BadInput(
+                f"{' '.join(spec.slurm_options)}: jobs of this platform are local processes, which"
+                " Slurm's options do nothing for: leave slurm_options out",
+                param="slurm_options",
+            )
         if self.turns and spec.commands is not None and spec.session is None:
             raise BadInput(
                 "a job by commands keeps its GPU while it waits for the next one, and here replicas"
@@ -324,28 +330,15 @@ class MegatronTrainer:
         spec = journal.spec()
         if spec.session is None:
             note_handover(journal, handover)
-            module, argument = "job.job", journal.folder / "spec.json"
-            command = self._command(journal.job_id, journal.log, module, argument, spec.layout)
         else:
-            session_spec = SessionSpec(
-                name=spec.session,
-                layout=spec.layout,
-                idle_seconds=self.session_idle_seconds,
-                turns=self.turns,
-                parked_gib=self.parked_gib,
-                weight_transfer=self.weight_transfer,
-                platform_host=os.uname().nodename,
-            )
+            session_spec = self._session_spec(spec)
             session = SessionJournal(self.home, session_spec.id)
             session.write_spec(session_spec)
             session.stay()
             handover = handover.model_copy(update={"session": session_spec.id})
             note_handover(journal, handover)
             session.hand_over(journal.job_id)
-            module = "session.session_process"
-            command = self._command(
-                session_spec.id, session.log, module, session.folder, spec.layout
-            )
+        command = self.command_of(spec)
         scheduler_id = self.scheduler.submit(command)
         note_handover(journal, handover.model_copy(update={"id": scheduler_id}))
         if self.scheduler.status(command.name).state == "queued":
@@ -359,10 +352,32 @@ class MegatronTrainer:
             if session.session_id != keep and idle:
                 session.ask_to_end()
 
-    def _command(
-        self, name: str, log: Path, module: str, argument: Path, layout: Layout
-    ) -> Command:
-        world, gpus = layout.world, self.resources.gpus is not None
+    def command_of(self, spec: JobSpec) -> Command:
+        """Return the scheduler's command of a submitted job, or of the session that it names."""
+        journal = JobJournal(self.home, spec.id)
+        if spec.session is None:
+            name, log, argument = journal.job_id, journal.log, journal.folder / "spec.json"
+            return self._command(name, log, "job.job", argument, spec)
+        session = SessionJournal(self.home, self._session_spec(spec).id)
+        name, module = session.session_id, "session.session_process"
+        return self._command(name, session.log, module, session.folder, spec)
+
+    def _session_spec(self, spec: JobSpec) -> SessionSpec:
+        """Return the training session that a job names."""
+        assert spec.session is not None
+        return SessionSpec(
+            name=spec.session,
+            layout=spec.layout,
+            idle_seconds=self.session_idle_seconds,
+            turns=self.turns,
+            parked_gib=self.parked_gib,
+            weight_transfer=self.weight_transfer,
+            platform_host=os.uname().nodename,
+        )
+
+    def _command(self, name: str, log: Path, module: str, argument: Path, spec: JobSpec) -> Command:
+        world, gpus = spec.layout.world, self.resources.gpus is not None
+        nodes = self.resources.nodes_for(world)
         environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
         if not gpus:  # hide the GPUs of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -379,11 +394,14 @@ class MegatronTrainer:
             directory=str(log.parent.resolve()),
             log=str(log.resolve()),
             environment=environment,
-            nodes=self.resources.nodes_for(world),
+            nodes=nodes,
             ranks=world,
             cpus_per_rank=self.resources.cpus_per_rank,
             gpus=gpus,
             minutes=self.resources.minutes,
+            kind="training" if spec.session is None else "session",
+            slurm_options=spec.slurm_options,
+            notice_seconds=notice_seconds(spec, self.home, nodes),
         )
 
     # ---- statuses

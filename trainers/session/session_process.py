@@ -11,6 +11,7 @@ Read next: resident.py for the work of each rank, job/launch.py for their proces
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from cray_agents.paths import Home
 from cray_agents.trainers.job.job_end import record_failure
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
+    EX_TEMPFAIL,
     RankMain,
     find_placement,
     load_for_ranks,
@@ -54,6 +56,7 @@ def run(session: SessionJournal) -> int:
     spec = session.spec()
     placement = find_placement(spec.layout.world, session.session_id)
     attempt = session.claim_attempt() if placement.node == 0 else session.attempts
+    placement = replace(placement, attempt=attempt)
     on_cpu = load_for_ranks(placement, spec.layout)
     from cray_agents.trainers.session import resident
 
@@ -65,6 +68,8 @@ def run(session: SessionJournal) -> int:
     if outcome.refusal is not None and (job_id := session.current) is not None:
         record_failure(JobJournal(session.home, job_id), outcome.refusal)
         session.withdraw(job_id)
+    if placement.node and outcome.code == EX_TEMPFAIL:
+        return 0  # by another code, srun would end the first launcher before it has published
     return outcome.code
 
 

@@ -146,7 +146,7 @@ def _train_without_platform(config: Config, spec: JobSpec, *, detach: bool) -> J
         claim = _claim_root(home)
     with claim, contextlib.closing(configured_scheduler(config)) as scheduler:
         trainer = _make_trainer(config, scheduler)
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             following, status = _begin(home, trainer, spec)
             if detach:
                 return _detach(status)
@@ -182,7 +182,7 @@ def _save_and_stop(trainer: "MegatronTrainer", following: "Following", job_id: s
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """Let SIGTERM raise KeyboardInterrupt, so that the job saves as on Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

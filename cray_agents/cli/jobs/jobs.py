@@ -1,7 +1,7 @@
 """`jobs`: list, show, follow, plot and control training jobs of the shared root.
 
 Only `pause`, `resume` and `cancel` need the running platform; `submit` uses it, if there is one.
-Read next: submit.py, event_stream.py, job_page.py, curves.py.
+Read next: submit.py, scripts.py, event_stream.py, job_page.py, curves.py.
 """
 
 import json
@@ -11,9 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
+from cray_agents.cli.jobs.scripts import (
+    cancel_script,
+    is_script,
+    print_script,
+    print_script_log,
+    script_of,
+    script_rows,
+    submit_script,
+)
 from cray_agents.cli.jobs.submit import submit
 from cray_agents.cli.platform.platform_process import ask, owner, running, submitter
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, root, show, when
+from cray_agents.config import load_config
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
@@ -27,9 +37,10 @@ JobId = Annotated[
 
 jobs = typer.Typer(
     no_args_is_help=True,
-    help="Training jobs: submit, list, show, logs, plot, pause, resume, cancel.",
+    help="Training jobs: submit, list, show, logs, plot, pause, resume, cancel; scripts.",
 )
 jobs.command("submit")(submit)
+jobs.command("submit-script")(submit_script)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -39,8 +50,9 @@ def add_to(app: typer.Typer) -> None:
 
 @jobs.command("list")
 def list_jobs(home: HomeOption = None, as_json: JsonOption = False) -> None:
-    """List training jobs, oldest first."""
-    show(job_rows(root(home)), COLUMNS, as_json=as_json)
+    """List training jobs, oldest first, then scripts."""
+    config = load_config({"home": home})
+    show([*job_rows(config.root), *script_rows(config)], COLUMNS, as_json=as_json)
 
 
 @jobs.command("show")
@@ -48,6 +60,11 @@ def show_job(job_id: JobId, home: HomeOption = None, as_json: JsonOption = False
     """Show what a job was asked, how far it is and when it will be done, and what it left."""
     from cray_agents.cli.jobs.job_page import job_report, print_page
 
+    if is_script(job_id):
+        job = script_of(config := load_config({"home": home}), job_id)
+        row = next(row for row in script_rows(config) if row["id"] == job.id)
+        show([row], [*row], as_json=as_json)
+        return
     root_home = root(home)
     report = job_report(root_home, named_job(root_home, job_id))
     print(json.dumps(report, indent=2)) if as_json else print_page(report)
@@ -69,6 +86,11 @@ def job_logs(
     from cray_agents.cli.jobs.job_page import sentence
     from cray_agents.trainers.job.journal import JobJournal
 
+    if is_script(job_id):
+        if rank is not None or as_json:
+            raise BadInput("a script has no ranks and no events: leave --rank and --json out")
+        print_script_log(load_config({"home": home}), job_id, tail=tail, follow=follow)
+        return
     root_home = root(home)
     journal = JobJournal(root_home, named_job(root_home, job_id))
     spec = journal.spec()
@@ -90,6 +112,13 @@ def job_logs(
             line(sentence(item, spec.hyperparameters.steps))
     if follow:
         report_end(root_home, journal.job_id)
+
+
+@jobs.command("script")
+def job_script(job_id: JobId, home: HomeOption = None) -> None:
+    """Print the batch script that a submission of the job gives to a site's Slurm."""
+    config = load_config({"home": home})
+    print_script(config, job_id if is_script(job_id) else named_job(config.root, job_id))
 
 
 @jobs.command("plot")
@@ -141,6 +170,10 @@ def resume_job(job_id: JobId, home: HomeOption = None) -> None:
 @jobs.command("cancel")
 def cancel_job(job_id: JobId, home: HomeOption = None) -> None:
     """End a job for good; one that has ended stays what it is."""
+    if is_script(job_id):
+        status = cancel_script(load_config({"home": home}), job_id)
+        console.print(f"{job_id} is {status.state}")
+        return
     print_state(call_platform(root(home), job_id, Platform.cancel_job))
 
 

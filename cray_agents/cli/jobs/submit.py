@@ -64,6 +64,13 @@ def submit(
             "--oversubscribe", help="Also if it takes more cores or memory than there are."
         ),
     ] = False,
+    slurm_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="--NAME=VALUE",
+            help="For sbatch, of this job alone: --slurm-option=--partition=long; repeatable.",
+        ),
+    ] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Train adapters of this rank.")] = None,
     init: Annotated[
         str | None, typer.Option(help="random: from scratch, by the parent's config.json alone.")
@@ -95,6 +102,7 @@ def submit(
         "steps": steps,
         "layout": layout_of(layout) if layout is not None else None,
         "oversubscribe": oversubscribe or None,
+        "slurm_options": slurm_option or None,
         "lora.rank": lora_rank,
         "init": init,
         "reference": reference,

@@ -129,7 +129,17 @@ def training(config: Config) -> list[dict[str, Any]]:
         rows.append(check(check_name, True, str(resources), ""))
     except BadInput as error:
         return [*rows, check(check_name, False, "-", str(error))]
-    return [*rows, *layers(gpu=resources.gpus is not None)]
+    gpu = resources.gpus is not None
+    return [*rows, job_variables(config, gpu=gpu), *layers(gpu=gpu)]
+
+
+def job_variables(config: Config, *, gpu: bool) -> dict[str, Any]:
+    """Show the variables that jobs get, if they are submitted from here: see `[job]`."""
+    from cray_agents.runtime.scheduler.site_environment import site_variables
+
+    variables = site_variables(config.job, gpus=gpu)
+    text = " ".join(f"{name}={value}" for name, value in sorted(variables.items()))
+    return check("job variables", True, text or "none of this site", "")
 
 
 def layers(*, gpu: bool) -> list[dict[str, Any]]:
