@@ -342,6 +342,8 @@ class Loop:
 
         def report(job: JobStatus) -> None:
             self._timer.report("train", job.step, job.steps, f"job {job.scheduler_job_id}")
+            if job.offered:
+                self._running().gate.receive(job.id, displace=not self.staleness)
 
         with self._timer.phase("train"):
             job = await self._client.submit_job(
@@ -363,6 +365,7 @@ class Loop:
         try:
             if not stage.evaluates(len(done), last):
                 proof = await self.stage(candidate)
+                self._timer.note_direct(proof.seconds)
                 return {
                     "probe_max_logprob_diff": proof.max_logprob_diff,
                     "load_note": proof.load_note,
@@ -371,6 +374,7 @@ class Loop:
                 }
             before = await self._client.version(incumbent)
             verdict = await self._running().decide(candidate, before, len(done))
+            self._timer.note_direct(verdict.proof.seconds)
         except SwapError as error:  # the pool has put back what it held
             note = f"not proven: {error}"
             await self._client.reject(candidate, who=f"loop {self.name}", reason=note)
