@@ -68,6 +68,7 @@ class ScriptedEngine:
         self.asleep = 0  # the level of its sleep
         self.offered: set[str] = set()
         self.received: list[str] = []
+        self._early: dict[str, float] = {}
         self._proven = asyncio.Event()  # set while the loaded version may answer
         self._proven.set()
 
@@ -145,7 +146,8 @@ class ScriptedEngine:
             raise SwapError(f"{checkpoint} is not a directory")
         self.checkpoint, self.version = checkpoint, version
         self.loaded.append(version)
-        return {"pause": 0.0, "load": 0.0}
+        early, self._early = self._early, {}
+        return {"pause": 0.0, "load": 0.0} | early
 
     async def is_offered(self, job: str) -> bool:
         """Return True for a job in `offered`."""
@@ -157,6 +159,7 @@ class ScriptedEngine:
             raise SwapError(f"{job} does not offer its weights")
         self.checkpoint, self.version = None, ""
         self.received.append(job)
+        self._early = {"early": 0.0}
 
     async def resume(self) -> None:
         """Continue the paused answers."""

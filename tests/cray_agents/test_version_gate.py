@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 
 from cray_agents import Platform, ScriptedEngine
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
+from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
+from cray_agents.training_jobs import JobStatus
 from tests.support.killable_loop import echo, site_loop
 from tests.support.scripted_platform import platform
+from tests.support.timed_trainer import TimedTrainer
 
 WHO = "who answers?"
 
@@ -51,6 +55,37 @@ class Watched(ScriptedEngine):
                 reply = await client.post(f"{self.url}/v1/chat/completions", json=asked)
             said = reply.raise_for_status().json()["choices"][0]["message"]["content"]
             self.seen.append((what, version, said))
+
+
+class Offering(TimedTrainer):
+    """Offers a job's weights until an engine has received them, and publishes them then."""
+
+    def __init__(self, home: Home, engines: Sequence[ScriptedEngine]) -> None:
+        super().__init__(home, 0.0)
+        self.engines = engines
+
+    def _moved_on(self, job: JobStatus) -> JobStatus:
+        if any(job.id in engine.received for engine in self.engines):
+            return super()._moved_on(job)
+        for engine in self.engines:
+            engine.offered.add(job.id)
+        running = job.state in ("queued", "running")
+        return job.model_copy(update={"state": "running", "offered": True}) if running else job
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loop_lets_a_replica_receive_what_a_job_still_writes(tmp_path: Path, count: int) -> None:
+    engines = [Watched() for _ in range(count)]
+    trainer = Offering(Home(tmp_path), engines)
+    with platform(tmp_path, engines[0], others=engines[1:], trainer=trainer) as where:
+        done = list(site_loop(platform=where).run(2))
+        assert [(g.version, g.promoted) for g in done[1:]] == [("m@2", True), ("m@3", False)]
+        received = [job for engine in engines for job in engine.received]
+        assert sorted(received) == sorted(str(g.job) for g in done[1:])
+        # with one replica a request for what is promoted may need it before the candidate
+        early = ["early" in g.seconds for g in done[1:]]
+        assert early == [True, True] or count == 1
+        assert held(asyncio.run(replicas(where))) == ["m@2"] * count
 
 
 def held(replicas: list[dict[str, Any]]) -> list[str]:
