@@ -71,15 +71,17 @@ class VersionGate:
         self._work = asyncio.create_task(self._load(version))
         return await asyncio.shield(self._work)  # who waits may be cancelled, the change goes on
 
-    def receive(self, job_id: str, *, displace: bool) -> None:
+    def receive(self, job_id: str, *, rollouts: bool, evaluates: bool) -> None:
         """Let a replica receive a job's weights while it writes its files, if one can be spared.
 
-        `displace`: that may be the only one, unless calls are in flight. Where it fails, files are
-        read later, as without it.
+        `rollouts` go on meanwhile, so that every version stays served. `evaluates`: the incumbent
+        may be asked before the candidate, so that the only replica stays. Where none can be spared,
+        the weights are loaded later.
         """
         if job_id != self._received:
             self._received = job_id
-            force = displace and not self._in_use.total()
+            asked = rollouts or self._in_use.total() or (evaluates and self._replicas == 1)
+            force = not asked
             self._receiving = asyncio.create_task(self._receive(job_id, force))
 
     async def _receive(self, job_id: str, force: bool) -> None:

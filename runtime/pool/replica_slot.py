@@ -498,7 +498,7 @@ class ReplicaSlot:
         self.why_lost = ": ".join(reasons) or "its process ended"
         self.losses += 1
         self._restarted = {"time": time.time(), "why": self.why_lost, "seconds": None}
-        if self.state in ("serving", "unproven"):
+        if self.state == "serving":
             self._error = self.why_lost
             self.state = "down"
         self._notifier.notify()

@@ -52,6 +52,16 @@ async def test_what_is_staged_next_is_proven_and_served_there(
         assert [one.starts for one in hosts] == [1] * replicas
 
 
+async def test_what_is_staged_takes_no_other_replica(tmp_path: Path) -> None:
+    hosts = [host() for _ in range(3)]
+    async with serving(tmp_path, *hosts) as pool:
+        await stage(pool, tmp_path)
+        assert await pool.receive(JOB)  # on one of two with m@1, and m@2 may be displaced
+        await pool.stage(checkpoint(tmp_path, 3), "m@3", probe(3))
+        (one,) = [each.engine for each in hosts if each.engine.received]
+        assert one.loaded == ["m@1", "m@3"] and states(pool) == ["serving"] * 3
+
+
 async def test_a_job_that_offers_nothing_changes_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path, one := host()) as pool:
         assert not await pool.receive("another", displace=True)

@@ -10,6 +10,7 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import AccessDenied, Displaces, PoolBusy
 from cray_agents.platform.client import Platform
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from tests.runtime.test_version_switcher import MODELS, change, register, says_version, versions_on
 from tests.support.scripted_gateway import Gateway, served, until
@@ -85,7 +86,11 @@ async def test_what_was_displaced_comes_back_when_its_holder_dies(tmp_path: Path
 async def test_a_replica_receives_weights_for_a_holder_until_a_request_needs_it(
     tmp_path: Path,
 ) -> None:
-    async with served(tmp_path, made := engine()) as gateway:
+    def serves(model: str) -> bool:  # as compose.py says it
+        return gateway.pool.serves(gateway.services.registry.resolve(model).id)
+
+    admission = Admission(8, serves=serves)
+    async with served(tmp_path, made := engine(), admission=admission) as gateway:
         made.offered = {"job-1", "job-2"}
         receive = "/v1/jobs/job-1/receive"
         assert (await gateway.call("POST", receive))[0] == 404

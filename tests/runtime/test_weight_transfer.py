@@ -387,13 +387,17 @@ async def test_a_trainer_that_dies_before_it_publishes_leaves_the_former_version
 
 
 async def test_what_another_attempt_published_is_fetched_again(tmp_path: Path) -> None:
-    async with early_pool(tmp_path) as (home, pool, vllm):
+    home = Home(tmp_path)
+    old, new = checkpoint(home, "c1", tensors(1)), checkpoint(home, "c2", tensors(3))
+    async with scripted_host(home.sessions) as host:
+        await host.start(old, "m@1")
         with closing(Ranks(home, tensors(2), job=JOB)):
-            assert await pool.receive(JOB, displace=True)
+            await host.engine.receive(JOB, old)
         with closing(Ranks(home, tensors(3), job=JOB)) as ranks:
-            report = await publish(home, pool, ranks, tensors(3))
-        assert_equal(vllm.weights, tensors(3))
-        assert len(vllm.came) == 2 * len(tensors(3)) and report.load_note == ""
+            ranks.offer(new)
+            seconds = await host.engine.load(new, "m@2")
+        assert_equal(host.vllm.weights, tensors(3))
+        assert "transfer" in seconds and host.load_note == ""
 
 
 async def test_received_weights_that_the_probe_refuses_are_read_from_files(tmp_path: Path) -> None:
