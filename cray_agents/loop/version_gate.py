@@ -80,8 +80,8 @@ class VersionGate:
         """
         if job_id != self._received:
             self._received = job_id
-            asked = rollouts or self._in_use.total() or (evaluates and self._replicas == 1)
-            force = not asked
+            in_use = rollouts or self._in_use.total() > 0
+            force = not (in_use or (evaluates and self._replicas == 1))
             self._receiving = asyncio.create_task(self._receive(job_id, force))
 
     async def _receive(self, job_id: str, force: bool) -> None:

@@ -226,17 +226,16 @@ class ReplicaSlot:
         version is then served again.
         """
         async with self._changing:
-            loaded = self.loaded
-            if self.state != "serving" or loaded is None:
-                raise PoolBusy(f"the weights of {job} were not received: the replica changed")
-            engine = self._engine_host.engine
-            if not await engine.is_offered(job):
+            if self.state == "serving" and not await self._engine_host.engine.is_offered(job):
                 return False
+            before, loaded = self.state, self.loaded
+            if before != "serving" or loaded is None:
+                raise PoolBusy(f"the weights of {job} were not received: the replica changed")
             self._set_state("swapping")
             try:
-                await self._drain("serving", loaded, failing=f"{loaded.version} serves on")
+                await self._drain(before, loaded, failing=f"{loaded.version} serves on")
                 await self._adapters.unload()
-                await engine.receive(job, loaded.checkpoint)
+                await self._engine_host.engine.receive(job, loaded.checkpoint)
                 self._received, self._recalled = job, False
                 self._set_state("unproven")
             except (Overtaken, PoolBusy):
