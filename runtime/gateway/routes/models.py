@@ -168,10 +168,10 @@ async def receive_weights(services: Services, request: Request) -> Response:
     and `holder` are as for staging. `received` is false, and nothing changes, if the job offers no
     weights or has published them.
     """
-    job = path_id(request, "job_id", "job")
+    job, leased = path_id(request, "job_id", "job"), await _leased(services, request)
     if not services.home.job(job).is_dir():
         raise NotFound(f"no job {job!r}", param="job_id")
-    received = await services.versions.receive(job, **await _leased(services, request))
+    received = await services.versions.receive(job, **leased)
     return json_response({"received": received})
 
 
