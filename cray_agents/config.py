@@ -338,8 +338,8 @@ class Config(BaseModel):
     weight_transfer: Literal["files", "ipc", "nccl"] = Field(
         "files",
         description="how weights come from a training session to replicas on GPUs: files; ipc: "
-        "within the GPUs that both use by turns; nccl: between GPUs of their own. Files are "
-        "written in any case, and read where a transfer fails",
+        "within the GPUs that both use by turns; nccl: between GPUs of their own, also while the "
+        "files are written. Files are written in any case, and read where a transfer fails",
     )
     load_timeout: float = Field(300.0, gt=0, description="seconds an engine may load weights for")
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")

@@ -17,9 +17,11 @@ class Generation(Record):
 
     - `version` is the candidate. `sampled_from` is the version that made the training runs.
       `onward` is the version that later generations go on from (None: the promoted one).
-    - `seconds` are by phase; phases of an asynchronous loop overlap. `wall` is the seconds from the
-      end of the previous generation to the end of this one. `idle_share` is the fraction of `wall`
-      in which no replica had a request in flight (None: the platform cannot tell).
+    - `seconds` are by phase; phases of an asynchronous loop overlap. `early` and `transfer` overlap
+      others, too: a replica received weights without files, while the job wrote them, or while the
+      replica changed version. `wall` is the seconds from the end of the previous generation to the
+      end of this one. `idle_share` is the fraction of `wall` in which no replica had a request in
+      flight (None: the platform cannot tell).
     - `turns` are the seconds by phase of the turns that training had on the replicas' GPUs, and
       their number as `turns`: see Share a host's GPUs in docs/operations.md.
     - `runs` counts training runs, `tokens` the tokens sampled in them. `carried` counts runs of the

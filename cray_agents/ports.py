@@ -107,6 +107,19 @@ class Engine(Protocol):
         """
         ...
 
+    async def is_offered(self, job: str) -> bool:
+        """Tell whether a training job offers its weights, which it has not published yet."""
+        ...
+
+    async def receive(self, job: str, like: Path) -> None:
+        """Take the weights that a job offers before it publishes them, and answer nothing.
+
+        The caller has drained all requests. `like`: a checkpoint with the same tensors. A `load` of
+        what the job publishes then reads no files, and says as `early` how many seconds this took.
+        Raises SwapError, with unknown weights in place.
+        """
+        ...
+
     async def resume(self) -> None:
         """Answer requests under the weights last loaded, which are proven now."""
         ...

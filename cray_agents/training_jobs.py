@@ -406,7 +406,8 @@ class JobStatus(Record):
 
     `taken_up`: by its training session, the last time; None for a job of its own processes.
     `layers`: the layers and kernels that train it, with the reason, and how the universal way packs
-    sequences; "" before it starts.
+    sequences; "" before it starts. `offered`: its ranks send its weights to replicas while they
+    write the files.
     """
 
     id: str
@@ -424,5 +425,6 @@ class JobStatus(Record):
     metrics: dict[str, Any] = Field(default_factory=dict)
     taken_up: TakenUp | None = None
     layers: str = ""
+    offered: bool = False
     error: str | None = None
     checkpoint: str | None = None

@@ -49,7 +49,8 @@ class ScriptedEngine:
     exhausted script raises EngineError. `requests` are all requests, unchanged.
 
     `drift` is added to every logprob of `score`, so that a probe does not match. `delay` is the
-    seconds that an answer takes.
+    seconds that an answer takes. `offered` are jobs that offer their weights before they publish
+    them, and `received` those that it took.
     """
 
     def __init__(
@@ -65,6 +66,9 @@ class ScriptedEngine:
         self.drift = drift
         self.delay = delay
         self.asleep = 0  # the level of its sleep
+        self.offered: set[str] = set()
+        self.received: list[str] = []
+        self._early: dict[str, float] = {}
         self._proven = asyncio.Event()  # set while the loaded version may answer
         self._proven.set()
 
@@ -142,7 +146,20 @@ class ScriptedEngine:
             raise SwapError(f"{checkpoint} is not a directory")
         self.checkpoint, self.version = checkpoint, version
         self.loaded.append(version)
-        return {"pause": 0.0, "load": 0.0}
+        early, self._early = self._early, {}
+        return {"pause": 0.0, "load": 0.0} | early
+
+    async def is_offered(self, job: str) -> bool:
+        """Return True for a job in `offered`."""
+        return job in self.offered
+
+    async def receive(self, job: str, like: Path) -> None:
+        """Take the weights of a job in `offered`; the next `load` says that it did."""
+        if job not in self.offered:
+            raise SwapError(f"{job} does not offer its weights")
+        self.checkpoint, self.version = None, ""
+        self.received.append(job)
+        self._early = {"early": 0.0}
 
     async def resume(self) -> None:
         """Continue the paused answers."""

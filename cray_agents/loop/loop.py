@@ -277,7 +277,7 @@ class Loop:
         made = await self.collect(done, generations)
         try:
             dataset = await self.build(number)
-            job = await self.train(dataset["id"], parent, done)
+            job = await self.train(dataset["id"], parent, done, generations)
         except (BadInput, JobError) as error:
             return record_without_update(made, done, error, live=self.settings.live)
         candidate = await self._client.register(self.agent.model, job.checkpoint or job.id)
@@ -334,14 +334,21 @@ class Loop:
             return await self._client.build_dataset(recipe.model_copy(update={"givers": givers}))
 
     async def train(
-        self, dataset: str, parent: ModelVersion, done: Sequence[Generation]
+        self, dataset: str, parent: ModelVersion, done: Sequence[Generation], last: int = 0
     ) -> JobStatus:
-        """Submit the training job, or find it, and wait for its end. Raises JobError."""
+        """Submit the training job, or find it, and wait for its end. Raises JobError.
+
+        `last`: see Stage.evaluates.
+        """
         stage = stage_of(self.stages, len(done))
+        evaluates = stage.evaluates(len(done), last)
         hyperparameters = hyperparameters_of(stage, len(done), self.temperature)
 
         def report(job: JobStatus) -> None:
             self._timer.report("train", job.step, job.steps, f"job {job.scheduler_job_id}")
+            if job.offered:
+                gate = self._running().gate
+                gate.receive(job.id, rollouts=self.staleness > 0, evaluates=evaluates)
 
         with self._timer.phase("train"):
             job = await self._client.submit_job(
@@ -363,6 +370,7 @@ class Loop:
         try:
             if not stage.evaluates(len(done), last):
                 proof = await self.stage(candidate)
+                self._timer.note_direct(proof.seconds)
                 return {
                     "probe_max_logprob_diff": proof.max_logprob_diff,
                     "load_note": proof.load_note,
@@ -371,6 +379,7 @@ class Loop:
                 }
             before = await self._client.version(incumbent)
             verdict = await self._running().decide(candidate, before, len(done))
+            self._timer.note_direct(verdict.proof.seconds)
         except SwapError as error:  # the pool has put back what it held
             note = f"not proven: {error}"
             await self._client.reject(candidate, who=f"loop {self.name}", reason=note)

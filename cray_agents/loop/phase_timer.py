@@ -4,12 +4,14 @@ Called by loop.py, evaluator.py and collector.py.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from cray_agents.generation import LoopProgress
 from cray_agents.platform.client import Platform
+
+DIRECT = ("early", "transfer")  # phases of Generation.seconds, measured by the replica
 
 
 class PhaseTimer:
@@ -63,6 +65,10 @@ class PhaseTimer:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begun
+
+    def note_direct(self, seconds: Mapping[str, float]) -> None:
+        """Note the seconds in which a candidate's weights came without files, by its proof."""
+        self._seconds |= {name: seconds[name] for name in DIRECT if name in seconds}
 
 
 def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:

@@ -12,6 +12,7 @@ dies, the platform loads what is promoted again.
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter
@@ -23,6 +24,8 @@ from cray_agents.errors import CrayError, EngineUnavailable, PoolBusy
 from cray_agents.platform.client import Platform
 from cray_agents.ports import ChatEngine
 from cray_agents.records import ModelVersion, ProbeReport, Run, RunError, StopReason
+
+log = logging.getLogger(__name__)
 
 BUSY_TURNS = 5  # a version in use stays for so many times the seconds that a change takes
 LEAST_TURN = 0.2  # seconds
@@ -55,6 +58,8 @@ class VersionGate:
         self._change = 0.0  # seconds that it took
         self._changed = asyncio.Event()
         self._work: asyncio.Task[ProbeReport] | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._received = ""  # the job whose weights a replica was asked to receive
 
     async def stage(self, version: ModelVersion) -> ProbeReport:
         """Load and prove a version; wait while other calls use the replicas.
@@ -66,12 +71,37 @@ class VersionGate:
         self._work = asyncio.create_task(self._load(version))
         return await asyncio.shield(self._work)  # who waits may be cancelled, the change goes on
 
+    def receive(self, job_id: str, *, rollouts: bool, evaluates: bool) -> None:
+        """Let a replica receive a job's weights while it writes its files, if one can be spared.
+
+        `rollouts` go on meanwhile, so that every version stays served. `evaluates`: the incumbent
+        may be asked before the candidate, so that the only replica stays. Where none can be spared,
+        the weights are loaded later.
+        """
+        if job_id != self._received:
+            self._received = job_id
+            in_use = rollouts or self._in_use.total() > 0
+            force = not (in_use or (evaluates and self._replicas == 1))
+            self._receiving = asyncio.create_task(self._receive(job_id, force))
+
+    async def _receive(self, job_id: str, force: bool) -> None:
+        try:
+            if await self._platform.receive(job_id, force=force, holder=self._holder):
+                self._keep_renewing()
+        except CrayError as error:
+            log.info("the weights of %s are read from files: %s", job_id, error)
+
+    def _keep_renewing(self) -> None:
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._platform.keep_renewing(self._holder))
+
     async def stop(self) -> None:
         """Stop renewing the lease on the replica."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
-            self._renewing = None
+        tasks = [task for task in (self._renewing, self._receiving) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._renewing = self._receiving = None
 
     async def promote(
         self, version: ModelVersion, *, who: str, reason: str, numbers: dict[str, Any]
@@ -168,13 +198,13 @@ class VersionGate:
         return self._since + turn - time.monotonic()
 
     async def _load(self, version: ModelVersion) -> ProbeReport:
+        if self._receiving is not None:
+            await asyncio.wait({self._receiving})  # else it might displace this version
         while True:
             try:
                 async with self._closed():
                     self._staging = True
-                    if self._renewing is None:
-                        renewing = self._platform.keep_renewing(self._holder)
-                        self._renewing = asyncio.create_task(renewing)
+                    self._keep_renewing()
                     return await self._platform.stage(version, force=True, holder=self._holder)
             except PoolBusy as busy:
                 await self._later(busy)

@@ -295,6 +295,16 @@ class Platform:
         body = {"force": force, "holder": holder, "seconds": seconds}
         return ProbeReport.model_validate(await self._http.post(path, body, patient=True))
 
+    async def receive(self, job_id: str, *, force: bool = False, holder: str = "") -> bool:
+        """Let a replica receive the weights that a job offers while it writes its files.
+
+        `stage` then loads no files. `force` and `holder` are as there. Returns False if the job
+        offers none. Raises PoolBusy if no replica can be spared, SwapError if they did not come.
+        """
+        body = {"force": force, "holder": holder}
+        answer = await self._http.post(f"/jobs/{job_id}/receive", body, patient=True)
+        return bool(answer["received"])
+
     async def renew(self, holder: str, seconds: float = LEASE) -> None:
         """Keep a holder's version staged by force for `seconds` from now; 0: give it back.
 

@@ -121,12 +121,37 @@ class VersionSwitcher:
                         self.leases.end()
                     return report
 
+    async def receive(
+        self, job: str, *, force: bool = False, holder: str = "", seconds: float = LEASE
+    ) -> bool:
+        """Let a replica take the weights of a job that still writes its files.
+
+        A later `stage` of what the job publishes proves and serves them. `force`, `holder` and
+        `seconds` are as for `stage`. Returns False if the job offers no weights, or has published
+        them. Raises PoolBusy, SwapError.
+        """
+        async with self._queue_lock, self._change_lock:
+            self.leases.check(holder, force=force)
+            if (self._home.checkpoint(job) / checkpoints.MANIFEST).exists():
+                return False
+            promoted = self._promoted_versions()
+            canaries = filter(None, (self._registry.canary(v.name) for v in promoted))
+            protected = [*(v.id for v in promoted), *(f"{c.name}@{c.version}" for c in canaries)]
+            before = [version for version in protected if self._pool.serves(version)]
+            with suppress(Overtaken):
+                received = await self._pool.receive(job, protected=protected, displace=force)
+                if gone := [version for version in before if not self._pool.serves(version)]:
+                    self.leases.begin(holder or "admin", job, gone, seconds)
+                return received
+            return False
+
     def load_on_demand(self, version_id: str) -> "asyncio.Task[None] | None":
         """Return the task that loads a version for a request, or None if none is necessary.
 
         A version is loaded only if no replica will hold it anyway, and where that displaces
         nothing. The task raises NotLoaded at once if it cannot be loaded, or SwapError.
         """
+        self._pool.recall(version_id)
         if self._pool.serves(version_id) or self._pool.expects(version_id):
             return None
         name = version_id.partition("@")[0]

@@ -81,11 +81,14 @@ async def stage_on_one_slot(
 
 
 def find_free_slots(slots: Sequence[ReplicaSlot], protected: Collection[str]) -> list[ReplicaSlot]:
-    """Return the slots that can change while every protected version stays served, best first."""
+    """Return the slots that can change while every protected version stays served, best first.
+
+    Those that hold received weights come first: their job's version is to be staged there.
+    """
     count = Counter(version for slot in slots for version in slot.versions)
     used = {slot: [v for v in slot.versions if v in protected] for slot in slots}
     free = [slot for slot in slots if all(count[v] > 1 for v in used[slot])]
-    return sorted(free, key=lambda slot: (bool(used[slot]), slot.in_flight))
+    return sorted(free, key=lambda s: (bool(used[s]), s.state != "unproven", s.in_flight))
 
 
 Wanted = str | Callable[[], str]  # name@N, or a function that is called again at each attempt
@@ -414,6 +417,42 @@ class Pool:
         loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
         return await asyncio.shield(self._spawn(self._stage(loaded, protected, displace)))
 
+    async def receive(
+        self, job: str, *, protected: Collection[str] = (), displace: bool = False
+    ) -> bool:
+        """Let a replica take the weights of a job that still writes its files.
+
+        It answers nobody until `stage` or `swap` changes it. It goes back to the version that it
+        served when the job offers its weights no more, and when a request needs that version.
+        Without `displace` every version that is served stays served. With it, those of `stage` do:
+        a single replica is changed. Returns False, with nothing changed, if the job offers no
+        weights. Raises PoolBusy, or as `ReplicaSlot.receive`.
+        """
+        return await asyncio.shield(self._spawn(self._receive(job, protected, displace)))
+
+    async def _receive(self, job: str, protected: Collection[str], displace: bool) -> bool:
+        async with self._swapping:
+            served = {version for slot in self._slots for version in slot.versions}
+            keep = {self._incumbent, *protected} if displace else served
+            single = displace and len(self._slots) == 1
+            free = self._slots if single else find_free_slots(self._slots, keep)
+            slot = next((slot for slot in free if slot.state == "serving"), None)
+            if slot is None:
+                raise PoolBusy(f"the weights of {job} were not received: no replica can be spared")
+            if not await slot.receive(job):
+                return False
+        self._spawn(slot.go_back_in_time(job))
+        return True
+
+    def recall(self, version: str) -> None:
+        """Note that a request needs a version: replicas with received weights may have to go back.
+
+        See `receive`.
+        """
+        if not self.serves(version):
+            for slot in self._slots:
+                slot.recall(version)
+
     async def swap(
         self,
         checkpoint: Path,
@@ -516,6 +555,7 @@ class Pool:
             ]
             if fit:
                 return self._all[min(fit)[1]], wanted
+            self.recall(wanted)
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._notifier.wait()

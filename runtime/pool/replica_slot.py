@@ -35,10 +35,12 @@ from cray_agents.runtime.pool.weight_transfer import STUCK
 log = logging.getLogger(__name__)
 
 # down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
-# job trains on its GPU
-State = Literal["starting", "serving", "swapping", "down", "out", "sleeping"]
+# job trains on its GPU; unproven: it holds the weights of a job that has not published them
+State = Literal["starting", "serving", "swapping", "down", "out", "sleeping", "unproven"]
 
 _STARTS = 3  # tries of a first start
+_OFFER_CHECK = 0.5  # seconds between two looks if the job of received weights lives
+_LONGEST_UNPROVEN = 3600.0  # seconds for a job to publish what was received
 _LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
 _BACKOFF = (0.2, 30.0)  # seconds before the first restart, and at most before any
 _OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
@@ -69,6 +71,8 @@ class ReplicaSlot:
         self._drain_timeout = drain_timeout
         self._notifier = notifier
         self.requests = InFlightRequests(notifier)
+        self._received = ""  # the job of the weights that it holds while unproven
+        self._recalled = False  # while unproven: a request needs the version that was served before
         self._adapters = Adapters(engine_host, probe_limits, self.requests, notifier)
         self._selected = ""  # the version most recently loaded or selected here
         self._error: str | None = None
@@ -199,7 +203,8 @@ class ReplicaSlot:
             if self.loaded is not None and self.can_load_as_adapter(new):
                 return await self._load_adapter(self.loaded, new, protected)
             before, old = self.state, None if self.state == "out" else self.loaded
-            in_place = before == "serving" and old is not None and old.fits(new)
+            runs = before in ("serving", "unproven")
+            in_place = runs and old is not None and old.fits(new)
             self._set_state("swapping")
             try:
                 # requests under an adapter are never kept: it only fits the old weights
@@ -211,6 +216,84 @@ class ReplicaSlot:
             finally:
                 if self.state == "swapping":  # cut off: the loaded weights are unknown
                     self._mark_lost("a swap was cut off")
+
+    async def receive(self, job: str) -> bool:
+        """Take the weights of a job that still writes its files, and answer nobody.
+
+        `change` to what the job publishes then loads no files, but proves it as ever. Until then
+        `loaded` is the former version, which `go_back` serves again. Returns False, with nothing
+        changed, if the job offers no weights. Raises SwapError, PoolBusy or Overtaken; the former
+        version is then served again.
+        """
+        async with self._changing:
+            if self.state == "serving" and not await self._engine_host.engine.is_offered(job):
+                return False
+            before, loaded = self.state, self.loaded
+            if before != "serving" or loaded is None:
+                raise PoolBusy(f"the weights of {job} were not received: the replica changed")
+            self._set_state("swapping")
+            try:
+                await self._drain(before, loaded, failing=f"{loaded.version} serves on")
+                await self._adapters.unload()
+                await self._engine_host.engine.receive(job, loaded.checkpoint)
+                self._received, self._recalled = job, False
+                self._set_state("unproven")
+            except (Overtaken, PoolBusy):
+                raise
+            except (CrayError, OSError) as error:
+                stuck = isinstance(error, CrayError) and error.code == STUCK
+                await self._serve_former(loaded, afresh=stuck)
+                raise SwapError(f"{error}. {loaded.version} was loaded again") from error
+            finally:
+                if self.state == "swapping":
+                    self._mark_lost("a transfer of weights was cut off")
+            return True
+
+    def recall(self, version: str) -> None:
+        """Let the replica go back if it could answer with a version, but for received weights."""
+        waits = self.state == "unproven" and not self._recalled
+        if waits and self.loaded is not None and version in self.loaded.versions:
+            self._recalled = True
+            self._notifier.notify()
+
+    async def go_back_in_time(self, job: str) -> None:
+        """Serve the former version again when received weights will not be staged any more.
+
+        That is when they are offered no more, too old, or in the way of a request.
+        """
+
+        def waits() -> bool:
+            return self.state == "unproven" and self._received == job
+
+        until = time.monotonic() + _LONGEST_UNPROVEN
+        with suppress(CrayError, OSError):
+            while waits() and not self._recalled and time.monotonic() < until:
+                if not await self._engine_host.engine.is_offered(job):
+                    break
+                with suppress(TimeoutError):
+                    await self._notifier.wait_until(
+                        lambda: self._recalled or not waits(), _OFFER_CHECK
+                    )
+        async with self._changing:
+            if not waits() or self.loaded is None:
+                return
+            log.warning("%s is loaded again: the weights of %s were not staged", self.version, job)
+            self._set_state("swapping")
+            try:
+                await self._serve_former(self.loaded)
+            finally:
+                if self.state == "swapping":
+                    self._mark_lost("a swap was cut off")
+
+    async def _serve_former(self, loaded: LoadedVersion, *, afresh: bool = False) -> None:
+        """Load the files of the version that was served before, and serve it once it is proven."""
+        try:
+            if not afresh:
+                self._accept(loaded, await self._reload(loaded))
+                return
+        except (CrayError, OSError) as error:
+            log.warning("%s is started again: %s", loaded.version, error)
+        await self._restore(loaded)
 
     async def leave_out(self, new: LoadedVersion, why: str) -> None:
         """Answer no requests until this version is proven here; retry with back-off."""

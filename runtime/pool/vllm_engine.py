@@ -23,9 +23,15 @@ from cray_agents.records import WeightChange
 from cray_agents.runtime.pool.golden_probe import weights_of
 from cray_agents.runtime.pool.phase_seconds import timed
 from cray_agents.runtime.pool.vllm_http import Http, to_engine_error
-from cray_agents.runtime.pool.weight_transfer import STUCK, TransferSettings, fetch_weights
+from cray_agents.runtime.pool.weight_transfer import (
+    STUCK,
+    TransferSettings,
+    fetch_weights,
+    is_offered,
+)
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import changes_from
+from cray_agents.runtime.registry.weight_offers import WeightOffer, find_offers
 
 # these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
 CAPTURE = "x-cray-capture"
@@ -67,6 +73,8 @@ class VllmEngine:
         self._transfer = transfer
         # the hash of weights that were fetched, until they are proven, and whether they came
         self._fetched = ("", False)
+        # the offers of weights that came before their files were whole, and the seconds
+        self._received: tuple[list[WeightOffer], float] = ([], 0.0)
         self._http = Http(url, secret, timeout)
         self._load_timeout = load_timeout
         self._weights = ""  # the hash of those that the server holds; "": unknown
@@ -171,6 +179,7 @@ class VllmEngine:
         if self._transfer is None:
             return False
         backend, weights = self._transfer.backend, weights_of(checkpoint)
+        (received, early), self._received = self._received, ([], 0.0)
         before, came = self._fetched
         if weights == before:
             if came:
@@ -178,10 +187,16 @@ class VllmEngine:
             return False
         self._fetched, self.load_note = (weights, False), ""
         try:
+            offers = await asyncio.to_thread(find_offers, self._transfer.sessions, weights)
+            if not offers:
+                return False
+            if _tokens(offers) == _tokens(received):  # the ranks say: these are the files' weights
+                self._fetched, seconds["early"] = (weights, True), early
+                return True
             with timed(seconds, "transfer"):
-                if await fetch_weights(checkpoint, weights, self._transfer, self._control):
-                    self._fetched = (weights, True)
-                    return True
+                await fetch_weights(checkpoint, offers, self._transfer, self._control)
+            self._fetched = (weights, True)
+            return True
         except EngineTimeout as error:
             raise SwapError(f"a transfer of weights hangs: {error}", code=STUCK) from error
         except (CrayError, OSError, ValueError, KeyError) as error:
@@ -189,9 +204,31 @@ class VllmEngine:
                 raise
             self.load_note = f"weights did not come by {backend}: {error}"
             log.warning("%s is loaded from its files: %s", checkpoint, self.load_note)
-        if not self.load_note:  # nobody offers them
-            seconds.pop("transfer")
         return False
+
+    async def is_offered(self, job: str) -> bool:
+        """Tell whether a job offers its weights: see `Engine.is_offered`."""
+        return self._transfer is not None and await is_offered(self._transfer.sessions, job)
+
+    async def receive(self, job: str, like: Path) -> None:
+        """Take the weights of a job whose files are not whole: see `Engine.receive`."""
+        self._weights, self._received = "", ([], 0.0)
+        seconds: dict[str, float] = {}
+        try:
+            if self._transfer is None:
+                raise SwapError("weights come in files: weight_transfer is 'files'")
+            offers = await asyncio.to_thread(find_offers, self._transfer.sessions, job)
+            if not offers:
+                raise SwapError("its ranks do not offer them any more")
+            await self._control("/pause?mode=abort&clear_cache=true")
+            with timed(seconds, "early"):
+                await fetch_weights(like, offers, self._transfer, self._control)
+        except EngineTimeout as error:
+            raise SwapError(f"the weights of {job} did not come: {error}", code=STUCK) from error
+        except (CrayError, OSError, ValueError, KeyError) as error:
+            code = STUCK if isinstance(error, CrayError) and error.code == STUCK else None
+            raise SwapError(f"the weights of {job} did not come: {error}", code=code) from error
+        self._received = offers, seconds["early"]
 
     async def _patch_weights(self, checkpoint: Path) -> bool:
         """Change the weights in place, where a delta checkpoint says what changed in them.
@@ -295,6 +332,7 @@ class VllmEngine:
 
     async def prepare(self, checkpoint: Path, version: str) -> None:
         """Prepare a fresh server; call once after each start. It answers after `resume`."""
+        self._received = ([], 0.0)
         await self._control("/collective_rpc", {"method": "patch_sampling"})
         await self._name_weights(checkpoint, version)
 
@@ -338,6 +376,11 @@ class VllmEngine:
             content = await response.read()
         answer = orjson.loads(content) if content[:1] in (b"{", b"[") else {}
         return answer if isinstance(answer, dict) else {}
+
+
+def _tokens(offers: Sequence[WeightOffer]) -> list[str]:
+    """Return the secrets of offers, which are of one checkpoint's tensors alone."""
+    return [offer.token for offer in offers]
 
 
 def _find_error(events: bytes) -> int:

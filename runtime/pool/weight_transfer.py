@@ -1,7 +1,8 @@
 """Weight transfer: fetch a version's weights from the trainer's ranks instead of its files.
 
-vllm_engine.py calls `fetch_weights` while the server is paused. The ranks of a training session
-offer their latest weights (registry/weight_offers.py). This module holds the two sides together: it
+vllm_engine.py calls `fetch_weights` while the server is paused, also while the files are still
+being written. The ranks of a training session offer their latest weights
+(registry/weight_offers.py). This module holds the two sides together: it
 asks a rank to send, and vLLM's routes to receive. The golden probe decides afterwards, as after
 every load. The data go from GPU to GPU by an engine of vLLM's own: `nccl` between GPUs, `ipc`
 within one that replica and trainer use by turns. Neither was run on a GPU.
@@ -96,16 +97,13 @@ class OfferedTensor:
 
 
 async def fetch_weights(
-    checkpoint: Path, weights_sha256: str, settings: TransferSettings, control: Control
-) -> bool:
-    """Replace the weights of a paused server by offered ones; return False if nobody offers them.
+    checkpoint: Path, offers: Sequence[WeightOffer], settings: TransferSettings, control: Control
+) -> None:
+    """Replace the weights of a paused server by offered ones, shaped as those of a checkpoint.
 
     Raises EngineError, SwapError, OSError or ValueError if it fails; vLLM is then ready to load
     files. Raises SwapError with the code STUCK where it waits for a rank that is gone.
     """
-    offers = await asyncio.to_thread(find_offers, settings.sessions, weights_sha256)
-    if not offers:
-        return False
     gpus = [str(uuid) for uuid in await _call_workers(control, "gpu_uuid")]
     async with AsyncExitStack() as connections:
         senders = [
@@ -137,7 +135,19 @@ async def fetch_weights(
             raise
         if settings.backend == "nccl":
             await _call_workers(control, "release_senders")
-    return True
+
+
+async def is_offered(sessions: Path, weights: str) -> bool:
+    """Tell whether all ranks of a session offer these weights, and live."""
+    offers = await asyncio.to_thread(find_offers, sessions, weights)
+    for offer in offers:
+        try:
+            async with asyncio.timeout(CONNECT):
+                _, writer = await asyncio.open_connection(offer.host, offer.port)
+        except OSError:  # TimeoutError as well
+            return False
+        writer.close()
+    return bool(offers)
 
 
 async def _abandon(control: Control, begun: bool) -> None:
@@ -313,7 +323,7 @@ async def _connect(offer: WeightOffer, gpus: list[str], timeout: float) -> Async
         raise SwapError(f"{place} cannot be reached: {error or 'no answer'}") from error
     sender = _Sender(reader, writer, place, timeout)
     try:
-        await sender.greet({"token": offer.token, "weights": offer.weights_sha256, "gpus": gpus})
+        await sender.greet({"token": offer.token, "weights": offer.weights, "gpus": gpus})
         yield sender
     finally:
         await sender.close()

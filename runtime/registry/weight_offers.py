@@ -1,11 +1,13 @@
 """Weight offers: ranks of a training session say where their latest weights can be fetched.
 
     sessions/<id>/offers/<hash of the weights>.<rank>    a WeightOffer, one a rank
+    sessions/<id>/offers/<job>.<rank>                    the same, before the files are whole
 
-Each rank offers the tensors that it wrote of a published checkpoint, as they are stored. A replica
-that is to load this checkpoint fetches them instead of the files, which stay what counts: an offer
-is gone with its rank, or with the next checkpoint. One connection is one transfer to one replica;
-messages are lines of JSON:
+Each rank offers its share of a checkpoint's tensors, as they are stored. A replica that is to load
+this checkpoint fetches them instead of the files, which stay what counts: an offer is gone with its
+rank, or with the next checkpoint. The weights have no hash before their files are whole, so until
+then the job names them. Both offers of the same tensors have the same token. One connection is one
+transfer to one replica; messages are lines of JSON:
 
     platform                                    rank
     {"token", "weights", "gpus"}             ->
@@ -30,9 +32,12 @@ from cray_agents.runtime.disk import checksums
 
 
 class WeightOffer(Record):
-    """The address of one rank of `world`, and the secret that it asks for."""
+    """The address of one rank of `world`, and the secret that it asks for.
 
-    weights_sha256: str
+    `weights`: their hash, or the job that writes them.
+    """
+
+    weights: str
     rank: int
     world: int
     host: str
@@ -42,7 +47,7 @@ class WeightOffer(Record):
 
 def write_offer(session: Path, offer: WeightOffer) -> Path:
     """Record an offer, and return its file. A crash may lose it: the weights are in files too."""
-    path = session / "offers" / f"{offer.weights_sha256}.{offer.rank}"
+    path = session / "offers" / f"{offer.weights}.{offer.rank}"
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}")
     draft.touch(mode=0o660)  # its secret is for those who may use the root
@@ -51,11 +56,11 @@ def write_offer(session: Path, offer: WeightOffer) -> Path:
     return path
 
 
-def find_offers(sessions: Path, weights_sha256: str) -> list[WeightOffer]:
+def find_offers(sessions: Path, weights: str) -> list[WeightOffer]:
     """Return the offers of these weights by all ranks of one session, in their order; else none."""
     for folder in sorted(sessions.glob("*/offers")):
         offers = []
-        for path in folder.glob(f"{weights_sha256}.*"):
+        for path in folder.glob(f"{weights}.*"):
             with suppress(FileNotFoundError):  # the rank went on to its next checkpoint
                 offers.append(checksums.read_record(WeightOffer, path))
         offers.sort(key=lambda offer: offer.rank)

@@ -1,7 +1,9 @@
 """The gate with a spare replica: a candidate comes and goes, and the incumbent answers on."""
 
 import asyncio
+import itertools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,17 @@ import httpx
 import pytest
 
 from cray_agents import Platform, ScriptedEngine
+from cray_agents.loop.stages import Stage
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
+from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
+from cray_agents.training_jobs import JobStatus
 from tests.support.killable_loop import echo, site_loop
 from tests.support.scripted_platform import platform
+from tests.support.timed_trainer import TimedTrainer
 
 WHO = "who answers?"
+MOST_LOOKS = 3  # at a job whose weights no engine receives
 
 
 class Watched(ScriptedEngine):
@@ -51,6 +58,43 @@ class Watched(ScriptedEngine):
                 reply = await client.post(f"{self.url}/v1/chat/completions", json=asked)
             said = reply.raise_for_status().json()["choices"][0]["message"]["content"]
             self.seen.append((what, version, said))
+
+
+class Offering(TimedTrainer):
+    """Offers a job's weights until an engine has received them, or for a while; publishes then."""
+
+    def __init__(self, home: Home, engines: Sequence[ScriptedEngine]) -> None:
+        super().__init__(home, 0.0)
+        self.engines = engines
+        self.asked: dict[str, int] = {}
+
+    def _moved_on(self, job: JobStatus) -> JobStatus:
+        self.asked[job.id] = self.asked.get(job.id, 0) + 1
+        gone_on = self.asked[job.id] > MOST_LOOKS
+        if gone_on or any(job.id in engine.received for engine in self.engines):
+            return super()._moved_on(job)
+        for engine in self.engines:
+            engine.offered.add(job.id)
+        running = job.state in ("queued", "running")
+        return job.model_copy(update={"state": "running", "offered": True}) if running else job
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loop_lets_a_replica_receive_what_a_job_still_writes(tmp_path: Path, count: int) -> None:
+    """The only replica stays where the incumbent may be asked before the candidate."""
+    engines = [Watched() for _ in range(count)]
+    trainer = Offering(Home(tmp_path), engines)
+    with platform(tmp_path, engines[0], others=engines[1:], trainer=trainer) as where:
+        steps = Stage("rft", parent="latest", evaluate_every=2)
+        done = list(site_loop(method=[steps], platform=where).run(2))
+        early = [True, count == 2]  # the second one is evaluated
+        assert ["early" in g.seconds for g in done[1:]] == early
+        received = [job for engine in engines for job in engine.received]
+        assert received == [g.job for g, came in zip(done[1:], early, strict=True) if came]
+        for engine in engines:
+            assert all(one != two for one, two in itertools.pairwise(engine.loaded)), "in vain"
+        promoted = next(g.version for g in reversed(done) if g.promoted)
+        assert held(asyncio.run(replicas(where))) == [promoted] * count
 
 
 def held(replicas: list[dict[str, Any]]) -> list[str]:

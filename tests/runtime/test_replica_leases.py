@@ -10,6 +10,7 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import AccessDenied, Displaces, PoolBusy
 from cray_agents.platform.client import Platform
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from tests.runtime.test_version_switcher import MODELS, change, register, says_version, versions_on
 from tests.support.scripted_gateway import Gateway, served, until
@@ -80,6 +81,51 @@ async def test_what_was_displaced_comes_back_when_its_holder_dies(tmp_path: Path
         assert (await waiting).text == "calc@1" and (await ready(gateway))[0] == 200
         assert await lease(gateway) is None
         assert (await gateway.call("POST", "/v1/pool/lease", json=renewed))[0] == 404
+
+
+async def test_a_replica_receives_weights_for_a_holder_until_a_request_needs_it(
+    tmp_path: Path,
+) -> None:
+    def serves(model: str) -> bool:  # as compose.py says it
+        return gateway.pool.serves(gateway.services.registry.resolve(model).id)
+
+    admission = Admission(8, serves=serves)
+    async with served(tmp_path, made := engine(), admission=admission) as gateway:
+        made.offered = {"job-1", "job-2"}
+        receive = "/v1/jobs/job-1/receive"
+        assert (await gateway.call("POST", receive))[0] == 404
+        for job in ("job-1", "job-2", "job-3"):
+            gateway.services.home.job(job).mkdir(parents=True)
+        status, busy = await gateway.call("POST", receive)
+        assert (status, busy["error"]["code"]) == (409, "pool_busy")
+        assert versions_on(gateway) == ["calc@1"] and made.received == []
+        assert await gateway.call("POST", receive, json=FORCED) == (200, {"received": True})
+        assert gateway.pool.status()[0]["state"] == "unproven" and not gateway.pool.ready
+        current = await lease(gateway)
+        assert (current["version"], current["displaced"]) == ("job-1", ["calc@1"])
+        assert (await gateway.ask("hi")).text == "calc@1"  # it waits at the door, and is let in
+        # a job that offers nothing, and one that has published: its version is staged
+        assert await gateway.call("POST", "/v1/jobs/job-3/receive", json=FORCED) == (
+            *(200, {"received": False}),
+        )
+        published = gateway.services.home.checkpoint("job-2")
+        published.mkdir(parents=True)
+        (published / "manifest.json").write_text("{}")
+        assert await gateway.call("POST", "/v1/jobs/job-2/receive", json=FORCED) == (
+            *(200, {"received": False}),
+        )
+        assert made.received == ["job-1"] and versions_on(gateway) == ["calc@1"]
+
+
+async def test_received_weights_give_way_when_their_holder_dies(tmp_path: Path) -> None:
+    async with served(tmp_path, made := engine()) as gateway:
+        made.offered = {"job-1"}
+        gateway.services.home.job("job-1").mkdir(parents=True)
+        dying = {**FORCED, "seconds": 0.2}
+        status, _ = await gateway.call("POST", "/v1/jobs/job-1/receive", json=dying)
+        assert status == 200
+        await until(lambda: gateway.pool.serves("calc@1"))
+        assert made.loaded == ["calc@1", "calc@1"]
 
 
 async def test_a_holder_that_says_it_lives_keeps_what_it_staged(tmp_path: Path) -> None:

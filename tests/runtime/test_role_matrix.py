@@ -74,6 +74,7 @@ GET     /v1/jobs/{job_id}/logs                          train   nothing
 POST    /v1/jobs/{job_id}/cancel                        train   shared
 POST    /v1/jobs/{job_id}/pause                         train   shared
 POST    /v1/jobs/{job_id}/resume                        train   shared
+POST    /v1/jobs/{job_id}/receive                       train   shared
 POST    /v1/jobs/{job_id}/commands                      train   shared
 GET     /v1/jobs/{job_id}/commands                      train   nothing
 GET     /v1/jobs/{job_id}/commands/{sequence}           train   nothing
@@ -240,6 +241,7 @@ async def test_what_strains_the_machine_or_takes_a_model_off_the_air_is_the_admi
     for path, body in (
         ("/v1/jobs", {"oversubscribe": True}),
         ("/v1/models/calc/versions/1/stage", {"force": True}),
+        ("/v1/jobs/{job_id}/receive", {"force": True}),
     ):
         found = await site.call("train", "POST", path, json=body)
         assert found == (403, "insufficient_permissions"), path

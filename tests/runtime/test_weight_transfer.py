@@ -5,8 +5,8 @@ import inspect
 import json
 import socket
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from cray_agents.cli.platform.compose import serve
 from cray_agents.config import Config
-from cray_agents.errors import EngineError, SetupError
+from cray_agents.errors import EngineError, SetupError, SwapError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport
 from cray_agents.runtime.disk import checksums
@@ -37,6 +37,7 @@ from cray_agents.trainers.checkpointing import weight_sender
 from cray_agents.trainers.checkpointing.weight_links import NcclLink
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from cray_agents.trainers.models.seed_model import make_seed_model
+from tests.support.scripted_pool import until
 from tests.support.scripted_vllm import (
     ScriptedVllm,
     Tensors,
@@ -84,26 +85,37 @@ def checkpoint(home: Home, name: str, weights: Tensors) -> Path:
     return directory
 
 
-@contextmanager
-def offered(home: Home, directory: Path, weights: Tensors, link: Any = gloo_link) -> Iterator[None]:
-    """Two ranks offer a checkpoint's weights, each the half of every layer."""
-    session = home.sessions / "session-1"
-    sha256 = checkpoints.read_manifest(directory).weights_sha256
-    dtypes = {name: tensor.dtype for name, tensor in weights.items()}
-    ranks = [WeightSender(session, rank, 2, link) for rank in range(2)]
-    try:
-        for rank, sender in enumerate(ranks):
+class Ranks:
+    """Two ranks that keep a checkpoint's weights, each the half of every layer."""
+
+    def __init__(self, home: Home, weights: Tensors, link: Any = gloo_link, job: str = "") -> None:
+        session = home.sessions / "session-1"
+        dtypes = {name: tensor.dtype for name, tensor in weights.items()}
+        self.senders = [WeightSender(session, rank, 2, link, early=True) for rank in range(2)]
+        for rank, sender in enumerate(self.senders):
             share = {n: t.clone() for i, (n, t) in enumerate(weights.items()) if i % 2 == rank}
-            kept = list(sender.keep(iter(share.items()), dtypes))
+            kept = list(sender.keep(iter(share.items()), dtypes, job))
             assert [name for name, _ in kept] == list(share)
             for tensor in share.values():
                 tensor.zero_()  # training goes on
-            sender.offer(sha256)
-        yield
-    finally:
-        for sender in ranks:
+
+    def offer(self, directory: Path) -> None:
+        """Offer the weights as those of a published checkpoint."""
+        for sender in self.senders:
+            sender.offer(checkpoints.read_manifest(directory).weights_sha256)
+
+    def close(self) -> None:
+        for sender in self.senders:
             sender.close()
-        assert find_offers(home.sessions, sha256) == []
+
+
+@contextmanager
+def offered(home: Home, directory: Path, weights: Tensors, link: Any = gloo_link) -> Iterator[None]:
+    """Two ranks offer a checkpoint's weights."""
+    with closing(Ranks(home, weights, link)) as ranks:
+        ranks.offer(directory)
+        yield
+    assert list(home.sessions.glob("*/offers/*")) == []
 
 
 async def swap(
@@ -311,6 +323,121 @@ async def test_an_offer_whose_rank_is_gone_costs_nothing_but_a_look(tmp_path: Pa
         next(iter(kept)).unlink()
         await host.engine.load(directory, "m@2")
         assert host.load_note == ""
+
+
+# ---- before the files are whole
+JOB = "job-1"
+
+
+@asynccontextmanager
+async def early_pool(tmp_path: Path, faults: Collection[str] = ()) -> AsyncIterator[Any]:
+    """A home, a pool whose replica serves m@1, and that replica's vLLM."""
+    home = Home(tmp_path)
+    old = checkpoint(home, "c1", tensors(1))
+    async with scripted_host(home.sessions, faults) as host:
+        pool = Pool([host])
+        await pool.start(old, "m@1", checkpoints.read_manifest(old).probe)
+        host.vllm.calls.clear()
+        yield home, pool, host.vllm
+        await pool.stop()
+
+
+async def publish(home: Home, pool: Pool, ranks: Ranks, weights: Tensors) -> ProbeReport:
+    """Publish what the ranks hold, and serve it."""
+    new = checkpoint(home, "c2", weights)
+    ranks.offer(new)
+    report = await pool.swap(new, "m@2", checkpoints.read_manifest(new).probe)
+    (status,) = pool.status()
+    assert (status["state"], status["versions"]) == ("serving", ["m@2"])
+    return report
+
+
+async def test_weights_come_while_their_files_are_written(tmp_path: Path) -> None:
+    after = tensors(2)
+    async with early_pool(tmp_path) as (home, pool, vllm):
+        with closing(Ranks(home, after, job=JOB)) as ranks:
+            assert await pool.receive(JOB, displace=True)
+            assert pool.status()[0]["state"] == "unproven" and not pool.serves("m@1")
+            assert_equal(vllm.weights, after)
+            assert "resume" not in vllm.calls
+            vllm.calls.clear()
+            report = await publish(home, pool, ranks, after)
+        assert sorted(vllm.came) == sorted(after), "each tensor came once"
+        assert vllm.calls == [
+            *("pause", "reset_prefix_cache", "update_weight_version", "v1/completions", "resume")
+        ]
+        assert report.seconds["early"] > 0 and "transfer" not in report.seconds
+        assert report.load_note == ""
+
+
+async def test_a_trainer_that_dies_before_it_publishes_leaves_the_former_version(
+    tmp_path: Path,
+) -> None:
+    async with early_pool(tmp_path) as (home, pool, vllm):
+        with closing(Ranks(home, tensors(2), job=JOB)):
+            assert await pool.receive(JOB, displace=True)
+            kept = {path: path.read_bytes() for path in home.sessions.glob("*/offers/*")}
+        for path, content in kept.items():  # as after kill -9
+            path.write_bytes(content)
+        await until(lambda: pool.serves("m@1"))
+        assert_equal(vllm.weights, tensors(1))
+        assert "reload_weights" in vllm.calls and "boot" not in vllm.calls
+        assert not await pool.receive(JOB, displace=True)  # nobody is there
+        assert pool.serves("m@1")
+
+
+async def test_what_another_attempt_published_is_fetched_again(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    old, new = checkpoint(home, "c1", tensors(1)), checkpoint(home, "c2", tensors(3))
+    async with scripted_host(home.sessions) as host:
+        await host.start(old, "m@1")
+        with closing(Ranks(home, tensors(2), job=JOB)):
+            await host.engine.receive(JOB, old)
+        with closing(Ranks(home, tensors(3), job=JOB)) as ranks:
+            ranks.offer(new)
+            seconds = await host.engine.load(new, "m@2")
+        assert_equal(host.vllm.weights, tensors(3))
+        assert "transfer" in seconds and host.load_note == ""
+
+
+async def test_received_weights_that_the_probe_refuses_are_read_from_files(tmp_path: Path) -> None:
+    async with early_pool(tmp_path, {"drop"}) as (home, pool, vllm):
+        with closing(Ranks(home, tensors(2), job=JOB)) as ranks:
+            assert await pool.receive(JOB, displace=True)
+            report = await publish(home, pool, ranks, tensors(2))
+        assert_equal(vllm.weights, tensors(2))
+        assert "were not proven" in report.load_note and "reload_weights" in vllm.calls
+
+
+async def test_weights_that_do_not_come_whole_leave_the_former_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TornLink, "pushes", 0)
+    other = tensors(2)
+    del other["layers.5.up"]
+    tries = [(tensors(2), torn_link, "unspecified launch failure"), (other, gloo_link, "5.up")]
+    async with early_pool(tmp_path) as (home, pool, vllm):
+        for weights, link, why in tries:
+            refused = pytest.raises(SwapError, match=f"{why}.* m@1 was loaded again")
+            with closing(Ranks(home, weights, link, JOB)), refused:
+                await pool.receive(JOB, displace=True)
+            assert pool.serves("m@1")
+            assert_equal(vllm.weights, tensors(1))
+
+
+def test_unpublished_weights_are_taken_back_and_published_ones_are_not(tmp_path: Path) -> None:
+    home, weights = Home(tmp_path), tensors(2)
+    with closing(Ranks(home, weights, job=JOB)) as ranks:
+        (tokens,) = {tuple(o.token for o in find_offers(home.sessions, JOB))}
+        ranks.offer(directory := checkpoint(home, "c2", weights))
+        for sender in ranks.senders:
+            sender.take_back_unpublished()
+        sha256 = checkpoints.read_manifest(directory).weights_sha256
+        assert tuple(o.token for o in find_offers(home.sessions, sha256)) == tokens
+    with closing(Ranks(home, weights, job=JOB)) as ranks:
+        assert tuple(o.token for o in find_offers(home.sessions, JOB)) != tokens
+        ranks.senders[1].take_back_unpublished()
+        assert find_offers(home.sessions, JOB) == []
 
 
 # ---- who may do what

@@ -1,6 +1,7 @@
 """Training sessions: jobs trained one after the other in memory end as jobs trained alone."""
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -15,10 +16,14 @@ from safetensors.torch import load_file
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.trainers.checkpointing import hf_export
 from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
 from cray_agents.trainers.checkpointing.weight_links import LINKS
+from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout
+from tests.support.scripted_pool import until
 from tests.support.scripted_vllm import gloo_link, scripted_host
 from tests.support.trainers.running_session import RunningSession
 
@@ -233,6 +238,62 @@ async def test_a_sessions_ranks_send_what_they_published(
             assert_hashes(host.vllm.weights, parent, tmp_path / str(number))
     assert session.end() == 0, session.log
     assert list(session.journal.folder.glob("offers/*")) == []
+
+
+async def test_a_sessions_ranks_send_while_they_write_and_may_be_killed_there(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs, of two tensor ranks, whose files wait; the second one's are never written."""
+    monkeypatch.setitem(LINKS, "gloo", gloo_link)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    held = tmp_path / "held"
+
+    def late(folder: Path, files: Any, shapes: Any, dtypes: Any, tensors: Any, *more: Any) -> Any:
+        first = list(itertools.islice(tensors, 1))
+        while held.exists():
+            time.sleep(0.01)
+        return write_files(folder, files, shapes, dtypes, itertools.chain(first, tensors), *more)
+
+    monkeypatch.setattr(hf_export, "write_files", late)
+    lab.dataset()
+    parent = lab.models("qwen3")
+    session = RunningSession(lab.home, Layout(tensor=2), weight_transfer="gloo")
+    specs = [
+        lab.spec(parent, layout={"tensor": 2}, hyper={"steps": 1, "seed": number})
+        for number in range(2)
+    ]
+    async with scripted_host(lab.home.sessions) as host:
+        pool = Pool([host])
+        await pool.start(parent, "m@0", [])
+        before = dict(host.vllm.weights)
+
+        async def receive(job: str) -> None:
+            await until(lambda: session.check() or read_status(lab.home, job).offered)
+            assert await pool.receive(job, displace=True)
+            assert not lab.home.checkpoint(job).exists() and not pool.serves("m@0")
+
+        held.touch()
+        job = session.start(specs[0])
+        await receive(job.job_id)
+        held.unlink()
+        trained = lab.home.checkpoint(job.job_id)
+        await until(lambda: session.check() or job.ended)
+        seconds = await host.engine.load(trained, "m@1")
+        assert seconds["early"] > 0 and host.load_note == ""
+        assert len(host.vllm.came) == len(set(host.vllm.came)) == len(host.vllm.weights)
+        assert_hashes(host.vllm.weights, trained, tmp_path / "sent")
+
+        held.touch()  # m@0 is served again as soon as the next job's weights take their place
+        session.start(specs[1])
+        await until(lambda: session.check() or pool.serves("m@0"))
+        await receive(specs[1].id)
+        os.kill(session.pid, signal.SIGKILL)
+        session.wait()
+        await until(lambda: pool.serves("m@0"))
+        assert before.keys() == host.vllm.weights.keys()
+        assert all(torch.equal(before[name], host.vllm.weights[name]) for name in before)
+        assert not lab.home.checkpoint(specs[1].id).exists()
+        await pool.stop()
 
 
 def assert_hashes(weights: dict[str, torch.Tensor], checkpoint: Path, scratch: Path) -> None:

@@ -77,12 +77,13 @@ def export_weights(
 
 
 def export(
-    training: Training, folder: Path, file_bytes: int, share: int, *, changes: bool
+    training: Training, folder: Path, file_bytes: int, share: int, *, changes: bool, job: str = ""
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Do as `export_weights`; return also the SHA-256 of each file of changes, as it is stored.
 
     With `changes` only the elements that differ from the parent's are written, unless that takes
-    more than half the space of the full files, which are then written instead.
+    more than half the space of the full files, which are then written instead. With `job` replicas
+    may receive the weights meanwhile: see WeightSender.keep.
     """
     chunks, model = training.chunks, training.model
     source = first_source(training.parent, model, training.hyper)
@@ -100,7 +101,7 @@ def export(
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         exported = plan.tensors()
-        return exported if training.sender is None else training.sender.keep(exported, dtypes)
+        return exported if training.sender is None else training.sender.keep(exported, dtypes, job)
 
     if changes:
         hashes, packed, size = write_together(
@@ -224,7 +225,8 @@ def publish(
     # a parent that was dequantised has no such tensors
     same = training.hyper.init != "random" and config == read_config(training.parent)
     changes = spec.changes_only and ours and same
-    hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes)
+    job = spec.id if training.hyper.lora is None else ""  # replicas load adapters from files
+    hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes, job=job)
     scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
 
     def finish() -> str:

@@ -1,10 +1,10 @@
 """Weight sender: one rank's share of the latest published weights, sent to replicas that ask.
 
-A rank of a training session keeps a copy in host memory of the tensors that it wrote of the last
+A rank of a training session keeps a copy in host memory of the tensors that it writes of a
 checkpoint, and offers them (runtime/registry/weight_offers.py has the protocol). A thread sends
-them while the rank goes on to its next job. The checkpoint is on disk before it is offered, so a
-rank may die at any moment: replicas then read files. Called by session/resident.py and
-hf_export.py. Read next: weight_links.py.
+them while the rank writes its files, and while it goes on to its next job. A replica serves them
+only once the checkpoint is on disk, so a rank may die at any moment: replicas then read files.
+Called by session/resident.py and hf_export.py. Read next: weight_links.py.
 """
 
 import json
@@ -38,7 +38,6 @@ _LONGEST = 256 << 20  # bytes of a message
 class _Offered:
     """The tensors of one checkpoint, and the token that a replica's platform must know."""
 
-    weights_sha256: str
     token: str
     tensors: Mapping[str, torch.Tensor]
 
@@ -47,7 +46,7 @@ class WeightSender:
     """The offers of one rank. `session` is its folder.
 
     `link`: makes the link to a replica with these GPUs. `host`: the address to offer; this machine
-    alone can reach "127.0.0.1".
+    alone can reach "127.0.0.1". `early`: offer weights before their files are whole, too.
     """
 
     def __init__(
@@ -57,9 +56,13 @@ class WeightSender:
         world: int,
         link: Callable[[Sequence[str]], WeightLink],
         host: str = "127.0.0.1",
+        *,
+        early: bool = False,
     ) -> None:
         self._session, self._rank, self._world = session, rank, world
-        self._link, self._host = link, host
+        self._link, self._host, self._early = link, host, early
+        self._token = secrets.token_urlsafe(32)  # of one checkpoint
+        self._unpublished = False
         self._kept: dict[str, torch.Tensor] = {}
         self._offered: _Offered | None = None
         self._busy = threading.Lock()
@@ -72,32 +75,54 @@ class WeightSender:
 
     def begin(self) -> None:
         """Take the present offer back, before the next checkpoint is written."""
-        self._offered = None
+        self._offered, self._unpublished = None, False
+        self._token = secrets.token_urlsafe(32)
         self._kept = {}
         drop_offers(self._session, self._rank)
 
     def keep(
-        self, tensors: Iterator[tuple[str, torch.Tensor]], dtypes: Mapping[str, torch.dtype]
+        self,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        dtypes: Mapping[str, torch.dtype],
+        job: str = "",
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on, as stored in host memory, and keep them for the next `offer`."""
+        """Pass tensors on, as stored in host memory, and keep them for the next `offer`.
+
+        With `job` all are kept before the first one is passed on, and offered by the job's name if
+        the sender is `early`.
+        """
+        early = bool(job) and self._early and not self._unpublished
         for name, tensor in tensors:
             copy = torch.empty(tensor.shape, dtype=dtypes[name])
             copy.copy_(tensor)
             self._kept[name] = copy
-            yield name, copy
+            if not early:
+                yield name, copy
+        if early:
+            self._unpublished = True
+            self._offer(job)
+            yield from self._kept.items()
 
     def offer(self, weights_sha256: str) -> None:
         """Offer what was kept: it is this rank's share of a published checkpoint."""
-        token = secrets.token_urlsafe(32)
-        self._offered = _Offered(weights_sha256, token, self._kept)
+        self._unpublished = False
+        self._offer(weights_sha256)
+
+    def take_back_unpublished(self) -> None:
+        """Offer nothing of a checkpoint that was not published."""
+        if self._unpublished:
+            self.begin()
+
+    def _offer(self, weights: str) -> None:
+        self._offered = _Offered(self._token, self._kept)
         port = self._listener.getsockname()[1]
         offer = WeightOffer(
-            weights_sha256=weights_sha256,
+            weights=weights,
             rank=self._rank,
             world=self._world,
             host=self._host,
             port=port,
-            token=token,
+            token=self._token,
         )
         try:
             write_offer(self._session, offer)
@@ -133,7 +158,9 @@ class WeightSender:
 
     def _transfer(self, lines: BufferedRWPair, connection: socket.socket) -> None:
         """Send to one replica. Raises CrayError, OSError, and what CUDA raises."""
-        hello = _read(lines) or {}
+        hello = _read(lines)
+        if hello is None:  # somebody looked if this rank lives
+            return
         offered = self._offered
         token = str(hello.get("token", ""))
         if offered is None or not secrets.compare_digest(token.encode(), offered.token.encode()):

@@ -8,6 +8,7 @@ from typing import Any
 from cray_agents.paths import Home
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.trainers.job.journal import JobJournal, measures
 from cray_agents.training_jobs import JobSpec, JobState, JobStatus
 
@@ -57,6 +58,7 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         metrics=measures(steps[-1]) if steps else {},
         taken_up=journal.taken_up,
         layers=journal.layers,
+        offered=state == "running" and bool(find_offers(journal.home.sessions, spec.id)),
     )
 
 

@@ -88,7 +88,9 @@ def make_sender(session: SessionJournal, rank: int) -> WeightSender | None:
         return None
     host = os.uname().nodename
     place = "127.0.0.1" if host == spec.platform_host else host
-    return WeightSender(session.folder, rank, spec.layout.world, LINKS[spec.weight_transfer], place)
+    link = LINKS[spec.weight_transfer]
+    early = not spec.turns  # replicas sleep until the turn ends, after the files are written
+    return WeightSender(session.folder, rank, spec.layout.world, link, place, early=early)
 
 
 class Orders:
@@ -184,7 +186,7 @@ class Resident:
         SetupError and StoreError, which another start may mend.
         """
         spec, self._turn = journal.spec(), time.monotonic()
-        with _job_log(journal):
+        with _job_log(journal), self._unpublished_taken_back():
             try:
                 work, resumes = self._read(journal, spec, attempt)
                 finished = self._execute(work, resumes)
@@ -200,6 +202,15 @@ class Resident:
                 journal.close()
         if is_rank0() and not self._stop.set:
             self._session.withdraw(spec.id)
+
+    @contextlib.contextmanager
+    def _unpublished_taken_back(self) -> Iterator[None]:
+        """Let replicas that received weights go back, if the context publishes none."""
+        try:
+            yield
+        finally:
+            if self._sender is not None:
+                self._sender.take_back_unpublished()
 
     def _record(self, journal: JobJournal, spec: JobSpec, attempt: int, finished: bool) -> None:
         """Record how a job went, as job.py does. Called on rank 0."""

@@ -59,6 +59,7 @@ MODEL_LIST = NamedShape(
 )
 VERSION = NamedShape("ShownVersion", all_of(ModelVersion, object_of({"id": TEXT})))
 WHO_AND_WHY: Schema = {"who": TEXT, "reason": TEXT}
+LEASED = object_of(optional={"force": BOOL, "holder": TEXT, "seconds": REAL})
 
 
 def _with_version(schema: Schema) -> Schema:
@@ -133,7 +134,7 @@ async def register_version(services: Services, request: Request) -> Response:
 @router.post(
     "/v1/models/{name}/versions/{number}/stage",
     Role.train,
-    body=object_of(optional={"force": BOOL, "holder": TEXT, "seconds": REAL}),
+    body=LEASED,
     body_optional=True,
     answer=ProbeReport,
     fails="404 model_not_found, 409 swap_failed, 409 would_displace, 409 pool_busy",
@@ -147,16 +148,42 @@ async def stage_version(services: Services, request: Request) -> Response:
     """
     name = path_id(request, "name", "model")
     version = services.registry.resolve(f"{name}@{request.path_params['number']}")
+    report = await services.versions.stage(version, **await _leased(services, request))
+    return json_response(report.model_dump(mode="json"))
+
+
+@router.post(
+    "/v1/jobs/{job_id}/receive",
+    Role.train,
+    body=LEASED,
+    body_optional=True,
+    answer=object_of({"received": BOOL}),
+    fails="404 not_found, 409 swap_failed, 409 pool_busy",
+)
+async def receive_weights(services: Services, request: Request) -> Response:
+    """Let a replica receive the weights that a job offers while it writes its files.
+
+    The replica answers nobody until it has proven a version that is staged or promoted. It goes
+    back to its former version if the job ends otherwise, or if a request needs that one. `force`
+    and `holder` are as for staging. `received` is false, and nothing changes, if the job offers no
+    weights or has published them.
+    """
+    job, leased = path_id(request, "job_id", "job"), await _leased(services, request)
+    if not services.home.job(job).is_dir():
+        raise NotFound(f"no job {job!r}", param="job_id")
+    received = await services.versions.receive(job, **leased)
+    return json_response({"received": received})
+
+
+async def _leased(services: Services, request: Request) -> dict[str, Any]:
+    """Return who asks for a replica, for how long, and whether by force. Raises Forbidden."""
     body = await read_json(request, services.max_body) if has_body(request) else {}
     force, caller = field(body, "force", bool, False), caller_of(request)
     if force:
         act = "to stage with force, which may take what is promoted off its last replica,"
         caller.check_role(Role.admin, act)
     holder = field(body, "holder", str, "")[:200] or (caller.name if force else "")
-    report = await services.versions.stage(
-        version, force=force, holder=holder, seconds=lease_seconds(body)
-    )
-    return json_response(report.model_dump(mode="json"))
+    return {"force": force, "holder": holder, "seconds": lease_seconds(body)}
 
 
 @router.post(
