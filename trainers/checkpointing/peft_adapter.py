@@ -39,7 +39,12 @@ def write_adapter(
     if not is_rank0():
         return
     tensors = {name: tensor for stage in stages for name, tensor in load(stage).items()}
-    config = peft_config(lora, parent, {name.split(".")[-3] for name in tensors})
+    # PEFT looks for modules of the network, and of the universal way rank 0 has them all
+    universal = [one for _, _, one in adapters(chunks) if isinstance(one, LinearAdapter)]
+    modules = {one.place.rpartition(".")[2] for one in universal}
+    modules = modules or {name.split(".")[-3] for name in tensors}
+    config = peft_config(lora, parent, modules)
+    config["fan_in_fan_out"] = any(one.transposed for one in universal)
     folder.mkdir()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     durable.replace_file(folder / CONFIG, json.dumps(config, indent=1).encode())
@@ -54,7 +59,7 @@ def peft_tensors(chunks: list[Any], model: Architecture) -> dict[str, torch.Tens
     tensors = {}
     for chunk, name, adapter in adapters(chunks):
         if isinstance(adapter, LinearAdapter):
-            stem = f"base_model.model.{adapter.place}"
+            stem = f"base_model.model.{adapter.saved_as}"
             tensors[f"{stem}.lora_A.weight"] = adapter.a.to("cpu", copy=True)
             tensors[f"{stem}.lora_B.weight"] = adapter.b.to("cpu", copy=True)
             continue

@@ -133,10 +133,15 @@ def _replace(chunk: Any, name: str, module: torch.nn.Module) -> None:
     setattr(chunk.get_submodule(path), last, module)
 
 
-def adapt_chunks(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> None:
-    """Freeze a model's chunks and add adapters to its linear layers. Raises BadInput."""
-    if model.way == "universal":
-        add_adapters(chunks[0].network, lora, seed)
+def adapt_chunks(
+    chunks: list[Any], model: Architecture, lora: Lora, seed: int, source: AnySource
+) -> None:
+    """Freeze a model's chunks and add adapters to its linear layers. Raises BadInput.
+
+    `source`: what the chunks were built with.
+    """
+    if isinstance(source, ParentFiles):
+        add_adapters(chunks[0].network, lora, seed, source.adapter_names())
         chunks[0].train()
     else:
         add_lora(chunks, model, lora, seed)

@@ -122,7 +122,7 @@ class Training:
             model, layout, hyper, on_cpu, recompute, source, broadcast_from_rank0, loaded=loaded
         )
         if hyper.lora is not None:
-            adapt_chunks(self.chunks, model, hyper.lora, hyper.seed)
+            adapt_chunks(self.chunks, model, hyper.lora, hyper.seed, source)
         overlap = not on_cpu if overlap is None else overlap
         self.wrapped_chunks = wrap(self.chunks, layout, hyper, overlap)
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)

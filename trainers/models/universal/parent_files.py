@@ -19,7 +19,12 @@ from safetensors import safe_open
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.registry.model_config import read_config
 from cray_agents.runtime.registry.model_files import read_weights
-from cray_agents.trainers.models.universal.conversions import Conversion, match_names, tried
+from cray_agents.trainers.models.universal.conversions import (
+    Conversion,
+    match_names,
+    renaming_by_peft,
+    tried,
+)
 from cray_agents.trainers.models.universal.dequantisation import DTYPE, packed_tensors
 from cray_agents.trainers.models.universal.text_model import TextModel
 
@@ -159,6 +164,24 @@ class ParentFiles:
             if conversion.rule is not None and id(conversion.rule) not in shown_back:
                 shown_back.add(id(conversion.rule))  # one layer tells of them all
                 self._show_way_back(conversion, made)
+
+    def adapter_names(self) -> dict[str, str]:
+        """Return what files of adapters call the matrices of the module, by their names in it.
+
+        vLLM and PEFT read an adapter by the names of the parent's files, and PEFT renames them as
+        transformers does. Where its rules lead such a name elsewhere, the whole model's name is
+        taken; a layer that neither leads to is left out. Names have no `.weight`.
+        """
+        names, renamed = {}, renaming_by_peft(self._names)
+        for conversion in self._conversions:
+            for target in conversion.targets:
+                matrix, dot, last = target.rpartition(".")
+                if dot and last == "weight":
+                    stored = conversion.files[0].removesuffix(".weight")
+                    known = [stored] if conversion.rule is None else []
+                    found = [name for name in (*known, matrix) if renamed(name) == matrix]
+                    names |= {self._own_name(matrix): name for name in found[:1]}
+        return names
 
     def units(self, module: torch.nn.Module) -> list[ExportUnit]:
         """Return the parts of an export, which hold every tensor of the parent once, in its order.
