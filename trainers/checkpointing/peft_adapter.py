@@ -39,9 +39,9 @@ def write_adapter(
     if not is_rank0():
         return
     tensors = {name: tensor for stage in stages for name, tensor in load(stage).items()}
-    # PEFT looks for modules of the network, and of the universal way rank 0 has them all
+    # of the universal way rank 0 has all
     universal = [one for _, _, one in adapters(chunks) if isinstance(one, LinearAdapter)]
-    modules = {one.place.rpartition(".")[2] for one in universal}
+    modules = {one.saved_as.target for one in universal}
     modules = modules or {name.split(".")[-3] for name in tensors}
     config = peft_config(lora, parent, modules)
     config["fan_in_fan_out"] = any(one.transposed for one in universal)
@@ -59,7 +59,7 @@ def peft_tensors(chunks: list[Any], model: Architecture) -> dict[str, torch.Tens
     tensors = {}
     for chunk, name, adapter in adapters(chunks):
         if isinstance(adapter, LinearAdapter):
-            stem = f"base_model.model.{adapter.saved_as}"
+            stem = f"base_model.model.{adapter.saved_as.tensors}"
             tensors[f"{stem}.lora_A.weight"] = adapter.a.to("cpu", copy=True)
             tensors[f"{stem}.lora_B.weight"] = adapter.b.to("cpu", copy=True)
             continue

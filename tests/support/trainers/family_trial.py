@@ -17,7 +17,7 @@ import numpy as np
 
 from cray_agents.errors import BadInput, CrayError
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora, MethodName
-from tests.support.trainers.tiny_families import FAMILIES, write_parent
+from tests.support.trainers.tiny_families import FAMILIES, MULTIMODAL, write_parent
 from tests.support.trainers.toy_family import write_toy
 
 STEPS, VOCAB = 20, 500
@@ -53,7 +53,7 @@ def write(family: str, folder: Path) -> Path:
     if family == "toy":
         write_toy(folder)
     else:
-        write_parent(folder, FAMILIES[family](), shard="100KB")
+        write_parent(folder, (FAMILIES | MULTIMODAL)[family](), shard="100KB")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -340,9 +340,10 @@ def _gradient_step(
     if abs(report.loss - float(loss.detach())) > CLOSE:
         return f"a loss of {report.loss:g}, and {float(loss.detach()):g} by plain torch"
     truth, worst = gradients_of(plain, loss), 0.0
+    truth = {name.replace("language_model.", ""): each for name, each in truth.items()}  # a part
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
-            other = truth.get(name, torch.zeros_like(parameter))
+            other = truth.get(name.replace("language_model.", ""), torch.zeros_like(parameter))
             worst = max(worst, float((parameter.main_grad - other).abs().max()))
     moved = [n for n, p in network.named_parameters() if not torch.equal(p, first[n])]
     if not moved or not all(bool(p.isfinite().all()) for p in network.parameters()):

@@ -314,9 +314,28 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("qwen3_vl", {}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),
 }
+
+
+def _text(family: str) -> dict[str, Any]:
+    kind, fields = _FAMILIES[family]
+    return _SIZES | fields | {"model_type": kind}
+
+
+_SIGLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+_SIGLIP |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+_PIXTRAL = _SIGLIP | {"model_type": "pixtral", "head_dim": 16}
+_LLAMA4_EYE = _SIGLIP | {"projector_input_dim": 32, "projector_output_dim": 32}
+_GEMMA4_EYE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+_GEMMA4_EYE |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 _NESTED = {  # kinds whose text is a part: its fields, and the vision's
     "qwen3_vl": (_SIZES | _HEAD, _VISION | {"deepstack_visual_indexes": [0]}),
     "qwen3_vl_moe": (_SIZES | _HEAD | _WIDER, _VISION | {"deepstack_visual_indexes": [0]}),
+    "gemma3": (_text("gemma3_text"), _SIGLIP),
+    "gemma4": (_text("gemma4_text"), _GEMMA4_EYE),
+    "qwen3_5": (_text("qwen3_5_text"), _VISION),
+    "qwen3_5_moe": (_text("qwen3_5_moe_text"), _VISION),
+    "llama4": (_text("llama4_text"), _LLAMA4_EYE | {"vision_output_dim": 32}),
+    "mistral3": (_text("ministral3"), _PIXTRAL),
 }
 #: Families whose layers remember what went before: mixers, not attention alone.
 RECURRENT = frozenset(
@@ -344,7 +363,7 @@ RECURRENT = frozenset(
 def _config(family: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind, fields = _FAMILIES[family]
+    kind, fields = _FAMILIES.get(family, (family, {}))
     config_of = CONFIG_MAPPING[kind]
     if kind in _NESTED:
         text, vision = _NESTED[kind]
@@ -358,6 +377,8 @@ def _factory(family: str) -> Callable[[], Any]:
 
 #: Makes transformers' config of a tiny model, by the family's name.
 FAMILIES: dict[str, Callable[[], Any]] = {family: _factory(family) for family in _FAMILIES}
+#: The same of whole models, of which the text is a part with a class of its own.
+MULTIMODAL = {kind: _factory(kind) for kind in _NESTED if kind not in _FAMILIES}
 
 
 def write_parent(
@@ -374,10 +395,8 @@ def write_parent(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    try:
-        auto = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError:
-        auto = AutoModelForMultimodalLM._model_mapping[type(config)]
+    whole = config.get_text_config() is not config
+    auto = (AutoModelForMultimodalLM if whole else AutoModelForCausalLM)._model_mapping[type(config)]
     model = auto._from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():

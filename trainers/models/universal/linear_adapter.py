@@ -8,6 +8,7 @@ next: models/lora.py, which folds these as its own.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,15 +37,28 @@ _EXPERTS = {
 _MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
 
 
+@dataclass(frozen=True)
+class SavedAs:
+    """What files of adapters call a layer: its tensors, and it among PEFT's `target_modules`."""
+
+    tensors: str
+    target: str
+
+    @classmethod
+    def in_network(cls, place: str) -> "SavedAs":
+        """Return the names of a layer that its network alone gives."""
+        return cls(place, place.rpartition(".")[2])
+
+
 class LinearAdapter(torch.nn.Module):
     """A frozen linear layer `base` with its adapter: `a` [rank, in] and `b` [out, rank].
 
-    `place` is the layer's name in the network, `saved_as` that in files of adapters. `transposed`:
-    the base is a Conv1D of transformers, whose weight is [in, out]. The attributes of a linear
-    layer are those of its base, for families whose code reads them.
+    `place` is the layer's name in the network. `transposed`: the base is a Conv1D of transformers,
+    whose weight is [in, out]. The attributes of a linear layer are those of its base, for families
+    whose code reads them.
     """
 
-    def __init__(self, base: Any, lora: Lora, place: str, saved_as: str) -> None:
+    def __init__(self, base: Any, lora: Lora, place: str, saved_as: SavedAs) -> None:
         from transformers.pytorch_utils import Conv1D
 
         super().__init__()
@@ -91,12 +105,12 @@ class LinearAdapter(torch.nn.Module):
 
 
 def add_adapters(
-    network: Any, lora: Lora, seed: int, names: Mapping[str, str] | None = None
+    network: Any, lora: Lora, seed: int, names: Mapping[str, SavedAs] | None = None
 ) -> None:
     """Freeze a network and add adapters to its linear layers. Raises BadInput if it has none.
 
-    `names`: what files of adapters call a layer, by its name in the network; one without gets no
-    adapter. None: the same. Names of adapters' parameters end in `.a` and `.b`; the layer's
+    `names`: what files call a layer, by its name in the network; one without gets no adapter. None:
+    as the network does. Names of adapters' parameters end in `.a` and `.b`; the layer's
     `weight` becomes `base.weight`.
     """
     requested = {name for target in lora.targets for name in NAMES[target]}
@@ -127,16 +141,16 @@ def add_adapters(
 
 
 def _linear_layers(
-    network: Any, names: set[str], saved: Mapping[str, str] | None
-) -> list[tuple[str, str]]:
-    """Return (name in the network, name in files) of the linear layers of these names."""
+    network: Any, names: set[str], saved: Mapping[str, SavedAs] | None
+) -> list[tuple[str, SavedAs]]:
+    """Return the linear layers of these names: each with its name in the network, and in files."""
     from transformers.pytorch_utils import Conv1D
 
     ends = tuple(f".{name}" for name in names)
     return [
-        (name, name if saved is None else saved[name])
+        (name, SavedAs.in_network(name) if saved is None else saved[name])
         for name, module in network.named_modules()
-        if type(module) in (torch.nn.Linear, Conv1D)
+        if isinstance(module, torch.nn.Linear | Conv1D)
         and f".{name}".endswith(ends)
         and ".experts." not in name
         and (saved is None or name in saved)

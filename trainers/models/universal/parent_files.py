@@ -26,6 +26,7 @@ from cray_agents.trainers.models.universal.conversions import (
     tried,
 )
 from cray_agents.trainers.models.universal.dequantisation import DTYPE, packed_tensors
+from cray_agents.trainers.models.universal.linear_adapter import SavedAs
 from cray_agents.trainers.models.universal.text_model import TextModel
 
 _DTYPES = {
@@ -165,12 +166,13 @@ class ParentFiles:
                 shown_back.add(id(conversion.rule))  # one layer tells of them all
                 self._show_way_back(conversion, made)
 
-    def adapter_names(self) -> dict[str, str]:
+    def adapter_names(self) -> dict[str, SavedAs]:
         """Return what files of adapters call the matrices of the module, by their names in it.
 
         vLLM and PEFT read an adapter by the names of the parent's files, and PEFT renames them as
         transformers does. Where its rules lead such a name elsewhere, the whole model's name is
-        taken; a layer that neither leads to is left out. Names have no `.weight`.
+        taken; a layer that neither leads to is left out. Where the text is a part, PEFT finds its
+        layers by their whole names: other parts may have some of the same last name.
         """
         names, renamed = {}, renaming_by_peft(self._names)
         for conversion in self._conversions:
@@ -180,7 +182,8 @@ class ParentFiles:
                     stored = conversion.files[0].removesuffix(".weight")
                     known = [stored] if conversion.rule is None else []
                     found = [name for name in (*known, matrix) if renamed(name) == matrix]
-                    names |= {self._own_name(matrix): name for name in found[:1]}
+                    place = matrix if self._text.nested else matrix.rpartition(".")[2]
+                    names |= {self._own_name(matrix): SavedAs(name, place) for name in found[:1]}
         return names
 
     def units(self, module: torch.nn.Module) -> list[ExportUnit]:
