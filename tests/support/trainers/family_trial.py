@@ -17,7 +17,7 @@ import numpy as np
 
 from cray_agents.errors import BadInput, CrayError
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora, MethodName
-from tests.support.trainers.tiny_families import FAMILIES, MULTIMODAL, write_parent
+from tests.support.trainers.tiny_families import FAMILIES, FURTHER, write_parent
 from tests.support.trainers.toy_family import write_toy
 
 STEPS, VOCAB = 20, 500
@@ -53,7 +53,7 @@ def write(family: str, folder: Path) -> Path:
     if family == "toy":
         write_toy(folder)
     else:
-        write_parent(folder, (FAMILIES | MULTIMODAL)[family](), shard="100KB")
+        write_parent(folder, (FAMILIES | FURTHER)[family](), shard="100KB")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
