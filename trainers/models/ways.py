@@ -92,7 +92,8 @@ def build_chunks(
     """Build this rank's chunks of a model with their weights. Collective.
 
     `agree` returns rank 0's value, which JSON can hold, on every rank. Without `loaded` the caller
-    puts the weights in place; the universal way loads them in any case.
+    puts the weights in place; the universal way loads them in any case. Where ranks keep shards,
+    the chunks have no weights yet: `fill_chunks` fills them once they are divided.
     """
     if isinstance(source, ParentFiles):
         device = torch.device("cpu" if on_cpu else "cuda")

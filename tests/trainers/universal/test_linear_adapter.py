@@ -30,10 +30,7 @@ NAMES = {
     "mamba2": {".mixer.in_proj.": True, "out_proj": False},
     "falcon": {".self_attention.query_key_value.": True},
     # files of Gemma 3 and Llama 4 call the text otherwise than transformers does
-    "gemma3": {
-        "model.model.language_model.": False,
-        "base_model.model.language_model.model.": True,
-    },
+    "gemma3": {".model.language_model.model.": True, ".model.model.language_model.": False},
     "gemma4": {"model.language_model.layers.0.self_attn.q_proj.": True, "vision": False},
 }
 

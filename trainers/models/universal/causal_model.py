@@ -157,8 +157,8 @@ def build_universal(
     """Build the network with its weights, and choose its packing. Collective.
 
     The host needs room for the weights, on rank 0 in float32 with their largest gradient. With
-    `sharded` the weights stay there, for weight_shards.py. Raises BadInput for modules to
-    recompute.
+    `sharded` the parameters hold nothing: weight_shards.py divides them first, and the caller fills
+    the shards. Raises BadInput for modules to recompute.
     """
     if recompute not in ("none", "full"):
         raise BadInput(
@@ -172,9 +172,9 @@ def build_universal(
         network = source.build(torch.float32)
         tested = _test(network, model.vocab)
     packing, never, sometimes = agree(tested)
-    if network is None or hyper.dtype != "float32":
+    if network is None or hyper.dtype != "float32" or sharded:
         network = None  # before the next one takes as much memory
-        network = source.build(DTYPES[hyper.dtype])
+        network = source.build(DTYPES[hyper.dtype], filled=not sharded)
     for name in never:
         network.get_parameter(name).requires_grad_(False)
     if sharded:
