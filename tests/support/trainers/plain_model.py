@@ -24,7 +24,8 @@ def plain_network(parent: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     config = AutoConfig.from_pretrained(parent)
-    text = config.get_text_config() is config
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    text = known and config.get_text_config() is config
     auto = AutoModelForCausalLM if text else AutoModelForMultimodalLM
     network = auto.from_pretrained(parent, dtype=torch.float32, attn_implementation="eager")
     return network.eval()

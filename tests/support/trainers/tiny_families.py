@@ -423,11 +423,10 @@ def write_parent(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    whole = config.get_text_config() is not config
-    auto = (AutoModelForMultimodalLM if whole else AutoModelForCausalLM)._model_mapping[
-        type(config)
-    ]
-    model = auto._from_config(config, dtype=dtype).eval()
+    auto = AutoModelForCausalLM._model_mapping
+    if config.get_text_config() is not config or type(config) not in auto:
+        auto = AutoModelForMultimodalLM._model_mapping
+    model = auto[type(config)]._from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():

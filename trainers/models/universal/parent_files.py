@@ -176,7 +176,8 @@ class ParentFiles:
         taken; a layer that neither leads to is left out. Where the text is a part, PEFT finds its
         layers by their whole names: other parts may have some of the same last name.
         """
-        names, renamed = {}, renaming_by_peft(self._names)
+        names: dict[str, SavedAs] = {}
+        renamed = renaming_by_peft(self._names)
         for conversion in self._conversions:
             for target in conversion.targets:
                 matrix, dot, last = target.rpartition(".")
