@@ -203,9 +203,9 @@ def _recomputed_modules(network: torch.nn.Module) -> set[torch.nn.Module]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found = {one for one in network.modules() if getattr(one, "gradient_checkpointing", False)}
+    switched = {one for one in network.modules() if getattr(one, "gradient_checkpointing", False)}
     layers: set[torch.nn.Module] = {
-        one for one in found if isinstance(one, GradientCheckpointingLayer)
+        one for one in switched if isinstance(one, GradientCheckpointingLayer)
     }
     for layer in layers:
         modes: list[bool] = []
@@ -219,7 +219,7 @@ def _recomputed_modules(network: torch.nn.Module) -> set[torch.nn.Module]:
 
         layer.register_forward_pre_hook(enter)
         layer.register_forward_hook(leave, always_call=True)
-    return layers or found
+    return layers or switched
 
 
 def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -39,7 +39,7 @@ _MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
 
 @dataclass(frozen=True)
 class SavedAs:
-    """What files of adapters call a layer: its tensors, and it among PEFT's `target_modules`."""
+    """A layer's names in files of adapters: of its tensors, and among PEFT's `target_modules`."""
 
     tensors: str
     target: str

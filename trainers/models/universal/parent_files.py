@@ -184,9 +184,9 @@ class ParentFiles:
                 if dot and last == "weight":
                     stored = conversion.files[0].removesuffix(".weight")
                     known = [stored] if conversion.rule is None else []
-                    found = [name for name in (*known, matrix) if renamed(name) == matrix]
+                    fitting = [name for name in (*known, matrix) if renamed(name) == matrix]
                     place = matrix if self._text.nested else matrix.rpartition(".")[2]
-                    names |= {self._own_name(matrix): SavedAs(name, place) for name in found[:1]}
+                    names |= {self._own_name(matrix): SavedAs(name, place) for name in fitting[:1]}
         return names
 
     def units(self, module: torch.nn.Module) -> list[ExportUnit]:
