@@ -39,7 +39,7 @@ def write_adapter(
     if not is_rank0():
         return
     tensors = {name: tensor for stage in stages for name, tensor in load(stage).items()}
-    config = peft_config(lora, parent, {name.split(".")[-3] for name in tensors})
+    config = config_of_adapters(chunks, tensors, lora, parent)
     folder.mkdir()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     durable.replace_file(folder / CONFIG, json.dumps(config, indent=1).encode())
@@ -54,7 +54,7 @@ def peft_tensors(chunks: list[Any], model: Architecture) -> dict[str, torch.Tens
     tensors = {}
     for chunk, name, adapter in adapters(chunks):
         if isinstance(adapter, LinearAdapter):
-            stem = f"base_model.model.{adapter.place}"
+            stem = f"base_model.model.{adapter.saved_as.tensors}"
             tensors[f"{stem}.lora_A.weight"] = adapter.a.to("cpu", copy=True)
             tensors[f"{stem}.lora_B.weight"] = adapter.b.to("cpu", copy=True)
             continue
@@ -77,6 +77,17 @@ def _whole(
     if adapter.column:
         return adapter.a.detach(), unpack(how, slices, model)
     return torch.cat(slices, 1), [adapter.b.detach()]
+
+
+def config_of_adapters(
+    chunks: list[Any], tensors: dict[str, torch.Tensor], lora: Lora, parent: str
+) -> dict[str, Any]:
+    """Return PEFT's adapter_config.json for all adapters of a model; rank 0 has `tensors`."""
+    universal = [one for _, _, one in adapters(chunks) if isinstance(one, LinearAdapter)]
+    if not universal:
+        return peft_config(lora, parent, {name.split(".")[-3] for name in tensors})
+    config = peft_config(lora, parent, {one.saved_as.target for one in universal})
+    return config | {"fan_in_fan_out": any(one.transposed for one in universal)}
 
 
 def peft_config(lora: Lora, parent: str, modules: set[str]) -> dict[str, Any]:

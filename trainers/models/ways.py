@@ -92,7 +92,8 @@ def build_chunks(
     """Build this rank's chunks of a model with their weights. Collective.
 
     `agree` returns rank 0's value, which JSON can hold, on every rank. Without `loaded` the caller
-    puts the weights in place; the universal way loads them in any case.
+    puts the weights in place; the universal way loads them in any case. Where ranks keep shards,
+    the chunks have no weights yet: `fill_chunks` fills them once they are divided.
     """
     if isinstance(source, ParentFiles):
         device = torch.device("cpu" if on_cpu else "cuda")
@@ -133,10 +134,15 @@ def _replace(chunk: Any, name: str, module: torch.nn.Module) -> None:
     setattr(chunk.get_submodule(path), last, module)
 
 
-def adapt_chunks(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> None:
-    """Freeze a model's chunks and add adapters to its linear layers. Raises BadInput."""
-    if model.way == "universal":
-        add_adapters(chunks[0].network, lora, seed)
+def adapt_chunks(
+    chunks: list[Any], model: Architecture, lora: Lora, seed: int, source: AnySource
+) -> None:
+    """Freeze a model's chunks and add adapters to its linear layers. Raises BadInput.
+
+    `source`: what the chunks were built with.
+    """
+    if isinstance(source, ParentFiles):
+        add_adapters(chunks[0].network, lora, seed, source.adapter_names())
         chunks[0].train()
     else:
         add_lora(chunks, model, lora, seed)

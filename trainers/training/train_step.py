@@ -122,9 +122,12 @@ class Training:
             model, layout, hyper, on_cpu, recompute, source, broadcast_from_rank0, loaded=loaded
         )
         if hyper.lora is not None:
-            adapt_chunks(self.chunks, model, hyper.lora, hyper.seed)
+            adapt_chunks(self.chunks, model, hyper.lora, hyper.seed, source)
         overlap = not on_cpu if overlap is None else overlap
         self.wrapped_chunks = wrap(self.chunks, layout, hyper, overlap)
+        if self.shards is not None:
+            fill_chunks(self.chunks, model, source)
+            self.shards.weights_to_optimizer()
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = _head_of(self.chunks)
         self._folded: Folded = []
@@ -213,18 +216,14 @@ class Training:
         """Build another model beside this one, on the same ranks, that can only `score`."""
         other = copy.copy(self)
         other.model, other.parent = model, checkpoint
+        source = source_of(checkpoint, model)
         other.chunks = build_chunks(
-            model,
-            self.layout,
-            self.hyper,
-            self.on_cpu,
-            "none",
-            source_of(checkpoint, model),
-            broadcast_from_rank0,
+            model, self.layout, self.hyper, self.on_cpu, "none", source, broadcast_from_rank0
         )
         other.wrapped_chunks, other.head = other.chunks, _head_of(other.chunks)
         if self.layout.sharding == "full":
             other.wrapped_chunks = wrap(other.chunks, self.layout, self.hyper, overlap=False)
+            fill_chunks(other.chunks, model, source)
         return other
 
     def restart(self) -> None:

@@ -20,11 +20,12 @@ Gradients = dict[str, torch.Tensor]
 
 
 def plain_network(parent: Path) -> Any:
-    """Transformers' own network of a parent, in evaluation mode."""
+    """Transformers' own network of a parent, with all parts, in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    mapping = AutoModelForCausalLM._model_mapping
-    text = type(AutoConfig.from_pretrained(parent)) in mapping
+    config = AutoConfig.from_pretrained(parent)
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    text = known and config.get_text_config() is config
     auto = AutoModelForCausalLM if text else AutoModelForMultimodalLM
     network = auto.from_pretrained(parent, dtype=torch.float32, attn_implementation="eager")
     return network.eval()

@@ -314,9 +314,56 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("qwen3_vl", {}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),
 }
+# what the campaign of test_families.py tries besides, and other tests need not
+_FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("gemma", _HEAD),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "cohere2_moe": ("cohere2_moe", _HEAD | _EXPERTS | _WINDOW),
+    "deepseek_v2": ("deepseek_v2", _ROUTED | _LATENT | _FIRST_DENSE | {"topk_method": "greedy"}),
+    "glm": ("glm", _HEAD),
+    "granitemoeshared": ("granitemoeshared", _LOCAL | {"shared_intermediate_size": 32}),
+    "minimax_m3_vl_text": ("minimax_m3_vl_text", _HEAD | _LOCAL),
+    "olmo": ("olmo", {}),
+    "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "nemotron": ("nemotron", _HEAD),
+    "arcee": ("arcee", _HEAD),
+    "mellum": ("mellum", _HEAD | _EXPERTS | _WINDOW),
+    "hy_v4": ("hy_v4", _HEAD | _EXPERTS | _DENSE_SPARSE),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "stablelm": ("stablelm", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "falcon": ("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}),
+    "opt": ("opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
+    "mamba": ("mamba", {"state_size": 16}),
+    "falcon_mamba": ("falcon_mamba", {"state_size": 16}),
+    "recurrent_gemma": (
+        "recurrent_gemma",
+        {"num_hidden_layers": 3, "attention_window_size": 16, "lru_width": 64},
+    ),
+}
+
+
+def _text(family: str) -> dict[str, Any]:
+    kind, fields = _FAMILIES[family]
+    return _SIZES | fields | {"model_type": kind}
+
+
+_SIGLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+_SIGLIP |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+_PIXTRAL = _SIGLIP | {"model_type": "pixtral", "head_dim": 16}
+_LLAMA4_EYE = _SIGLIP | {"projector_input_dim": 32, "projector_output_dim": 32}
+_GEMMA4_EYE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+_GEMMA4_EYE |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 _NESTED = {  # kinds whose text is a part: its fields, and the vision's
     "qwen3_vl": (_SIZES | _HEAD, _VISION | {"deepstack_visual_indexes": [0]}),
     "qwen3_vl_moe": (_SIZES | _HEAD | _WIDER, _VISION | {"deepstack_visual_indexes": [0]}),
+    "gemma3": (_text("gemma3_text"), _SIGLIP),
+    "gemma4": (_text("gemma4_text"), _GEMMA4_EYE),
+    "qwen3_5": (_text("qwen3_5_text"), _VISION),
+    "qwen3_5_moe": (_text("qwen3_5_moe_text"), _VISION),
+    "llama4": (_text("llama4_text"), _LLAMA4_EYE | {"vision_output_dim": 32}),
+    "mistral3": (_text("ministral3"), _PIXTRAL),
 }
 #: Families whose layers remember what went before: mixers, not attention alone.
 RECURRENT = frozenset(
@@ -344,7 +391,7 @@ RECURRENT = frozenset(
 def _config(family: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind, fields = _FAMILIES[family]
+    kind, fields = (_FAMILIES | _FURTHER).get(family, (family, {}))
     config_of = CONFIG_MAPPING[kind]
     if kind in _NESTED:
         text, vision = _NESTED[kind]
@@ -358,6 +405,8 @@ def _factory(family: str) -> Callable[[], Any]:
 
 #: Makes transformers' config of a tiny model, by the family's name.
 FAMILIES: dict[str, Callable[[], Any]] = {family: _factory(family) for family in _FAMILIES}
+#: The same of whole models, whose text is a kind of FAMILIES, and of kinds that fewer people train.
+FURTHER = {each: _factory(each) for each in (*_NESTED, *_FURTHER) if each not in _FAMILIES}
 
 
 def write_parent(
@@ -374,11 +423,10 @@ def write_parent(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    try:
-        auto = AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError:
-        auto = AutoModelForMultimodalLM._model_mapping[type(config)]
-    model = auto._from_config(config, dtype=dtype).eval()
+    auto = AutoModelForCausalLM._model_mapping
+    if config.get_text_config() is not config or type(config) not in auto:
+        auto = AutoModelForMultimodalLM._model_mapping
+    model = auto[type(config)]._from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():

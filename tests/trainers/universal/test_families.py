@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.trainers.family_table import (
+    EVERY,
     NOTES,
     PAGE,
     RESULTS,
@@ -21,7 +22,6 @@ from tests.support.trainers.family_table import (
     with_table,
 )
 from tests.support.trainers.family_trial import measure, problems
-from tests.support.trainers.tiny_families import FAMILIES
 
 OWN = "packed: attention within each sequence"
 SPLIT = f"{OWN}, mixers once per sequence"
@@ -36,8 +36,8 @@ BRIEF = {"llama": OWN, "gemma3_text": OWN, "qwen3_moe": OWN, "lfm2": SPLIT, "toy
 ASKED = os.environ.get("CRAY_TEST_FAMILIES", "")
 CAMPAIGN = {
     "": [],
-    "all": list(FAMILIES),
-    "missing": [name for name in FAMILIES if name not in read_results()],
+    "all": list(EVERY),
+    "missing": [name for name in EVERY if name not in read_results()],
 }.get(ASKED, ASKED.split(","))
 
 
@@ -75,7 +75,7 @@ def test_the_results_are_of_families_that_exist_and_what_is_wrong_is_explained()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     results = json.loads(RESULTS.read_text())
-    assert results.keys() <= FAMILIES.keys()
+    assert results.keys() <= EVERY.keys()
     for family, result in results.items():
-        assert result["kind"] == FAMILIES[family]().model_type in CONFIG_MAPPING
+        assert result["kind"] == EVERY[family]().model_type in CONFIG_MAPPING
     assert NOTES.keys() == {family for family, result in results.items() if problems(result)}

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from cray_agents.trainers.models.universal.causal_model import _recomputed_modules
 from cray_agents.trainers.models.universal.packed_attention import PACKED
 from cray_agents.trainers.models.universal.passes import (
     Packing,
@@ -14,7 +15,7 @@ from cray_agents.trainers.models.universal.passes import (
     choose_packing,
     untrained,
 )
-from tests.support.trainers.tiny_families import FAMILIES
+from tests.support.trainers.tiny_families import FAMILIES, FURTHER
 
 VOCAB = 500
 OWN = "packed: attention within each sequence"
@@ -33,6 +34,7 @@ CHOICES = {
     "qwen3_next": SPLIT,
     "lfm2": SPLIT,
     "falcon_h1": SPLIT,
+    "zaya": SPLIT,
     "deepseek_v4": "rows padded on the right",
 }
 
@@ -41,7 +43,7 @@ def network(family: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = FAMILIES[family]()
+    config = (FAMILIES | FURTHER)[family]()
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in made.parameters():
@@ -60,6 +62,19 @@ def test_the_fastest_way_that_is_right_is_chosen(family: str) -> None:
     assert packing.text == CHOICES[family], packing
     assert packing.difference < 1e-4
     assert bool(packing.rejected) == (packing.shape == "rows")
+
+
+def test_a_network_is_used_as_it_was_tested() -> None:
+    """The mixers of a first Passes are not split once more by another."""
+    made = network("zaya")  # whose mixers are given masks
+    packing = choose_packing(made, VOCAB)
+    passes, lengths = Passes(made), [5, 11, 3]  # the test packs others
+    tokens = torch.arange(sum(lengths)) * 7 % VOCAB
+    passes.use(packing)
+    together = passes.logits(tokens, lengths)
+    passes.use(Packing("alone", "eager"))
+    alone = passes.logits(tokens, lengths)
+    assert (together - alone).abs().max() < 1e-4 * alone.abs().max()
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
@@ -88,6 +103,28 @@ def test_gradients_are_those_of_the_sequences_alone() -> None:
         found.append(torch.cat([p.grad.flatten() for p in made.parameters() if p.grad is not None]))
     for other in found[1:]:
         assert (other - found[0]).abs().max() < 1e-4 * found[0].abs().max()
+
+
+def test_layers_that_are_computed_again_drop_nothing() -> None:
+    made = network("opt")
+    made.config.dropout = 0.5
+    for layer in made.model.decoder.layers:
+        layer.dropout = 0.5
+    tokens = torch.arange(20)[None]
+
+    def gradients() -> torch.Tensor:
+        made.zero_grad()
+        torch.nn.functional.cross_entropy(made(tokens).logits[0], tokens[0]).backward()
+        return torch.cat([p.grad.flatten() for p in made.parameters() if p.grad is not None])
+
+    truth = gradients()
+    made.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in _recomputed_modules(made):
+        module.training = True
+    calls: list[int] = []
+    made.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(gradients(), truth)
+    assert len(calls) == 2 and made.model.decoder.layers[0].training
 
 
 def test_weights_that_no_batch_reaches_are_named_and_idle_experts_are_not() -> None:

@@ -1,5 +1,6 @@
 """Full sharding (Megatron's FSDP, ZeRO-3) beside the distributed optimizer alone (ZeRO-1)."""
 
+import ctypes
 import json
 import os
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
+from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.planning.layouts import check_layout, possible_layouts
 from cray_agents.trainers.planning.memory import GATHERED, SUMMED, estimate_memory
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
@@ -121,6 +123,9 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
         if THOROUGH:
             for layout in (ONE, FULL):
                 half = build(name, layout, dtype="bfloat16")
+                if (shards := half.shards) is not None:
+                    parts = [shards.of(each) for each in half.chunks[0].network.parameters()]
+                    assert all(torch.equal(one.main, one.weights.float()) for one in parts if one)
                 losses[f"bfloat16 {layout.sharding}"] = course(half, known)
             teacher = training.scorer(read_architecture(parents[name], "universal"), parents[name])
             scores["teacher"] = score(teacher)
@@ -205,6 +210,35 @@ def test_a_rank_keeps_its_part_alone(kind: str, ran: Any, parents: dict[str, Pat
         assert 0.5 * whole <= seen[name] < 0.6 * whole, name
     assert seen["weights"] < estimate_memory(model, FULL, HYPER, sequence_length=30).weights
     assert seen["freed"] > 3 * seen["weights"]  # gradients and moments too
+
+
+def test_a_rank_reads_its_weights_part_by_part(tmp_path: Path) -> None:
+    """What a rank other than the first does before and after its weights are divided.
+
+    The memory that the system gave it is looked at while parameters are read, and at each weight.
+    """
+    config = FAMILIES["llama"]()
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 512, 1536, 10
+    config.head_dim = 128
+    write_parent(tmp_path, config)
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed would be given out again unseen
+    source, before = ParentFiles(tmp_path), own_bytes()
+    network = source.build(torch.float32, filled=False)
+    whole = 4 * sum(parameter.numel() for parameter in network.parameters())
+    assert whole > 100e6
+    for parameter in network.parameters():
+        assert parameter.device.type == "cpu" and parameter.detach().sum().numel() == 1
+    most = [own_bytes() - before]
+    source.fill(network, lambda tensor, weights: most.append(own_bytes() - before))
+    assert max(most) < whole / 4
+    source.fill(network)
+    assert own_bytes() - before > whole / 2  # so it can be seen
+
+
+def own_bytes() -> int:
+    """This process's memory, without the pages of files."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
 def test_a_job_publishes_and_its_teacher_is_sharded_too(lab: Any, parents: dict[str, Path]) -> None:

@@ -100,6 +100,7 @@ class UniversalModel(torch.nn.Module):
                     param="recompute",
                 )
             network.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        self._recomputed = _recomputed_modules(network)
         self.train()
 
     def train(self, mode: bool = True) -> "UniversalModel":
@@ -107,9 +108,7 @@ class UniversalModel(torch.nn.Module):
         super().train(mode)
         self.network.eval()
         for module in self.network.modules():
-            if isinstance(module, LinearAdapter) or getattr(
-                module, "gradient_checkpointing", False
-            ):
+            if isinstance(module, LinearAdapter) or module in self._recomputed:
                 module.training = mode
         return self
 
@@ -158,8 +157,8 @@ def build_universal(
     """Build the network with its weights, and choose its packing. Collective.
 
     The host needs room for the weights, on rank 0 in float32 with their largest gradient. With
-    `sharded` the weights stay there, for weight_shards.py. Raises BadInput for modules to
-    recompute.
+    `sharded` the parameters hold nothing: weight_shards.py divides them first, and the caller fills
+    the shards. Raises BadInput for modules to recompute.
     """
     if recompute not in ("none", "full"):
         raise BadInput(
@@ -173,9 +172,9 @@ def build_universal(
         network = source.build(torch.float32)
         tested = _test(network, model.vocab)
     packing, never, sometimes = agree(tested)
-    if network is None or hyper.dtype != "float32":
+    if network is None or hyper.dtype != "float32" or sharded:
         network = None  # before the next one takes as much memory
-        network = source.build(DTYPES[hyper.dtype])
+        network = source.build(DTYPES[hyper.dtype], filled=not sharded)
     for name in never:
         network.get_parameter(name).requires_grad_(False)
     if sharded:
@@ -194,6 +193,33 @@ def build_universal(
     if hyper.dtype != "float32" and not sharded:
         made.check_dtype(hyper.dtype, device)
     return made
+
+
+def _recomputed_modules(network: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the modules that are computed again if they are in training mode when called.
+
+    Layers of transformers are then switched to evaluation for their own code, which would drop
+    numbers at random (in OPT, for one).
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    switched = {one for one in network.modules() if getattr(one, "gradient_checkpointing", False)}
+    layers: set[torch.nn.Module] = {
+        one for one in switched if isinstance(one, GradientCheckpointingLayer)
+    }
+    for layer in layers:
+        modes: list[bool] = []
+
+        def enter(layer: Any, _: Any, modes: list[bool] = modes) -> None:
+            modes.append(layer.training)
+            layer.training = False
+
+        def leave(layer: Any, *_: Any, modes: list[bool] = modes) -> None:
+            layer.training = modes.pop()
+
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave, always_call=True)
+    return layers or switched
 
 
 def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -101,17 +101,9 @@ def match_names(names: Iterable[str], module: Any) -> tuple[list[Conversion], di
     Returns the conversions, and the names that no part of the module takes, each with the name
     that the rules give it. Raises BadInput where two tensors are one parameter.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    rules = get_model_conversion_mapping(module)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings, converters = _rules_of(module)
     rule_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     known, prefix = module.state_dict(), module.base_model_prefix
     made: dict[str, tuple[Any, dict[str, list[str]]]] = {}
@@ -133,6 +125,29 @@ def match_names(names: Iterable[str], module: Any) -> tuple[list[Conversion], di
             )
         sources.setdefault(pattern or name, []).append(name)
     return [Conversion(s, (target,), rule) for target, (rule, s) in made.items()], left
+
+
+def renaming_by_peft(module: Any) -> Callable[[str], str]:
+    """Return what tells the layer of a module that PEFT gives the adapter of a file's layer."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import rename_source_key
+
+    if get_checkpoint_conversion_mapping(module.config.model_type) is None:
+        return lambda layer: layer  # PEFT looks for rules of the whole model alone
+    rules, end = _rules_of(module), ".lora_A.weight"
+    return lambda layer: rename_source_key(layer + end, *rules)[0].removesuffix(end)
+
+
+def _rules_of(module: Any) -> tuple[list[Any], list[Any]]:
+    """Return transformers' rules for a module: those that rename a tensor, and all others."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    rules = get_model_conversion_mapping(module)
+    return (
+        [rule for rule in rules if isinstance(rule, WeightRenaming)],
+        [rule for rule in rules if isinstance(rule, WeightConverter)],
+    )
 
 
 def tried(

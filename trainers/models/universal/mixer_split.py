@@ -27,7 +27,8 @@ class MixerSplit:
         yield
 
     def split(self, module: torch.nn.Module) -> None:
-        """Let a module see one sequence at a time from now on."""
+        """Let a module see one sequence at a time from now on, whoever split it before."""
+        unsplit(module)
         whole = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -19,8 +19,14 @@ from safetensors import safe_open
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.registry.model_config import read_config
 from cray_agents.runtime.registry.model_files import read_weights
-from cray_agents.trainers.models.universal.conversions import Conversion, match_names, tried
+from cray_agents.trainers.models.universal.conversions import (
+    Conversion,
+    match_names,
+    renaming_by_peft,
+    tried,
+)
 from cray_agents.trainers.models.universal.dequantisation import DTYPE, packed_tensors
+from cray_agents.trainers.models.universal.linear_adapter import SavedAs
 from cray_agents.trainers.models.universal.text_model import TextModel
 
 _DTYPES = {
@@ -124,19 +130,21 @@ class ParentFiles:
         """Return a tensor as it is stored, or dequantised. Raises BadInput for NaN."""
         return self._finite(name)
 
-    def build(self, dtype: torch.dtype) -> torch.nn.Module:
+    def build(self, dtype: torch.dtype, *, filled: bool = True) -> torch.nn.Module:
         """Return transformers' module with the parent's weights, on the CPU, in eval mode.
 
         Parameters are of `dtype`, except those that transformers keeps in float32. Numbers that the
         files store more exactly than `dtype` are rounded. Peak memory: the module, and one unit of
-        the export (a matrix, or the experts of a layer) twice.
+        the export (a matrix, or the experts of a layer) twice. Unless `filled`, parameters hold
+        nothing yet, and the system gives them no memory.
         """
         module: torch.nn.Module = self._text.build(dtype, "cpu")
         for target, source in self._tied.items():
             owner, _, leaf = target.rpartition(".")
             setattr(module.get_submodule(owner), leaf, module.get_parameter(source))
         module.all_tied_weights_keys = dict(self._tied)  # type: ignore[assignment]
-        self.fill(module)
+        if filled:
+            self.fill(module)
         return module
 
     @torch.no_grad()
@@ -159,6 +167,27 @@ class ParentFiles:
             if conversion.rule is not None and id(conversion.rule) not in shown_back:
                 shown_back.add(id(conversion.rule))  # one layer tells of them all
                 self._show_way_back(conversion, made)
+
+    def adapter_names(self) -> dict[str, SavedAs]:
+        """Return what files of adapters call the matrices of the module, by their names in it.
+
+        vLLM and PEFT read an adapter by the names of the parent's files, and PEFT renames them as
+        transformers does. Where its rules lead such a name elsewhere, the whole model's name is
+        taken; a layer that neither leads to is left out. Where the text is a part, PEFT finds its
+        layers by their whole names: other parts may have some of the same last name.
+        """
+        names: dict[str, SavedAs] = {}
+        renamed = renaming_by_peft(self._names)
+        for conversion in self._conversions:
+            for target in conversion.targets:
+                matrix, dot, last = target.rpartition(".")
+                if dot and last == "weight":
+                    stored = conversion.files[0].removesuffix(".weight")
+                    known = [stored] if conversion.rule is None else []
+                    fitting = [name for name in (*known, matrix) if renamed(name) == matrix]
+                    place = matrix if self._text.nested else matrix.rpartition(".")[2]
+                    names |= {self._own_name(matrix): SavedAs(name, place) for name in fitting[:1]}
+        return names
 
     def units(self, module: torch.nn.Module) -> list[ExportUnit]:
         """Return the parts of an export, which hold every tensor of the parent once, in its order.

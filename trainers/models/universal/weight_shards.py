@@ -34,7 +34,7 @@ class _Called(torch.nn.Module):
 def wrap_fully(chunk: Any, hyper: Hyperparameters) -> Any:
     """Spread a UniversalModel's weights over the data ranks, and set its `shards`. Collective.
 
-    The weights may still be on the CPU: each rank sends its own shards to the device alone. Raises
+    Its parameters may be on the CPU and hold nothing: see WeightShards.put. Raises
     BadInput where the ranks' passes could differ, for each of them is collective.
     """
     from megatron.core.distributed import DistributedDataParallelConfig, FullyShardedDataParallel
