@@ -44,10 +44,11 @@ class Extension:
     update_weights: Callable[[dict[str, Any]], None]
 
     def patch_worker(self) -> None:
-        """Patch model runner, sampler and experts. vllm_engine.py calls this before any request."""
+        """Patch model runner, sampler and layers. vllm_engine.py calls this before any request."""
         self._skip_ranks()
         self._skip_generators()
         self._pack_experts_anew()
+        self._rotate_all_heads()
 
     def _skip_generators(self) -> None:
         """Use a request's seeded generator only in the last step that reads its prompt.
@@ -124,6 +125,26 @@ class Extension:
                 original(layer)
 
             method.process_weights_after_loading = process
+
+    def _rotate_all_heads(self) -> None:
+        """Rotate queries and keys of [tokens, heads, size] as [tokens, heads * size].
+
+        On CPU vLLM takes the last dimension for all heads of a token, and rotates wrong parts of
+        three. Latent attention and LFM2 give three.
+        """
+        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, RotaryEmbedding) and layer._forward_method == layer.forward_cpu:
+
+                def rotate(
+                    positions: Any, query: Any, key: Any = None, flat: Any = layer.forward_cpu
+                ) -> tuple[Any, Any]:
+                    keys = None if key is None else key.flatten(1)
+                    queries, keys = flat(positions, query.flatten(1), keys)
+                    return queries.view_as(query), None if key is None else keys.view_as(key)
+
+                layer._forward_method = rotate
 
     def patch_weights(self, folder: str, files: dict[str, str]) -> dict[str, bool]:
         """Put the changes of a delta checkpoint into the weights, by vLLM's own patch loader.
