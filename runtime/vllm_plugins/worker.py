@@ -1,4 +1,4 @@
-"""Worker extension: repair vLLM's worker for weight changes, seeds and cheap logprobs.
+"""Worker extension: repair vLLM's worker for weight changes, CPU layers, seeds, cheap logprobs.
 
 vLLM loads it in the engine's process (`--worker-extension-cls`, set by
 runtime/pool/vllm_replica.py). runtime/pool/vllm_engine.py calls it over `/collective_rpc`.

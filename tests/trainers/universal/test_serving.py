@@ -43,14 +43,24 @@ SIZES |= {"mamba_d_head": 32, "attention_chunk_size": 128, "linear_head_dim": 32
 SIZES |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "indexer_head_dim": 32}
 OF_KINDS: dict[str, dict[str, Any]] = {
     # fields of published configs that transformers does without
-    "minimax_m2": {"scoring_func": "sigmoid", "rotary_dim": 16},
+    "minimax_m2": {"scoring_func": "sigmoid", "rotary_dim": 16, "use_routing_bias": True},
     "lfm2": {"block_dim": 128, "conv_dim": 128},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "hy_v3": {"first_k_dense_replace": 1},
+    "hy_v3": {
+        "first_k_dense_replace": 1,
+        "expert_hidden_dim": 32,
+        "route_norm": True,
+        "qk_norm": True,
+    },
     "afmoe": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1, "route_norm": True},
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     # sizes that fit the others
     "mimo_v2_flash": {
         "v_head_dim": 32,
+        "add_swa_attention_sink_bias": True,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
+        "partial_rotary_factor": 0.334,
         "hybrid_layer_pattern": [1, 0],
         "moe_layer_freq": [0, 1],
         "layernorm_epsilon": 1e-5,
@@ -60,6 +70,10 @@ OF_KINDS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 32,
         "sliding_window_size": 16,
     },
+    "qwen3_next": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "deepseek_v32": {"index_head_dim": 128},
+    "glm_moe_dsa": {"index_head_dim": 128},
+    "mistral4": {"qk_nope_head_dim": 64, "qk_head_dim": 128, "head_dim": 128},
     "falcon_h1": {"mamba_n_heads": 4},
     "mamba2": {"intermediate_size": 256},
 }
@@ -68,7 +82,7 @@ CAUSES = {
     "cohere2": "vLLM's window is a token longer than transformers' (with 17 for 16 both are equal)",
     "ernie4_5_moe": "vLLM's router for CPUs leaves the experts' correction bias out",
     "laguna": "vLLM's router for CPUs knows no sigmoid without groups of experts",
-    "phimoe": "vLLM takes transformers' module and gives its router another number of values",
+    "phimoe": "vLLM runs transformers' module, whose router it replaces by one of another form",
 }
 PARSERS = {"gpt_oss": "openai"}  # vLLM serves it with this one alone
 _ERROR = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception)): (.+)")
