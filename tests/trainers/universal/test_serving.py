@@ -53,7 +53,11 @@ OF_KINDS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
     },
     "afmoe": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1, "route_norm": True},
-    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "longcat_flash": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+    },
     # sizes that fit the others
     "mimo_v2_flash": {
         "v_head_dim": 32,
@@ -82,6 +86,7 @@ CAUSES = {
     "cohere2": "vLLM's window is a token longer than transformers' (with 17 for 16 both are equal)",
     "ernie4_5_moe": "vLLM's router for CPUs leaves the experts' correction bias out",
     "laguna": "vLLM's router for CPUs knows no sigmoid without groups of experts",
+    "minimax_m2": "vLLM's router for CPUs knows no sigmoid without groups of experts",
     "phimoe": "vLLM runs transformers' module, whose router it replaces by one of another form",
 }
 PARSERS = {"gpt_oss": "openai"}  # vLLM serves it with this one alone
