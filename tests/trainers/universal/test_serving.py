@@ -91,8 +91,12 @@ CAUSES = {
 }
 PARSERS = {"gpt_oss": "openai"}  # vLLM serves it with this one alone
 _ERROR = re.compile(r"((?:\w+\.)*\w*(?:Error|Exception)): (.+)")
-_WRAPPED = ("Engine core initialization failed", "Engine process failed")
-_WRAPPED += ("failed to be inspected", "1 validation error for")
+_WRAPPED = (
+    "Engine core initialization failed",
+    "Engine process failed",
+    "failed to be inspected",
+    "1 validation error for",
+)
 
 
 def write_served_parent(kind: str, folder: Path) -> Path:
