@@ -333,7 +333,7 @@ class VllmEngine:
     async def prepare(self, checkpoint: Path, version: str) -> None:
         """Prepare a fresh server; call once after each start. It answers after `resume`."""
         self._received = ([], 0.0)
-        await self._control("/collective_rpc", {"method": "patch_sampling"})
+        await self._control("/collective_rpc", {"method": "patch_worker"})
         await self._name_weights(checkpoint, version)
 
     async def load_adapter(self, adapter: Path, name: str) -> "VllmEngine":

@@ -1,4 +1,4 @@
-"""Worker extension: repair vLLM's worker for weight changes, seeds and cheap logprobs.
+"""Worker extension: repair vLLM's worker for weight changes, CPU layers, seeds, cheap logprobs.
 
 vLLM loads it in the engine's process (`--worker-extension-cls`, set by
 runtime/pool/vllm_replica.py). runtime/pool/vllm_engine.py calls it over `/collective_rpc`.
@@ -43,10 +43,12 @@ class Extension:
     weight_transfer_engine: Any
     update_weights: Callable[[dict[str, Any]], None]
 
-    def patch_sampling(self) -> None:
-        """Patch the model runner and its sampler. vllm_engine.py calls this before any request."""
+    def patch_worker(self) -> None:
+        """Patch model runner, sampler and layers. vllm_engine.py calls this before any request."""
         self._skip_ranks()
         self._skip_generators()
+        self._pack_experts_anew()
+        self._rotate_all_heads()
 
     def _skip_generators(self) -> None:
         """Use a request's seeded generator only in the last step that reads its prompt.
@@ -97,6 +99,52 @@ class Extension:
             return LogprobsTensors(column.to(torch.int32), logprobs.gather(-1, column), ranks)
 
         sampler.gather_logprobs = gather
+
+    def _pack_experts_anew(self) -> None:
+        """Pack experts' weights at every load, which vLLM does at the first alone.
+
+        On CPU it computes with packed weights. It took reloaded ones, which are not, for packed.
+        """
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return
+        methods = {
+            id(layer.quant_method): layer.quant_method
+            for layer in self.model_runner.get_model().modules()
+            if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None
+        }
+        for method in methods.values():
+
+            def process(
+                layer: Any,
+                method: Any = method,
+                original: Any = method.process_weights_after_loading,
+            ) -> None:
+                method.moe_kernel = None  # as before the first load
+                original(layer)
+
+            method.process_weights_after_loading = process
+
+    def _rotate_all_heads(self) -> None:
+        """Rotate queries and keys of [tokens, heads, size] as [tokens, heads * size].
+
+        On CPU vLLM takes the last dimension for all heads of a token, and rotates wrong parts of
+        three. Latent attention and LFM2 give three.
+        """
+        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, RotaryEmbedding) and layer._forward_method == layer.forward_cpu:
+
+                def rotate(
+                    positions: Any, query: Any, key: Any = None, flat: Any = layer.forward_cpu
+                ) -> tuple[Any, Any]:
+                    keys = None if key is None else key.flatten(1)
+                    queries, keys = flat(positions, query.flatten(1), keys)
+                    return queries.view_as(query), None if key is None else keys.view_as(key)
+
+                layer._forward_method = rotate
 
     def patch_weights(self, folder: str, files: dict[str, str]) -> dict[str, bool]:
         """Put the changes of a delta checkpoint into the weights, by vLLM's own patch loader.

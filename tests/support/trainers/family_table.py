@@ -76,7 +76,7 @@ def table(results: dict[str, Result], serving: dict[str, dict[str, str]]) -> str
             found = "; ".join(f"{COLUMNS.get(n, n)} {_text(value)}" for n, value in whole.items())
             reasons.append(f"- `{family}`: {found}. {NOTES.get(family, 'The cause is not known.')}")
         if _served(served) == "no":
-            reasons.append(f"- `{family}`, vLLM: {served['vllm']}")
+            reasons.append(f"- `{family}`, vLLM: {served.get('cause', served['vllm'])}")
     return "\n".join([*lines, "", *reasons, "", _summary(results)])
 
 
