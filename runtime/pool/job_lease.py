@@ -24,6 +24,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.pool.vllm_replica import EngineSettings
 
 HEARTBEAT = 2.0  # seconds between two writes of a lease
+STATE_SECONDS = 5.0  # that a supervisor waits for news when it is asked for its state
 SPEC, SECRET, LEASE = "spec.json", "secret", "lease.json"
 ATTEMPTS_KEPT = 5  # folders of a replica
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, of Linux

@@ -35,6 +35,7 @@ from cray_agents.errors import CrayError, SetupError
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.pool.job_lease import (
     HEARTBEAT,
+    STATE_SECONDS,
     JobLease,
     ReplicaSpec,
     create_secret,
@@ -45,8 +46,6 @@ from cray_agents.runtime.pool.job_lease import (
 from cray_agents.runtime.pool.vllm_replica import Replica
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.vllm_plugins.lock import HEADER
-
-STATE_SECONDS = 5.0  # that a question for news waits, at most
 
 log = logging.getLogger(__name__)
 

@@ -32,6 +32,7 @@ from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.runtime.pool.golden_probe import same_shape, weights_of
 from cray_agents.runtime.pool.job_lease import (
     SECRET,
+    STATE_SECONDS,
     ReplicaSpec,
     attempts,
     new_attempt,
@@ -45,10 +46,10 @@ from cray_agents.runtime.registry.checkpoints import ADAPTER
 
 POLL = 2.0  # seconds between two questions to Slurm about all jobs together
 LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
-DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests
+DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
 _SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
 _LOOK = 0.25  # seconds between two looks for a lease
-_ANSWER = 20.0  # seconds that a supervisor may take for an answer; its own wait is 5 s of them
+_ANSWER = 20.0  # seconds that a supervisor may take to carry out an order
 _GOODBYE = 5.0  # seconds that a supervisor has to answer an order to end
 _SILENT_LAPSES = 4  # times LAPSE that a supervisor may renew its lease without an answer
 _LOG_TAIL = 2000  # bytes of a job's log in an error
@@ -147,8 +148,9 @@ class PlacedEngine(VllmEngine):
 class Supervisor:
     """A supervisor over its HTTP. Close it when done."""
 
-    def __init__(self, url: str, secret: str) -> None:
-        self._http = Http(url, secret, _ANSWER)
+    def __init__(self, url: str, secret: str, patience: float) -> None:
+        """`patience`: seconds that an answer about its state may take, beside its own wait."""
+        self._http = Http(url, secret, STATE_SECONDS + patience)
 
     async def state(self, seen: int | None = None) -> dict[str, Any]:
         """Return the supervisor's state; wait for news of the one that was `seen`."""
@@ -336,7 +338,7 @@ class SlurmReplica:
         if lease is None:
             return False
         secret = await asyncio.to_thread((folder / SECRET).read_text)
-        supervisor = Supervisor(lease.url, secret)
+        supervisor = Supervisor(lease.url, secret, self._lapse / 2)
         try:
             self._state = await supervisor.state()
         except BaseException:
@@ -390,9 +392,10 @@ class SlurmReplica:
             left = self._state["seconds_left"]
             if left is None:
                 return
-            if left <= min(self._lead, self._state["seconds"] / 2):
+            seconds = self._state["seconds"]
+            if left <= min(self._lead, seconds / 2):
                 self._leaving.set()
-            if left <= DRAIN:
+            if left <= min(DRAIN, seconds / 8):
                 self._ending.set()
             await asyncio.sleep(1.0)
             self._state["seconds_left"] = left - 1.0
