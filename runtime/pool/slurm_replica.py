@@ -381,10 +381,12 @@ class SlurmReplica:
     async def _follow_job(self, supervisor: Supervisor) -> None:
         """Lose the place when Slurm says that its job has ended."""
         while self._supervisor is supervisor and self._attempt is not None:
-            status = await self._status(self._attempt)
-            if status is not None and not _is_live(status):
-                why = status.reason or status.state
-                self._lose(supervisor, f"its job {self.job} on {self.host} ended: {why}")
+            self._lose_if_ended(supervisor, await self._status(self._attempt))
+
+    def _lose_if_ended(self, supervisor: Supervisor, status: CommandStatus | None) -> None:
+        if status is not None and not _is_live(status):
+            why = status.reason or status.state
+            self._lose(supervisor, f"its job {self.job} on {self.host} ended: {why}")
 
     async def _follow_time(self, supervisor: Supervisor) -> None:
         """Tell in time that the job's time comes to its end."""
@@ -524,9 +526,10 @@ class SlurmReplica:
         try:
             state = await supervisor.order("start", seconds, **body)
         except EngineError as error:
-            if not self.placed:
-                raise EngineUnavailable(self._why) from error
-            raise EngineUnavailable(f"on {self.host}: {error}") from error
+            if self._attempt is not None and isinstance(error, EngineUnavailable):
+                self._lose_if_ended(supervisor, await self._status(self._attempt))
+            why = f"on {self.host}: {error}" if self.placed else self._why
+            raise EngineUnavailable(why) from error
         self._use(PlacedEngine(supervisor, state, self._spec.settings), state)
 
     async def _take_over(

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,8 @@ class Site:
     async def abandon(self, pool: Pool) -> None:
         """Do what a `kill -9` of a gateway does: nothing is ended, nothing is said."""
         self.pools.remove(pool)
-        hosts = [slot._engine_host for slot in pool._slots]
-        tasks: Collection[asyncio.Task[None]] = [
-            *pool._tasks,
-            *(t for h in hosts for t in h._tasks),
-        ]
+        hosts: list[Any] = [slot._engine_host for slot in pool._slots]
+        tasks = [*pool._tasks, *(task for host in hosts for task in host._tasks)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -84,11 +81,15 @@ class Site:
         leases = [read_lease(folder / str(n)) for n in attempts(folder)]
         return [lease for lease in leases if lease is not None][-1]
 
-    def run(self, *argv: str) -> str:
+    def run(self, *argv: str, check: bool = True) -> str:
         done = subprocess.run(
-            argv, env=self.cluster.environment, capture_output=True, text=True, check=True
+            argv, env=self.cluster.environment, capture_output=True, text=True, check=check
         )
         return done.stdout.strip()
+
+    def jobs(self) -> list[str]:
+        """Those that run."""
+        return self.run("squeue", "-h", "-t", "running", "-o", "%A").split()
 
 
 async def ask(pool: Pool, version: Wanted, text: str = "hello") -> str:
