@@ -16,9 +16,10 @@ from typing import Any
 from aiohttp import web
 
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.pool.vllm_engine import BODY, CAPTURE, PROBE
 from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
 
+# as in runtime/pool/vllm_engine.py, which imports half a second of numpy and more
+BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
 PROGRAM = (sys.executable, "-m", "tests.support.scripted_server")
 SLOW = 1.0  # seconds
 
