@@ -116,8 +116,11 @@ class Config(BaseModel):
         description="vLLM servers that may be started for versions that no other replica serves, "
         "if memory (or a GPU) is left, and ended when unused",
     )
+    replica_nodes: int = Field(
+        1, gt=0, description="nodes over which a replica in Slurm spreads, with vLLM's --nnodes"
+    )
     replica_cpus: int | None = Field(
-        None, gt=0, description="cores of a replica's Slurm job; default 4 a GPU, else 2"
+        None, gt=0, description="cores of a replica's Slurm job; default 4 a GPU, else 2 a node"
     )
     replica_minutes: int | None = Field(
         None, gt=1, description="time limit of a replica's Slurm job; default: the partition's"

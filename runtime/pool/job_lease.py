@@ -39,7 +39,8 @@ class ReplicaSpec(Record):
     """The order of a replica's job.
 
     `gateway`: the name of the host that submitted it. `interface`: the network interface to listen
-    on; None: the one that leads to the gateway's host. `minutes`: the job's time limit; None: none.
+    on; None: the one that leads to the gateway's host. `nodes`: over which each server spreads.
+    `minutes`: the job's time limit; None: none.
     `keep_minutes`: it ends after so long without a gateway.
     """
 
@@ -50,6 +51,7 @@ class ReplicaSpec(Record):
     gateway: str
     package: str
     interface: str | None = None
+    nodes: int = 1
     minutes: int | None = None
     keep_minutes: float = 10.0
 

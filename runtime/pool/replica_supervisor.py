@@ -11,6 +11,9 @@ of it must send the lease's secret:
     POST /stop           end vLLM, and keep the place
     POST /exit           end vLLM and the job
 
+Where a server spreads over several nodes, srun starts this on each of them. The first one is as
+above. The other ones follow its state, and start and end their nodes' shares of vLLM with it.
+
 vLLM dies with this process, and this process with the job's script. On SIGTERM, which Slurm sends
 before it takes the place away, it says so and serves on. Without a gateway it ends after
 `keep_minutes`. slurm_replica.py is its client.
@@ -31,21 +34,33 @@ from typing import Any
 
 from aiohttp import web
 
-from cray_agents.errors import CrayError, SetupError
+from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.pool.job_lease import (
     HEARTBEAT,
+    SECRET,
     STATE_SECONDS,
     JobLease,
     ReplicaSpec,
     create_secret,
     own_address,
+    read_lease,
     read_spec,
     write_lease,
 )
-from cray_agents.runtime.pool.vllm_replica import Replica
+from cray_agents.runtime.pool.vllm_http import Http
+from cray_agents.runtime.pool.vllm_replica import (
+    NodeShare,
+    Replica,
+    command,
+    end_group,
+    environment,
+    free_port,
+)
 from cray_agents.runtime.scheduler.batch_script import REFUSED
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
+
+_PATIENCE = 20.0  # seconds that the first node may take to answer a further one
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +83,7 @@ class ReplicaSupervisor:
         self._serial = 0
         self._news = asyncio.Event()
         self._starts = 0
+        self._share: dict[str, Any] | None = None  # of the other nodes; None: nothing runs there
         self._alive = False
         self._why = ""
         self._started_on = self._version = self._weights = ""
@@ -116,6 +132,7 @@ class ReplicaSupervisor:
             "secret": server.secret if server else "",
             "pid": self.replica.pid,
             "port": self.replica.port,
+            "share": self._share,
             "started_on": self._started_on,
             "version": self._version,
             "weights": self._weights,
@@ -130,6 +147,7 @@ class ReplicaSupervisor:
         async with self._changing:
             await self._end_engine()
             self._starts += 1
+            self._spread(str(body["checkpoint"]))
             await self.replica.start(Path(body["checkpoint"]), str(body["version"]))
             self._started_on = str(body["checkpoint"])
             self._version, self._weights = str(body["version"]), str(body["weights"])
@@ -137,6 +155,16 @@ class ReplicaSupervisor:
             self._watcher = asyncio.create_task(self._watch())
         self._tell()
         return web.json_response(self.state())
+
+    def _spread(self, checkpoint: str) -> None:
+        """Let the other nodes start their shares."""
+        if self.spec.nodes == 1:
+            return
+        address = self.replica.address
+        share = NodeShare(self.spec.nodes, 0, address, free_port(address))
+        self.replica.share = share
+        self._share = {"checkpoint": checkpoint, "port": share.port}
+        self._tell()
 
     async def _note(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -155,7 +183,7 @@ class ReplicaSupervisor:
     async def _watch(self) -> None:
         await self.replica.wait_until_dead()
         self._alive, self._why = False, self.replica.death_reason()
-        self._version = self._weights = ""
+        self._version, self._weights, self._share = "", "", None
         self._tell()
         if self._leaving:
             self.ended.set()
@@ -164,6 +192,9 @@ class ReplicaSupervisor:
         if self._watcher is not None:
             self._watcher.cancel()
         self._alive, self._version, self._weights = False, "", ""
+        if self._share is not None:
+            self._share = None
+            self._tell()
         await self.replica.stop()
 
     def leave(self) -> None:
@@ -247,6 +278,53 @@ async def supervise(spec: ReplicaSpec, folder: Path) -> int:
     return 0
 
 
+async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
+    """Run a further node's share of each engine that the first node starts.
+
+    Returns the exit code: 1 if a share died, by which srun ends the whole job; 0 if the first node
+    is gone.
+    """
+    while (lease := read_lease(folder)) is None:  # noqa: ASYNC110 - of another node
+        await asyncio.sleep(HEARTBEAT)
+    http = Http(lease.url, (folder / SECRET).read_text(), _PATIENCE)
+    process, starts, serial = None, 0, -1
+    try:
+        while process is None or process.returncode is None:
+            async with http.answer("GET", f"/state?seen={serial}") as response:
+                state = await response.json()
+            serial, share = state["serial"], state["share"]
+            if process is not None and (share is None or state["starts"] != starts):
+                await end_group(process)
+                process = None
+            if process is None and share is not None:
+                starts = state["starts"]
+                place = NodeShare(spec.nodes, rank, lease.address, share["port"])
+                process = await _start_share(spec, folder, Path(share["checkpoint"]), place)
+        print(f"the share of node {rank} ended with {process.returncode}", flush=True)
+        return 1
+    except EngineError as error:
+        print(f"the first node is gone: {error}", flush=True)
+        return 0
+    finally:
+        if process is not None:
+            await end_group(process)
+        await http.close()
+
+
+async def _start_share(
+    spec: ReplicaSpec, folder: Path, checkpoint: Path, share: NodeShare
+) -> asyncio.subprocess.Process:
+    with (folder / f"engine-{share.rank}.txt").open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            *command(checkpoint, (spec.model,), share.port, spec.settings, "127.0.0.1", share),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment(spec.settings) | {VARIABLE: secrets.token_urlsafe(32)},
+            start_new_session=True,
+        )
+
+
 def _refusal(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
 
@@ -260,8 +338,9 @@ def main() -> int:
     if spec is None:
         print(f"{folder} has no spec.json that can be read", flush=True)
         return 1
+    rank = int(os.environ.get("SLURM_NODEID", "0")) if spec.nodes > 1 else 0
     try:
-        return asyncio.run(supervise(spec, folder))
+        return asyncio.run(follow(spec, folder, rank) if rank else supervise(spec, folder))
     except SetupError as error:
         print(error, flush=True)
         return 1

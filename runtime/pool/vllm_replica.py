@@ -96,6 +96,27 @@ def has_gpu_build() -> bool:
 
 
 @dataclass(frozen=True)
+class NodeShare:
+    """A node's share of a server over several nodes: its rank, and where the first one listens."""
+
+    nodes: int = 1
+    rank: int = 0
+    address: str = ""
+    port: int = 0
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """vLLM's flags. Only the first node answers requests."""
+        if self.nodes == 1:
+            return ()
+        return (
+            *("--nnodes", str(self.nodes), "--node-rank", str(self.rank)),
+            *("--master-addr", self.address, "--master-port", str(self.port)),
+            *(("--headless",) if self.rank else ()),
+        )
+
+
+@dataclass(frozen=True)
 class ServerAddress:
     """A server's URL, the name that it answers by, and the secret that it requires."""
 
@@ -126,6 +147,7 @@ class Replica(LocalHost):
         self.log = log
         self.devices = devices
         self.address = address
+        self.share = NodeShare()
         self.server: ServerAddress | None = None
         self.pid: int | None = None
         self.port: int | None = None
@@ -213,7 +235,7 @@ class Replica(LocalHost):
                 process.terminate()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _GRACE)
-            await _end_group(process)
+            await end_group(process)
         self.pid = self.port = self.server = None
 
     async def wait_until_dead(self) -> None:
@@ -232,14 +254,17 @@ class Replica(LocalHost):
         return f"it was ended by {signal.Signals(-code).name}" if code and code < 0 else ""
 
     async def _launch(self, checkpoint: Path) -> None:
-        self.port = _free_port(self.address)
+        self.port = free_port(self.address)
         # answers contain it, and the version replaces it there: no client may send the same string
         alias = f"{self.model}-{secrets.token_hex(6)}"
         secret = secrets.token_urlsafe(32)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *command(checkpoint, (alias, self.model), self.port, self.settings, self.address),
+                *command(
+                    *(checkpoint, (alias, self.model), self.port),
+                    *(self.settings, self.address, self.share),
+                ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -288,6 +313,7 @@ def command(
     port: int,
     settings: EngineSettings,
     address: str = "127.0.0.1",
+    share: NodeShare = NodeShare(),
 ) -> list[str]:
     """Return the command line of a replica's process. Answers carry the first of its names."""
     dtype = settings.dtype
@@ -318,6 +344,7 @@ def command(
         *_lora_arguments(settings.max_lora_rank),
         *_transfer_arguments(settings.transfer),
         *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),
+        *share.arguments,
         *settings.engine_args,
         # the last middleware is the outermost: it sees a request first
         *("--middleware", "cray_agents.runtime.vllm_plugins.lock.Locked"),
@@ -388,14 +415,15 @@ def _free_bytes() -> int | None:
     return int(match[1]) * 1024 if match else None
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
+    """Return a port of an address that no process listens on now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-async def _end_group(process: asyncio.subprocess.Process) -> None:
+async def end_group(process: asyncio.subprocess.Process) -> None:
     """Send SIGKILL to a process group, and wait until it is gone."""
     for _ in range(100):
         try:

@@ -33,9 +33,23 @@ def main() -> None:
 
             envs.enable_envs_cache()
         limit_all_templates()
-        from vllm.entrypoints.launchers.api_server.entry import main as serve
+        if "--headless" in sys.argv:
+            serve = _serve_headless
+        else:
+            from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()
+
+
+def _serve_headless() -> None:
+    """Run this node's share of a server whose first node is another one. It was never run."""
+    from vllm.entrypoints.cli.serve import run_headless
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    arguments.api_server_count = 0
+    run_headless(arguments)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,21 @@ import signal
 import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from cray_agents.ports import Command
 from cray_agents.processes import alive
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.pool.job_lease import attempts
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.slurm_replica import cancel_surplus
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, NodeShare, command
+from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import missing_programs
 from tests.support.scripted_pool import checkpoint, probe
@@ -214,3 +218,53 @@ async def test_a_roll_goes_in_waves_and_leaves_out_what_waits_for_a_place(site: 
     (came,) = [r for r in pool.status() if r["job"] == waiting["job"]]
     assert came["probe"]["version"] == "m@2" and not came["restarts"]
     starting.cancel()
+
+
+def headless(folder: Path) -> set[int]:
+    """The pids of the further nodes' shares of the servers on a folder's checkpoints."""
+    pids = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            line = (process / "cmdline").read_bytes()
+            if b"--headless" in line and str(folder).encode() in line:
+                pids.add(int(process.name))
+    return pids
+
+
+async def test_a_replica_over_two_nodes_starts_and_ends_as_one(site: Site) -> None:
+    pool = site.pool(site.hosts(1, nodes=2), wait_timeout=100)
+    await pool.start(*first(site.folder))
+    await until(lambda: len(headless(site.folder)) == 1)
+    before, (share,) = replica(pool), headless(site.folder)
+    words = Path(f"/proc/{share}/cmdline").read_bytes().decode().split("\0")
+    assert words[words.index("--nnodes") :][:4] == ["--nnodes", "2", "--node-rank", "1"]
+    os.kill(before["pid"], signal.SIGKILL)  # the engine of the first node: both start again
+    await until(lambda: headless(site.folder) - {share})
+    await until(lambda: replica(pool)["state"] == "serving")
+    assert replica(pool)["job"] == before["job"] and not alive(share)
+    (share,) = headless(site.folder)
+    os.kill(share, signal.SIGKILL)  # a share: the whole job ends, and another one follows
+    await until(lambda: replica(pool)["job"] not in (None, before["job"]))
+    await until(lambda: replica(pool)["state"] == "serving")
+    assert await ask(pool, "m@1") == "m@1: hello"
+    await site.close()
+    await until(lambda: not headless(site.folder))
+
+
+def test_the_command_lines_of_two_nodes() -> None:
+    settings = EngineSettings(engine_args=("--tensor-parallel-size", "16"))
+    lines = [
+        command(Path("/m"), ("m",), 8000, settings, "10.0.0.1", NodeShare(2, n, "10.0.0.1", 29))
+        for n in range(2)
+    ]
+    shared = ["--nnodes", "2", "--node-rank", "{}", "--master-addr", "10.0.0.1"]
+    shared += ["--master-port", "29"]
+    for rank, line in enumerate(lines):
+        at = line.index("--nnodes")
+        assert line[at : at + 8] == [word.format(rank) for word in shared]
+        assert ("--headless" in line) == (rank == 1)
+    assert "--nnodes" not in command(Path("/m"), ("m",), 1, settings)
+    job = Command(name="r", argv=["run"], directory="/", log="/l", nodes=2, ranks=16, gpus=True)
+    script = batch_script(job, Path("/ledger"))
+    assert "#SBATCH --gpus-per-node=8\n" in script
+    assert "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 " in script

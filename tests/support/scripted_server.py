@@ -3,12 +3,13 @@
     python -m tests.support.scripted_server PARENT_PID --model DIR --host H --port P ...
 
 It takes the place of vllm_plugins/server.py (`EngineSettings.program`). It says its version and the
-last message; "slow" in that makes it take its time.
+last message; "slow" in that makes it take its time. With `--headless` it only lives.
 """
 
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ class ScriptedServer:
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
     flags = sys.argv[2:]
+    if "--headless" in flags:
+        signal.pause()
 
     def value(flag: str) -> str:
         return flags[flags.index(flag) + 1]

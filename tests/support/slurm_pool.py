@@ -34,18 +34,23 @@ class Site:
         self.board = JobBoard(self.scheduler, 0.2)
         self.pools: list[Pool] = []
 
-    def hosts(self, count: int, *, environment: dict[str, str] | None = None,
-              **options: Any) -> list[SlurmReplica]:  # fmt: skip
+    def hosts(
+        self,
+        count: int,
+        *,
+        nodes: int = 1,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> list[SlurmReplica]:
         command = Command(
             name="replica", argv=[], directory="", log="",
             environment={"PYTHONPATH": str(ROOT)} | (environment or {}),
-            cpus_per_rank=options.pop("cpus", 1),
+            nodes=nodes, ranks=nodes,
         )  # fmt: skip
         spec = ReplicaSpec(
             model="m", number=0, attempt=0, settings=self.settings, gateway=os.uname().nodename,
-            package="1", interface="lo",
+            package="1", interface="lo", nodes=nodes,
         )  # fmt: skip
-        spec = spec.model_copy(update={k: options.pop(k) for k in ("minutes",) if k in options})
         return [
             SlurmReplica(
                 spec.model_copy(update={"number": n}), self.folder / "replicas" / str(n),

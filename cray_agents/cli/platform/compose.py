@@ -31,7 +31,7 @@ from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.root_claim import address, claim, give_back, listen
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
-from cray_agents.errors import ConfigError, SetupError, StoreError
+from cray_agents.errors import BadInput, ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.ports import Command
 from cray_agents.records import ModelVersion
@@ -232,7 +232,7 @@ def slurm_hosts(
 ) -> list[SlurmReplica]:
     """Make the replicas that are Slurm jobs, and cancel those that an earlier platform had more.
 
-    No job is submitted yet. Raises SetupError without a Slurm.
+    No job is submitted yet. Raises SetupError without a Slurm, BadInput for nodes that do not fit.
     """
     folder = config.root.replicas
     if not isinstance(scheduler, Slurm):
@@ -247,6 +247,14 @@ def slurm_hosts(
         return []
     settings = engine_settings(config, sleeps=False)
     gpus = gpus_per_server(config.engine_args) if has_gpu_build() else 0
+    nodes = config.replica_nodes
+    ranks = gpus or nodes
+    if ranks % nodes:
+        raise BadInput(
+            f"a replica of {gpus} GPUs (engine_args) does not divide over replica_nodes = {nodes}",
+            param="replica_nodes",
+        )
+    cores = config.replica_cpus or (4 * gpus or 2 * nodes)
     trusted = os.pathsep.join(map(str, model_code.allowed_directories()))
     command = Command(
         name="replica",
@@ -254,8 +262,9 @@ def slurm_hosts(
         directory="",
         log="",
         environment={model_code.VARIABLE: trusted} if trusted else {},
-        ranks=max(1, gpus),
-        cpus_per_rank=-(-(config.replica_cpus or (4 * gpus or 2)) // max(1, gpus)),
+        nodes=nodes,
+        ranks=ranks,
+        cpus_per_rank=-(-cores // ranks),
         gpus=gpus > 0,
     )
     spec = ReplicaSpec(
@@ -266,6 +275,7 @@ def slurm_hosts(
         gateway=socket.gethostname(),
         package=package_version(),
         interface=config.replica_interface,
+        nodes=nodes,
         minutes=config.replica_minutes,
         keep_minutes=config.replica_keep_minutes,
     )
