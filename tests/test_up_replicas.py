@@ -98,7 +98,9 @@ class Caller(threading.Thread):
             while not self.ended:
                 self.answers.append(self._platform.ask())
                 time.sleep(0.1)
-        except (OSError, ValueError) as error:  # also an answer with a bad status
+        except urllib.error.HTTPError as error:
+            self.error = ValueError(f"{error.status}: {error.read().decode()}")
+        except (OSError, ValueError) as error:
             self.error = error
 
     def end(self) -> list[dict[str, Any]]:

@@ -77,6 +77,7 @@ class ReplicaSupervisor:
     def __init__(self, spec: ReplicaSpec, folder: Path, address: str, secret: str) -> None:
         self.spec = spec
         self.replica = Replica(spec.model, spec.settings, folder / "engine.txt", address=address)
+        self.replica.shielded = True  # a warning of Slurm to all processes would end it at once
         self.ended = asyncio.Event()
         self._folder = folder
         self._secret = secret.encode()

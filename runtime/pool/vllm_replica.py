@@ -129,7 +129,8 @@ class Replica(LocalHost):
     """A vLLM server in a process of its own. `pid` and `port` are None while it is down.
 
     Its output is appended to `log`. `devices` are the GPUs that it sees; None: all. It listens on
-    `address`, and `server` says how to reach it; None while it is down. It dies with
+    `address`, and `server` says how to reach it; None while it is down. `shielded`: SIGTERM from
+    others does not reach it. It dies with
     this process, however that ends. The kernel ties it to the thread that calls `start`, so that
     thread must live as long.
     """
@@ -148,6 +149,7 @@ class Replica(LocalHost):
         self.devices = devices
         self.address = address
         self.share = NodeShare()
+        self.shielded = False
         self.server: ServerAddress | None = None
         self.pid: int | None = None
         self.port: int | None = None
@@ -231,7 +233,7 @@ class Replica(LocalHost):
             await self._engine.close()
             self._engine = None
         if process is not None:
-            if process.returncode is None:
+            if process.returncode is None and not self.shielded:
                 process.terminate()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _GRACE)
@@ -259,18 +261,13 @@ class Replica(LocalHost):
         alias = f"{self.model}-{secrets.token_hex(6)}"
         secret = secrets.token_urlsafe(32)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command(
-                    *(checkpoint, (alias, self.model), self.port),
-                    *(self.settings, self.address, self.share),
-                ),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(self.settings, self.devices) | {VARIABLE: secret},
-                start_new_session=True,  # its own process group, which Ctrl-C does not reach
-            )
+        mask = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGTERM} if self.shielded else ()
+        )  # which the child inherits, and keeps whatever handlers it installs
+        try:
+            self._process = await self._spawn(checkpoint, alias, self.port, secret)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         self._ended.clear()
         self.server = ServerAddress(f"http://{self.address}:{self.port}", alias, secret)
@@ -283,6 +280,22 @@ class Replica(LocalHost):
             transfer=self.settings.transfer,
         )
         self._watcher = asyncio.create_task(self._watch(self._process))
+
+    async def _spawn(
+        self, checkpoint: Path, alias: str, port: int, secret: str
+    ) -> asyncio.subprocess.Process:
+        with self.log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *command(
+                    *(checkpoint, (alias, self.model), port),
+                    *(self.settings, self.address, self.share),
+                ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(self.settings, self.devices) | {VARIABLE: secret},
+                start_new_session=True,  # its own process group, which Ctrl-C does not reach
+            )
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
