@@ -126,7 +126,9 @@ class LapseClock:
 class PlacedEngine(VllmEngine):
     """An engine whose supervisor notes its weights, for the platform that may take it over."""
 
-    def __init__(self, supervisor: "Supervisor", state: dict[str, Any], s: EngineSettings) -> None:
+    def __init__(
+        self, supervisor: "SupervisorClient", state: dict[str, Any], s: EngineSettings
+    ) -> None:
         super().__init__(
             state["url"],
             state["alias"],
@@ -145,7 +147,7 @@ class PlacedEngine(VllmEngine):
         return seconds
 
 
-class Supervisor:
+class SupervisorClient:
     """A supervisor over its HTTP. Close it when done."""
 
     def __init__(self, url: str, secret: str, patience: float) -> None:
@@ -209,7 +211,7 @@ class SlurmReplica:
         self._lapse = lapse
         self._adopts = adopts
         self._attempt: ReplicaSpec | None = None  # whose job waits or runs
-        self._supervisor: Supervisor | None = None  # of a job that has its place
+        self._supervisor: SupervisorClient | None = None  # of a job that has its place
         self._engine: PlacedEngine | None = None
         self._state: dict[str, Any] = {}
         self._starts, self._since = 0, 0  # the number of the used engine, its start's serial
@@ -338,7 +340,7 @@ class SlurmReplica:
         if lease is None:
             return False
         secret = await asyncio.to_thread((folder / SECRET).read_text)
-        supervisor = Supervisor(lease.url, secret, self._lapse / 2)
+        supervisor = SupervisorClient(lease.url, secret, self._lapse / 2)
         try:
             self._state = await supervisor.state()
         except BaseException:
@@ -353,7 +355,7 @@ class SlurmReplica:
         self._spawn(self._follow_time(supervisor))
         return True
 
-    async def _follow_supervisor(self, supervisor: Supervisor, folder: Path) -> None:
+    async def _follow_supervisor(self, supervisor: SupervisorClient, folder: Path) -> None:
         """Hear of deaths and of the place's end, until the supervisor is lost."""
         clock = LapseClock(self._lapse)
         while self._supervisor is supervisor:
@@ -378,17 +380,17 @@ class SlurmReplica:
             self._why = state["why"] or "its process ended"
             self._ended.set()
 
-    async def _follow_job(self, supervisor: Supervisor) -> None:
+    async def _follow_job(self, supervisor: SupervisorClient) -> None:
         """Lose the place when Slurm says that its job has ended."""
         while self._supervisor is supervisor and self._attempt is not None:
             self._lose_if_ended(supervisor, await self._status(self._attempt))
 
-    def _lose_if_ended(self, supervisor: Supervisor, status: CommandStatus | None) -> None:
+    def _lose_if_ended(self, supervisor: SupervisorClient, status: CommandStatus | None) -> None:
         if status is not None and not _is_live(status):
             why = status.reason or status.state
             self._lose(supervisor, f"its job {self.job} on {self.host} ended: {why}")
 
-    async def _follow_time(self, supervisor: Supervisor) -> None:
+    async def _follow_time(self, supervisor: SupervisorClient) -> None:
         """Tell in time that the job's time comes to its end."""
         while self._supervisor is supervisor:
             left = self._state["seconds_left"]
@@ -402,7 +404,7 @@ class SlurmReplica:
             await asyncio.sleep(1.0)
             self._state["seconds_left"] = left - 1.0
 
-    def _lose(self, supervisor: Supervisor, why: str, *, cancel: bool = False) -> None:
+    def _lose(self, supervisor: SupervisorClient, why: str, *, cancel: bool = False) -> None:
         """Note that the place is lost. `cancel`: Slurm still believes in the job."""
         if self._supervisor is not supervisor:
             return
@@ -417,7 +419,7 @@ class SlurmReplica:
 
     async def _dismiss(
         self,
-        supervisor: Supervisor,
+        supervisor: SupervisorClient,
         attempt: ReplicaSpec,
         engine: PlacedEngine | None,
         *,
@@ -533,7 +535,7 @@ class SlurmReplica:
         self._use(PlacedEngine(supervisor, state, self._spec.settings), state)
 
     async def _take_over(
-        self, supervisor: Supervisor, left: dict[str, Any], checkpoint: Path, version: str
+        self, supervisor: SupervisorClient, left: dict[str, Any], checkpoint: Path, version: str
     ) -> bool:
         """Use the engine of an earlier platform. Return False if it has to be started afresh."""
         self._starts = left["starts"]  # it is not tried again
