@@ -33,12 +33,12 @@ def main() -> None:
 
             envs.enable_envs_cache()
         limit_all_templates()
-        if "--headless" in sys.argv:
-            serve = _serve_headless
-        else:
-            from vllm.entrypoints.launchers.api_server.entry import main as serve
+        from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    serve()
+    if "--headless" in sys.argv:
+        _serve_headless()
+    else:
+        serve()
 
 
 def _serve_headless() -> None:

@@ -25,6 +25,7 @@ from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import missing_programs
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.slurm_pool import Callers, Site, ask
+from tests.support.vllm_pool import manifest_of
 
 pytestmark = pytest.mark.slurm
 
@@ -268,3 +269,27 @@ def test_the_command_lines_of_two_nodes() -> None:
     script = batch_script(job, Path("/ledger"))
     assert "#SBATCH --gpus-per-node=8\n" in script
     assert "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 " in script
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(os.environ.get("CRAY_TEST_REPLICAS") != "all", reason="make soak")
+async def test_a_vllm_is_taken_over_with_its_weights_and_with_others(
+    cluster: PrivateCluster, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    models = [tiny_model(tmp_path / f"model-{n}", tie=False, seed=n) for n in (1, 2)]
+    probes = [manifest_of(model).probe for model in models]
+    site = Site(cluster, tmp_path, EngineSettings(threads=1))
+    pid = None
+    for number in (0, 0, 1):
+        pool = site.pool(site.hosts(1), wait_timeout=100)
+        await pool.start(models[number], f"m@{number + 1}", probes[number])
+        status = replica(pool)
+        assert status["probe"]["tokens"] > 0 and pid in (None, status["pid"])
+        assert await ask(pool, f"m@{number + 1}", "hello there")
+        pid = status["pid"]
+        await site.abandon(pool)
+    last = site.pool(site.hosts(1))
+    await last.start(models[1], "m@2", probes[1])
+    assert replica(last)["pid"] == pid
+    await site.close()
+    await until(lambda: not alive(pid))
