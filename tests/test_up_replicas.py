@@ -18,11 +18,16 @@ from typing import Any
 
 import pytest
 
+from cray_agents.cli.platform import compose
+from cray_agents.cli.platform.compose import slurm_hosts
 from cray_agents.cli.platform.platform_process import ReplicaCount
-from cray_agents.errors import BadInput
+from cray_agents.config import Config
+from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import alive
+from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.programs import missing_programs
+from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.bare_models import bare_model
@@ -137,8 +142,6 @@ def test_replicas_are_a_number_or_jobs() -> None:
 def test_a_gateway_alone(platform: Platform) -> None:
     model, other = (bare_model(platform.folder / name, name.encode()) for name in ("one", "two"))
     here = ("--scheduler", "local", "--port", 0, "--model", model, "--replicas")
-    done = platform.cli("up", *here, "slurm:2")
-    assert done.returncode == 2 and "needs Slurm, and this platform has local" in done.stderr
     platform.up(*here, 0)
     assert platform.status()["replicas"] == []
     assert platform.call("/health/live") == {"status": "ok", "run": None}
@@ -150,6 +153,24 @@ def test_a_gateway_alone(platform: Platform) -> None:
         with pytest.raises(urllib.error.HTTPError) as refused:
             platform.call(path, body)
         assert why in refused.value.read().decode()
+
+
+def test_jobs_need_slurm_and_their_gpus_divide_over_their_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = LocalProcesses(tmp_path, reason="local processes, as asked for", gpus=())
+    config = Config(home=tmp_path)
+    assert slurm_hosts(config, "m", 0, local) == []
+    with pytest.raises(SetupError, match="slurm:2 needs Slurm, and this platform has local"):
+        slurm_hosts(config, "m", 2, local)
+    monkeypatch.setattr(compose, "has_gpu_build", lambda: True)
+    wide = {"replica_nodes": 2, "engine_args": ["-tp", "16"]}
+    (host,) = slurm_hosts(config.model_copy(update=wide), "m", 1, Slurm(tmp_path))
+    command = host._command
+    assert (command.nodes, command.ranks, command.cpus_per_rank, command.gpus) == (2, 16, 4, True)
+    odd = wide | {"engine_args": ["-tp", "3"]}
+    with pytest.raises(BadInput, match=r"3 GPUs .* does not divide over replica_nodes = 2"):
+        slurm_hosts(config.model_copy(update=odd), "m", 1, Slurm(tmp_path))
 
 
 @pytest.mark.vllm

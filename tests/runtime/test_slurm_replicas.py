@@ -25,7 +25,6 @@ from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import missing_programs
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.slurm_pool import Callers, Site, ask
-from tests.support.vllm_pool import manifest_of
 
 pytestmark = pytest.mark.slurm
 
@@ -50,7 +49,7 @@ async def site(cluster: PrivateCluster, tmp_path: Path) -> AsyncIterator[Site]:
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - there is no event for what the tests look at
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.04)
 
 
 def first(folder: Path) -> tuple[Path, str, list[ProbePrompt]]:
@@ -196,7 +195,7 @@ async def test_a_roll_goes_in_waves_and_leaves_out_what_waits_for_a_place(site: 
     await until(lambda: sorted(r["state"] for r in pool.status()) == ["serving"] * 4 + ["waiting"])
     (waiting,) = [r for r in pool.status() if r["state"] == "waiting"]
     assert f"job {waiting['job']} waits for a place" in waiting["error"]
-    callers, away = Callers(pool, "m@1", count=8), set[int]()
+    callers, away = Callers(pool, "m@1", count=4), set[int]()
 
     async def watch() -> None:
         while True:
@@ -276,6 +275,8 @@ def test_the_command_lines_of_two_nodes() -> None:
 async def test_a_vllm_is_taken_over_with_its_weights_and_with_others(
     cluster: PrivateCluster, tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
+    from tests.support.vllm_pool import manifest_of
+
     models = [tiny_model(tmp_path / f"model-{n}", tie=False, seed=n) for n in (1, 2)]
     probes = [manifest_of(model).probe for model in models]
     site = Site(cluster, tmp_path, EngineSettings(threads=1))

@@ -122,7 +122,7 @@ class Callers:
     async def _call(self) -> None:
         while not self._ended:
             self.answers.append(await ask(self._pool, lambda: self.version, self._text))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
 
     async def end(self) -> list[str]:
         """Every call was answered, or its error is raised."""
