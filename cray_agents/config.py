@@ -307,6 +307,29 @@ class Config(BaseModel):
         description="vLLM servers that may be started for versions that no other replica serves, "
         "if memory (or a GPU) is left, and ended when unused",
     )
+    replica_nodes: int = Field(
+        1, gt=0, description="nodes over which a replica in Slurm spreads, with vLLM's --nnodes"
+    )
+    replica_cpus: int | None = Field(
+        None, gt=0, description="cores of a replica's Slurm job; default 4 a GPU, else 2 a node"
+    )
+    replica_minutes: int | None = Field(
+        None, gt=1, description="time limit of a replica's Slurm job; default: the partition's"
+    )
+    replica_handover_minutes: float = Field(
+        15,
+        gt=0,
+        description="minutes before the end of a replica's job at which its successor is submitted,"
+        " at most half of the job's time",
+    )
+    replica_keep_minutes: float = Field(
+        10, gt=0, description="minutes after which a replica's Slurm job ends without a gateway"
+    )
+    replica_interface: str | None = Field(
+        None,
+        description="network interface on which replicas in Slurm listen, as ib0; default: the one "
+        "that leads to the gateway's host",
+    )
     max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
     max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
     dtype: str = Field("auto", description="type of the served weights; auto: float32 on CPU")

@@ -30,6 +30,7 @@
                                        weights/ and sampler_weights/<name>.json; its job is in jobs/
       tinker/samplers/<id>.json        the version that a script samples from
       exports/<id>/                    an export over HTTP, until it is sent
+      replicas/<n>/<attempt>/          a replica as a Slurm job: spec.json, secret, lease.json, logs
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
       slurm/                           the private cluster of a laptop
       platform.json, logs/             state and logs of the running platform
@@ -137,6 +138,10 @@ class Home:
     @property
     def exports(self) -> Path:
         return self.root / "exports"
+
+    @property
+    def replicas(self) -> Path:
+        return self.root / "replicas"
 
     @property
     def keys(self) -> Path:

@@ -498,7 +498,9 @@ class VersionSwitcher:
                 canary.staged = canary.version in serving
 
     async def _swap(self, version: ModelVersion, *, force: bool) -> None:
-        if any(replica["version"] != version.id for replica in self._pool.status()):
+        replicas = self._pool.status()
+        # without a replica nothing is proven: the pool refuses that
+        if not replicas or any(replica["version"] != version.id for replica in replicas):
             directory, probe = await self._weights_and_probe(version)
             protected = [] if force else self._promoted_of_other_names(version)
             await self._time(

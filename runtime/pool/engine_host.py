@@ -1,11 +1,12 @@
 """Engine host: start, stop and watch a replica's engine, and load adapters into it.
 
 replica_slot.py starts, changes and revives one; lora_adapters.py loads adapters. Read next:
-vllm_replica.py.
+vllm_replica.py, a process of this host; slurm_replica.py, a Slurm job.
 """
 
 import asyncio
 import copy
+import socket
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,11 @@ from cray_agents.ports import Engine
 
 
 class EngineHost(Protocol):
-    """`Replica` (a vLLM process) | `InProcessEngine` (no process)."""
+    """`Replica` (a vLLM process) | `SlurmReplica` (a job) | `InProcessEngine` (no process).
+
+    An engine runs on a place: cores, memory and GPUs. A local host always has one. A Slurm job may
+    wait for its place, lose it, and leave it for another one.
+    """
 
     @property
     def engine(self) -> Engine:
@@ -27,6 +32,26 @@ class EngineHost(Protocol):
     def port(self) -> int | None: ...
 
     @property
+    def host(self) -> str:
+        """The name of the machine that the engine runs on; "" without a place."""
+        ...
+
+    @property
+    def job(self) -> str | None:
+        """The id of the Slurm job that the engine runs in, or that waits for a place."""
+        ...
+
+    @property
+    def placed(self) -> bool:
+        """True while there is a place to start an engine on."""
+        ...
+
+    @property
+    def taken_over(self) -> bool:
+        """True if the last start took over an engine of an earlier platform."""
+        ...
+
+    @property
     def lora_rank(self) -> int:
         """The largest rank of an adapter that the engine can load; 0: it loads none."""
         ...
@@ -36,12 +61,32 @@ class EngineHost(Protocol):
         """Say why the last load read files, where weights were to come directly; "": no reason."""
         ...
 
+    async def allocate(self) -> None:
+        """Return when there is a place. Raises EngineUnavailable, SchedulerError."""
+        ...
+
+    async def release(self, *, drain: bool = False) -> None:
+        """End the engine and give its place back; with `drain` its requests end first."""
+        ...
+
+    async def wait_until_leaving(self) -> None:
+        """Return when the place will be lost: a successor is to be ready before."""
+        ...
+
+    async def wait_until_ending(self) -> None:
+        """Return when the place is about to be lost: no more requests are to be sent there."""
+        ...
+
+    def successor(self) -> "EngineHost":
+        """Return a host for another place, which takes this one's part."""
+        ...
+
     async def start(self, checkpoint: Path, version: str) -> None:
         """Serve a checkpoint from scratch, whatever ran before. Raises EngineError, SetupError."""
         ...
 
     async def stop(self) -> None:
-        """End the engine's process."""
+        """End the engine's process; its place stays."""
         ...
 
     def missing_resource(self, checkpoint: Path) -> str:
@@ -76,7 +121,39 @@ class EngineHost(Protocol):
         ...
 
 
-class InProcessEngine:
+class LocalHost:
+    """The place of an engine on this host: always there, and never left."""
+
+    host = socket.gethostname()
+    job: str | None = None
+    placed = True
+    taken_over = False
+
+    async def allocate(self) -> None:
+        """Return at once."""
+
+    async def release(self, *, drain: bool = False) -> None:
+        """End the engine's process."""
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End the engine's process."""
+        raise NotImplementedError
+
+    async def wait_until_leaving(self) -> None:
+        """Never return."""
+        await asyncio.Event().wait()
+
+    async def wait_until_ending(self) -> None:
+        """Never return."""
+        await asyncio.Event().wait()
+
+    def successor(self) -> EngineHost:
+        """Never called, as this place is never left."""
+        raise NotImplementedError
+
+
+class InProcessEngine(LocalHost):
     """An engine in this process, such as ScriptedEngine. No other process can die."""
 
     pid: int | None = None

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cray_agents.errors import (
+    CrayError,
     Displaces,
     EngineError,
     EngineUnavailable,
@@ -59,7 +60,9 @@ async def stage_on_one_slot(
     )
     if adaptable:
         return await adaptable[0].change(new, protected={former, *protected})
-    untried = list(slots)
+    untried = [slot for slot in slots if slot.placed]
+    if not untried:
+        raise PoolBusy(f"{new.version} was not loaded: all replicas wait for a place in Slurm")
     free = find_free_slots(untried, protected)
     if not free:
         raise PoolBusy(
@@ -193,22 +196,41 @@ class Pool:
     async def start(self, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> None:
         """Start all replicas on a version and prove it. Raises SetupError, EngineError, SwapError.
 
-        Until `stop`, a replica that dies is brought back with the versions it held.
+        Until `stop`, a replica that dies is brought back with the versions it held. Replicas in
+        Slurm come as they get their places. One that does not start is tried again, unless all
+        fail.
         """
         loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
         self._incumbent = self._candidate = version
+        failed: set[ReplicaSlot] = set()
         try:
             async with asyncio.TaskGroup() as group:
                 for slot in self._slots:
-                    group.create_task(slot.open(loaded))
+                    group.create_task(self._open(slot, loaded, failed))
         except ExceptionGroup as errors:
             await self.stop()
             raise errors.exceptions[0] from None
-        for slot in self._all:
-            self._spawn(slot.keep_alive())
-            self._spawn(slot.watch_for_silence(self._silence_timeout))
         for slot in self._spares:
+            self._keep(slot)
             self._spawn(self._end_when_idle(slot))
+
+    async def _open(
+        self, slot: ReplicaSlot, loaded: LoadedVersion, failed: set[ReplicaSlot]
+    ) -> None:
+        waits = not slot.placed
+        try:
+            await slot.open(loaded)
+        except (CrayError, OSError) as error:
+            failed.add(slot)
+            if not waits or len(failed) == len(self._slots):
+                raise
+            slot.fail_start(str(error))
+        self._keep(slot)
+
+    def _keep(self, slot: ReplicaSlot) -> None:
+        self._spawn(slot.keep_alive())
+        self._spawn(slot.watch_for_silence(self._silence_timeout))
+        self._spawn(slot.keep_place())
 
     async def stop(self) -> None:
         """End all replicas; requests in flight fail."""

@@ -35,8 +35,19 @@ from cray_agents.runtime.pool.weight_transfer import STUCK
 log = logging.getLogger(__name__)
 
 # down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
-# job trains on its GPU; unproven: it holds the weights of a job that has not published them
-State = Literal["starting", "serving", "swapping", "down", "out", "sleeping", "unproven"]
+# job trains on its GPU; unproven: it holds the weights of a job that has not published them;
+# waiting: Slurm has no place for it yet; leaving: Slurm takes its place away
+State = Literal[
+    "starting",
+    "serving",
+    "swapping",
+    "down",
+    "out",
+    "sleeping",
+    "unproven",
+    "waiting",
+    "leaving",
+]
 
 _STARTS = 3  # tries of a first start
 _OFFER_CHECK = 0.5  # seconds between two looks if the job of received weights lives
@@ -80,11 +91,20 @@ class ReplicaSlot:
         self._sleep_level = 0  # at which it sleeps; 0: it has no process
         self._changing = asyncio.Lock()
         self._lost = asyncio.Event()
+        self._successor: EngineHost | None = None  # for the time after the present host's place
+        self._moved = asyncio.Event()  # set when a successor took the host's part
+        self._retiring: dict[asyncio.Task[None], EngineHost] = {}  # that end their last requests
 
     @property
     def in_flight(self) -> int:
         """Requests in flight, whichever version answers them."""
         return self.requests.total
+
+    @property
+    def placed(self) -> bool:
+        """True if the replica can change its version; else it takes it with its next place."""
+        # a start under way ends first, and may be on a new place
+        return self._changing.locked() or (self._engine_host.placed and self.state != "leaving")
 
     @property
     def version(self) -> str | None:
@@ -140,16 +160,25 @@ class ReplicaSlot:
             "busy_seconds": self.requests.busy_seconds,
             "restarts": self.restarts,
             "last_restart": self._restarted,
+            "host": self._engine_host.host,
+            "job": self._engine_host.job,
             "pid": self._engine_host.pid,
             "port": self._engine_host.port,
             "probe": proof.model_dump(mode="json") if proof else None,
-            "error": self._error,
+            "error": self._error or (None if self.placed else self._engine_host.death_reason()),
         }
 
     async def open(self, loaded: LoadedVersion) -> None:
-        """Start for the first time. Raises EngineError, SetupError, SwapError."""
+        """Start for the first time. Raises EngineError, SchedulerError, SetupError, SwapError."""
+        self.loaded, self._selected = loaded, loaded.version
+        self._set_state("starting" if self._engine_host.placed else "waiting")
+        try:
+            await self._engine_host.allocate()
+        except BaseException:
+            self._set_state("down")
+            raise
         async with self._changing:
-            self.loaded, self._selected = loaded, loaded.version
+            loaded = self.loaded or loaded  # a swap may have passed while it waited
             self._set_state("starting")
             try:
                 self._accept(loaded, await self._start_with_retries(loaded))
@@ -166,6 +195,10 @@ class ReplicaSlot:
         for attempt in range(1, _STARTS + 1):
             try:
                 return await self._start_fresh(loaded)
+            except SwapError as error:
+                if not self._engine_host.taken_over:
+                    raise
+                log.warning("an earlier platform's replica is started afresh: %s", error)
             except EngineUnavailable as error:
                 reason = self._engine_host.death_reason()
                 why = str(error) if reason in str(error) else reason
@@ -175,10 +208,22 @@ class ReplicaSlot:
                 log.warning("starting %s again: %s", loaded.version, why)
         raise AssertionError("unreachable")
 
+    def expect(self, new: LoadedVersion) -> None:
+        """Take a version that other replicas have proven, to start with it when there is a place.
+
+        Not for a slot that is `placed`.
+        """
+        self.loaded, self._selected = new, new.version
+
     async def close(self) -> None:
-        """End the replica."""
+        """End the replica, and give its places back."""
         self._set_state("down")
-        await self._engine_host.stop()
+        hosts = [self._engine_host, *self._retiring.values()]
+        hosts += [self._successor] if self._successor is not None else []
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await asyncio.gather(*(host.release() for host in hosts))
 
     async def change(
         self,
@@ -439,6 +484,9 @@ class ReplicaSlot:
             delay, most = _OUT_BACKOFF if self.state == "out" else _BACKOFF
             while True:
                 await self._wait_while_lost(delay)
+                if not await self._find_place():
+                    delay = min(delay * 2, most)
+                    continue
                 async with self._changing:
                     if self.state == "serving" or self.loaded is None:
                         break  # a swap has put a fresh process there
@@ -446,6 +494,87 @@ class ReplicaSlot:
                     await self._restore(self.loaded)
                     self._note_restart()
                 delay = min(delay * 2, most)
+
+    def fail_start(self, why: str) -> None:
+        """Let `keep_alive` go on with a first start that failed."""
+        self._mark_lost(why)
+
+    async def _find_place(self) -> bool:
+        """Wait for a place where the replica has none. Return False if none is to be had yet."""
+        async with self._changing:  # a successor may be starting
+            if self._engine_host.placed or self.loaded is None:
+                return True
+            if self._successor is not None:  # it waits for a place already
+                self._move_to(self._successor, self._adapters_of(self._successor))
+            self._set_state("waiting")
+        try:
+            await self._engine_host.allocate()
+        except (CrayError, OSError) as error:
+            log.warning("the replica of %s has no place: %s", self.loaded.version, error)
+            self._mark_lost(str(error))
+            return False
+        self._set_state("down")
+        return True
+
+    async def keep_place(self) -> None:
+        """Have a successor ready before each place is left. Runs until cancelled."""
+        while True:
+            host = self._engine_host
+            leaving = asyncio.create_task(host.wait_until_leaving())
+            moved = asyncio.create_task(self._moved.wait())
+            ending = asyncio.create_task(self._drain_ending_place(host))
+            try:
+                await asyncio.wait({leaving, moved}, return_when=asyncio.FIRST_COMPLETED)
+                if not moved.done():
+                    await self._hand_over(host)
+            except (CrayError, OSError) as error:
+                log.warning("%s has no successor yet: %s", self.loaded, error)
+                await asyncio.sleep(_BACKOFF[1])
+            finally:
+                for task in (leaving, moved, ending):
+                    task.cancel()
+
+    async def _hand_over(self, host: EngineHost) -> None:
+        """Start and prove a successor, send it all further requests, and release the host.
+
+        The host answers until then, and ends what it has begun.
+        """
+        successor = self._successor = self._successor or host.successor()
+        await successor.allocate()
+        async with self._changing:
+            if self._engine_host is not host or self.loaded is None:
+                return  # its place was lost, and keep_alive starts on the successor's
+            loaded, adapters = self.loaded, self._adapters_of(successor)
+            try:
+                await successor.start(loaded.checkpoint, loaded.version)
+                report = await self._prove_on(successor.engine, loaded, {})
+                await adapters.restore(loaded.beside, report)
+            except BaseException:
+                await successor.stop()
+                raise
+            self._move_to(successor, adapters)
+            self._accept(loaded, report)
+
+    async def _drain_ending_place(self, host: EngineHost) -> None:
+        """Send no more requests to a place that is about to be lost, so that its last ones end."""
+        await host.wait_until_ending()
+        async with self._changing:
+            if self._engine_host is host and self.state == "serving":
+                self._error = "its place is about to be taken away"
+                self._set_state("leaving")
+
+    def _move_to(self, successor: EngineHost, adapters: Adapters) -> None:
+        """Let a successor take the host's part."""
+        former, self._engine_host, self._successor = self._engine_host, successor, None
+        self._adapters = adapters
+        self._moved.set()
+        self._moved = asyncio.Event()
+        task = asyncio.create_task(former.release(drain=True))
+        self._retiring[task] = former
+        task.add_done_callback(lambda done: self._retiring.pop(done, None))
+
+    def _adapters_of(self, host: EngineHost) -> Adapters:
+        return Adapters(host, self._probe_limits, self.requests, self._notifier)
 
     async def watch_for_silence(self, silence: float) -> None:
         """Restart a serving replica that was silent for `silence` seconds. Runs until cancelled.
@@ -497,7 +626,7 @@ class ReplicaSlot:
         self.why_lost = ": ".join(reasons) or "its process ended"
         self.losses += 1
         self._restarted = {"time": time.time(), "why": self.why_lost, "seconds": None}
-        if self.state == "serving":
+        if self.state in ("serving", "leaving"):
             self._error = self.why_lost
             self.state = "down"
         self._notifier.notify()
@@ -585,15 +714,20 @@ class ReplicaSlot:
 
     async def _wait_until_lost(self) -> None:
         """Return when the process has died, or when the slot was marked lost."""
-        waits = {
-            asyncio.create_task(self._engine_host.wait_until_dead()),
-            asyncio.create_task(self._lost.wait()),
-        }
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waits:
-                task.cancel()
+        while True:
+            moved = asyncio.create_task(self._moved.wait())
+            waits = {
+                asyncio.create_task(self._engine_host.wait_until_dead()),
+                asyncio.create_task(self._lost.wait()),
+                moved,
+            }
+            try:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waits:
+                    task.cancel()
+            if done != {moved}:
+                return
 
     async def _reload(self, new: LoadedVersion) -> ProbeReport:
         """Load new weights in place of the old ones, and prove them."""
@@ -611,13 +745,18 @@ class ReplicaSlot:
         return await self._prove_and_resume(new, {"start": time.monotonic() - started})
 
     async def _prove_and_resume(self, new: LoadedVersion, seconds: dict[str, float]) -> ProbeReport:
-        engine = self._engine_host.engine
+        report = await self._prove_on(self._engine_host.engine, new, seconds)
+        await self._adapters.restore(new.beside, report)
+        return report
+
+    async def _prove_on(
+        self, engine: Engine, new: LoadedVersion, seconds: dict[str, float]
+    ) -> ProbeReport:
         limits, before = self._probe_limits, self.report
         report = await prove(engine, new.version, list(new.probe), limits, before)
         started = time.monotonic()
         await engine.resume()
         seconds = seconds | report.seconds | {"resume": time.monotonic() - started}
-        await self._adapters.restore(new.beside, report)
         return report.model_copy(update={"seconds": seconds})
 
     def _accept(self, loaded: LoadedVersion, report: ProbeReport) -> ProbeReport:

@@ -2,8 +2,9 @@
 
 The first replica proves the version alone. After that a share of the replicas change side by side,
 and as each one ends the next one begins. Replicas of one host then read a checkpoint while it is
-in the page cache. In drain mode one replica always serves on, unless there is only one. Called by
-pool.py. Read next: replica_slot.py, the change of one replica.
+in the page cache. In drain mode one replica always serves on, unless there is only one. A replica
+that waits for a place in Slurm starts with the new version later. Called by pool.py. Read next:
+replica_slot.py, the change of one replica.
 """
 
 import asyncio
@@ -30,12 +31,21 @@ async def rolling_swap(
     report; all passed. A replica that fails to prove a version that another has proven is left out.
 
     Raises SwapError if none proved it; each then serves its former version. Raises Overtaken where
-    a rollback waits; slots that had not begun then keep their former version.
+    a rollback waits; slots that had not begun then keep their former version. Raises PoolBusy if no
+    slot has a place.
     """
+    if not any(slot.placed for slot in slots):
+        raise PoolBusy(
+            f"{new.version} was not loaded: "
+            + ("all replicas wait for a place" if slots else "this platform has no replica")
+            + ", and a version is proven on a replica before it serves (GET /v1/pool)"
+        )
     proofs = [(slot, slot.select_version(new.version)) for slot in slots]
     reports = [report for _, report in proofs if report is not None]
+    late = [slot for slot in slots if not slot.placed]
     # those that serve nothing change first
-    waiting = deque(sorted((s for s, report in proofs if report is None), key=_serves))
+    changeable = (slot for slot, report in proofs if report is None and slot.placed)
+    waiting = deque(sorted(changeable, key=_serves))
     failed: list[tuple[ReplicaSlot, SwapError]] = []
     changing: set[ReplicaSlot] = set()
     overtaken: list[Overtaken] = []
@@ -69,6 +79,12 @@ async def rolling_swap(
             group.create_task(change_beside())
     while waiting and not overtaken:  # the only one that serves, as others are down
         await change_next()
+    for slot in late if reports and not overtaken else ():
+        if slot.placed:  # it got its place meanwhile, and may have started with the former version
+            waiting.append(slot)
+            await change_next()
+        else:
+            slot.expect(new)
     if overtaken:
         raise overtaken[0]
     if not reports:

@@ -85,6 +85,11 @@ class VllmEngine:
         """The server's URL."""
         return self._http.url
 
+    @property
+    def busy(self) -> bool:
+        """True while a request is under way."""
+        return self._http.active > 0
+
     def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Answer a request: see `Engine.answer`. Its path is the route on the server."""
         return self._answer_stream(exchange) if exchange.streams else self._answer_whole(exchange)
@@ -169,6 +174,19 @@ class VllmEngine:
         except EngineError as error:
             raise SwapError(f"{self.url} did not load {checkpoint}: {error}") from error
         return seconds
+
+    async def take_over(self, checkpoint: Path, version: str) -> None:
+        """Name the weights that an earlier platform loaded; answer `score` alone until `resume`.
+
+        Requests of that platform are aborted, and its adapters unloaded.
+        """
+        await self._control("/pause?mode=abort&clear_cache=true")
+        await self._reset_prefix_cache()
+        async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
+            models = orjson.loads(await response.read())["data"]
+        for adapter in (model["id"] for model in models if model.get("parent")):
+            await self.unload_adapter(adapter)
+        await self._name_weights(checkpoint, version)
 
     async def _fetch_weights(self, checkpoint: Path, seconds: dict[str, float]) -> bool:
         """Fetch the weights from a training session that offers them; return False for files.

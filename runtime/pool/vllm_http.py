@@ -36,6 +36,7 @@ class Http:
     def __init__(self, url: str, secret: str, timeout: float) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
+        self.active = 0  # requests under way
         self._secret = secret
         self._session: aiohttp.ClientSession | None = None
 
@@ -71,6 +72,7 @@ class Http:
         headers = {"Content-Type": "application/json", **(headers or {})}
         if once:
             headers["Connection"] = "close"
+        self.active += 1
         try:
             async with self._session.request(
                 method, self.url + path, data=content, headers=headers, timeout=limit
@@ -88,6 +90,8 @@ class Http:
             raise EngineUnavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
         except asyncio.IncompleteReadError as error:
             raise EngineUnavailable(f"{self.url}{path}: the answer broke off") from error
+        finally:
+            self.active -= 1
 
 
 def to_engine_error(

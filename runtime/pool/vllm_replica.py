@@ -1,6 +1,7 @@
 """Replica: run one vLLM server as a child process that cannot outlive this one.
 
-replica_slot.py starts, changes and restarts replicas. This module composes vLLM's command line and
+replica_slot.py starts, changes and restarts replicas; in a Slurm job replica_supervisor.py does.
+This module composes vLLM's command line and
 environment, and finds the reason of its death in the log. Read next:
 runtime/vllm_plugins/server.py, the process itself; vllm_engine.py, its HTTP;
 runtime/vllm_plugins/lock.py, which keeps other clients out. The GPU settings were read in vLLM's
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
 from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
+from cray_agents.runtime.pool.engine_host import LocalHost
 from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
 from cray_agents.runtime.pool.load_format import AUTO
 from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
@@ -57,7 +59,8 @@ class EngineSettings:
     answer. `load_format`: as load_format.py chose. `kv_cache_gib`: on CPU only. `max_lora_rank`:
     largest rank of an adapter beside the weights; 0: no adapters. `sleeps`: jobs train on the same
     GPU by turns. `transfer`: how weights come from a training session; None: in
-    files.
+    files. `program`: starts the server, in place of this Python with vllm_plugins/server.py, with
+    the same arguments.
     """
 
     max_model_len: int = 1024
@@ -74,6 +77,7 @@ class EngineSettings:
     max_lora_rank: int = 0
     sleeps: bool = False
     transfer: TransferSettings | None = None
+    program: tuple[str, ...] = ()
 
     @property
     def probe_limits(self) -> LogprobLimits:
@@ -91,21 +95,62 @@ def has_gpu_build() -> bool:
     raise SetupError("vLLM is not installed: pip install 'cray-agents[cpu]' or 'cray-agents[gpu]'")
 
 
-class Replica:
+@dataclass(frozen=True)
+class NodeShare:
+    """A node's share of a server over several nodes: its rank, and where the first one listens."""
+
+    nodes: int = 1
+    rank: int = 0
+    address: str = ""
+    port: int = 0
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """vLLM's flags. Only the first node answers requests."""
+        if self.nodes == 1:
+            return ()
+        return (
+            *("--nnodes", str(self.nodes), "--node-rank", str(self.rank)),
+            *("--master-addr", self.address, "--master-port", str(self.port)),
+            *(("--headless",) if self.rank else ()),
+        )
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """A server's URL, the name that it answers by, and the secret that it requires."""
+
+    url: str
+    alias: str
+    secret: str
+
+
+class Replica(LocalHost):
     """A vLLM server in a process of its own. `pid` and `port` are None while it is down.
 
-    Its output is appended to `log`. `devices` are the GPUs that it sees; None: all. It dies with
+    Its output is appended to `log`. `devices` are the GPUs that it sees; None: all. It listens on
+    `address`, and `server` says how to reach it; None while it is down. `shielded`: SIGTERM from
+    others does not reach it. It dies with
     this process, however that ends. The kernel ties it to the thread that calls `start`, so that
     thread must live as long.
     """
 
     def __init__(
-        self, model: str, settings: EngineSettings, log: Path, devices: str | None = None
+        self,
+        model: str,
+        settings: EngineSettings,
+        log: Path,
+        devices: str | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
         self.model = model
         self.settings = settings
         self.log = log
         self.devices = devices
+        self.address = address
+        self.share = NodeShare()
+        self.shielded = False
+        self.server: ServerAddress | None = None
         self.pid: int | None = None
         self.port: int | None = None
         self._engine: VllmEngine | None = None
@@ -188,12 +233,12 @@ class Replica:
             await self._engine.close()
             self._engine = None
         if process is not None:
-            if process.returncode is None:
+            if process.returncode is None and not self.shielded:
                 process.terminate()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _GRACE)
-            await _end_group(process)
-        self.pid = self.port = None
+            await end_group(process)
+        self.pid = self.port = self.server = None
 
     async def wait_until_dead(self) -> None:
         """Return when the server has ended and `stop` was not called."""
@@ -211,24 +256,23 @@ class Replica:
         return f"it was ended by {signal.Signals(-code).name}" if code and code < 0 else ""
 
     async def _launch(self, checkpoint: Path) -> None:
-        self.port = _free_port()
+        self.port = free_port(self.address)
         # answers contain it, and the version replaces it there: no client may send the same string
         alias = f"{self.model}-{secrets.token_hex(6)}"
         secret = secrets.token_urlsafe(32)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command(checkpoint, (alias, self.model), self.port, self.settings),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(self.settings, self.devices) | {VARIABLE: secret},
-                start_new_session=True,  # its own process group, which Ctrl-C does not reach
-            )
+        mask = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGTERM} if self.shielded else ()
+        )  # which the child inherits, and keeps whatever handlers it installs
+        try:
+            self._process = await self._spawn(checkpoint, alias, self.port, secret)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         self._ended.clear()
+        self.server = ServerAddress(f"http://{self.address}:{self.port}", alias, secret)
         self._engine = VllmEngine(
-            f"http://127.0.0.1:{self.port}",
+            self.server.url,
             alias,
             secret,
             timeout=self.settings.answer_timeout,
@@ -236,6 +280,22 @@ class Replica:
             transfer=self.settings.transfer,
         )
         self._watcher = asyncio.create_task(self._watch(self._process))
+
+    async def _spawn(
+        self, checkpoint: Path, alias: str, port: int, secret: str
+    ) -> asyncio.subprocess.Process:
+        with self.log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *command(
+                    *(checkpoint, (alias, self.model), port),
+                    *(self.settings, self.address, self.share),
+                ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment(self.settings, self.devices) | {VARIABLE: secret},
+                start_new_session=True,  # its own process group, which Ctrl-C does not reach
+            )
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
@@ -261,16 +321,22 @@ class Replica:
 
 
 def command(
-    checkpoint: Path, names: tuple[str, ...], port: int, settings: EngineSettings
+    checkpoint: Path,
+    names: tuple[str, ...],
+    port: int,
+    settings: EngineSettings,
+    address: str = "127.0.0.1",
+    share: NodeShare = NodeShare(),
 ) -> list[str]:
     """Return the command line of a replica's process. Answers carry the first of its names."""
     dtype = settings.dtype
     if dtype == "auto" and not has_gpu_build():
         dtype = "float32"
+    server = (sys.executable, "-m", "cray_agents.runtime.vllm_plugins.server")
     return [
-        *(sys.executable, "-m", "cray_agents.runtime.vllm_plugins.server", str(os.getpid())),
+        *(*(settings.program or server), str(os.getpid())),
         *("--model", str(checkpoint), "--served-model-name", *names),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--host", address, "--port", str(port)),
         *("--dtype", dtype, "--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser),
@@ -291,6 +357,7 @@ def command(
         *_lora_arguments(settings.max_lora_rank),
         *_transfer_arguments(settings.transfer),
         *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),
+        *share.arguments,
         *settings.engine_args,
         # the last middleware is the outermost: it sees a request first
         *("--middleware", "cray_agents.runtime.vllm_plugins.lock.Locked"),
@@ -365,14 +432,15 @@ def _free_bytes() -> int | None:
     return int(match[1]) * 1024 if match else None
 
 
-def _free_port() -> int:
+def free_port(address: str) -> int:
+    """Return a port of an address that no process listens on now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-async def _end_group(process: asyncio.subprocess.Process) -> None:
+async def end_group(process: asyncio.subprocess.Process) -> None:
     """Send SIGKILL to a process group, and wait until it is gone."""
     for _ in range(100):
         try:

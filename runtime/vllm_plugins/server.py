@@ -35,7 +35,21 @@ def main() -> None:
         limit_all_templates()
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    serve()
+    if "--headless" in sys.argv:
+        _serve_headless()
+    else:
+        serve()
+
+
+def _serve_headless() -> None:
+    """Run this node's share of a server whose first node is another one. It was never run."""
+    from vllm.entrypoints.cli.serve import run_headless
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    arguments.api_server_count = 0
+    run_headless(arguments)
 
 
 if __name__ == "__main__":

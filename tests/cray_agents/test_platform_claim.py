@@ -54,7 +54,7 @@ def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
     with pytest.raises(SetupError, match="node7"), platform_process.serving(config):
         pass
     with pytest.raises(SetupError, match="node7"):
-        compose.serve(config, None, "m", 1)
+        compose.serve(config, None, "m", platform_process.ReplicaCount(1))
     assert json.loads(home.platform.read_text())["token"] == token
 
 
@@ -128,7 +128,7 @@ def test_a_claim_is_given_back_by_who_has_it(tmp_path: Path) -> None:
     assert not home.platform.exists()
     config = Config.model_validate({"home": home.root, "port": 0, "scheduler": "local"})
     with pytest.raises(BadInput, match="no version of 'm' is promoted"):
-        compose.serve(config, None, "m", 1)
+        compose.serve(config, None, "m", platform_process.ReplicaCount(1))
     assert not home.platform.exists()
 
 

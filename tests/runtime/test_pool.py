@@ -328,7 +328,7 @@ async def test_status_is_json(tmp_path: Path) -> None:
                 "pid",
                 "port",
             ),
-            *("probe", "error"),
+            *("host", "job", "probe", "error"),
         }
 
 

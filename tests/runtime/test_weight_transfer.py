@@ -16,6 +16,7 @@ from safetensors.torch import save
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from cray_agents.cli.platform.compose import serve
+from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.config import Config
 from cray_agents.errors import EngineError, SetupError, SwapError
 from cray_agents.paths import Home
@@ -515,7 +516,7 @@ def test_up_refuses_to_send_weights_between_cpus(tmp_path: Path) -> None:
     make_seed_model(tmp_path / "model", seed=1, corpus=["one and two"])
     config = Config(home=tmp_path / "home", scheduler="local", port=0, weight_transfer="nccl")
     with pytest.raises(SetupError, match=r"computes on the CPU: set 'files'$"):
-        serve(config, tmp_path / "model", "m", 1)
+        serve(config, tmp_path / "model", "m", ReplicaCount(1))
 
 
 def test_vllm_is_started_with_the_engine() -> None:

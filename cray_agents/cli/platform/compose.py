@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,13 @@ from cray_agents.cli.platform.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.permissions import keep_private
+from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.root_claim import address, claim, give_back, listen
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
-from cray_agents.errors import ConfigError, StoreError
+from cray_agents.errors import BadInput, ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
+from cray_agents.ports import Command
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
 from cray_agents.runtime.gateway.app import create_app
@@ -40,10 +42,14 @@ from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
+from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.load_format import load_format
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica, cancel_surplus
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.pool.weight_transfer import FILES, TransferSettings, check_transfer
+from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
@@ -51,6 +57,7 @@ from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.gpu_placement import (
     GpuPlacement,
     check_weights_fit,
+    gpus_per_server,
     host_gpus,
     place_on_host,
 )
@@ -68,7 +75,7 @@ SWITCH = 0.0005  # seconds that a busy event loop may delay the thread that comm
 GC = (10_000, 20, 100)  # full collections are rare: the store's index may have millions of objects
 
 
-def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
+def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount) -> None:
     """Run a platform until SIGINT or SIGTERM. Raises SetupError, BadInput, StoreError."""
     home = config.root
     make_root(config)
@@ -80,7 +87,8 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
         delete_leftovers(home)
         registry = Registry(home)
         version = first_version(registry, model, name)
-        servers = replicas if has_gpu_build() else 0  # on GPUs
+        gpu = replicas.total > 0 and has_gpu_build()
+        servers = replicas.here if gpu else 0  # on GPUs of this host
         with contextlib.closing(configured_scheduler(config, servers)) as scheduler:
             say(f"scheduler: {scheduler.reason}")
             here = scheduler.on_this_host
@@ -93,9 +101,8 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
             if placement.turns and isinstance(scheduler, LocalProcesses):
                 check_serving(config, version, placement, resources)
                 training = TrainingSide(home, scheduler)
-            check_transfer(
-                config.weight_transfer, gpu=has_gpu_build(), turns=placement.turns, here=here
-            )
+            if replicas.total:
+                check_transfer(config.weight_transfer, gpu=gpu, turns=placement.turns, here=here)
             idle = 60 * config.train_session_idle_minutes
             trainer = MegatronTrainer(
                 home,
@@ -107,7 +114,8 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
                 weight_transfer=config.weight_transfer,
             )
             platform = describe_platform(config, scheduler, resources)
-            pool = make_pool(config, version.name, replicas, placement)
+            jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler)
+            pool = make_pool(config, version.name, replicas.here, placement, jobs)
             uvloop.run(
                 run(config, registry, trainer, platform, version, pool, listener, token, training)
             )
@@ -196,9 +204,9 @@ async def open_store(config: Config) -> Store:
     return await opening
 
 
-def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement) -> Pool:
-    """Make the pool; no replica is started yet."""
-    settings = EngineSettings(
+def engine_settings(config: Config, *, sleeps: bool) -> EngineSettings:
+    """Return the settings of every vLLM server."""
+    return EngineSettings(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         dtype=config.dtype,
@@ -206,7 +214,7 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
         engine_args=tuple(config.engine_args),
         kv_cache_gib=config.kv_cache_gib,
         max_lora_rank=config.max_lora_rank,
-        sleeps=placement.turns,
+        sleeps=sleeps,
         start_timeout=config.start_timeout,
         answer_timeout=config.engine_timeout,
         load_timeout=config.load_timeout,
@@ -217,17 +225,95 @@ def make_pool(config: Config, name: str, replicas: int, placement: GpuPlacement)
             config.weight_transfer, config.root.sessions, timeout=config.load_timeout
         ),
     )
-    logs = config.root.logs
-    devices: list[str | None] = [None] * (replicas + config.spare_replicas)
-    if has_gpu_build():
-        devices = [",".join(gpus) for gpus in (*placement.replicas, *placement.spares)]
-    hosts = [
-        Replica(name, settings, logs / f"replica-{n}.log", gpus) for n, gpus in enumerate(devices)
+
+
+def slurm_hosts(
+    config: Config, name: str, replicas: int, scheduler: Slurm | LocalProcesses
+) -> list[SlurmReplica]:
+    """Make the replicas that are Slurm jobs, and cancel those that an earlier platform had more.
+
+    No job is submitted yet. Raises SetupError without a Slurm, BadInput for nodes that do not fit.
+    """
+    folder = config.root.replicas
+    if not isinstance(scheduler, Slurm):
+        if replicas:
+            raise SetupError(
+                f"--replicas slurm:{replicas} needs Slurm, and this platform has "
+                f"{scheduler.reason}: give a number of replicas on this host instead"
+            )
+        return []
+    cancel_surplus(folder, scheduler, replicas)
+    if not replicas:
+        return []
+    settings = engine_settings(config, sleeps=False)
+    gpus = gpus_per_server(config.engine_args) if has_gpu_build() else 0
+    nodes = config.replica_nodes
+    ranks = gpus or nodes
+    if ranks % nodes:
+        raise BadInput(
+            f"a replica of {gpus} GPUs (engine_args) does not divide over replica_nodes = {nodes}",
+            param="replica_nodes",
+        )
+    cores = config.replica_cpus or (4 * gpus or 2 * nodes)
+    trusted = os.pathsep.join(map(str, model_code.allowed_directories()))
+    command = Command(
+        name="replica",
+        kind="replica",
+        argv=[],
+        directory="",
+        log="",
+        environment={model_code.VARIABLE: trusted} if trusted else {},
+        nodes=nodes,
+        ranks=ranks,
+        cpus_per_rank=-(-cores // ranks),
+        gpus=gpus > 0,
+    )
+    spec = ReplicaSpec(
+        model=name,
+        number=0,
+        attempt=0,
+        settings=settings,
+        gateway=socket.gethostname(),
+        package=package_version(),
+        interface=config.replica_interface,
+        nodes=nodes,
+        minutes=config.replica_minutes,
+        keep_minutes=config.replica_keep_minutes,
+    )
+    board, lead = JobBoard(scheduler), 60 * config.replica_handover_minutes
+    return [
+        SlurmReplica(
+            spec.model_copy(update={"number": n}), folder / str(n), board, command, lead=lead
+        )
+        for n in range(replicas)
     ]
+
+
+def make_pool(
+    config: Config,
+    name: str,
+    replicas: int,
+    placement: GpuPlacement,
+    jobs: Sequence[SlurmReplica] = (),
+) -> Pool:
+    """Make the pool of `replicas` on this host, or of `jobs`; no replica is started yet."""
+    hosts: list[Replica] = []
+    limits = FLOAT32_PROBE
+    if replicas:
+        settings = engine_settings(config, sleeps=placement.turns)
+        devices: list[str | None] = [None] * (replicas + config.spare_replicas)
+        if has_gpu_build():
+            devices = [",".join(gpus) for gpus in (*placement.replicas, *placement.spares)]
+        hosts = [
+            Replica(name, settings, config.root.logs / f"replica-{n}.log", gpus)
+            for n, gpus in enumerate(devices)
+        ]
+    if replicas or jobs:
+        limits = engine_settings(config, sleeps=False).probe_limits
     return Pool(
-        hosts[:replicas],
+        [*hosts[:replicas], *jobs],
         spares=hosts[replicas:],
-        probe_limits=settings.probe_limits,
+        probe_limits=limits,
         wait_timeout=config.swap_timeout,
         swap_mode=config.swap_mode,
         swap_share=config.swap_share,
@@ -281,6 +367,9 @@ async def start_pool(pool: Pool, home: Home, version: ModelVersion) -> None:
     await asyncio.to_thread(materialize, home, directory)
     started = time.monotonic()
     await pool.start(directory, version.id, manifest.probe)
+    if not pool.status():
+        say("no replicas, as asked for: requests to models are not answered")
+        return
     say(f"ready: {version.id} is served after {time.monotonic() - started:.0f} s")
 
 

@@ -11,11 +11,13 @@ from typing import Annotated
 import typer
 
 from cray_agents.cli.platform.platform_process import (
+    ReplicaCount,
     check_vllm,
     fetch,
     running,
     start,
     stop,
+    wait_until_live,
     wait_until_ready,
 )
 from cray_agents.cli.screen import HomeOption, JsonOption, console, show, when
@@ -44,7 +46,12 @@ def up(
     ] = None,
     port: Annotated[int | None, typer.Option(help="0 picks a free one \\[default: 8000].")] = None,
     home: HomeOption = None,
-    replicas: Annotated[int, typer.Option(min=1, help="vLLM servers behind the gateway.")] = 1,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            help="vLLM servers behind the gateway: N on this host, slurm:N as Slurm jobs, or 0."
+        ),
+    ] = "1",
     detach: Annotated[
         bool, typer.Option(help="Return when it is ready; end it with down.")
     ] = False,
@@ -57,17 +64,23 @@ def up(
     flags = {"home": home, "port": port, "scheduler": scheduler}
     config = load_config(flags)
     name = name or _only_name(config.root, model)
+    count = ReplicaCount.parse(replicas)
     if detach:
-        process = start(config, model, name, replicas, with_parent=False)
+        process = start(config, model, name, count, with_parent=False)
+        if not count.total:
+            info = wait_until_live(config.root, process)
+            console.print(f"{info['url']} is up, without replicas (end it: cray-agents down)")
+            return
         info = wait_until_ready(config.root, process)
         console.print(f"{name} is served at {info['url']}/v1 (end it: cray-agents down)")
         return
     if parent is not None:
         die_with_parent(parent)
-    check_vllm()
+    if count.total:
+        check_vllm()
     from cray_agents.cli.platform.compose import serve
 
-    serve(config, model, name, replicas)
+    serve(config, model, name, count)
 
 
 def _only_name(home: Home, model: Path | None) -> str:
@@ -112,7 +125,10 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
         f"{info['engine']['version']}  scheduler {info['scheduler']['name']}"
     )
     rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]
-    show(rows, ["versions", "state", "in_flight", "restarts", "pid"], as_json=False)
+    columns = ["versions", "state", "in_flight", "restarts", "host", "pid", "job"]
+    if not any(replica["job"] for replica in replicas):
+        columns = [column for column in columns if column not in ("host", "job")]
+    show(rows, columns, as_json=False)
     for replica in replicas:
         if (last := replica["last_restart"]) is not None:
             console.print(f"restarted at {when(last['time'])}: {last['why']}", markup=False)

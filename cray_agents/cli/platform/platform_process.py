@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 from cray_agents.cli.platform.permissions import make_private
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config, load_config
-from cray_agents.errors import Corrupt, NotFound, SetupError
+from cray_agents.errors import BadInput, Corrupt, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive
@@ -150,8 +151,40 @@ def fetch(
         return body
 
 
+@dataclass(frozen=True)
+class ReplicaCount:
+    """The value of `--replicas`: servers on this host, or servers as Slurm jobs."""
+
+    here: int = 0
+    jobs: int = 0
+
+    def __str__(self) -> str:
+        """Return the value as `up` takes it."""
+        return f"slurm:{self.jobs}" if self.jobs else str(self.here)
+
+    @property
+    def total(self) -> int:
+        """The number of servers."""
+        return self.here + self.jobs
+
+    @classmethod
+    def parse(cls, text: str) -> "ReplicaCount":
+        """Read `N`, `0` or `slurm:N`. Raises BadInput."""
+        kind, colon, number = text.rpartition(":")
+        if kind == ("slurm" if colon else "") and number.isascii() and number.isdecimal():
+            if not colon:
+                return cls(here=int(number))
+            if int(number):
+                return cls(jobs=int(number))
+        raise BadInput(
+            f"--replicas {text!r}: give a number of vLLM servers on this host, such as 2; slurm:8 "
+            "for eight Slurm jobs; or 0 for a gateway alone",
+            param="replicas",
+        )
+
+
 def start(
-    config: Config, model: Path | None, name: str, replicas: int, *, with_parent: bool
+    config: Config, model: Path | None, name: str, replicas: ReplicaCount, *, with_parent: bool
 ) -> subprocess.Popen[bytes]:
     """Start `up` as a child. With `with_parent` the child dies with this process."""
     home = config.root
@@ -208,7 +241,7 @@ def serving(
         return
     _check_startable(config.root, model, name)
     free = config.model_copy(update={"port": 0})
-    process = start(free, model, name, 1, with_parent=True)
+    process = start(free, model, name, ReplicaCount(1), with_parent=True)
     try:
         yield (wait_until_ready if ready else wait_until_live)(config.root, process)
     finally:

@@ -1,0 +1,351 @@
+"""Replica supervisor: the process of a replica's Slurm job, which runs vLLM as the gateway orders.
+
+    python -m cray_agents.runtime.pool.replica_supervisor <root>/replicas/<n>/<attempt>
+
+It writes the lease (job_lease.py) and listens beside vLLM, on the same address. Who wants anything
+of it must send the lease's secret:
+
+    GET  /state?seen=N   the state, once its serial is not N; otherwise after some seconds
+    POST /start          start vLLM on a checkpoint, from scratch
+    POST /note           note the version and weights that the gateway has loaded
+    POST /stop           end vLLM, and keep the place
+    POST /exit           end vLLM and the job
+
+Where a server spreads over several nodes, srun starts this on each of them. The first one is as
+above. The other ones follow its state, and start and end their nodes' shares of vLLM with it.
+
+vLLM dies with this process, and this process with the job's script. On SIGTERM, which Slurm sends
+before it takes the place away, it says so and serves on. Without a gateway it ends after
+`keep_minutes`. slurm_replica.py is its client.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from cray_agents.errors import CrayError, EngineError, SetupError
+from cray_agents.processes import die_with_parent
+from cray_agents.runtime.pool.job_lease import (
+    HEARTBEAT,
+    SECRET,
+    STATE_SECONDS,
+    JobLease,
+    ReplicaSpec,
+    create_secret,
+    own_address,
+    read_lease,
+    read_spec,
+    write_lease,
+)
+from cray_agents.runtime.pool.vllm_http import Http
+from cray_agents.runtime.pool.vllm_replica import (
+    NodeShare,
+    Replica,
+    command,
+    end_group,
+    environment,
+    free_port,
+)
+from cray_agents.runtime.scheduler.batch_script import REFUSED
+from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
+
+_PATIENCE = 20.0  # seconds that the first node may take to answer a further one
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ReplicaSupervisor:
+    """The engine of a job, and what the gateway may know of it.
+
+    `serial` grows with each change. `starts` counts the engines, so that the death of a former one
+    is never taken for that of the present one.
+    """
+
+    def __init__(self, spec: ReplicaSpec, folder: Path, address: str, secret: str) -> None:
+        self.spec = spec
+        self.replica = Replica(spec.model, spec.settings, folder / "engine.txt", address=address)
+        self.replica.shielded = True  # a warning of Slurm to all processes would end it at once
+        self.ended = asyncio.Event()
+        self._folder = folder
+        self._secret = secret.encode()
+        self._serial = 0
+        self._news = asyncio.Event()
+        self._starts = 0
+        self._share: dict[str, Any] | None = None  # of the other nodes; None: nothing runs there
+        self._alive = False
+        self._why = ""
+        self._started_on = self._version = self._weights = ""
+        self._leaving = False
+        self._beat = 0
+        self._began, self._ends_at = time.time(), end_of_job(spec.minutes)
+        self._last_word = time.monotonic()  # of a gateway
+        self._changing = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+
+    def routes(self) -> web.Application:
+        """Return the application that answers the gateway."""
+        application = web.Application(middlewares=[self._lock], client_max_size=1 << 20)
+        application.router.add_get("/state", self._state)
+        for name in ("start", "note", "stop", "exit"):
+            application.router.add_post(f"/{name}", getattr(self, f"_{name}"))
+        return application
+
+    @web.middleware
+    async def _lock(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not secrets.compare_digest(request.headers.get(HEADER, "").encode(), self._secret):
+            return _refusal(403, "only the platform that submitted this job may use it")
+        self._last_word = time.monotonic()
+        try:
+            return await handler(request)
+        except CrayError as error:
+            return _refusal(503, str(error))
+
+    async def _state(self, request: web.Request) -> web.Response:
+        if request.query.get("seen") == str(self._serial):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), STATE_SECONDS)
+        self._last_word = time.monotonic()
+        return web.json_response(self.state())
+
+    def state(self) -> dict[str, Any]:
+        """Return the state. Times are spans, since the clocks of two hosts differ."""
+        server, now = self.replica.server, time.time()
+        return {
+            "serial": self._serial,
+            "starts": self._starts,
+            "alive": self._alive,
+            "why": self._why,
+            "url": server.url if server else "",
+            "alias": server.alias if server else "",
+            "secret": server.secret if server else "",
+            "pid": self.replica.pid,
+            "port": self.replica.port,
+            "share": self._share,
+            "started_on": self._started_on,
+            "version": self._version,
+            "weights": self._weights,
+            "leaving": self._leaving,
+            "seconds_left": None if self._ends_at is None else self._ends_at - now,
+            "seconds": None if self._ends_at is None else self._ends_at - self._began,
+        }
+
+    async def _start(self, request: web.Request) -> web.Response:
+        """Body: checkpoint, version, weights (their hash)."""
+        body = await request.json()
+        async with self._changing:
+            await self._end_engine()
+            self._starts += 1
+            self._spread(str(body["checkpoint"]))
+            await self.replica.start(Path(body["checkpoint"]), str(body["version"]))
+            self._started_on = str(body["checkpoint"])
+            self._version, self._weights = str(body["version"]), str(body["weights"])
+            self._alive, self._why = True, ""
+            self._watcher = asyncio.create_task(self._watch())
+        self._tell()
+        return web.json_response(self.state())
+
+    def _spread(self, checkpoint: str) -> None:
+        """Let the other nodes start their shares."""
+        if self.spec.nodes == 1:
+            return
+        address = self.replica.address
+        share = NodeShare(self.spec.nodes, 0, address, free_port(address))
+        self.replica.share = share
+        self._share = {"checkpoint": checkpoint, "port": share.port}
+        self._tell()
+
+    async def _note(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self._version, self._weights = str(body["version"]), str(body["weights"])
+        return web.json_response({})
+
+    async def _stop(self, request: web.Request) -> web.Response:
+        async with self._changing:
+            await self._end_engine()
+        return web.json_response({})
+
+    async def _exit(self, request: web.Request) -> web.Response:
+        self.ended.set()
+        return web.json_response({})
+
+    async def _watch(self) -> None:
+        await self.replica.wait_until_dead()
+        self._alive, self._why = False, self.replica.death_reason()
+        self._version, self._weights, self._share = "", "", None
+        self._tell()
+        if self._leaving:
+            self.ended.set()
+
+    async def _end_engine(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._alive, self._version, self._weights = False, "", ""
+        if self._share is not None:
+            self._share = None
+            self._tell()
+        await self.replica.stop()
+
+    def leave(self) -> None:
+        """Say that Slurm takes the place away; end at once if no engine answers anybody."""
+        self._leaving = True
+        self._tell()
+        if not self._alive:
+            self.ended.set()
+
+    def _tell(self) -> None:
+        self._serial += 1
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def keep_lease(self, port: int) -> None:
+        """Write a heartbeat every HEARTBEAT seconds; go on when the root fails for a while."""
+        while True:
+            self._beat += 1
+            lease = JobLease(
+                address=self.replica.address,
+                port=port,
+                host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+                pid=os.getpid(),
+                attempt=self.spec.attempt,
+                job=os.environ.get("SLURM_JOB_ID"),
+                gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
+                version=self._version,
+                beat=self._beat,
+                time=time.time(),
+                ends_at=self._ends_at,
+            )
+            try:
+                await asyncio.to_thread(write_lease, self._folder, lease)
+            except OSError as error:
+                log.warning("the lease was not renewed: %s", error)
+            await asyncio.sleep(HEARTBEAT)
+
+    async def end_unwatched(self) -> None:
+        """Return when no gateway has said a word for `keep_minutes`."""
+        left = 60 * self.spec.keep_minutes
+        while left > 0:
+            await asyncio.sleep(left)
+            left = self._last_word + 60 * self.spec.keep_minutes - time.monotonic()
+        log.warning("no gateway came for %g minutes: the job ends", self.spec.keep_minutes)
+        self.ended.set()
+
+    async def close(self) -> None:
+        """End the engine."""
+        await self._end_engine()
+
+
+def end_of_job(minutes: int | None) -> float | None:
+    """Return when Slurm ends this job, in unix seconds: by its own word, else by `minutes`."""
+    with contextlib.suppress(ValueError):
+        return float(os.environ.get("SLURM_JOB_END_TIME", ""))
+    return time.time() + 60 * minutes if minutes else None
+
+
+async def supervise(spec: ReplicaSpec, folder: Path) -> int:
+    """Run the job to its end; return its exit code. Raises SetupError."""
+    address, secret = own_address(spec.interface, spec.gateway), secrets.token_urlsafe(32)
+    if not create_secret(folder, secret):
+        print(f"{folder} has a supervisor already: refused", flush=True)
+        return REFUSED
+    supervisor = ReplicaSupervisor(spec, folder, address, secret)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, supervisor.leave)
+    runner = web.AppRunner(supervisor.routes(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, address, 0, shutdown_timeout=1.0)
+    await site.start()
+    port = runner.addresses[0][1]
+    tasks = [
+        asyncio.create_task(supervisor.keep_lease(port)),
+        asyncio.create_task(supervisor.end_unwatched()),
+    ]
+    await supervisor.ended.wait()
+    for task in tasks:
+        task.cancel()
+    await supervisor.close()
+    await runner.cleanup()
+    return 0
+
+
+async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
+    """Run a further node's share of each engine that the first node starts.
+
+    Returns the exit code: 1 if a share died, by which srun ends the whole job; 0 if the first node
+    is gone.
+    """
+    while (lease := read_lease(folder)) is None:  # noqa: ASYNC110 - of another node
+        await asyncio.sleep(HEARTBEAT)
+    http = Http(lease.url, (folder / SECRET).read_text(), _PATIENCE)
+    process, starts, serial = None, 0, -1
+    try:
+        while process is None or process.returncode is None:
+            async with http.answer("GET", f"/state?seen={serial}") as response:
+                state = await response.json()
+            serial, share = state["serial"], state["share"]
+            if process is not None and (share is None or state["starts"] != starts):
+                await end_group(process)
+                process = None
+            if process is None and share is not None:
+                starts = state["starts"]
+                place = NodeShare(spec.nodes, rank, lease.address, share["port"])
+                process = await _start_share(spec, folder, Path(share["checkpoint"]), place)
+        print(f"the share of node {rank} ended with {process.returncode}", flush=True)
+        return 1
+    except EngineError as error:
+        print(f"the first node is gone: {error}", flush=True)
+        return 0
+    finally:
+        if process is not None:
+            await end_group(process)
+        await http.close()
+
+
+async def _start_share(
+    spec: ReplicaSpec, folder: Path, checkpoint: Path, share: NodeShare
+) -> asyncio.subprocess.Process:
+    with (folder / f"engine-{share.rank}.txt").open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            *command(checkpoint, (spec.model,), share.port, spec.settings, "127.0.0.1", share),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment(spec.settings) | {VARIABLE: secrets.token_urlsafe(32)},
+            start_new_session=True,
+        )
+
+
+def _refusal(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+def main() -> int:
+    """Run the job of the folder in `argv[1]`."""
+    die_with_parent(os.getppid())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    folder = Path(sys.argv[1])
+    spec = read_spec(folder)
+    if spec is None:
+        print(f"{folder} has no spec.json that can be read", flush=True)
+        return 1
+    rank = int(os.environ.get("SLURM_NODEID", "0")) if spec.nodes > 1 else 0
+    try:
+        return asyncio.run(follow(spec, folder, rank) if rank else supervise(spec, folder))
+    except SetupError as error:
+        print(error, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,634 @@
+"""SlurmReplica: a vLLM server in a Slurm job on another node, behind the same seam as a local one.
+
+The job runs replica_supervisor.py, which starts vLLM there. This module submits the job, finds its
+lease (job_lease.py), and then speaks HTTP: with the supervisor about starts, ends and deaths, with
+vLLM as vllm_engine.py does. Weights are read on the node, by their path on the shared root.
+
+A place is lost when Slurm says that the job has ended, or when its supervisor neither answers nor
+renews its lease. An engine may also die alone: then its successor starts on the same place. A
+platform that was killed leaves its jobs; the next one finds them by their leases and takes them
+over. replica_slot.py proves them before they serve.
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cray_agents.errors import (
+    CrayError,
+    EngineError,
+    EngineUnavailable,
+    NotFound,
+    SchedulerError,
+)
+from cray_agents.ports import Command, CommandStatus, Scheduler
+from cray_agents.runtime.pool.golden_probe import same_shape, weights_of
+from cray_agents.runtime.pool.job_lease import (
+    SECRET,
+    STATE_SECONDS,
+    ReplicaSpec,
+    attempts,
+    new_attempt,
+    read_lease,
+    read_spec,
+)
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_http import Http
+from cray_agents.runtime.pool.vllm_replica import EngineSettings
+from cray_agents.runtime.registry.checkpoints import ADAPTER
+
+POLL = 2.0  # seconds between two questions to Slurm about all jobs together
+LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
+DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
+_SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
+_LOOK = 0.25  # seconds between two looks for a lease
+_ANSWER = 20.0  # seconds that a supervisor may take to carry out an order
+_GOODBYE = 5.0  # seconds that a supervisor has to answer an order to end
+_SILENT_LAPSES = 4  # times LAPSE that a supervisor may renew its lease without an answer
+_LOG_TAIL = 2000  # bytes of a job's log in an error
+
+log = logging.getLogger(__name__)
+
+
+class JobBoard:
+    """The states of all replicas' jobs. Slurm is asked about all of them at once."""
+
+    def __init__(self, scheduler: Scheduler, seconds: float = POLL) -> None:
+        self.scheduler = scheduler
+        self._seconds = seconds
+        self._next = 0.0
+        self._waiting: dict[str, list[asyncio.Future[CommandStatus]]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def status(self, name: str) -> CommandStatus:
+        """Return a job's status at the next poll. Raises SchedulerError."""
+        future: asyncio.Future[CommandStatus] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(name, []).append(future)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._poll())
+        return await future
+
+    async def _poll(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(max(0.0, self._next - time.monotonic()))
+            self._next = time.monotonic() + self._seconds
+            waiting, self._waiting = self._waiting, {}
+            answers = await asyncio.to_thread(self._ask, list(waiting))
+            for name, futures in waiting.items():
+                for future in futures:
+                    answer = answers[name]
+                    if future.done():  # who asked was cancelled
+                        continue
+                    if isinstance(answer, CommandStatus):
+                        future.set_result(answer)
+                    else:
+                        future.set_exception(answer)
+
+    def _ask(self, names: list[str]) -> dict[str, CommandStatus | Exception]:
+        answers: dict[str, CommandStatus | Exception] = {}
+        for name in names:
+            try:
+                answers[name] = self.scheduler.status(name)
+            except (CrayError, OSError, ValueError) as error:  # each asker gets it
+                answers[name] = error
+        return answers
+
+
+class LapseClock:
+    """The time since a silent supervisor's last heartbeat, by this host's clock.
+
+    A supervisor that renews its lease and does not answer is given up later.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._beat = -1
+        self._silent_since = self._renewed = time.monotonic()
+
+    def lapsed(self, folder: Path) -> bool:
+        """Tell whether the lease in an attempt's folder has lapsed. Call it again and again."""
+        now, lease = time.monotonic(), read_lease(folder)
+        if lease is not None and lease.beat != self._beat:
+            self._beat, self._renewed = lease.beat, now
+        return (
+            now - self._renewed > self._seconds
+            or now - self._silent_since > _SILENT_LAPSES * self._seconds
+        )
+
+
+class PlacedEngine(VllmEngine):
+    """An engine whose supervisor notes its weights, for the platform that may take it over."""
+
+    def __init__(
+        self, supervisor: "SupervisorClient", state: dict[str, Any], s: EngineSettings
+    ) -> None:
+        super().__init__(
+            state["url"],
+            state["alias"],
+            state["secret"],
+            timeout=s.answer_timeout,
+            load_timeout=s.load_timeout,
+            transfer=s.transfer,
+        )
+        self._supervisor = supervisor
+
+    async def load(self, checkpoint: Path, version: str, *, keep: bool = False) -> dict[str, float]:
+        """Load weights: see `VllmEngine.load`."""
+        await self._supervisor.order("note", version="", weights="")
+        seconds = await super().load(checkpoint, version, keep=keep)
+        await self._supervisor.order("note", version=version, weights=weights_of(checkpoint))
+        return seconds
+
+
+class SupervisorClient:
+    """A supervisor over its HTTP. Close it when done."""
+
+    def __init__(self, url: str, secret: str, patience: float) -> None:
+        """`patience`: seconds that an answer about its state may take, beside its own wait."""
+        self._http = Http(url, secret, STATE_SECONDS + patience)
+
+    async def state(self, seen: int | None = None) -> dict[str, Any]:
+        """Return the supervisor's state; wait for news of the one that was `seen`."""
+        path = "/state" if seen is None else f"/state?seen={seen}"
+        async with self._http.answer("GET", path) as response:
+            state: dict[str, Any] = orjson.loads(await response.read())
+            return state
+
+    async def order(self, name: str, seconds: float = _ANSWER, **body: str) -> dict[str, Any]:
+        """Give an order. Raises EngineError."""
+        answering = self._http.answer("POST", f"/{name}", body, seconds, once=True)
+        async with answering as response:
+            state: dict[str, Any] = orjson.loads(await response.read())
+            return state
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        await self._http.close()
+
+
+class SlurmReplica:
+    """A replica as a Slurm job: see `EngineHost`.
+
+    Args:
+        spec: what the job serves with; its `attempt` is chosen here.
+        folder: `replicas/<n>` of the shared root.
+        board: of all replicas' jobs.
+        command: the resources that a job asks for. Name, program and files are filled in here.
+        lead: seconds before the end of a job's time at which its successor is submitted, but at
+            most half of that time.
+        adopts: takes over a job that an earlier platform left.
+    """
+
+    taken_over = False
+
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        folder: Path,
+        board: JobBoard,
+        command: Command,
+        *,
+        lead: float = 900.0,
+        lapse: float = LAPSE,
+        adopts: bool = True,
+    ) -> None:
+        self.host = ""
+        self.job: str | None = None
+        self.pid: int | None = None
+        self.port: int | None = None
+        self._spec = spec
+        self._folder = folder
+        self._board = board
+        self._command = command
+        self._lead = lead
+        self._lapse = lapse
+        self._adopts = adopts
+        self._attempt: ReplicaSpec | None = None  # whose job waits or runs
+        self._supervisor: SupervisorClient | None = None  # of a job that has its place
+        self._engine: PlacedEngine | None = None
+        self._state: dict[str, Any] = {}
+        self._starts, self._since = 0, 0  # the number of the used engine, its start's serial
+        self._why = ""
+        self._allocating = asyncio.Lock()
+        self._ended, self._leaving, self._ending = (asyncio.Event() for _ in range(3))
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- the place
+    @property
+    def placed(self) -> bool:
+        """True while the job's supervisor is there: see `EngineHost.placed`."""
+        return self._supervisor is not None
+
+    async def allocate(self) -> None:
+        """Wait for a job's place, and submit the job unless there is one: see `EngineHost`.
+
+        Raises EngineUnavailable if the job ends before its supervisor answers.
+        """
+        async with self._allocating:
+            if self.placed:
+                return
+            if self._attempt is None and self._adopts:
+                self._attempt = await asyncio.to_thread(self._find_live)
+            self._adopts = False
+            if self._attempt is None:
+                self._attempt = await asyncio.to_thread(new_attempt, self._folder, self._spec)
+                await self._submit()
+            try:
+                await self._wait_for_place(self._attempt)
+            except (CrayError, OSError):
+                await self._give_up()
+                raise
+
+    async def _submit(self) -> None:
+        assert self._attempt is not None
+        folder = self._folder / str(self._attempt.attempt)
+        command = self._command.model_copy(
+            update={
+                "name": self._attempt.job_name,
+                "argv": [sys.executable, "-m", _SUPERVISOR, str(folder)],
+                "directory": str(folder),
+                "log": str(folder / "job.txt"),
+                "minutes": self._spec.minutes,
+            }
+        )
+        self.job = await asyncio.to_thread(self._board.scheduler.submit, command)
+
+    def _find_live(self) -> ReplicaSpec | None:
+        """Return the newest attempt whose job waits or runs; cancel the other ones' jobs."""
+        live = None
+        for number in reversed(attempts(self._folder)):
+            spec = read_spec(self._folder / str(number))
+            if spec is None:
+                continue
+            if self._board.scheduler.status(spec.job_name).state not in ("queued", "running"):
+                continue
+            if live is None and spec.serves_like(self._spec):
+                live = spec
+                continue
+            log.warning("%s is cancelled: it serves otherwise than now configured", spec.job_name)
+            self._board.scheduler.cancel(spec.job_name)
+        return live
+
+    async def _wait_for_place(self, attempt: ReplicaSpec) -> None:
+        folder = self._folder / str(attempt.attempt)
+        clock = LapseClock(self._lapse)
+        asking: asyncio.Task[CommandStatus | None] | None = None
+        running_since = None
+        try:
+            while True:
+                try:
+                    if await self._connect(folder):
+                        return
+                except (EngineError, OSError) as error:
+                    if await asyncio.to_thread(clock.lapsed, folder):
+                        raise EngineUnavailable(
+                            f"job {self.job} has a lease that nobody renews: {error}"
+                        ) from error
+                asking = asking or asyncio.create_task(self._status(attempt))
+                if not (await asyncio.wait([asking], timeout=_LOOK))[0]:
+                    continue
+                status, asking = asking.result(), None
+                if status is None:
+                    continue
+                self.job = status.id or self.job
+                if status.state == "unknown":
+                    await self._submit()  # a controller that was killed may forget a job
+                elif status.state == "queued":
+                    self._why = f"job {self.job} waits for a place: {status.reason or 'queued'}"
+                elif status.state == "running":
+                    self._why = f"job {self.job} begins"
+                    running_since = running_since or time.monotonic()
+                    if time.monotonic() - running_since > self._spec.settings.start_timeout:
+                        raise EngineUnavailable(self._silence(folder))
+                else:
+                    raise EngineUnavailable(
+                        f"job {self.job} of replica {attempt.number} ended before it was ready"
+                        f" ({status.reason or status.state}): {_tail(folder / 'job.txt')}"
+                    )
+        finally:
+            if asking is not None:
+                asking.cancel()
+
+    async def _status(self, attempt: ReplicaSpec) -> CommandStatus | None:
+        """Return the state of an attempt's job at the next poll; None if Slurm does not answer."""
+        try:
+            return await self._board.status(attempt.job_name)
+        except (CrayError, OSError, ValueError) as error:
+            log.warning("the state of %s is not known: %s", attempt.job_name, error)
+            return None
+
+    def _silence(self, folder: Path) -> str:
+        lease = read_lease(folder)
+        place = f"on {lease.url} ({lease.host})" if lease else "without a lease"
+        return (
+            f"job {self.job} runs, and its supervisor, {place}, did not answer within "
+            f"{self._spec.settings.start_timeout:g} s (start_timeout): name an interface that the "
+            f"gateway can reach (replica_interface). {folder / 'job.txt'}: "
+            f"{_tail(folder / 'job.txt')}"
+        )
+
+    async def _connect(self, folder: Path) -> bool:
+        """Connect to a lease's supervisor. Return False without one. Raises EngineError."""
+        lease = await asyncio.to_thread(read_lease, folder)
+        if lease is None:
+            return False
+        secret = await asyncio.to_thread((folder / SECRET).read_text)
+        supervisor = SupervisorClient(lease.url, secret, self._lapse / 2)
+        try:
+            self._state = await supervisor.state()
+        except BaseException:
+            await supervisor.close()
+            raise
+        self._supervisor, self.host, self.job = supervisor, lease.host, lease.job or self.job
+        self._why = ""
+        for event in (self._ended, self._leaving, self._ending):
+            event.clear()
+        self._spawn(self._follow_supervisor(supervisor, folder))
+        self._spawn(self._follow_job(supervisor))
+        self._spawn(self._follow_time(supervisor))
+        return True
+
+    async def _follow_supervisor(self, supervisor: SupervisorClient, folder: Path) -> None:
+        """Hear of deaths and of the place's end, until the supervisor is lost."""
+        clock = LapseClock(self._lapse)
+        while self._supervisor is supervisor:
+            try:
+                self._state = await supervisor.state(self._state["serial"])
+                clock = LapseClock(self._lapse)
+            except EngineError as error:
+                if await asyncio.to_thread(clock.lapsed, folder):
+                    self._lose(supervisor, f"its lease lapsed: {error}", cancel=True)
+                await asyncio.sleep(_LOOK)
+                continue
+            if self._state["leaving"]:
+                self._leaving.set()
+                self._ending.set()
+            self._note_death()
+
+    def _note_death(self) -> None:
+        """Fire if the used engine has died since it was started."""
+        state = self._state
+        newer = state["serial"] > self._since and state["starts"] == self._starts
+        if newer and not state["alive"] and not self._ended.is_set():
+            self._why = state["why"] or "its process ended"
+            self._ended.set()
+
+    async def _follow_job(self, supervisor: SupervisorClient) -> None:
+        """Lose the place when Slurm says that its job has ended."""
+        while self._supervisor is supervisor and self._attempt is not None:
+            self._lose_if_ended(supervisor, await self._status(self._attempt))
+
+    def _lose_if_ended(self, supervisor: SupervisorClient, status: CommandStatus | None) -> None:
+        if status is not None and not _is_live(status):
+            why = status.reason or status.state
+            self._lose(supervisor, f"its job {self.job} on {self.host} ended: {why}")
+
+    async def _follow_time(self, supervisor: SupervisorClient) -> None:
+        """Tell in time that the job's time comes to its end."""
+        while self._supervisor is supervisor:
+            left = self._state["seconds_left"]
+            if left is None:
+                return
+            seconds = self._state["seconds"]
+            if left <= min(self._lead, seconds / 2):
+                self._leaving.set()
+            if left <= min(DRAIN, seconds / 8):
+                self._ending.set()
+            await asyncio.sleep(1.0)
+            self._state["seconds_left"] = left - 1.0
+
+    def _lose(self, supervisor: SupervisorClient, why: str, *, cancel: bool = False) -> None:
+        """Note that the place is lost. `cancel`: Slurm still believes in the job."""
+        if self._supervisor is not supervisor:
+            return
+        lost, self._supervisor, self._attempt = self._attempt, None, None
+        engine, self._engine = self._engine, None
+        self._why, self.host, self.pid, self.port = why, "", None, None
+        self._leaving.clear()
+        self._ending.clear()
+        self._ended.set()
+        if lost is not None:
+            self._spawn(self._dismiss(supervisor, lost, engine, cancel=cancel))
+
+    async def _dismiss(
+        self,
+        supervisor: SupervisorClient,
+        attempt: ReplicaSpec,
+        engine: PlacedEngine | None,
+        *,
+        cancel: bool,
+    ) -> None:
+        """End a supervisor that may live on after its node or its job was given up.
+
+        Requests to its engine fail at once: no answer may ever come from a node that is gone.
+        """
+        if engine is not None:
+            await engine.close()
+        with suppress(EngineError):
+            await supervisor.order("exit", _GOODBYE)
+        await supervisor.close()
+        if cancel:
+            await self._cancel(attempt)
+
+    async def _cancel(self, attempt: ReplicaSpec) -> None:
+        try:
+            await asyncio.to_thread(self._board.scheduler.cancel, attempt.job_name)
+        except SchedulerError as error:
+            log.warning("%s was not cancelled: %s", attempt.job_name, error)
+
+    async def _give_up(self) -> None:
+        """Cancel a job that did not come to its place; the next allocation submits another one."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            await self._cancel(attempt)
+        self.job = None
+
+    async def release(self, *, drain: bool = False) -> None:
+        """End the job: see `EngineHost.release`."""
+        while drain and self._engine is not None and self._engine.busy:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK)
+        await self._close_engine()
+        supervisor, self._supervisor = self._supervisor, None
+        attempt, self._attempt = self._attempt, None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if attempt is not None:
+            if supervisor is not None:
+                await self._dismiss(supervisor, attempt, None, cancel=True)
+            else:
+                await self._cancel(attempt)
+
+    async def wait_until_leaving(self) -> None:
+        """Return when the job's time or its place comes to an end: see `EngineHost`."""
+        await self._leaving.wait()
+
+    async def wait_until_ending(self) -> None:
+        """Return when Slurm is about to kill the job: see `EngineHost`."""
+        await self._ending.wait()
+
+    def successor(self) -> "SlurmReplica":
+        """Return the same replica in a job of its own: see `EngineHost.successor`."""
+        return SlurmReplica(
+            self._spec,
+            self._folder,
+            self._board,
+            self._command,
+            lead=self._lead,
+            lapse=self._lapse,
+            adopts=False,
+        )
+
+    # ---- the engine
+    @property
+    def engine(self) -> PlacedEngine:
+        """The engine over its HTTP. Raises EngineUnavailable while it is down."""
+        if self._engine is None:
+            raise EngineUnavailable(f"replica {self._spec.number} is not running")
+        return self._engine
+
+    @property
+    def load_note(self) -> str:
+        """Say why the last load read files: see `EngineHost.load_note`."""
+        return "" if self._engine is None else self._engine.load_note
+
+    @property
+    def lora_rank(self) -> int:
+        """The largest rank of an adapter: see `EngineHost.lora_rank`."""
+        return self._spec.settings.max_lora_rank
+
+    async def start(self, checkpoint: Path, version: str) -> None:
+        """Start an engine on the place; see `EngineHost.start`.
+
+        An engine that an earlier platform left is taken over instead, once, if it can serve this
+        checkpoint. Raises EngineUnavailable.
+        """
+        await self._close_engine()
+        supervisor, self.taken_over = self._supervisor, False
+        if supervisor is None:
+            raise EngineUnavailable(f"replica {self._spec.number} has no place: {self._why}")
+        left = self._state if not self._starts and self._state.get("alive") else None
+        if left is not None:
+            self.taken_over = await self._take_over(supervisor, left, checkpoint, version)
+            if self.taken_over:
+                return
+        body = {
+            "checkpoint": str(checkpoint),
+            "version": version,
+            "weights": weights_of(checkpoint),
+        }
+        seconds = self._spec.settings.start_timeout + _ANSWER
+        try:
+            state = await supervisor.order("start", seconds, **body)
+        except EngineError as error:
+            if self._attempt is not None and isinstance(error, EngineUnavailable):
+                self._lose_if_ended(supervisor, await self._status(self._attempt))
+            why = f"on {self.host}: {error}" if self.placed else self._why
+            raise EngineUnavailable(why) from error
+        self._use(PlacedEngine(supervisor, state, self._spec.settings), state)
+
+    async def _take_over(
+        self, supervisor: SupervisorClient, left: dict[str, Any], checkpoint: Path, version: str
+    ) -> bool:
+        """Use the engine of an earlier platform. Return False if it has to be started afresh."""
+        self._starts = left["starts"]  # it is not tried again
+        engine = PlacedEngine(supervisor, left, self._spec.settings)
+        try:
+            if not await asyncio.to_thread(same_shape, Path(left["started_on"]), checkpoint):
+                raise NotFound(f"it was started on {left['started_on']}, of another shape")
+            if left["weights"] == weights_of(checkpoint):
+                await engine.take_over(checkpoint, version)
+                await supervisor.order("note", version=version, weights=left["weights"])
+            else:
+                await engine.load(checkpoint, version)
+        except (CrayError, OSError) as error:
+            log.warning("the engine on %s is started afresh: %s", self.host, error)
+            await engine.close()
+            return False
+        log.info("replica %d on %s is taken over, job %s", self._spec.number, self.host, self.job)
+        self._use(engine, left)
+        return True
+
+    def _use(self, engine: PlacedEngine, state: dict[str, Any]) -> None:
+        self._engine, self._starts, self._since = engine, state["starts"], state["serial"]
+        self.pid, self.port = state["pid"], state["port"]
+        if self.placed:  # else _lose has said why it ended
+            self._why = ""
+            self._ended.clear()
+            self._note_death()
+
+    async def _close_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        self.pid = self.port = None
+        if engine is not None:
+            await engine.close()
+
+    async def stop(self) -> None:
+        """End the engine, and keep the place: see `EngineHost.stop`."""
+        await self._close_engine()
+        if self._supervisor is not None:
+            try:
+                await self._supervisor.order("stop", _ANSWER)
+            except EngineError as error:
+                log.warning("the engine on %s was not ended: %s", self.host, error)
+
+    async def wait_until_dead(self) -> None:
+        """Return when the engine, its job or its node has ended: see `EngineHost`."""
+        await self._ended.wait()
+
+    async def check_alive(self) -> None:
+        """Return when the engine core has answered: see `EngineHost.check_alive`."""
+        await self.engine.check_alive()
+
+    def death_reason(self) -> str:
+        """Say why the engine or its place was lost: see `EngineHost.death_reason`."""
+        return self._why
+
+    def missing_resource(self, checkpoint: Path) -> str:
+        """Return "": Slurm decides about resources."""
+        return ""
+
+    def sleep_level(self, checkpoint: Path) -> int:
+        """Return 2: a node's memory is not known here."""
+        return 2
+
+    async def load_adapter(self, checkpoint: Path, name: str) -> VllmEngine:
+        """Load a checkpoint's adapter: see `EngineHost.load_adapter`."""
+        return await self.engine.load_adapter(checkpoint / ADAPTER, name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter: see `EngineHost.unload_adapter`."""
+        await self.engine.unload_adapter(name)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def cancel_surplus(folder: Path, scheduler: Scheduler, keep: int) -> None:
+    """Cancel the jobs that an earlier platform had for replicas from number `keep` on."""
+    for number in attempts(folder):
+        specs = [read_spec(folder / str(number) / str(n)) for n in attempts(folder / str(number))]
+        for spec in specs if number >= keep else ():
+            if spec is not None:
+                scheduler.cancel(spec.job_name)
+
+
+def _is_live(status: CommandStatus) -> bool:
+    """Tell whether a job waits or runs. One that Slurm does not know may be known again."""
+    return status.state in ("queued", "running", "unknown")
+
+
+def _tail(file: Path) -> str:
+    try:
+        return file.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip()
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"

@@ -1,0 +1,118 @@
+"""A process with vLLM's routes whose golden probe follows from its checkpoint: no vLLM needed.
+
+    python -m tests.support.scripted_server PARENT_PID --model DIR --host H --port P ...
+
+It takes the place of vllm_plugins/server.py (`EngineSettings.program`). It says its version and the
+last message; "slow" in that makes it take its time. With `--headless` it only lives.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from cray_agents.processes import die_with_parent
+from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
+
+# as in runtime/pool/vllm_engine.py, which imports half a second of numpy and more
+BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
+PROGRAM = (sys.executable, "-m", "tests.support.scripted_server")
+SLOW = 1.0  # seconds
+
+
+class ScriptedServer:
+    """A server started on a checkpoint."""
+
+    def __init__(self, checkpoint: str, names: list[str]) -> None:
+        self.root = self.checkpoint = checkpoint
+        self.names = names
+        self.label = ""
+        self.proven = asyncio.Event()
+        self.secret = os.environ[VARIABLE]
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if request.headers.get(HEADER) != self.secret:
+            return web.json_response({"error": {"message": "not yours"}}, status=403)
+        body: dict[str, Any] = await request.json() if request.can_read_body else {}
+        match request.path:
+            case "/v1/models":
+                return web.json_response({"data": [{"id": self.names[0], "root": self.root}]})
+            case "/collective_rpc":
+                if body["method"] == "reload_weights":
+                    self.checkpoint = body["kwargs"]["weights_path"]
+                return web.json_response({"results": [None]})
+            case "/update_weight_version":
+                self.label = body["new_version"]
+                self.proven.clear()
+            case "/resume":
+                self.proven.set()
+            case "/v1/completions":
+                return web.json_response({"choices": self.score(body)})
+            case "/v1/chat/completions":
+                return await self.chat(body, request.headers)
+        return web.json_response({"success": True})
+
+    def score(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        assert PROBE in body["vllm_xargs"]
+        if "prompt_logprobs" not in body:
+            return []
+        manifest = json.loads((Path(self.checkpoint) / "manifest.json").read_text())
+        known = {tuple(p["token_ids"]): p["logprobs"] for p in manifest["probe"]}
+        return [
+            {"index": number, "prompt_logprobs": [None, *(
+                {str(token): {"logprob": value, "rank": 1}}
+                for token, value in zip(ids[1:], known[tuple(ids)], strict=True)
+            )]}
+            for number, ids in enumerate(body["prompt"])
+        ]  # fmt: skip
+
+    async def chat(self, body: dict[str, Any], headers: Any) -> web.Response:
+        await self.proven.wait()
+        text = body["messages"][-1]["content"]
+        if "slow" in text:
+            await asyncio.sleep(SLOW)
+        label, words = self.label, f"{self.label.partition(' ')[0]}: {text}"
+        message = {"role": "assistant", "content": words}
+        answer = json.dumps({
+            "id": f"chatcmpl-{headers['X-Request-Id']}", "object": "chat.completion", "created": 0,
+            "model": body["model"], "usage": {},
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        }, separators=(",", ":")).encode()  # fmt: skip
+        if CAPTURE not in headers:
+            return web.Response(body=answer, content_type="application/json")
+        tokens = list(words.encode())
+        sample = {
+            "prompt_token_ids": [1], "token_ids": tokens, "logprobs": [-0.5] * len(tokens),
+            "finish_reason": "stop", "name": "x", "versions": [[0, label]],
+        }  # fmt: skip
+        return web.Response(
+            body=answer + json.dumps([sample]).encode(), headers={BODY: str(len(answer))},
+            content_type="application/json",
+        )  # fmt: skip
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[1]))
+    flags = sys.argv[2:]
+    if "--headless" in flags:
+        signal.pause()
+
+    def value(flag: str) -> str:
+        return flags[flags.index(flag) + 1]
+
+    at = flags.index("--served-model-name") + 1
+    server = ScriptedServer(value("--model"), flags[at : at + 2])
+    application = web.Application(client_max_size=1 << 26)
+    application.router.add_route("*", "/{path:.*}", server.answer)
+    web.run_app(
+        application, host=value("--host"), port=int(value("--port")), print=None, access_log=None
+    )
+
+
+if __name__ == "__main__":
+    main()
