@@ -30,6 +30,7 @@
       tinker/samplers/<id>.json        the version that a script samples from
       exports/<id>/                    an export over HTTP, until it is sent
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
+      excluded_nodes/<node>.json       a node that failed, left out by jobs until a time is over
       slurm/                           the private cluster of a laptop
       platform.json, logs/             state and logs of the running platform
 
@@ -136,6 +137,10 @@ class Home:
     @property
     def keys(self) -> Path:
         return self.root / "keys"
+
+    @property
+    def excluded_nodes(self) -> Path:
+        return self.root / "excluded_nodes"
 
     @property
     def slurm(self) -> Path:

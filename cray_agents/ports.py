@@ -134,7 +134,8 @@ class Command(Record):
     """A command for a scheduler. `name` is unique for ever: the same name is the same job.
 
     The scheduler reserves `ranks` times `cpus_per_rank` cores (and with `gpus` a GPU per rank) on
-    `nodes` nodes. It starts the command once per node.
+    `nodes` nodes. It starts the command once per node. `exclude` are nodes to leave out, the most
+    important first, as far as enough others are left.
     """
 
     name: str
@@ -147,18 +148,23 @@ class Command(Record):
     cpus_per_rank: int = 1
     gpus: bool = False
     minutes: int | None = None
+    exclude: list[str] = Field(default_factory=list)
 
 
 CommandState = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 
 
 class CommandStatus(Record):
-    """A scheduler's report on a command. `unknown`: it never had the command, or forgot it."""
+    """A scheduler's report on a command. `unknown`: it never had the command, or forgot it.
+
+    `reason`: why it waits, or how it ended. `node`: the one where it ended, if it is known.
+    """
 
     state: CommandState
     id: str = ""
     exit_code: int | None = None
     reason: str = ""
+    node: str = ""
 
 
 class Scheduler(Protocol):

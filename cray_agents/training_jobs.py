@@ -391,7 +391,7 @@ class JobStatus(Record):
 
     `taken_up`: by its training session, the last time; None for a job of its own processes.
     `layers`: the layers and kernels that train it, with the reason, and how the universal way packs
-    sequences; "" before it starts.
+    sequences; "" before it starts. `reason`: why a queued job waits, as the scheduler says it.
     """
 
     id: str
@@ -409,5 +409,6 @@ class JobStatus(Record):
     metrics: dict[str, Any] = Field(default_factory=dict)
     taken_up: TakenUp | None = None
     layers: str = ""
+    reason: str = ""
     error: str | None = None
     checkpoint: str | None = None

@@ -43,6 +43,8 @@ FAILED = {
     "DEADLINE",
     "REVOKED",
 }
+#: How the states of nodes begin that take no job.
+UNUSABLE = ("down", "drain", "drng", "fail", "maint", "unk", "plnd", "pow", "inval")
 UNREACHABLE = (
     "unable to contact slurm controller",
     "socket timed out",
@@ -66,6 +68,7 @@ class Job:
     word: str  # Slurm's own name of the state
     reason: str
     name: str
+    nodes: str = ""  # as Slurm abbreviates several
 
 
 class Slurm:
@@ -130,6 +133,7 @@ class Slurm:
         lock = self.cluster.directory / "run" / f"{command.name}.lock" if self.cluster else None
         named = command.model_copy(update={"name": self.job_name(command.name)})
         script = batch_script(named, ledger, lock, self.gpus or ())
+        options = self._with_exclusions(command)
         with self._lock:
             ledger.mkdir(parents=True, exist_ok=True)
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -138,7 +142,7 @@ class Slurm:
                 if live := self._live_jobs(command.name):
                     return str(live[-1].id)
                 try:
-                    printed = self._run("sbatch", "--parsable", *self._options, script=script)
+                    printed = self._run("sbatch", "--parsable", *options, script=script)
                     break
                 except Unreachable as error:
                     self._wait_to_retry(deadline, error)
@@ -169,7 +173,13 @@ class Slurm:
         reason = f"{job.word}: {job.reason}" if job.reason else job.word
         if code == REFUSED:
             reason = "this start was refused, see the log"
-        return CommandStatus(state=job.state, id=str(job.id), exit_code=code, reason=reason)
+        return CommandStatus(
+            state=job.state,
+            id=str(job.id),
+            exit_code=code,
+            reason=reason,
+            node=self._failed_node(job),
+        )
 
     def cancel(self, name: str) -> None:
         """Send SIGTERM to all processes of the job, and SIGKILL after the cluster's KillWait."""
@@ -179,6 +189,36 @@ class Slurm:
                     (self._ledger / name / f"{job_id}.cancelled").touch()
                 self._call("scancel", *ids)
                 self._queue_time = float("-inf")
+
+    def _with_exclusions(self, command: Command) -> list[str]:
+        """Return the options for sbatch, with the nodes to leave out if enough others are left.
+
+        The most important exclusions stay. sbatch takes the last `--exclude` alone.
+        """
+        if not command.exclude:
+            return list(self._options)
+        given = [o for o in self._options if o.startswith("--partition=")]
+        rows = self._call("sinfo", "-h", "-N", *given, "-o", "%N %t").splitlines()
+        states = dict(row.split() for row in rows)
+        usable = {node for node, state in states.items() if not state.startswith(UNUSABLE)}
+        wanted = [node for node in dict.fromkeys(command.exclude) if node in states]
+        while wanted and len(usable - set(wanted)) < command.nodes:
+            wanted.pop()
+        if not wanted:
+            return list(self._options)
+        own = [o.partition("=")[2] for o in self._options if o.startswith("--exclude=")]
+        return [*self._options, f"--exclude={','.join([*own, *wanted])}"]
+
+    def _failed_node(self, job: Job) -> str:
+        """Return the node where a job failed; of several, the one that is not up."""
+        if not job.nodes or job.state != "failed":
+            return ""
+        rows = self._call("sinfo", "-h", "-N", "-n", job.nodes, "-o", "%N %t").splitlines()
+        nodes = dict(row.split() for row in rows)
+        if len(nodes) == 1:
+            return next(iter(nodes))
+        down = [node for node, state in nodes.items() if state.startswith(UNUSABLE)]
+        return down[0] if len(down) == 1 else ""
 
     def job_name(self, name: str) -> str:
         """Return a command's name in Slurm."""
@@ -193,7 +233,7 @@ class Slurm:
         """Return all jobs of this user by name in Slurm, from a squeue of the last moment."""
         with self._lock:
             if fresh or time.monotonic() - self._queue_time > QUEUE_SECONDS:
-                columns = SEPARATOR.join(("%A", "%T", "%r", "%j"))
+                columns = SEPARATOR.join(("%A", "%T", "%r", "%j", "%N"))
                 me = f"--user={os.getuid()}"
                 listing = self._call("squeue", "-h", "-a", "-t", "all", me, "-o", columns)
                 self._queue = {}
@@ -307,7 +347,7 @@ def has_ended(job: Job) -> bool:
 
 def read_job(line: str) -> Job:
     """Parse a line of squeue's output."""
-    number, word, reason, name = line.split(SEPARATOR)
+    number, word, reason, name, nodes = line.split(SEPARATOR)
     word = word.split()[0]
     state: CommandState = "running"
     if word in QUEUED:
@@ -318,4 +358,4 @@ def read_job(line: str) -> Job:
         state = "succeeded"
     elif word.startswith("CANCELLED"):
         state = "cancelled"
-    return Job(int(number), state, word, "" if reason == "None" else reason, name)
+    return Job(int(number), state, word, "" if reason == "None" else reason, name, nodes)

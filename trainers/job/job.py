@@ -31,6 +31,7 @@ from cray_agents.trainers.job.launch import (
     must_spawn,
     run_ranks,
 )
+from cray_agents.trainers.job.rank_monitor import BadEnd, node_name, note_end
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except SetupError as problem:  # the machine's fault, not the job's
         print(problem, flush=True)
+        note_end(journal.folder, BadEnd(rank=-1, how=str(problem), node=node_name()))
         return 1
     except CrayError as reason:
         return record_failure(journal, str(reason))

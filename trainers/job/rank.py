@@ -32,6 +32,7 @@ from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
 from cray_agents.trainers.session.command_run import run_commands
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0, join_ranks
+from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
 from cray_agents.training_jobs import Layout
 
@@ -144,6 +145,7 @@ def stop_check(work: JobInputs, stop: StopFlag) -> Callable[[], bool]:
     """Return a function that tells whether this rank was asked to stop the job."""
 
     def asked_to_stop() -> bool:
+        CLOCK.tick()
         return stop.set or (
             is_rank0() and (work.journal.paused or bool(work.journal.fenced(work.attempt)))
         )

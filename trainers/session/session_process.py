@@ -24,6 +24,7 @@ from cray_agents.trainers.job.launch import (
     load_for_ranks,
     run_ranks,
 )
+from cray_agents.trainers.job.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.session.session_journal import SessionJournal
 
 
@@ -46,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except SetupError as problem:
         print(problem, flush=True)
+        note_end(session.folder, BadEnd(rank=-1, how=str(problem), node=node_name()))
         return 1
 
 

@@ -44,6 +44,7 @@ from cray_agents.trainers.models.ways import (
 )
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
 from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
+from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
@@ -289,6 +290,7 @@ class Training:
         if math.isfinite(loss):
             norm = self.update(rate)
             self.done += 1
+        CLOCK.ready = True
         return StepReport(
             loss=loss,
             learning_rate=rate,
@@ -455,6 +457,7 @@ class Training:
 
         It never waits for a GPU, which therefore computes while the next micro-batch is prepared.
         """
+        CLOCK.tick()
         share = self.ranks.share(next(batches))
         rows = np.flatnonzero(share.mask)
         # only trained tokens need logits; without any, one row keeps the graph alive
