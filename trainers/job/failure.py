@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from cray_agents.config import Config
 from cray_agents.ports import CommandStatus
 from cray_agents.records import Record
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
@@ -154,9 +155,20 @@ class FailureSettings:
     exclude_minutes: float = 60.0
     back_off: tuple[float, ...] = (5.0, 30.0, 120.0)
 
-    def pause(self, restarts: int) -> float:
-        """Return the seconds to wait before the n-th restart in a row."""
-        return self.back_off[min(restarts, len(self.back_off)) - 1] if self.back_off else 0.0
+    def pause(self, verdict: "Verdict", restarts: int) -> float:
+        """Return the seconds to wait before the n-th restart in a row.
+
+        A network or a file system needs time to come back; others are tried at once the first time.
+        """
+        number = restarts if verdict.kind in ("network", "storage") else restarts - 1
+        if verdict.rule != "back_off" or not self.back_off or number < 1:
+            return 0.0
+        return self.back_off[min(number, len(self.back_off)) - 1]
+
+
+def failure_settings(config: Config) -> FailureSettings:
+    """Return the configured settings."""
+    return FailureSettings(config.train_hang_seconds, config.exclude_minutes)
 
 
 class Verdict(Record):

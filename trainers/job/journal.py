@@ -38,7 +38,7 @@ The training process and the trainers that watch it share this module. Events ar
     evaluation  step, loss, tokens, and the method's measures, on the validation split
     saved       step, seconds: a resume point, at its publication
     failed      message                          succeeded   checkpoint
-    verdict     attempt, kind, node, message, done: why an attempt ended, and what followed
+    verdict     attempt, cause, node, message, done: why an attempt ended, and what followed
                 (failure.py)
     straggler   rank, node, seconds, median (of a step's own work), steps: a rank that is slow
     retried     changes (texts): the new settings of a failed job from here on

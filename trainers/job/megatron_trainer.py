@@ -355,9 +355,8 @@ class MegatronTrainer:
         place = f"step {step}" if spec.commands is None else f"command {step + 1}"
         self._note_verdict(journal, verdict, done, place)
         if not given_up:
-            due = 0.0
-            if verdict.rule == "back_off":
-                due = time.time() + self.failures.pause(restarts)
+            pause = self.failures.pause(verdict, restarts)
+            due = time.time() + pause if pause else 0.0
             handover = Handover(step=step, restarts=restarts, due=due, why=str(verdict))
             if not due:
                 self._hand_over(journal, handover)
@@ -385,8 +384,8 @@ class MegatronTrainer:
         if tokens is not None:
             journal.note_microbatch(tokens)
             return f"started again with {tokens} tokens a micro-batch"
-        if verdict.rule == "back_off":
-            return f"started again after {self.failures.pause(restarts):g} s"
+        if pause := self.failures.pause(verdict, restarts):
+            return f"started again after {pause:g} s"
         return "started again"
 
     def _note_verdict(self, journal: JobJournal, verdict: Verdict, done: str, place: str) -> None:
@@ -394,7 +393,7 @@ class MegatronTrainer:
         journal.event(
             "verdict",
             attempt=journal.attempts,
-            kind=verdict.kind,
+            cause=verdict.kind,
             node=verdict.node,
             message=str(verdict),
             done=done,

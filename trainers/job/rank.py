@@ -171,6 +171,7 @@ def execute(
     `training` holds the parent's weights, and with `optimizer_in_memory` the moments that
     `spec.optimizer_from` left. `restored`, `leave`: see command_run.py.
     """
+    training.microbatch = broadcast_from_rank0(work.journal.microbatch if is_rank0() else None)
     if training.packing is not None and is_rank0():
         packing = training.packing
         work.journal.event(

@@ -224,7 +224,7 @@ def find_culprit(
 
 
 def _worst(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str] | None:
-    """Return the likeliest cause of a bad end: a refusal, a signal, an error, then a silent rank."""
+    """Return the likeliest cause of a bad end: a refusal, a signal, an error, then silence."""
     bad = [p for p in ranks if p.code is not None and p.code not in GOOD_ENDS]
     if bad:
         first = min(bad, key=lambda p: (p.refusal is None, p.code is None or p.code >= 0))

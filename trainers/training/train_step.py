@@ -117,6 +117,7 @@ class Training:
         self.recompute = recompute
         self.ranks = Ranks(layout, on_cpu, fp8=hyper.fp8 is not None)
         self.done = 0  # steps
+        self.microbatch: int | None = None  # tokens, if the job's own are too many for the memory
         self.saved: Path | None = None
         source = source or first_source(parent, model, hyper)
         self.chunks = build_chunks(
@@ -187,7 +188,7 @@ class Training:
         for group in self.optimizer.param_groups:  # a client's commands may have changed them
             group["betas"], group["eps"] = (hyper.adam_beta1, hyper.adam_beta2), hyper.adam_eps
         self.optimizer.config.clip_grad = hyper.clip_grad
-        self.done, self.saved = 0, None
+        self.done, self.saved, self.microbatch = 0, None, None
 
     def take_weights(self, checkpoint: Path | None = None) -> None:
         """Load a checkpoint's weights; with None, the weights that the job starts from."""
@@ -425,11 +426,14 @@ class Training:
         units: Sequence[Sequence[int]],
         columns: Columns | None = None,
     ) -> tuple[list[Packed], list[list[int]]]:
-        """Pack this data rank's share of units; return the micro-batches and their members."""
+        """Pack this data rank's share of units; return the micro-batches and their members.
+
+        A sequence that is longer than a micro-batch has one of its own.
+        """
         return microbatches(
             samples,
             units,
-            self.hyper.max_tokens_per_microbatch,
+            self.microbatch or self.hyper.max_tokens_per_microbatch,
             self.ranks.data_rank,
             self.layout.data,
             columns=columns,

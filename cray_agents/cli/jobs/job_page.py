@@ -131,6 +131,18 @@ def _taken_up(event: Event) -> str:
     return f"the session took it up from {place} in {event['seconds']:.2f} s"
 
 
+def _verdict(event: Event) -> str:
+    return f"attempt {event['attempt']} ended: {event['message']}; {event['done']}"
+
+
+def _straggler(event: Event) -> str:
+    times = event["seconds"] / event["median"]
+    return (
+        f"rank {event['rank']} on {event['node']} is slow: {event['seconds']:.3f} s a step for its"
+        f" own work, {times:.1f} times the median, over {event['steps']} steps"
+    )
+
+
 def _unknown(event: Event) -> str:
     fields = {name: value for name, value in event.items() if name not in ("event", "time")}
     return f"{event['event']}: " + ", ".join(f"{name} {value}" for name, value in fields.items())
@@ -145,6 +157,8 @@ _DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "evaluation": _evaluation,
     "agreement": _agreement,
     "saved": _saved,
+    "verdict": _verdict,
+    "straggler": _straggler,
     "failed": lambda event: f"failed: {event['message']}",
     "retried": lambda event: f"tried again: {'; '.join(event['changes'])}",
     "succeeded": lambda event: f"succeeded: checkpoint {event['checkpoint']}",
@@ -268,6 +282,7 @@ def _progress_rows(job: Json) -> list[tuple[str, str]]:
     pace, rate = progress["seconds_per_step"], progress["trained_tokens_per_second"]
     scheduler = f" ({status['scheduler_job_id']})" if status["scheduler_job_id"] else ""
     state = f"{status['state']}{scheduler}"
+    state += f", waits: {status['reason']}" if status["reason"] else ""
     if not job["spec"].get("commands"):
         state += f" after step {status['step']} of {status['steps']}"
     if progress["seconds_left"] is not None:

@@ -59,6 +59,7 @@ from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import keep_up
 from cray_agents.runtime.store.redaction import Redactor
+from cray_agents.trainers.job.failure import failure_settings
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.job.restarter import restart_unfinished_jobs
 from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
@@ -105,6 +106,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: int) -> None:
                 turns=training is not None,
                 parked_gib=config.train_session_parked_gib,
                 weight_transfer=config.weight_transfer,
+                failures=failure_settings(config),
             )
             platform = describe_platform(config, scheduler, resources)
             pool = make_pool(config, version.name, replicas, placement)
