@@ -11,7 +11,7 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
-from cray_agents.trainers.job.failure import FailureSettings, Verdict, judge
+from cray_agents.trainers.job.failure import FailureSettings, FailureVerdict, judge
 from cray_agents.trainers.job.job_status import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
@@ -25,7 +25,7 @@ RANK = BadEnd(rank=1, node="n7", how="died (exit code 1)")
 
 def verdict_on(
     log: str = "", *, rank: str | None = None, reason: str = "", code: int = 1, **more: Any
-) -> Verdict:
+) -> FailureVerdict:
     end = None if rank is None else RANK.model_copy(update={"log_tail": rank})
     command = CommandStatus(
         state="failed", exit_code=code, reason=reason, node=more.get("node", "")

@@ -11,14 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cray_agents.paths import Home
+from cray_agents.ports import CommandStatus
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
+from cray_agents.trainers.job.failure import judge
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.job.rank_monitor import read_end
+from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.training_jobs import JobSpec
 
@@ -78,6 +83,10 @@ def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(lab: Any) -> 
     assert "rank 1 no longer responds, for 2 s (it is stopped); the others were ended" in job.log
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert job.journal.status() is None
+    end = read_end(job.journal.folder)
+    assert end is not None and end.rank == 1 and end.node_is_suspect
+    (report,) = (job.journal.folder / "hangs").iterdir()
+    assert "==== rank 1 it is stopped" in report.read_text()
 
 
 def test_a_job_that_was_stopped_as_a_whole_goes_on(lab: Any, undisturbed: Any) -> None:
@@ -94,6 +103,36 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(lab: Any, undisturbed: Any) -
         os.kill(pid, signal.SIGCONT)
     assert job.wait() == 0, job.log
     assert job.losses == undisturbed[1].losses
+
+
+def test_a_hang_in_a_loss_is_found_with_all_stacks_and_named(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter runs, and the other rank only waits for it in a collective."""
+    usual = METHODS["sft"]
+
+    def loss_that_sleeps(tokens: Any, hyper: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and (lab.home.root / "sleep").exists():
+            time.sleep(600)
+        return usual(tokens, hyper)
+
+    monkeypatch.setitem(METHODS, "sft", loss_that_sleeps)
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
+    job = lab.start(spec, RANK_SILENCE_SECONDS="4", TORCH_FR_BUFFER_SIZE="200")
+    job.wait_for_step(2)
+    (lab.home.root / "sleep").touch()
+    assert job.wait() == 1
+    end = read_end(job.journal.folder)
+    assert end is not None and end.rank == 1 and not end.node_is_suspect, job.log
+    assert "has not moved for 4 s: it is in loss_that_sleeps (test_faults.py:" in end.how
+    assert "rank 0 waits in all" in end.how  # all_reduce, its number and group
+    (report,) = (job.journal.folder / "hangs").iterdir()
+    text = report.read_text()
+    assert "==== rank 0" in text and "loss_that_sleeps" in text.partition("==== rank 1")[2]
+    failed = CommandStatus(state="failed", exit_code=1)
+    verdict = judge(failed, end, "", started=True, on_cpu=True)
+    assert (verdict.kind, verdict.rule) == ("hang", "back_off")
 
 
 # ---- resume points in flight

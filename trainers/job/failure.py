@@ -155,7 +155,7 @@ class FailureSettings:
     exclude_minutes: float = 60.0
     back_off: tuple[float, ...] = (5.0, 30.0, 120.0)
 
-    def pause(self, verdict: "Verdict", restarts: int) -> float:
+    def pause(self, verdict: "FailureVerdict", restarts: int) -> float:
         """Return the seconds to wait before the n-th restart in a row.
 
         A network or a file system needs time to come back; others are tried at once the first time.
@@ -171,7 +171,7 @@ def failure_settings(config: Config) -> FailureSettings:
     return FailureSettings(config.train_hang_seconds, config.exclude_minutes)
 
 
-class Verdict(Record):
+class FailureVerdict(Record):
     """Why a command ended early, and what follows.
 
     `node`: the one that failed, as Slurm names it; "" if unknown. `evidence`: a line of the log, of
@@ -190,13 +190,13 @@ class Verdict(Record):
 
     @property
     def remedy(self) -> str:
-        """What somebody can do about it."""
+        """The step that somebody can take, if it goes on."""
         return WORDS[self.kind][1]
 
 
 def judge(
     command: CommandStatus, end: BadEnd | None, log: str, *, started: bool, on_cpu: bool
-) -> Verdict:
+) -> FailureVerdict:
     """Return the verdict on a command that ended before its job.
 
     Args:
@@ -208,8 +208,8 @@ def judge(
     own = "" if end is None else f"{end}\n{end.log_tail}"
     # Slurm's word and the culprit's own log before the log of all, which also has consequences
     for text in (command.reason, own, log):
-        if (found := _find_sign(text)) is not None:
-            return _verdict(*found, command, end, on_cpu=on_cpu)
+        if (sign := _find_sign(text)) is not None:
+            return _verdict(*sign, command, end, on_cpu=on_cpu)
     for text in (own, log):
         errors = list(_ERROR_LINE.finditer(text))
         if errors and errors[-1][1] in _PROGRAM:
@@ -233,8 +233,10 @@ def _find_sign(text: str) -> tuple[FailureKind, str] | None:
 
 def _verdict(
     kind: FailureKind, evidence: str, command: CommandStatus, end: BadEnd | None, *, on_cpu: bool
-) -> Verdict:
+) -> FailureVerdict:
     node = end.node if end is not None and end.node else command.node
+    if (gate := re.search(r"health gate: node (\S+):", evidence)) is not None:
+        node = gate[1]
     rule = RULES[kind]
     if kind == "host_memory" and not on_cpu:
         rule = "back_off"  # a micro-batch takes the GPU's memory, not the node's
@@ -246,4 +248,4 @@ def _verdict(
             node = "" if end is None else end.node
     if kind == "program" or (kind in ("network", "storage") and end is None):
         node = ""
-    return Verdict(kind=kind, rule=rule, node=node, evidence=evidence)
+    return FailureVerdict(kind=kind, rule=rule, node=node, evidence=evidence)

@@ -36,7 +36,7 @@ _LIBRARIES = ("/torch/", "/megatron/", "/lib/python")
 
 @dataclass(frozen=True)
 class RankStack:
-    """What a rank that hangs was doing. `collective`: the one it waits in, if that was recorded."""
+    """A rank of a hang: its place in its code, and the collective that it waits in, if known."""
 
     rank: int
     state: str = ""  # "it is stopped", ...; "" for a process that runs
@@ -117,12 +117,12 @@ def culprit(stacks: Sequence[RankStack]) -> tuple[RankStack, str]:
         if stack is not first and stack.waits:
             place = stack.collective or stack.place
             groups.setdefault(place, []).append(stack.rank)
-    others = [
+    waiting = [
         f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)} wait{'s' if len(ranks) == 1 else ''}"
         f" in {place}"
         for place, ranks in groups.items()
     ]
-    return first, "; ".join([how, *others])
+    return first, "; ".join([how, *waiting])
 
 
 def _read_rank(rank: int, state: str, stacks: str, flight: str) -> RankStack:
@@ -166,13 +166,13 @@ def _read_flight(text: str) -> str:
 
 def _ranges(ranks: Sequence[int]) -> str:
     """Return numbers as in "0-3, 7"."""
-    parts: list[list[int]] = []
+    runs: list[list[int]] = []
     for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
         else:
-            parts.append([rank])
-    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+            runs.append([rank])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in runs)
 
 
 def _size(path: Path) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from cray_agents.errors import CrayError, JobError, SetupError
 from cray_agents.paths import Home
+from cray_agents.trainers.job.health_gate import check_node
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
@@ -66,6 +67,7 @@ def run(journal: JobJournal) -> int:
     placement = find_placement(spec.layout.world, spec.id)
     first = placement.node == 0
     attempt = journal.claim_attempt() if first else journal.attempts
+    check_node(journal.home.root)
     work = read_inputs(journal, spec, attempt)
     outcome = _train(work, placement)
     if not first:

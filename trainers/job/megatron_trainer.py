@@ -21,7 +21,7 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.runtime.registry import checkpoints, model_code
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
-from cray_agents.trainers.job.failure import FailureSettings, Verdict, judge
+from cray_agents.trainers.job.failure import FailureSettings, FailureVerdict, judge
 from cray_agents.trainers.job.job_status import (
     Handover,
     describe,
@@ -373,7 +373,7 @@ class MegatronTrainer:
         return failed
 
     def _apply(
-        self, journal: JobJournal, verdict: Verdict, tokens: int | None, restarts: int
+        self, journal: JobJournal, verdict: FailureVerdict, tokens: int | None, restarts: int
     ) -> str:
         """Prepare the next start as a verdict's rule says; return in words what was done."""
         if verdict.rule == "elsewhere" and verdict.node:
@@ -388,7 +388,9 @@ class MegatronTrainer:
             return f"started again after {pause:g} s"
         return "started again"
 
-    def _note_verdict(self, journal: JobJournal, verdict: Verdict, done: str, place: str) -> None:
+    def _note_verdict(
+        self, journal: JobJournal, verdict: FailureVerdict, done: str, place: str
+    ) -> None:
         """Record a verdict, and what was done, among the job's events and in its log."""
         journal.event(
             "verdict",

@@ -25,6 +25,7 @@ from cray_agents.trainers.checkpointing.state import allocate_moments
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.job import engine_agreement
 from cray_agents.trainers.job.baselines import Baselines
+from cray_agents.trainers.job.health_gate import check_ranks
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
@@ -118,6 +119,7 @@ def join(layout: Layout, rank: int, store: Any, on_cpu: bool) -> None:
     else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     join_ranks(layout, rank, layout.world, store, on_cpu)
+    check_ranks(on_cpu)
 
 
 def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True) -> Training:

@@ -136,7 +136,7 @@ def look_interval() -> float:
 
 # ---- in the launcher
 class NodeClocks:
-    """Whether the ranks of other nodes move, by a file a node in the job's folder.
+    """The movement of the ranks of all nodes, by a file a node in the job's folder.
 
     A node writes its file while its ranks move, and reads the others' only when they do not.
     """

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from cray_agents.errors import JobError, SetupError
 from cray_agents.paths import Home
+from cray_agents.trainers.job.health_gate import check_node
 from cray_agents.trainers.job.job_end import record_failure
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
@@ -56,6 +57,7 @@ def run(session: SessionJournal) -> int:
     spec = session.spec()
     placement = find_placement(spec.layout.world, session.session_id)
     attempt = session.claim_attempt() if placement.node == 0 else session.attempts
+    check_node(session.home.root)
     on_cpu = load_for_ranks(placement, spec.layout)
     from cray_agents.trainers.session import resident
 

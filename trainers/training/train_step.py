@@ -291,7 +291,6 @@ class Training:
         if math.isfinite(loss):
             norm = self.update(rate)
             self.done += 1
-        CLOCK.ready = True
         return StepReport(
             loss=loss,
             learning_rate=rate,
@@ -309,7 +308,9 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = decay * group.get("wd_mult", 1.0)
-        return float(self.optimizer.step()[1])
+        norm = float(self.optimizer.step()[1])
+        CLOCK.ready = True
+        return norm
 
     def drop_gradients(self) -> None:
         """Set all gradients to zero."""

@@ -18,7 +18,7 @@ from cray_agents.generation import Generation
 from cray_agents.paths import Home
 
 REPLICA = "replica-"
-SILENT = 120.0  # seconds without an event after which a running job is said to be silent
+SILENT = 120.0  # seconds without an event after which a running job is sentences to be silent
 
 Answer = dict[str, Any]
 
@@ -72,45 +72,54 @@ def _explain_job(home: Home, job_id: str) -> Answer:
     journal, status = JobJournal(home, job_id), read_status(home, job_id)
     events = journal.events()
     verdicts = [event for event in events if event["event"] == "verdict"]
-    said = [f"{job_id} is {status.state} after step {status.step} of {status.steps}."]
+    sentences = [f"{job_id} is {status.state} after step {status.step} of {status.steps}."]
     step = "nothing: it goes on by itself"
     if status.state == "queued":
         meaning, step = describe_reason(status.reason) if status.reason else ("", "wait")
-        said.append(f"It waits: {meaning}." if meaning else "Its scheduler has not said why.")
+        sentences.append(
+            f"It waits: {meaning}." if meaning else "Its scheduler has not sentences why."
+        )
         if running(home) is None:
-            said.append("No platform runs on this root, so this may be old.")
+            sentences.append("No platform runs on this root, so this may be old.")
             step = "start `cray-agents up`, which starts it again when it ends early"
     elif status.state == "paused":
-        said, step = [*said, "Somebody paused it."], f"`cray-agents jobs resume {job_id}`"
+        sentences, step = [*sentences, "Somebody paused it."], f"`cray-agents jobs resume {job_id}`"
     elif status.state == "failed":
-        said.append(f"{_sentence(status.error or 'It left no reason')}")
+        sentences.append(f"{_sentence(status.error or 'It left no reason')}")
         cause = verdicts[-1]["cause"] if verdicts else ""
         step = WORDS[cause][1] if cause in WORDS else "mend the cause, and submit it again"
     elif status.state == "running":
         silent = time.time() - max((event["time"] for event in events), default=time.time())
         if silent > SILENT:
-            said.append(
+            sentences.append(
                 f"It has written no event for {clock(silent)}: a long step, or a hang, which is"
                 " ended after train_hang_seconds."
             )
             step = f"`cray-agents jobs logs {job_id}` shows what it does"
     elif status.state == "cancelled":
-        said, step = [*said, "Somebody cancelled it, for good."], "submit a job with another spec"
+        sentences, step = (
+            [*sentences, "Somebody cancelled it, for good."],
+            "submit a job with another spec",
+        )
     for event in verdicts[-3:]:
-        said.append(f"Attempt {event['attempt']} ended at {when(event['time'])}:"
+        sentences.append(f"Attempt {event['attempt']} ended at {when(event['time'])}:"
                     f" {event['message']}; {event['done']}.")  # fmt: skip
     if (tokens := journal.microbatch) is not None:
-        said.append(f"Its micro-batches have {tokens} tokens, as more were too many for memory.")
+        sentences.append(
+            f"Its micro-batches have {tokens} tokens, as more were too many for memory."
+        )
     if slow := [event for event in events if event["event"] == "straggler"]:
         last = slow[-1]
         times = last["seconds"] / last["median"]
-        said.append(f"Rank {last['rank']} on {last['node']} took {times:.1f} times the median.")
+        sentences.append(
+            f"Rank {last['rank']} on {last['node']} took {times:.1f} times the median."
+        )
     for node in excluded_nodes(home.excluded_nodes):
         if node.job == job_id:
-            said.append(f"{node.node} is left out until {when(node.until)}.")
+            sentences.append(f"{node.node} is left out until {when(node.until)}.")
     if hangs := sorted((journal.folder / "hangs").glob("*.txt")):
-        said.append(f"The stacks of its last hang are in {hangs[-1]}.")
-    return {"what": "job", "name": job_id, "state": status.state, "why": said, "next": step}
+        sentences.append(f"The stacks of its last hang are in {hangs[-1]}.")
+    return {"what": "job", "name": job_id, "state": status.state, "why": sentences, "next": step}
 
 
 def _explain_loop(home: Home, name: str) -> Answer:
@@ -126,25 +135,25 @@ def _explain_loop(home: Home, name: str) -> Answer:
     jobs = (job_id for job_id in job_ids(home) if not JobJournal(home, job_id).ended)
     current = [job for job in jobs if JobJournal(home, job).spec().session == name]
     if not done:
-        said, step, state = [f"{name} has finished no generation."], "wait", "running"
+        sentences, step, state = [f"{name} has finished no generation."], "wait", "running"
     else:
         last = done[-1]
         state = "promoted" if last.promoted else "not promoted"
-        said = [f"Generation {last.generation} of {name}, {last.version}, was {state}."]
+        sentences = [f"Generation {last.generation} of {name}, {last.version}, was {state}."]
         step = "run the loop again: the same command goes on"
         if not last.promoted:
-            said += _rejection(Registry(home), last)
+            sentences += _rejection(Registry(home), last)
             step = "look at its runs: `cray-agents runs list`; more attempts or tasks show more"
         if last.note:
-            said.append(_sentence(last.note))
+            sentences.append(_sentence(last.note))
         if last.stopped:
-            said.append(f"The loop ended itself: {_sentence(last.stopped)}")
+            sentences.append(f"The loop ended itself: {_sentence(last.stopped)}")
             state = "stopped"
-    answer = {"what": "loop", "name": name, "state": state, "why": said, "next": step}
+    answer = {"what": "loop", "name": name, "state": state, "why": sentences, "next": step}
     if current:
         job = _explain_job(home, current[-1])
         answer |= {
-            "why": [*said, "Its job:", *job["why"]],
+            "why": [*sentences, "Its job:", *job["why"]],
             "next": job["next"],
             "state": "training",
         }
@@ -153,7 +162,7 @@ def _explain_loop(home: Home, name: str) -> Answer:
 
 def _rejection(registry: Any, last: Generation) -> list[str]:
     """Return the evidence of a rejection: of the test, and as the registry noted it."""
-    said = []
+    sentences = []
     name, _, number = last.version.rpartition("@")
     reasons = [
         event.reason
@@ -161,21 +170,21 @@ def _rejection(registry: Any, last: Generation) -> list[str]:
         if event.kind == "rejected" and str(event.version) == number
     ]
     if reasons:
-        said.append(_sentence(reasons[-1]))
+        sentences.append(_sentence(reasons[-1]))
     if last.wins is not None:
-        said.append(
+        sentences.append(
             f"On held-out tasks it was better in {last.wins}, worse in {last.losses} and equal in"
             f" {last.ties} pairs, with a mean reward of {last.holdout_success:.3f}."
         )
     if last.evidence is not None:
-        said.append(f"The evidence against 'it is not better' is {last.evidence:.3g}.")
-    return said
+        sentences.append(f"The evidence against 'it is not better' is {last.evidence:.3g}.")
+    return sentences
 
 
 def _explain_replica(home: Home, number: int) -> Answer:
     if (info := running(home)) is None:
-        said = ["No platform runs on this root, so there is no replica."]
-        return {"what": "replica", "name": f"{REPLICA}{number}", "state": "none", "why": said,
+        sentences = ["No platform runs on this root, so there is no replica."]
+        return {"what": "replica", "name": f"{REPLICA}{number}", "state": "none", "why": sentences,
                 "next": "start `cray-agents up`"}  # fmt: skip
     pool = fetch(info, "/v1/pool")
     replicas = [*pool["data"], *pool["spares"]]
@@ -183,20 +192,20 @@ def _explain_replica(home: Home, number: int) -> Answer:
         raise NotFound(f"there are {len(replicas)} replicas, from {REPLICA}0 on", param="name")
     replica, log = replicas[number], home.logs / f"{REPLICA}{number}.log"
     version = f" with {replica['version']}" if replica["version"] else ""
-    said = [
+    sentences = [
         f"{REPLICA}{number} is {replica['state']}{version}, after {replica['restarts']} restarts."
     ]
     step = "nothing"
     if replica["error"]:
-        said.append(_sentence(replica["error"]))
+        sentences.append(_sentence(replica["error"]))
     if (last := replica["last_restart"]) is not None:
-        said.append(f"It was lost at {when(last['time'])}: {_sentence(last['why'])}")
+        sentences.append(f"It was lost at {when(last['time'])}: {_sentence(last['why'])}")
     if replica["state"] == "out":
         step = f"read {log}; it is tried again, and a promotion or a restart of the platform too"
     elif replica["state"] != "serving":
         step = f"wait, and read {log}"
     return {"what": "replica", "name": f"{REPLICA}{number}", "state": replica["state"],
-            "why": said, "next": step}  # fmt: skip
+            "why": sentences, "next": step}  # fmt: skip
 
 
 def _sentence(text: str) -> str:
