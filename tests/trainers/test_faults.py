@@ -25,6 +25,7 @@ from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.job.rank_monitor import read_end
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.trainers.training import own_work
 from cray_agents.training_jobs import JobSpec
 
 pytestmark = pytest.mark.megatron
@@ -133,6 +134,38 @@ def test_a_hang_in_a_loss_is_found_with_all_stacks_and_named(
     failed = CommandStatus(state="failed", exit_code=1)
     verdict = judge(failed, end, "", started=True, on_cpu=True)
     assert (verdict.kind, verdict.rule) == ("hang", "back_off")
+
+
+def test_a_slow_rank_is_named_among_the_events(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = METHODS["sft"]
+
+    def slow_loss(tokens: Any, hyper: Any) -> Any:
+        time.sleep(0.2 * torch.distributed.get_rank())
+        return usual(tokens, hyper)
+
+    monkeypatch.setitem(METHODS, "sft", slow_loss)
+    monkeypatch.setattr(own_work, "STEPS", 5)
+    lab.dataset()
+    job = lab.run(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 6}))
+    (event,) = [e for e in job.journal.events() if e["event"] == "straggler"]
+    assert (event["rank"], event["steps"], event["after_step"]) == (1, 5, 5)
+    assert event["seconds"] > 0.2 and event["seconds"] > 1.5 * event["median"]
+    assert own_work.find_straggler([1.0, 1.4, 1.2]) is None
+    assert own_work.find_straggler([1.0, 1.1, 1.9, 1.2]) == (2, 1.1)
+
+
+def test_smaller_micro_batches_change_a_jobs_numbers_by_rounding_alone(
+    lab: Any, undisturbed: Any
+) -> None:
+    lab.dataset()
+    spec = undisturbed[1].journal.spec()
+    journal = JobJournal(lab.home, spec.id)
+    journal.folder.mkdir(parents=True)
+    journal.note_microbatch(32)  # of sequences of up to 40 tokens
+    job = lab.run(spec)
+    assert job.journal.job_id == spec.id
+    np.testing.assert_allclose(job.losses, undisturbed[1].losses, rtol=1e-5)
+    assert job.losses != undisturbed[1].losses  # they were summed otherwise
 
 
 # ---- resume points in flight

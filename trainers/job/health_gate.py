@@ -13,11 +13,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import SetupError
+from cray_agents.errors import FULL, SetupError
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.job.rank_monitor import node_name
 
@@ -42,22 +41,33 @@ def check_node(root: Path) -> None:
 
 
 def check_root(root: Path, seconds: float = ROOT_SECONDS) -> None:
-    """Write, rename and read a small file on the shared root. Raises SetupError."""
+    """Write, rename and read a small file on the shared root. Raises SetupError.
+
+    It tries for a third of the time: a file system may be away for seconds, everywhere. A full one
+    is no node's fault; the job itself says so.
+    """
     problem = f"the shared root {root} did not answer within {seconds:g} s"
+    deadline = time.monotonic() + seconds / 3
 
     def try_root() -> None:
         nonlocal problem
         path = root / f".gate-{node_name()}-{os.getpid()}"
         content = os.urandom(64)
-        try:
-            durable.replace_file(path, content)
-            whole = path.read_bytes() == content
-            problem = "" if whole else f"{path} does not hold what was written"
-        except OSError as error:
-            problem = f"{path} cannot be written: {error.strerror or error}"
-        finally:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        while True:
+            try:
+                durable.replace_file(path, content)
+                whole = path.read_bytes() == content
+                path.unlink()
+                problem = "" if whole else f"{path} did not hold what was written"
+                return
+            except OSError as error:
+                if error.errno in FULL:
+                    problem = ""
+                    return
+                if time.monotonic() > deadline:
+                    problem = f"{path} cannot be written: {error.strerror or error}"
+                    return
+            time.sleep(0.5)
 
     trial = threading.Thread(target=try_root, daemon=True)
     trial.start()

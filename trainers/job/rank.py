@@ -4,6 +4,7 @@ The functions below stand in this order. launch.py calls `run` in a forked proce
 collective, so all ranks agree on the next one. Read next: training/train_step.py.
 """
 
+import json
 import math
 import os
 import resource as limits
@@ -28,11 +29,18 @@ from cray_agents.trainers.job.baselines import Baselines
 from cray_agents.trainers.job.health_gate import check_ranks
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.rank_monitor import node_name
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
 from cray_agents.trainers.session.command_run import run_commands
-from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0, join_ranks
+from cray_agents.trainers.training import own_work
+from cray_agents.trainers.training.parallel_groups import (
+    broadcast_from_rank0,
+    gather_from_ranks,
+    is_rank0,
+    join_ranks,
+)
 from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
 from cray_agents.training_jobs import Layout
@@ -308,7 +316,21 @@ def step(
     totals.add(report, seconds, before)
     if is_rank0():
         write_step_event(training, work, report, seconds)
+    if training.layout.world > 1 and training.done % own_work.STEPS == 0:
+        name_straggler(training, work)
     return report.stop
+
+
+def name_straggler(training: Training, work: JobInputs) -> None:
+    """Write an event if a rank's own work of the last steps took much longer. Collective."""
+    mine = json.dumps([training.own_work.take(), node_name()]).encode()
+    every = [json.loads(one) for one in gather_from_ranks(mine)]
+    slow = own_work.find_straggler([seconds for seconds, _ in every])
+    if is_rank0() and slow is not None:
+        rank, median = slow
+        seconds, node = every[rank]
+        values = {"rank": rank, "node": node, "seconds": seconds, "median": median}
+        work.journal.event("straggler", **values, steps=own_work.STEPS, after_step=training.done)
 
 
 def write_step_event(

@@ -43,6 +43,7 @@ from cray_agents.trainers.models.ways import (
     source_of,
 )
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
+from cray_agents.trainers.training.own_work import OwnWork
 from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
 from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
@@ -127,6 +128,8 @@ class Training:
             adapt_chunks(self.chunks, model, hyper.lora, hyper.seed)
         overlap = not on_cpu if overlap is None else overlap
         self.wrapped_chunks = wrap(self.chunks, layout, hyper, overlap)
+        self.own_work = OwnWork(on_cpu)
+        _time_own_work(self.chunks, self.own_work)
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = _head_of(self.chunks)
         self._folded: Folded = []
@@ -280,6 +283,7 @@ class Training:
         self.ranks.seed(self.hyper.seed, self.done)
         drift = self._drift(baseline, units)
         self.drop_gradients()
+        self.own_work.begin()
         members = _members(units)
         sums = self._sums(baseline, units, drift, baseline.weight_scale(members), learn=True)
         stops, _ = sums.pop("stop")
@@ -528,6 +532,15 @@ class Training:
         finally:
             for chunk in self.wrapped_chunks:
                 chunk.train()
+
+
+def _time_own_work(chunks: Sequence[Any], own_work: OwnWork) -> None:
+    """Let the sum of gradients over data ranks end a step's own work."""
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(chunks[0])
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func = own_work.timed(config.finalize_model_grads_func)
 
 
 def _head_of(chunks: Sequence[Any]) -> Any:
