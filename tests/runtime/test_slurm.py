@@ -204,11 +204,10 @@ def test_excluded_nodes_are_left_out_as_far_as_others_are_left(home: Path) -> No
         assert (ended.state, ended.node) == ("failed", second) and "NODE_FAIL" in ended.reason
         scheduler.submit(command(home, where, "after", exclude=[first]))  # the other one is down
         assert end_of(scheduler, "after").state == "succeeded"
-        huge = command(home, "true", "huge", nodes=2, ranks=2)
-        scheduler.submit(huge)
-        until(lambda: bool(scheduler.status("huge").reason))
-        assert scheduler.status("huge").state == "queued"
-        scheduler.cancel("huge")
+        for name in ("long", "next"):
+            scheduler.submit(command(home, "sleep 60", name, nodes=2, ranks=2, cpus_per_rank=2))
+        until(lambda: bool(scheduler.status("next").reason))
+        assert scheduler.status("next").state == "queued"
 
 
 @slurm

@@ -140,7 +140,7 @@ def test_a_slow_rank_is_named_among_the_events(lab: Any, monkeypatch: pytest.Mon
     usual = METHODS["sft"]
 
     def slow_loss(tokens: Any, hyper: Any) -> Any:
-        time.sleep(0.2 * torch.distributed.get_rank())
+        time.sleep(0.1 * torch.distributed.get_rank())
         return usual(tokens, hyper)
 
     monkeypatch.setitem(METHODS, "sft", slow_loss)
@@ -149,7 +149,7 @@ def test_a_slow_rank_is_named_among_the_events(lab: Any, monkeypatch: pytest.Mon
     job = lab.run(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 6}))
     (event,) = [e for e in job.journal.events() if e["event"] == "straggler"]
     assert (event["rank"], event["steps"], event["after_step"]) == (1, 5, 5)
-    assert event["seconds"] > 0.2 and event["seconds"] > 1.5 * event["median"]
+    assert event["seconds"] > 0.1 and event["seconds"] > 1.5 * event["median"]
     assert own_work.find_straggler([1.0, 1.4, 1.2]) is None
     assert own_work.find_straggler([1.0, 1.1, 1.9, 1.2]) == (2, 1.1)
 

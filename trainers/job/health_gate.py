@@ -67,7 +67,7 @@ def check_root(root: Path, seconds: float = ROOT_SECONDS) -> None:
                 if time.monotonic() > deadline:
                     problem = f"{path} cannot be written: {error.strerror or error}"
                     return
-            time.sleep(0.5)
+            time.sleep(seconds / 100)
 
     trial = threading.Thread(target=try_root, daemon=True)
     trial.start()

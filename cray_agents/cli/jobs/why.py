@@ -166,7 +166,7 @@ def _rejection(registry: Any, last: Generation) -> list[str]:
     name, _, number = last.version.rpartition("@")
     reasons = [
         event.reason
-        for event in registry.history(name)
+        for event in (registry.history(name) if name in registry.names() else ())
         if event.kind == "rejected" and str(event.version) == number
     ]
     if reasons:
