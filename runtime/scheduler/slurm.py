@@ -102,6 +102,7 @@ class Slurm:
         self._queue: dict[str, list[Job]] = {}
         self._queue_time = float("-inf")
         self._exits: dict[tuple[int, str], int | None] = {}
+        self._failed_nodes: dict[int, str] = {}
 
     def __enter__(self) -> "Slurm":
         return self
@@ -210,15 +211,17 @@ class Slurm:
         return [*self._options, f"--exclude={','.join([*own, *wanted])}"]
 
     def _failed_node(self, job: Job) -> str:
-        """Return the node where a job failed; of several, the one that is not up."""
-        if not job.nodes or job.state != "failed":
+        """Return the node where a job failed; of several, the one that is not up. Cached."""
+        if job.state != "failed":
             return ""
-        rows = self._call("sinfo", "-h", "-N", "-n", job.nodes, "-o", "%N %t").splitlines()
-        nodes = dict(row.split() for row in rows)
-        if len(nodes) == 1:
-            return next(iter(nodes))
-        down = [node for node, state in nodes.items() if state.startswith(UNUSABLE)]
-        return down[0] if len(down) == 1 else ""
+        if not set(job.nodes) & set("[,"):
+            return job.nodes
+        if job.id not in self._failed_nodes and job.word in ("NODE_FAIL", "BOOT_FAIL"):
+            rows = self._call("sinfo", "-h", "-N", "-n", job.nodes, "-o", "%N %t").splitlines()
+            states = dict(row.split() for row in rows)
+            down = [node for node, state in states.items() if state.startswith(UNUSABLE)]
+            self._failed_nodes[job.id] = down[0] if len(down) == 1 else ""
+        return self._failed_nodes.get(job.id, "")
 
     def job_name(self, name: str) -> str:
         """Return a command's name in Slurm."""

@@ -80,7 +80,7 @@ WORDS: dict[FailureKind, tuple[str, str]] = {
         "nothing: it goes on by itself; if a start makes no step before its end, raise"
         " train_minutes",
     ),
-    "stopped": ("it was told to stop, and saved", "nothing: it goes on by itself"),
+    "stopped": ("it was told to stop, or ended with its platform", "nothing: it goes on by itself"),
     "launcher": (
         "its processes could not be started",
         "read its log: a path, a module or a permission is missing on the node",
@@ -112,8 +112,9 @@ _SIGNS: list[tuple[FailureKind, str]] = [
         r"|can't allocate memory|memory ran out on the node",
     ),
     ("preempted", r"PREEMPTED|DUE TO PREEMPTION"),
-    ("time_limit", r"^TIMEOUT|DEADLINE|DUE TO TIME LIMIT|ran longer than its \d+ minutes"),
+    ("time_limit", r"^TIMEOUT|DEADLINE|DUE TO TIME LIMIT|^time limit"),
     ("node", r"NODE_FAIL|BOOT_FAIL|DUE TO NODE FAILURE"),
+    ("stopped", r"its platform ended|died with its platform"),
     ("hang", r"no longer responds, for|has not moved for"),
     (
         "storage",
@@ -214,7 +215,8 @@ def judge(
         errors = list(_ERROR_LINE.finditer(text))
         if errors and errors[-1][1] in _PROGRAM:
             return _verdict("program", errors[-1][0], command, end, on_cpu=on_cpu)
-    if command.exit_code == EX_TEMPFAIL and end is None:
+    refused = "refused" in command.reason  # a second start of the same Slurm job
+    if command.exit_code == EX_TEMPFAIL and end is None and not refused:
         return _verdict("stopped", "", command, end, on_cpu=on_cpu)
     how = f"exit code {command.exit_code}" if command.exit_code is not None else command.reason
     evidence = str(end) if end is not None else how or command.state

@@ -68,8 +68,8 @@ def write_collectives(log: Path) -> None:
     try:
         from torch._C import _distributed_c10d as c10d
 
-        content: Any = c10d._dump_fr_trace_json()
-    except (ImportError, AttributeError, RuntimeError):  # a torch without it
+        content: Any = vars(c10d)["_dump_fr_trace_json"]()
+    except (ImportError, KeyError, RuntimeError):  # a torch without it
         return
     flight_file(log).write_bytes(content if isinstance(content, bytes) else content.encode())
 

@@ -324,19 +324,11 @@ class MegatronTrainer:
         `session`: the one that could not start, whose log and report count.
         """
         last, step = read_handover(journal), progress_of(spec, journal)
-        session = session or self._session_of(journal)
-        folder, log = (
-            (journal.folder, journal.log)
-            if session is None
-            else (
-                session.folder,
-                session.log,
-            )
-        )
+        runner = session or self._session_of(journal) or journal  # who left report and log
         verdict = judge(
             command,
-            read_end(folder),
-            tail_from(log, last.log_bytes),
+            read_end(runner.folder),
+            tail_from(runner.log, last.log_bytes),
             started=journal.attempts > last.attempts,
             on_cpu=self.resources.gpus is None,
         )
@@ -363,6 +355,7 @@ class MegatronTrainer:
                 return self._describe(journal, spec, "queued")
             note_handover(journal, handover.model_copy(update={"session": last.session}))
             return self._start_when_due(journal, spec, handover)
+        log = journal.log if session is None else session.log
         vainly = f" and {restarts - 1} restarts brought it no further" if restarts > 1 else ""
         error = (
             f"died at {place} ({how} {command.reason}){vainly}: {verdict}. What can be done:"

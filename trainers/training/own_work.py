@@ -53,7 +53,7 @@ class OwnWork:
     def _now(self) -> Any:
         if self._on_cpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
