@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cray_agents.cli.jobs.job_page import sentence
 from cray_agents.cli.jobs.why import explain
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
@@ -164,6 +165,7 @@ def test_a_node_that_failed_is_left_out_for_a_time_and_told(tmp_path: Path) -> N
     assert (noted["cause"], noted["node"], noted["attempt"]) == ("node", "n3", 1)
     assert "n3 is left out for 60 minutes" in noted["done"]
     assert "n3 is left out for 60 minutes" in site.journal.log.read_text()
+    assert "attempt 1 ended: its node failed (n3)" in sentence(noted, 8)
     site.end(rank="Xid 79, GPU has fallen off the bus")
     assert site.scheduler.commands[-1].exclude == ["n7", "n3"]  # the newest first
     told = " ".join(explain(site.home, site.id)["why"])

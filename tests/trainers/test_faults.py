@@ -288,6 +288,23 @@ def test_both_nodes_name_the_rank_that_died_first(lab: Any, tmp_path: Path) -> N
     assert nodes[0].journal.status() is None
 
 
+@needs_slurm
+def test_a_hang_on_one_node_is_named_by_both(lab: Any, tmp_path: Path) -> None:
+    """The ranks of the other node only wait: their node asks whether the first one's move."""
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
+    limits = {"SLURM_JOB_ID": "8", "RANK_SILENCE_SECONDS": "4"}
+    nodes = on_two_nodes(lab, spec, tmp_path, **limits)
+    nodes[0].wait_for_step(2)
+    (rank,) = ranks_of(nodes[1])
+    os.kill(rank, signal.SIGSTOP)
+    assert [node.wait() for node in nodes] == [1, 1]
+    log = nodes[0].journal.log.read_text()
+    assert log.count("no longer responds, for 4 s (it is stopped); the others were ended") == 2
+    end = read_end(nodes[0].journal.folder)
+    assert end is not None and (end.rank, end.node_is_suspect) == (1, True), log
+
+
 @pytest.mark.slurm
 @needs_slurm
 def test_a_job_on_two_nodes_survives_a_killed_rank(lab: Any, tmp_path: Path) -> None:
