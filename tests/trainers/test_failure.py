@@ -13,11 +13,13 @@ from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
 from cray_agents.trainers.job.failure import FailureSettings, FailureVerdict, judge
+from cray_agents.trainers.job.hang_report import RankStack, culprit
 from cray_agents.trainers.job.job_status import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
-from cray_agents.trainers.job.rank_monitor import BadEnd, note_end
+from cray_agents.trainers.job.rank_monitor import BadEnd, NodeClocks, note_end
 from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.training.progress_clock import ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\n"
@@ -100,6 +102,48 @@ def test_a_hang_moves_the_job_only_if_its_process_was_stopped() -> None:
         ("hang", "back_off", "n7"),
     ]
     assert "loss (a.py:3)" in str(verdicts[1])
+
+
+# ---- what is a hang, and what is not
+def test_a_rank_moves_by_ticks_files_and_computing_and_not_by_waiting(tmp_path: Path) -> None:
+    clock = ProgressClock()
+    clock.moved()
+    time.sleep(0.2)
+    assert not clock.moved()
+    clock.tick()
+    assert clock.moved() and not clock.moved()
+    (tmp_path / "saved").write_bytes(bytes(100_000))
+    assert clock.moved()
+    deadline = time.monotonic() + 60
+    while not clock.moved():
+        assert time.monotonic() < deadline
+        sum(range(100_000))
+
+
+def test_a_node_knows_whether_ranks_of_others_move(tmp_path: Path) -> None:
+    here, there = (NodeClocks(tmp_path, "end-1", node, 2) for node in (0, 1))
+    assert not here.others_move() or not here.others_move()  # nothing was written yet
+    there.write()
+    assert here.others_move() and not here.others_move()
+    there.write()
+    assert here.others_move()
+    here.write()
+    assert not here.others_move() and there.others_move()
+    alone = NodeClocks(tmp_path, "end-2", 0, 1)
+    alone.write()
+    assert not alone.others_move()
+
+
+def test_the_rank_that_keeps_the_others_waiting_is_the_culprit() -> None:
+    waits = [RankStack(n, "", "all_reduce 7 of group g", waits=True) for n in (0, 1, 3)]
+    late = RankStack(2, "", "all_reduce 6 of group g", waits=True)
+    works = RankStack(2, "", "loss (a.py:3)")
+    stopped = RankStack(2, "it is stopped")
+    for one in (late, works, stopped):
+        assert culprit([*waits, one])[0] is one
+    assert culprit([*waits, works])[1] == (
+        "it is in loss (a.py:3); ranks 0-1, 3 wait in all_reduce 7 of group g"
+    )
 
 
 # ---- what the trainer does
