@@ -185,6 +185,7 @@ def job_report(home: Home, job_id: str) -> Json:
         "layout_reasons": [why for e in events if e["event"] == "layout" for why in e["reasons"]],
         "status": status.model_dump(mode="json"),
         "attempts": _attempts(journal),
+        "verdicts": [e for e in events if e["event"] == "verdict"],
         "progress": _progress(events, status.step, status.steps, status.state),
         "evaluations": [e for e in events if e["event"] == "evaluation"],
         "agreement": agreements[-1] if agreements else None,
@@ -291,6 +292,7 @@ def _progress_rows(job: Json) -> list[tuple[str, str]]:
     return [
         ("state", state),
         ("attempts", "\n".join(attempts)),
+        ("ended early", "\n".join(_verdict(event) for event in job["verdicts"])),
         ("loss", _range(status["loss_first"], status["loss_last"])),
         ("trained", f"{status['trained_tokens']:,} tokens in {clock(status['seconds'])}"),
         ("pace", "" if pace is None else f"{pace:.3f} s a step, {rate or 0:,.0f} trained tokens/s"),
