@@ -17,7 +17,13 @@ from cray_agents.trainers.job.hang_report import RankStack, culprit
 from cray_agents.trainers.job.job_status import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
-from cray_agents.trainers.job.rank_monitor import BadEnd, NodeClocks, note_end
+from cray_agents.trainers.job.rank_monitor import (
+    BadEnd,
+    NodeClocks,
+    forget_end,
+    note_end,
+    read_end,
+)
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.training.progress_clock import ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
@@ -146,6 +152,17 @@ def test_the_rank_that_keeps_the_others_waiting_is_the_culprit() -> None:
     assert culprit([*waits, works])[1] == (
         "it is in loss (a.py:3); ranks 0-1, 3 wait in all_reduce 7 of group g"
     )
+
+
+def test_a_consequence_replaces_no_cause(tmp_path: Path) -> None:
+    cause = BadEnd(rank=-1, node="n1", how="health gate: node n1: no GPU")
+    note_end(tmp_path, cause)
+    note_end(tmp_path, RANK.model_copy(update={"followed": True}))
+    assert read_end(tmp_path) == cause
+    note_end(tmp_path, RANK)
+    assert read_end(tmp_path) == RANK
+    forget_end(tmp_path)
+    assert read_end(tmp_path) is None
 
 
 # ---- what the trainer does

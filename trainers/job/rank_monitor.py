@@ -279,7 +279,12 @@ def describe(
 
 # ---- for the trainer
 def note_end(folder: Path, end: BadEnd) -> None:
-    """Leave the report of a bad end in the folder of the job or session."""
+    """Leave the report of a bad end in the folder of the job or session.
+
+    One that another end may have caused replaces no report.
+    """
+    if end.followed and (folder / END).exists():
+        return
     durable.replace_file(folder / END, checksums.with_crc(end.model_dump_json().encode()))
 
 
