@@ -283,11 +283,11 @@ def _progress_rows(job: Json) -> list[tuple[str, str]]:
     pace, rate = progress["seconds_per_step"], progress["trained_tokens_per_second"]
     scheduler = f" ({status['scheduler_job_id']})" if status["scheduler_job_id"] else ""
     state = f"{status['state']}{scheduler}"
-    state += f", waits: {status['reason']}" if status["reason"] else ""
     if not job["spec"].get("commands"):
         state += f" after step {status['step']} of {status['steps']}"
     if progress["seconds_left"] is not None:
         state += f", about {clock(progress['seconds_left'])} left"
+    state += f"; it waits: {status['reason']}" if status["reason"] else ""
     measures = {name: value for name, value in status["metrics"].items() if name not in USUAL}
     return [
         ("state", state),
