@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 BYTES = 4096  # of reading and writing that are more than logs and this clock's own
-BUSY = 0.02  # share of a core that counts as computing; ranks that wait for each other use none
+BUSY = 0.3  # share of a core that counts as computing; ranks that wait for each other use none
 
 
 class ProgressClock:
