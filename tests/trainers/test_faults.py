@@ -295,7 +295,13 @@ def test_a_hang_on_one_node_is_named_by_both(lab: Any, tmp_path: Path) -> None:
     spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
     limits = {"SLURM_JOB_ID": "8", "RANK_SILENCE_SECONDS": "4"}
     nodes = on_two_nodes(lab, spec, tmp_path, **limits)
-    nodes[0].wait_for_step(2)
+    logs = nodes[0].journal.folder / "logs"
+
+    def clock() -> int:
+        """The looks of the second node's launcher at which its rank had moved."""
+        return max((int(path.read_text()) for path in logs.glob("clock-*-1")), default=0)
+
+    until(lambda: clock() >= 4, nodes[0].journal.log_tail)  # its first step is done, and told
     (rank,) = ranks_of(nodes[1])
     os.kill(rank, signal.SIGSTOP)
     assert [node.wait() for node in nodes] == [1, 1]

@@ -210,7 +210,7 @@ def run_ranks(
             report = logs.parent / "hangs" / f"{time.time_ns()}-{placement.node}.txt"
             files = {rank: _log(logs, rank) for rank in placement.ranks}
             process, how, waits = find_culprit(ranks, files, report)
-            patience += look_interval()  # another node may see the hang later
+            patience += 2 * look_interval()  # another node may see the hang later
         ours = describe(process, how, placement.node_phrase, _log(logs, process.rank), waits=waits)
         if not waits:  # ranks that wait stay, until the node with the cause has looked at its own
             _end(ranks)
