@@ -292,7 +292,7 @@ def test_both_nodes_name_the_rank_that_died_first(lab: Any, tmp_path: Path) -> N
 def test_a_hang_on_one_node_is_named_by_both(lab: Any, tmp_path: Path) -> None:
     """The ranks of the other node only wait: their node asks whether the first one's move."""
     lab.dataset()
-    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 20_000})
     limits = {"SLURM_JOB_ID": "8", "RANK_SILENCE_SECONDS": "4"}
     nodes = on_two_nodes(lab, spec, tmp_path, **limits)
     logs = nodes[0].journal.folder / "logs"
