@@ -288,6 +288,18 @@ class Config(BaseModel):
         description="GiB of host memory for the trainings that a training session left for another "
         "one; default: a quarter of this host's where jobs run on it, else 0. 0: through files",
     )
+    train_hang_seconds: float = Field(
+        120,
+        gt=0,
+        description="seconds after which a job whose ranks do not get on is ended, with their "
+        "stacks in its folder, and started again",
+    )
+    exclude_minutes: float = Field(
+        60,
+        ge=0,
+        description="minutes for which jobs leave out a node that failed, if Slurm has enough "
+        "others; 0: none is left out",
+    )
     delta_checkpoints: bool = Field(
         False,
         description="jobs publish what they changed in the weights, if that is less than half; a "

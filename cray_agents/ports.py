@@ -150,7 +150,8 @@ class Command(Record):
     The scheduler reserves `ranks` times `cpus_per_rank` cores (and with `gpus` a GPU per rank) on
     `nodes` nodes. It starts the command once per node, or once per rank if the site's settings say
     so. `slurm_options` are this command's own, for sbatch. `notice_seconds` is the time before its
-    limit at which it gets SIGTERM; None: a minute.
+    limit at which it gets SIGTERM; None: a minute. `exclude` are nodes to leave out, the most
+    important first, as far as enough others are left.
     """
 
     name: str
@@ -166,18 +167,23 @@ class Command(Record):
     kind: JobKind = "training"
     slurm_options: list[str] = Field(default_factory=list)
     notice_seconds: int | None = Field(None, gt=0)
+    exclude: list[str] = Field(default_factory=list)
 
 
 CommandState = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 
 
 class CommandStatus(Record):
-    """A scheduler's report on a command. `unknown`: it never had the command, or forgot it."""
+    """A scheduler's report on a command. `unknown`: it never had the command, or forgot it.
+
+    `reason`: why it waits, or how it ended. `node`: the one where it ended, if it is known.
+    """
 
     state: CommandState
     id: str = ""
     exit_code: int | None = None
     reason: str = ""
+    node: str = ""
 
 
 class Scheduler(Protocol):

@@ -407,7 +407,7 @@ class JobStatus(Record):
     `taken_up`: by its training session, the last time; None for a job of its own processes.
     `layers`: the layers and kernels that train it, with the reason, and how the universal way packs
     sequences; "" before it starts. `offered`: its ranks send its weights to replicas while they
-    write the files.
+    write the files. `reason`: why a queued job waits, as the scheduler says it.
     """
 
     id: str
@@ -426,5 +426,6 @@ class JobStatus(Record):
     taken_up: TakenUp | None = None
     layers: str = ""
     offered: bool = False
+    reason: str = ""
     error: str | None = None
     checkpoint: str | None = None

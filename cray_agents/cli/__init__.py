@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from cray_agents.cli.agent import agents, mcp
 from cray_agents.cli.data import batch, datasets, export, imports, upload
-from cray_agents.cli.jobs import jobs, plan
+from cray_agents.cli.jobs import jobs, plan, why
 from cray_agents.cli.loop import demo, loops
 from cray_agents.cli.models import models
 from cray_agents.cli.platform import doctor, keys, platform
@@ -62,6 +62,7 @@ for module in (
     mcp,
     models,
     jobs,
+    why,
     runs,
     maintenance,
     reward,

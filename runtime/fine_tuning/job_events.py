@@ -93,6 +93,8 @@ def _training_events(folder: Path, validated: Validated) -> Iterator[TuningEvent
             last_start = time
         elif event["event"] == "corrupt":
             yield TuningEvent(time, f"corrupt {event['message']}", event["message"], "warn")
+        elif event["event"] in ("verdict", "straggler"):
+            yield _trouble_event(event)
         elif event["event"] == "layout":
             yield TuningEvent(time, "layout", f"Spread over ranks: {'; '.join(event['reasons'])}")
         elif event["event"] == "agreement":
@@ -110,6 +112,16 @@ def _start_event(event: dict[str, Any], after_resume: bool) -> TuningEvent:
     if after_resume:
         return TuningEvent(event["time"], key, f"Fine-tuning job goes on at step {step}")
     message = f"The job's processes ended before it did; started again at step {step}"
+    return TuningEvent(event["time"], key, message, "warn")
+
+
+def _trouble_event(event: dict[str, Any]) -> TuningEvent:
+    """Return the event of an attempt that ended early, or of a rank that is slow."""
+    key = f"{event['event']} {event['time']}"
+    if event["event"] == "verdict":
+        message = f"Attempt {event['attempt']} ended: {event['message']}; {event['done']}"
+    else:
+        message = f"Rank {event['rank']} on {event['node']} is slower than the others"
     return TuningEvent(event["time"], key, message, "warn")
 
 

@@ -44,6 +44,8 @@ FAILED = {
     "DEADLINE",
     "REVOKED",
 }
+#: How the states of nodes begin that take no job.
+UNUSABLE = ("down", "drain", "drng", "fail", "maint", "unk", "plnd", "pow", "inval")
 UNREACHABLE = (
     "unable to contact slurm controller",
     "socket timed out",
@@ -67,6 +69,7 @@ class Job:
     word: str  # Slurm's own name of the state
     reason: str
     name: str
+    nodes: str = ""  # as Slurm abbreviates several
 
 
 class Slurm:
@@ -103,6 +106,7 @@ class Slurm:
         self._queue: dict[str, list[Job]] = {}
         self._queue_time = float("-inf")
         self._exits: dict[tuple[int, str], int | None] = {}
+        self._failed_nodes: dict[int, str] = {}
 
     def __enter__(self) -> "Slurm":
         return self
@@ -130,7 +134,7 @@ class Slurm:
         """Queue a command, or find its live job. Raises SchedulerError."""
         if not NAME.fullmatch(command.name):
             raise SchedulerError(f"{command.name!r} is no job's name: it must match {NAME.pattern}")
-        script = self.script(command)
+        script, options = self.script(command), self._exclusions(command)
         with self._lock:
             (self._ledger / command.name).mkdir(parents=True, exist_ok=True)
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -139,7 +143,7 @@ class Slurm:
                 if live := self._live_jobs(command.name):
                     return str(live[-1].id)
                 try:
-                    printed = self._run("sbatch", "--parsable", script=script)
+                    printed = self._run("sbatch", "--parsable", *options, script=script)
                     break
                 except Unreachable as error:
                     self._wait_to_retry(deadline, error)
@@ -177,7 +181,13 @@ class Slurm:
         reason = f"{job.word}: {job.reason}" if job.reason else job.word
         if code == REFUSED:
             reason = "this start was refused, see the log"
-        return CommandStatus(state=job.state, id=str(job.id), exit_code=code, reason=reason)
+        return CommandStatus(
+            state=job.state,
+            id=str(job.id),
+            exit_code=code,
+            reason=reason,
+            node=self._failed_node(job),
+        )
 
     def cancel(self, name: str) -> None:
         """Send SIGTERM to all processes of the job, and SIGKILL after the cluster's KillWait."""
@@ -187,6 +197,41 @@ class Slurm:
                     (self._ledger / name / f"{job_id}.cancelled").touch()
                 self._call("scancel", *ids)
                 self._queue_time = float("-inf")
+
+    def _exclusions(self, command: Command) -> list[str]:
+        """Return sbatch's option for the nodes to leave out, if enough others are left.
+
+        The most important exclusions stay. On the command line it wins over the script's own
+        `--exclude`, and so it repeats that one's nodes.
+        """
+        if not command.exclude:
+            return []
+        given = [*self._options, *self.settings.slurm_options.get(command.kind, [])]
+        given += command.slurm_options
+        where = [option for option in given if option.startswith("--partition=")][-1:]
+        rows = self._call("sinfo", "-h", "-N", *where, "-o", "%N %t").splitlines()
+        states = dict(row.split() for row in rows)
+        usable = {node for node, state in states.items() if not state.startswith(UNUSABLE)}
+        wanted = [node for node in dict.fromkeys(command.exclude) if node in states]
+        while wanted and len(usable - set(wanted)) < command.nodes:
+            wanted.pop()
+        if not wanted:
+            return []
+        own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")][-1:]
+        return [f"--exclude={','.join([*own, *wanted])}"]
+
+    def _failed_node(self, job: Job) -> str:
+        """Return the node where a job failed; of several, the one that is not up. Cached."""
+        if job.state != "failed":
+            return ""
+        if not set(job.nodes) & set("[,"):
+            return job.nodes
+        if job.id not in self._failed_nodes and job.word in ("NODE_FAIL", "BOOT_FAIL"):
+            rows = self._call("sinfo", "-h", "-N", "-n", job.nodes, "-o", "%N %t").splitlines()
+            states = dict(row.split() for row in rows)
+            down = [node for node, state in states.items() if state.startswith(UNUSABLE)]
+            self._failed_nodes[job.id] = down[0] if len(down) == 1 else ""
+        return self._failed_nodes.get(job.id, "")
 
     def job_name(self, name: str) -> str:
         """Return a command's name in Slurm."""
@@ -201,7 +246,7 @@ class Slurm:
         """Return all jobs of this user by name in Slurm, from a squeue of the last moment."""
         with self._lock:
             if fresh or time.monotonic() - self._queue_time > QUEUE_SECONDS:
-                columns = SEPARATOR.join(("%A", "%T", "%r", "%j"))
+                columns = SEPARATOR.join(("%A", "%T", "%r", "%j", "%N"))
                 me = f"--user={os.getuid()}"
                 listing = self._call("squeue", "-h", "-a", "-t", "all", me, "-o", columns)
                 self._queue = {}
@@ -315,7 +360,7 @@ def has_ended(job: Job) -> bool:
 
 def read_job(line: str) -> Job:
     """Parse a line of squeue's output."""
-    number, word, reason, name = line.split(SEPARATOR)
+    number, word, reason, name, nodes = line.split(SEPARATOR)
     word = word.split()[0]
     state: CommandState = "running"
     if word in QUEUED:
@@ -326,4 +371,4 @@ def read_job(line: str) -> Job:
         state = "succeeded"
     elif word.startswith("CANCELLED"):
         state = "cancelled"
-    return Job(int(number), state, word, "" if reason == "None" else reason, name)
+    return Job(int(number), state, word, "" if reason == "None" else reason, name, nodes)

@@ -335,6 +335,38 @@ def test_several_nodes_and_gpus(home: Path) -> None:
 
 
 @slurm
+def test_excluded_nodes_are_left_out_as_far_as_others_are_left(home: Path) -> None:
+    cluster = PrivateCluster(home, nodes=2, cpus=2)
+    cluster.start()
+    first, second = cluster.nodes
+    with Slurm(home, cluster) as scheduler:
+        where = "echo $SLURMD_NODENAME"
+        lone = command(home, where, exclude=[first, "no-node-of-this-cluster"])
+        neither = command(home, where, "neither", exclude=[second, first])  # the first one counts
+        wide = command(home, where, "wide", nodes=2, ranks=2, exclude=[first])
+        for each in (lone, neither, wide):
+            scheduler.submit(each)
+            assert end_of(scheduler, each.name).state == "succeeded"
+        shown = [Path(each.log).read_text().split() for each in (lone, neither, wide)]
+        assert [sorted(nodes) for nodes in shown] == [[second], [first], [first, second]]
+
+        scheduler.submit(command(home, "echo up; sleep 60", "lost", exclude=[first]))
+        log = home / "lost.log"
+        until(lambda: log.exists() and "up" in log.read_text())
+        environment = cluster.environment
+        down = ["scontrol", "update", f"nodename={second}", "state=down", "reason=test"]
+        subprocess.run(down, env=environment, check=True)
+        ended = end_of(scheduler, "lost")
+        assert (ended.state, ended.node) == ("failed", second) and "NODE_FAIL" in ended.reason
+        scheduler.submit(command(home, where, "after", exclude=[first]))  # the other one is down
+        assert end_of(scheduler, "after").state == "succeeded"
+        for name in ("long", "next"):
+            scheduler.submit(command(home, "sleep 60", name, nodes=2, ranks=2, cpus_per_rank=2))
+        until(lambda: bool(scheduler.status("next").reason))
+        assert scheduler.status("next").state == "queued"
+
+
+@slurm
 def test_a_private_cluster_gives_each_gpu_to_one_job_by_its_id(home: Path) -> None:
     cluster = PrivateCluster(home, cpus=4, gpus=["5", "GPU-5f-12", "MIG-9a"])
     cluster.start()

@@ -11,15 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cray_agents.paths import Home
+from cray_agents.ports import CommandStatus
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
+from cray_agents.trainers.job.failure import judge
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.job.rank_monitor import read_end
+from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.trainers.training import own_work
 from cray_agents.training_jobs import JobSpec
 
 pytestmark = pytest.mark.megatron
@@ -78,6 +84,10 @@ def test_a_rank_that_hangs_is_named_and_not_those_that_wait_for_it(lab: Any) -> 
     assert "rank 1 no longer responds, for 2 s (it is stopped); the others were ended" in job.log
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert job.journal.status() is None
+    end = read_end(job.journal.folder)
+    assert end is not None and end.rank == 1 and end.node_is_suspect
+    (report,) = (job.journal.folder / "hangs").iterdir()
+    assert "==== rank 1 it is stopped" in report.read_text()
 
 
 def test_a_job_that_was_stopped_as_a_whole_goes_on(lab: Any, undisturbed: Any) -> None:
@@ -94,6 +104,68 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(lab: Any, undisturbed: Any) -
         os.kill(pid, signal.SIGCONT)
     assert job.wait() == 0, job.log
     assert job.losses == undisturbed[1].losses
+
+
+def test_a_hang_in_a_loss_is_found_with_all_stacks_and_named(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter runs, and the other rank only waits for it in a collective."""
+    usual = METHODS["sft"]
+
+    def loss_that_sleeps(tokens: Any, hyper: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and (lab.home.root / "sleep").exists():
+            time.sleep(600)
+        return usual(tokens, hyper)
+
+    monkeypatch.setitem(METHODS, "sft", loss_that_sleeps)
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2000})
+    job = lab.start(spec, RANK_SILENCE_SECONDS="4", TORCH_FR_BUFFER_SIZE="200")
+    job.wait_for_step(2)
+    (lab.home.root / "sleep").touch()
+    assert job.wait() == 1
+    end = read_end(job.journal.folder)
+    assert end is not None and end.rank == 1 and not end.node_is_suspect, job.log
+    assert "has not moved for 4 s: it is in loss_that_sleeps (test_faults.py:" in end.how
+    assert "rank 0 waits in all" in end.how  # all_reduce, its number and group
+    (report,) = (job.journal.folder / "hangs").iterdir()
+    text = report.read_text()
+    assert "==== rank 0" in text and "loss_that_sleeps" in text.partition("==== rank 1")[2]
+    failed = CommandStatus(state="failed", exit_code=1)
+    verdict = judge(failed, end, "", started=True, on_cpu=True)
+    assert (verdict.kind, verdict.rule) == ("hang", "back_off")
+
+
+def test_a_slow_rank_is_named_among_the_events(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = METHODS["sft"]
+
+    def slow_loss(tokens: Any, hyper: Any) -> Any:
+        time.sleep(0.1 * torch.distributed.get_rank())
+        return usual(tokens, hyper)
+
+    monkeypatch.setitem(METHODS, "sft", slow_loss)
+    monkeypatch.setattr(own_work, "STEPS", 5)
+    lab.dataset()
+    job = lab.run(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 6}))
+    (event,) = [e for e in job.journal.events() if e["event"] == "straggler"]
+    assert (event["rank"], event["steps"], event["after_step"]) == (1, 5, 5)
+    assert event["seconds"] > 0.1 and event["seconds"] > 1.5 * event["median"]
+    assert own_work.find_straggler([1.0, 1.4, 1.2]) is None
+    assert own_work.find_straggler([1.0, 1.1, 1.9, 1.2]) == (2, 1.1)
+
+
+def test_smaller_micro_batches_change_a_jobs_numbers_by_rounding_alone(
+    lab: Any, undisturbed: Any
+) -> None:
+    lab.dataset()
+    spec = undisturbed[1].journal.spec()
+    journal = JobJournal(lab.home, spec.id)
+    journal.folder.mkdir(parents=True)
+    journal.note_microbatch(32)  # of sequences of up to 40 tokens
+    job = lab.run(spec)
+    assert job.journal.job_id == spec.id
+    np.testing.assert_allclose(job.losses, undisturbed[1].losses, rtol=1e-5)
+    assert job.losses != undisturbed[1].losses  # they were summed otherwise
 
 
 # ---- resume points in flight
@@ -212,6 +284,29 @@ def test_both_nodes_name_the_rank_that_died_first(lab: Any, tmp_path: Path) -> N
     assert nodes[0].journal.log.read_text().count("rank 1 on node 1 of 2") == 2
     assert "rank 0 on" not in nodes[0].journal.log.read_text()
     assert nodes[0].journal.status() is None
+
+
+@needs_slurm
+def test_a_hang_on_one_node_is_named_by_both(lab: Any, tmp_path: Path) -> None:
+    """The ranks of the other node only wait: their node asks whether the first one's move."""
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 20_000})
+    limits = {"SLURM_JOB_ID": "8", "RANK_SILENCE_SECONDS": "4"}
+    nodes = on_two_nodes(lab, spec, tmp_path, **limits)
+    logs = nodes[0].journal.folder / "logs"
+
+    def clock() -> int:
+        """The looks of the second node's launcher at which its rank had moved."""
+        return max((int(path.read_text()) for path in logs.glob("clock-*-1")), default=0)
+
+    until(lambda: clock() >= 4, nodes[0].journal.log_tail)  # its first step is done, and told
+    (rank,) = ranks_of(nodes[1])
+    os.kill(rank, signal.SIGSTOP)
+    assert [node.wait() for node in nodes] == [1, 1]
+    log = nodes[0].journal.log.read_text()
+    assert log.count("no longer responds, for 4 s (it is stopped); the others were ended") == 2
+    end = read_end(nodes[0].journal.folder)
+    assert end is not None and (end.rank, end.node_is_suspect) == (1, True), log
 
 
 @pytest.mark.slurm

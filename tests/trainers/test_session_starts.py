@@ -5,6 +5,7 @@ from typing import Any
 
 from cray_agents.paths import Home
 from cray_agents.ports import CommandStatus
+from cray_agents.trainers.job.failure import FailureSettings
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Resources
@@ -35,7 +36,8 @@ class CannotStart(WaitingScheduler):
 
 
 def test_a_session_that_cannot_start_fails_its_job_with_its_own_log(tmp_path: Path) -> None:
-    trainer = MegatronTrainer(Home(tmp_path), CannotStart(), Resources(ranks=1))
+    at_once = FailureSettings(back_off=())
+    trainer = MegatronTrainer(Home(tmp_path), CannotStart(), Resources(ranks=1), failures=at_once)
     status = trainer.submit(some_spec(tmp_path, session="loop"))
     [session] = sessions(trainer.home)
     session.log.parent.mkdir(parents=True, exist_ok=True)

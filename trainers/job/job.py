@@ -19,6 +19,7 @@ from pathlib import Path
 
 from cray_agents.errors import CrayError, JobError, SetupError
 from cray_agents.paths import Home
+from cray_agents.trainers.job.health_gate import check_node
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
@@ -33,6 +34,7 @@ from cray_agents.trainers.job.launch import (
     run_ranks,
 )
 from cray_agents.trainers.job.rendezvous import loading_seconds
+from cray_agents.trainers.job.rank_monitor import BadEnd, node_name, note_end
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except SetupError as problem:  # the machine's fault, not the job's
         print(problem, flush=True)
+        note_end(journal.folder, BadEnd(rank=-1, how=str(problem), node=node_name()))
         return 1
     except CrayError as reason:
         return record_failure(journal, str(reason))
@@ -67,6 +70,7 @@ def run(journal: JobJournal) -> int:
     first = placement.node == 0
     attempt = journal.claim_attempt() if first else journal.attempts
     placement = replace(placement, attempt=attempt)
+    check_node(journal.home.root)
     work = read_inputs(journal, spec, attempt)
     outcome = _train(work, placement)
     if not first:  # by another code, srun would end the first launcher before it has published

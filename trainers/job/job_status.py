@@ -16,6 +16,9 @@ from cray_agents.training_jobs import JobSpec, JobState, JobStatus
 class Handover(Record):
     """The last command given to the scheduler. `restarts` counts restarts in a row at `step`.
 
+    `attempts` and `log_bytes` are what the job had then: later ones are that command's. `due`: unix
+    seconds of a restart that a pause delays, `why` its reason.
+
     `resumed`: the command ended for a pause or a retry, which is neither a cancellation nor a
     death. `session`: the id of the training session that the job was handed to.
     """
@@ -25,6 +28,10 @@ class Handover(Record):
     restarts: int = 0
     resumed: bool = False
     session: str = ""
+    attempts: int = 0
+    log_bytes: int = 0
+    due: float = 0.0
+    why: str = ""
 
 
 def read_status(home: Home, job_id: str) -> JobStatus:
@@ -35,9 +42,11 @@ def read_status(home: Home, job_id: str) -> JobStatus:
         last = read_handover(journal)
         added = {"scheduler_job_id": last.id, **session_of(journal, last)}
         return ended.model_copy(update={**added, "metrics": newest_measures(journal)})
-    state: JobState = "running" if journal.attempts else "queued"
+    waits = journal.wait_reason
+    state: JobState = "running" if journal.attempts and waits is None else "queued"
     state = "paused" if journal.paused else state
-    return describe(journal, spec, "cancelled" if journal.cancelled else state)
+    status = describe(journal, spec, "cancelled" if journal.cancelled else state)
+    return status if status.state != "queued" else status.model_copy(update={"reason": waits or ""})
 
 
 def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:

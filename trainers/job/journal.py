@@ -9,6 +9,10 @@
     status.<n>.json the n-th failure, set aside for a retry
     spec.next.json  the JobSpec of a retry, until it replaces spec.json
     megatron/step-<n>/  resume points (checkpointing/resume.py); kept-<n>/: states for other jobs
+    microbatch.json tokens of a micro-batch, of a job whose own were too many for the memory
+    waits.json      why the job waits, as its scheduler said last; missing while it runs
+    end.json        the launcher's report of a bad end (rank_monitor.py), until the next start
+    hangs/          the stacks of all ranks of a start that did not move any more
     scheduler.json  the last handover to the scheduler (written by MegatronTrainer alone)
 
 The training process and the trainers that watch it share this module. Events are flat objects with
@@ -34,6 +38,9 @@ The training process and the trainers that watch it share this module. Events ar
     evaluation  step, loss, tokens, and the method's measures, on the validation split
     saved       step, seconds: a resume point, at its publication
     failed      message                          succeeded   checkpoint
+    verdict     attempt, cause, node, message, done: why an attempt ended, and what followed
+                (failure.py)
+    straggler   rank, node, seconds, median (of a step's own work), steps: a rank that is slow
     retried     changes (texts): the new settings of a failed job from here on
 
 JSON cannot write a number that is not finite. Such a number is null, and `not_finite` gives its
@@ -175,6 +182,35 @@ class JobJournal:
             return {path.name for path in (self.folder / "pauses").iterdir()}
         except FileNotFoundError:
             return set()
+
+    # ---- what a failure or the scheduler left
+    @property
+    def microbatch(self) -> int | None:
+        """The tokens of a micro-batch that a failure left; None: those of the spec."""
+        path = self.folder / "microbatch.json"
+        return int(checksums.read_json(path)["tokens"]) if path.exists() else None
+
+    def note_microbatch(self, tokens: int) -> None:
+        """Let later starts take smaller micro-batches; the job's id and result stay."""
+        durable.replace_file(self.folder / "microbatch.json", _record_bytes({"tokens": tokens}))
+
+    @property
+    def wait_reason(self) -> str | None:
+        """Why the job waits, as noted last; None if it has started since."""
+        path = self.folder / "waits.json"
+        if not path.exists():
+            return None
+        noted, newest = checksums.read_json(path), self.folder / "attempts" / str(self.attempts)
+        runs = newest.exists() and newest.stat().st_mtime > path.stat().st_mtime
+        return None if runs else str(noted["reason"])
+
+    def note_wait(self, reason: str | None) -> None:
+        """Record why the job waits, if that is new; None: it does not."""
+        path = self.folder / "waits.json"
+        if reason is None:
+            path.unlink(missing_ok=True)
+        elif self.wait_reason != reason:
+            durable.replace_file(path, _record_bytes({"reason": reason}))
 
     # ---- progress
     @property
@@ -340,6 +376,21 @@ def _lines_from_the_end(path: Path) -> Iterator[bytes]:
 def _newest(pauses: set[str]) -> int:
     """Return the number of the newest pause; 0 if there was none."""
     return max((int(name) for name in pauses if name.isdigit()), default=0)
+
+
+def size_of_log(path: Path) -> int:
+    """Return a log's size in bytes; 0 if there is none."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def tail_from(path: Path, start: int) -> str:
+    """Return the end of a log, without what was in it at a size of `start` bytes."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start if start <= size else 0, size - TAIL_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def tail(path: Path, lines: int = 20) -> str:

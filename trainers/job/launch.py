@@ -18,6 +18,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,10 +29,22 @@ from typing import Any, NoReturn
 
 from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, SetupError, StoreError
 from cray_agents.processes import importing_much
+from cray_agents.trainers.job.hang_report import (
+    RECORDED,
+    RECORDER_VARIABLE,
+    write_stacks_on_signal,
+)
 from cray_agents.trainers.job.rank_monitor import (
+    HANGS,
+    PATIENCE,
+    NodeClocks,
     RankProcess,
     describe,
+    find_culprit,
     first_end,
+    look_interval,
+    node_name,
+    note_end,
     pulse,
     refuse,
     watch,
@@ -77,7 +90,7 @@ class RankPlacement:
     @property
     def node_phrase(self) -> str:
         """This node in words; empty if it is the only one."""
-        phrase = f" on {self.unit} {self.node} of {self.nodes} ({socket.gethostname()})"
+        phrase = f" on {self.unit} {self.node} of {self.nodes} ({node_name()})"
         return phrase if self.nodes > 1 else ""
 
 
@@ -177,6 +190,7 @@ def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
     Raises SetupError if the node has too few GPUs.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
+    os.environ.setdefault(RECORDER_VARIABLE, RECORDED)
     if layout.tensor > 1:  # CUDA reads it once: Megatron's order of transfers and products needs it
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with importing_much():
@@ -222,17 +236,26 @@ def run_ranks(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         if received:  # another thread took the signal before all ranks were forked
             os.kill(os.getpid(), signal.SIGTERM)
-        bad = watch(ranks)
-        _end(ranks)
+        bad = watch(ranks, NodeClocks(logs, placement.start, placement.node, placement.nodes))
         if bad is None:
+            _end(ranks)
             return RanksOutcome(max(process.code or 0 for process in ranks))
         process, how = bad
-        ended = first_end(
-            logs / f"{placement.start}.json" if placement.nodes > 1 else None,
-            describe(process, how, placement.node_phrase, _log(logs, process.rank)),
-        )
+        waits, patience = False, PATIENCE
+        if how == HANGS:
+            report = logs.parent / "hangs" / f"{time.time_ns()}-{placement.node}.txt"
+            files = {rank: _log(logs, rank) for rank in placement.ranks}
+            process, how, waits = find_culprit(ranks, files, report)
+            patience += 2 * look_interval()  # another node may see the hang later
+        ours = describe(process, how, placement.node_phrase, _log(logs, process.rank), waits=waits)
+        if not waits:  # ranks that wait stay, until the node with the cause has looked at its own
+            _end(ranks)
+        note = logs / f"{placement.start}.json" if placement.nodes > 1 else None
+        ended = first_end(note, ours, patience)
+        _end(ranks)
         if ended.refusal is not None:
             return RanksOutcome(1, ended.refusal)
+        note_end(logs.parent, ended)
         raise JobError(str(ended), log_tail=ended.log_tail)
     finally:
         _end(ranks)
@@ -344,7 +367,8 @@ def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int
         os.dup2(handle, 2)
         sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)
         faulthandler.enable()
-        pulse(pipe)
+        write_stacks_on_signal(log)
+        pulse(pipe, log)
         code = main(stop)
     except CrayError as problem:
         if _restart_may_help(problem):

@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.runtime.registry import checkpoints, model_code
+from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
+from cray_agents.trainers.job.failure import FailureSettings, FailureVerdict, judge
 from cray_agents.trainers.job.job_status import (
     Handover,
     describe,
@@ -27,8 +30,9 @@ from cray_agents.trainers.job.job_status import (
     read_handover,
     session_of,
 )
-from cray_agents.trainers.job.journal import JobJournal, changes
+from cray_agents.trainers.job.journal import JobJournal, changes, size_of_log, tail_from
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
+from cray_agents.trainers.job.rank_monitor import SILENCE_VARIABLE, forget_end, read_end
 from cray_agents.trainers.job.save_notice import notice_seconds
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
@@ -49,6 +53,8 @@ from cray_agents.training_jobs import (
 
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 MAX_RESTARTS = 3  # in a row without a step forward
+MAX_MOVES = 10  # likewise, of starts that ended for what the job did not do: nodes, preemption
+SMALLEST_MICROBATCH = 256  # tokens
 SIGNALLED = 128  # and the signal's number: the exit code of a process that a signal ended
 
 
@@ -71,8 +77,8 @@ def code_version() -> str:
 class MegatronTrainer:
     """A ports.Trainer: each job is one command, named after the job, on a scheduler.
 
-    `turns`: jobs use GPUs by turns with replicas. `parked_gib`: see SessionSpec; None: a quarter of
-    this host's memory if it runs all jobs, else none.
+    `parked_gib`: see SessionSpec; None: a quarter of this host's memory if it runs all jobs, else
+    none. `failures`: numbers of the rules that failure.py states.
     `turns`: jobs use GPUs by turns with replicas. `weight_transfer`: how sessions offer what they
     publish to replicas of this host and others, beside files.
     """
@@ -87,7 +93,9 @@ class MegatronTrainer:
         turns: bool = False,
         parked_gib: float | None = None,
         weight_transfer: str = "files",
+        failures: FailureSettings | None = None,
     ) -> None:
+        self.failures = failures or FailureSettings()
         self.turns, self.weight_transfer = turns, weight_transfer
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
@@ -203,7 +211,8 @@ class MegatronTrainer:
             self._withdraw(journal, session)  # no process of it yet could see the pause
             return self._describe(journal, spec, "paused")
         if command.state in ("queued", "running"):
-            return self._describe(journal, spec, command.state)
+            journal.note_wait(command.reason if command.state == "queued" else None)
+            return self._describe(journal, spec, command.state, command.reason)
         if (
             ended := self._final_status(journal)
         ) is not None:  # the job ended between the two looks
@@ -219,10 +228,13 @@ class MegatronTrainer:
         # a session that ended before it took the job up did not fail it, unless it cannot start
         if session is not None and session.current != journal.job_id:
             if died_at_start(session, command):
-                return self._restart(journal, spec, command, session.log)
+                return self._restart(journal, spec, command, session)
             self._hand_over(journal, last)
             return self._describe(journal, spec, "queued")
-        if command.state == "cancelled":  # by somebody else, with the scheduler's own tools
+        if last.due:
+            return self._start_when_due(journal, spec, last)
+        if command.state == "cancelled" and not self._slurm_cancelled(journal, last):
+            # by somebody else, with the scheduler's own tools
             journal.cancel()
             return self._describe(journal, spec, "cancelled")
         return self._restart(journal, spec, command)
@@ -307,35 +319,124 @@ class MegatronTrainer:
 
     # ---- restarts
     def _restart(
-        self, journal: JobJournal, spec: JobSpec, command: CommandStatus, log: Path | None = None
+        self,
+        journal: JobJournal,
+        spec: JobSpec,
+        command: CommandStatus,
+        session: SessionJournal | None = None,
     ) -> JobStatus:
-        """Start the job again, or fail it with the end of its log or of another."""
+        """Start the job again by the rule of its failure, or fail it with the end of its log.
+
+        `session`: the one that could not start, whose log and report count.
+        """
         last, step = read_handover(journal), progress_of(spec, journal)
+        runner = session or self._session_of(journal) or journal  # who left report and log
+        verdict = judge(
+            command,
+            read_end(runner.folder),
+            tail_from(runner.log, last.log_bytes),
+            started=journal.attempts > last.attempts,
+            on_cpu=self.resources.gpus is None,
+        )
         restarts = 1 if step > last.step else last.restarts + 1
-        if restarts <= MAX_RESTARTS:
-            self._hand_over(journal, Handover(step=step, restarts=restarts))
-            return self._describe(journal, spec, "queued")
-        place = f"step {step}" if spec.commands is None else f"command {step + 1}"
+        unlucky = verdict.rule == "elsewhere" or verdict.kind == "preempted"
+        tokens = None
+        if verdict.rule == "smaller":
+            tokens = (journal.microbatch or spec.hyperparameters.max_tokens_per_microbatch) // 2
+        given_up = (
+            verdict.rule == "give_up"
+            or restarts > (MAX_MOVES if unlucky else MAX_RESTARTS)
+            or (tokens is not None and tokens < SMALLEST_MICROBATCH)
+        )
+        done = "given up" if given_up else self._apply(journal, verdict, tokens, restarts)
         how = f"exit code {command.exit_code}" if command.exit_code is not None else command.state
+        place = f"step {step}" if spec.commands is None else f"command {step + 1}"
+        self._note_verdict(journal, verdict, done, place)
+        if not given_up:
+            pause = self.failures.pause(verdict, restarts)
+            due = time.time() + pause if pause else 0.0
+            handover = Handover(step=step, restarts=restarts, due=due, why=str(verdict))
+            if not due:
+                self._hand_over(journal, handover)
+                return self._describe(journal, spec, "queued")
+            note_handover(journal, handover.model_copy(update={"session": last.session}))
+            return self._start_when_due(journal, spec, handover)
+        log = journal.log if session is None else session.log
+        vainly = f" and {restarts - 1} restarts brought it no further" if restarts > 1 else ""
         error = (
-            f"died at {place} ({how} {command.reason}) and {MAX_RESTARTS} restarts brought it"
-            f" no further; the end of {log or journal.log}:\n{journal.log_tail(log=log)}"
+            f"died at {place} ({how} {command.reason}){vainly}: {verdict}. What can be done:"
+            f" {verdict.remedy}. The end of {log}:\n{journal.log_tail(log=log)}"
         )
         failed = self._describe(journal, spec, "failed").model_copy(update={"error": error})
         journal.write_status(failed)
         return failed
 
+    def _apply(
+        self, journal: JobJournal, verdict: FailureVerdict, tokens: int | None, restarts: int
+    ) -> str:
+        """Prepare the next start as a verdict's rule says; return in words what was done."""
+        if verdict.rule == "elsewhere" and verdict.node:
+            minutes = self.failures.exclude_minutes
+            folder, why = self.home.excluded_nodes, str(verdict)
+            if exclude_node(folder, verdict.node, minutes, why, journal.job_id):
+                return f"started again; {verdict.node} is left out for {minutes:g} minutes"
+        if tokens is not None:
+            journal.note_microbatch(tokens)
+            return f"started again with {tokens} tokens a micro-batch"
+        if pause := self.failures.pause(verdict, restarts):
+            return f"started again after {pause:g} s"
+        return "started again"
+
+    def _note_verdict(
+        self, journal: JobJournal, verdict: FailureVerdict, done: str, place: str
+    ) -> None:
+        """Record a verdict, and what was done, among the job's events and in its log."""
+        journal.event(
+            "verdict",
+            attempt=journal.attempts,
+            cause=verdict.kind,
+            node=verdict.node,
+            message=str(verdict),
+            done=done,
+        )
+        journal.close()
+        with journal.log.open("a") as log:
+            print(f"attempt {journal.attempts} ended at {place}: {verdict}; {done}", file=log)
+
+    def _start_when_due(self, journal: JobJournal, spec: JobSpec, last: Handover) -> JobStatus:
+        """Start a job again whose pause after a failure is over; else say when that is."""
+        seconds = last.due - time.time()
+        if seconds > 0 and not journal.paused:
+            reason = f"starts again in {seconds:.0f} s: {last.why}"
+            journal.note_wait(f"starts again after a pause: {last.why}")
+            return self._describe(journal, spec, "queued", reason)
+        self._hand_over(journal, Handover(step=last.step, restarts=last.restarts))
+        return self._describe(journal, spec, "queued")
+
+    def _slurm_cancelled(self, journal: JobJournal, last: Handover) -> bool:
+        """Return True if Slurm cancelled a job itself, as a site's PreemptMode=REQUEUE does."""
+        text = tail_from(journal.log, last.log_bytes)
+        return any(f"DUE TO {why}" in text for why in ("PREEMPTION", "NODE FAILURE", "TIME LIMIT"))
+
     def _hand_over(self, journal: JobJournal, handover: Handover) -> None:
         """Start the job's command, or put it into its session's queue and see that this runs."""
         spec = journal.spec()
+        handover = handover.model_copy(update={"attempts": journal.attempts, "due": 0.0})
         if spec.session is None:
+            forget_end(journal.folder)
+            handover = handover.model_copy(update={"log_bytes": size_of_log(journal.log)})
             note_handover(journal, handover)
         else:
             session_spec = self._session_spec(spec)
             session = SessionJournal(self.home, session_spec.id)
             session.write_spec(session_spec)
             session.stay()
-            handover = handover.model_copy(update={"session": session_spec.id})
+            if self.scheduler.status(session.session_id).state not in ("queued", "running"):
+                forget_end(session.folder)
+            log_bytes = size_of_log(session.log)
+            handover = handover.model_copy(
+                update={"session": session_spec.id, "log_bytes": log_bytes}
+            )
             note_handover(journal, handover)
             session.hand_over(journal.job_id)
         command = self.command_of(spec)
@@ -379,6 +480,7 @@ class MegatronTrainer:
         world, gpus = spec.layout.world, self.resources.gpus is not None
         nodes = self.resources.nodes_for(world)
         environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
+        environment[SILENCE_VARIABLE] = f"{self.failures.hang_seconds:g}"
         if not gpus:  # hide the GPUs of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if allowed := model_code.allowed_directories():
@@ -402,6 +504,7 @@ class MegatronTrainer:
             kind="training" if spec.session is None else "session",
             slurm_options=spec.slurm_options,
             notice_seconds=notice_seconds(spec, self.home, nodes),
+            exclude=[node.node for node in excluded_nodes(self.home.excluded_nodes)],
         )
 
     # ---- statuses
@@ -416,9 +519,13 @@ class MegatronTrainer:
         added |= session_of(journal, last)
         return status.model_copy(update={**added, "metrics": newest_measures(journal)})
 
-    def _describe(self, journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
-        status = describe(journal, spec, state)
-        return status.model_copy(update={"scheduler": self.scheduler.name})
+    def _describe(
+        self, journal: JobJournal, spec: JobSpec, state: JobState, reason: str = ""
+    ) -> JobStatus:
+        added = {"scheduler": self.scheduler.name}
+        if state == "queued":
+            added["reason"] = reason
+        return describe(journal, spec, state).model_copy(update=added)
 
 
 def progress_of(spec: JobSpec, journal: JobJournal) -> int:

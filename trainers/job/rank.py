@@ -4,6 +4,7 @@ The functions below stand in this order. launch.py calls `run` in a forked proce
 collective, so all ranks agree on the next one. Read next: training/train_step.py.
 """
 
+import json
 import math
 import os
 import resource as limits
@@ -25,13 +26,22 @@ from cray_agents.trainers.checkpointing.state import allocate_moments
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.job import engine_agreement
 from cray_agents.trainers.job.baselines import Baselines
+from cray_agents.trainers.job.health_gate import check_ranks
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.rank_monitor import node_name
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
 from cray_agents.trainers.session.command_run import run_commands
-from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0, join_ranks
+from cray_agents.trainers.training import own_work
+from cray_agents.trainers.training.parallel_groups import (
+    broadcast_from_rank0,
+    gather_from_ranks,
+    is_rank0,
+    join_ranks,
+)
+from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
 from cray_agents.training_jobs import Layout
 
@@ -117,6 +127,7 @@ def join(layout: Layout, rank: int, store: Any, on_cpu: bool) -> None:
     else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     join_ranks(layout, rank, layout.world, store, on_cpu)
+    check_ranks(on_cpu)
 
 
 def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True) -> Training:
@@ -144,6 +155,7 @@ def stop_check(work: JobInputs, stop: StopFlag) -> Callable[[], bool]:
     """Return a function that tells whether this rank was asked to stop the job."""
 
     def asked_to_stop() -> bool:
+        CLOCK.tick()
         return stop.set or (
             is_rank0() and (work.journal.paused or bool(work.journal.fenced(work.attempt)))
         )
@@ -169,6 +181,7 @@ def execute(
     `training` holds the parent's weights, and with `optimizer_in_memory` the moments that
     `spec.optimizer_from` left. `restored`, `leave`: see command_run.py.
     """
+    training.microbatch = broadcast_from_rank0(work.journal.microbatch if is_rank0() else None)
     if training.packing is not None and is_rank0():
         packing = training.packing
         work.journal.event(
@@ -303,7 +316,21 @@ def step(
     totals.add(report, seconds, before)
     if is_rank0():
         write_step_event(training, work, report, seconds)
+    if training.layout.world > 1 and training.done % own_work.STEPS == 0:
+        name_straggler(training, work)
     return report.stop
+
+
+def name_straggler(training: Training, work: JobInputs) -> None:
+    """Write an event if a rank's own work of the last steps took much longer. Collective."""
+    mine = json.dumps([training.own_work.take(), node_name()]).encode()
+    every = [json.loads(one) for one in gather_from_ranks(mine)]
+    slow = own_work.find_straggler([seconds for seconds, _ in every])
+    if is_rank0() and slow is not None:
+        rank, median = slow
+        seconds, node = every[rank]
+        values = {"rank": rank, "node": node, "seconds": seconds, "median": median}
+        work.journal.event("straggler", **values, steps=own_work.STEPS, after_step=training.done)
 
 
 def write_step_event(

@@ -41,6 +41,7 @@ from cray_agents.trainers.training.parallel_groups import (
     gather_from_ranks,
     is_rank0,
 )
+from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.trainers.training.relay import Relay
 from cray_agents.trainers.training.train_step import Training, build_of
 from cray_agents.training_jobs import JobSpec, WeightsSource
@@ -110,6 +111,7 @@ class Orders:
         self._session.note_current(None)
         turns = self._spec.turns
         while True:
+            CLOCK.tick()
             if self._stop.set or self._session.attempts > self._attempt:
                 return Order(None, code=EX_TEMPFAIL)
             for job_id in self._session.queue():

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cray_agents.errors import JobError, SetupError
 from cray_agents.paths import Home
+from cray_agents.trainers.job.health_gate import check_node
 from cray_agents.trainers.job.job_end import record_failure
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
@@ -26,6 +27,7 @@ from cray_agents.trainers.job.launch import (
     load_for_ranks,
     run_ranks,
 )
+from cray_agents.trainers.job.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.session.session_journal import SessionJournal
 
 
@@ -48,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except SetupError as problem:
         print(problem, flush=True)
+        note_end(session.folder, BadEnd(rank=-1, how=str(problem), node=node_name()))
         return 1
 
 
@@ -57,6 +60,7 @@ def run(session: SessionJournal) -> int:
     placement = find_placement(spec.layout.world, session.session_id)
     attempt = session.claim_attempt() if placement.node == 0 else session.attempts
     placement = replace(placement, attempt=attempt)
+    check_node(session.home.root)
     on_cpu = load_for_ranks(placement, spec.layout)
     from cray_agents.trainers.session import resident
 

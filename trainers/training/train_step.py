@@ -43,7 +43,9 @@ from cray_agents.trainers.models.ways import (
     source_of,
 )
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
+from cray_agents.trainers.training.own_work import OwnWork
 from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
+from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
@@ -116,6 +118,7 @@ class Training:
         self.recompute = recompute
         self.ranks = Ranks(layout, on_cpu, fp8=hyper.fp8 is not None)
         self.done = 0  # steps
+        self.microbatch: int | None = None  # tokens, if the job's own are too many for the memory
         self.saved: Path | None = None
         source = source or first_source(parent, model, hyper)
         self.chunks = build_chunks(
@@ -128,6 +131,8 @@ class Training:
         if self.shards is not None:
             fill_chunks(self.chunks, model, source)
             self.shards.weights_to_optimizer()
+        self.own_work = OwnWork(on_cpu)
+        _time_own_work(self.chunks, self.own_work)
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = _head_of(self.chunks)
         self._folded: Folded = []
@@ -189,7 +194,7 @@ class Training:
         for group in self.optimizer.param_groups:  # a client's commands may have changed them
             group["betas"], group["eps"] = (hyper.adam_beta1, hyper.adam_beta2), hyper.adam_eps
         self.optimizer.config.clip_grad = hyper.clip_grad
-        self.done, self.saved = 0, None
+        self.done, self.saved, self.microbatch = 0, None, None
 
     def take_weights(self, checkpoint: Path | None = None) -> None:
         """Load a checkpoint's weights; with None, the weights that the job starts from."""
@@ -277,6 +282,7 @@ class Training:
         self.ranks.seed(self.hyper.seed, self.done)
         drift = self._drift(baseline, units)
         self.drop_gradients()
+        self.own_work.begin()
         members = _members(units)
         sums = self._sums(baseline, units, drift, baseline.weight_scale(members), learn=True)
         stops, _ = sums.pop("stop")
@@ -305,7 +311,9 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
             group["weight_decay"] = decay * group.get("wd_mult", 1.0)
-        return float(self.optimizer.step()[1])
+        norm = float(self.optimizer.step()[1])
+        CLOCK.ready = True
+        return norm
 
     def drop_gradients(self) -> None:
         """Set all gradients to zero."""
@@ -422,11 +430,14 @@ class Training:
         units: Sequence[Sequence[int]],
         columns: Columns | None = None,
     ) -> tuple[list[Packed], list[list[int]]]:
-        """Pack this data rank's share of units; return the micro-batches and their members."""
+        """Pack this data rank's share of units; return the micro-batches and their members.
+
+        A sequence that is longer than a micro-batch has one of its own.
+        """
         return microbatches(
             samples,
             units,
-            self.hyper.max_tokens_per_microbatch,
+            self.microbatch or self.hyper.max_tokens_per_microbatch,
             self.ranks.data_rank,
             self.layout.data,
             columns=columns,
@@ -454,6 +465,7 @@ class Training:
 
         It never waits for a GPU, which therefore computes while the next micro-batch is prepared.
         """
+        CLOCK.tick()
         share = self.ranks.share(next(batches))
         rows = np.flatnonzero(share.mask)
         # only trained tokens need logits; without any, one row keeps the graph alive
@@ -519,6 +531,15 @@ class Training:
         finally:
             for chunk in self.wrapped_chunks:
                 chunk.train()
+
+
+def _time_own_work(chunks: Sequence[Any], own_work: OwnWork) -> None:
+    """Let the sum of gradients over data ranks end a step's own work."""
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(chunks[0])
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func = own_work.timed(config.finalize_model_grads_func)
 
 
 def _head_of(chunks: Sequence[Any]) -> Any:

@@ -131,6 +131,18 @@ def _taken_up(event: Event) -> str:
     return f"the session took it up from {place} in {event['seconds']:.2f} s"
 
 
+def _verdict(event: Event) -> str:
+    return f"attempt {event['attempt']} ended: {event['message']}; {event['done']}"
+
+
+def _straggler(event: Event) -> str:
+    times = event["seconds"] / event["median"]
+    return (
+        f"rank {event['rank']} on {event['node']} is slow: {event['seconds']:.3f} s a step for its"
+        f" own work, {times:.1f} times the median, over {event['steps']} steps"
+    )
+
+
 def _unknown(event: Event) -> str:
     fields = {name: value for name, value in event.items() if name not in ("event", "time")}
     return f"{event['event']}: " + ", ".join(f"{name} {value}" for name, value in fields.items())
@@ -145,6 +157,8 @@ _DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "evaluation": _evaluation,
     "agreement": _agreement,
     "saved": _saved,
+    "verdict": _verdict,
+    "straggler": _straggler,
     "failed": lambda event: f"failed: {event['message']}",
     "retried": lambda event: f"tried again: {'; '.join(event['changes'])}",
     "succeeded": lambda event: f"succeeded: checkpoint {event['checkpoint']}",
@@ -171,6 +185,7 @@ def job_report(home: Home, job_id: str) -> Json:
         "layout_reasons": [why for e in events if e["event"] == "layout" for why in e["reasons"]],
         "status": status.model_dump(mode="json"),
         "attempts": _attempts(journal),
+        "verdicts": [e for e in events if e["event"] == "verdict"],
         "progress": _progress(events, status.step, status.steps, status.state),
         "evaluations": [e for e in events if e["event"] == "evaluation"],
         "agreement": agreements[-1] if agreements else None,
@@ -272,10 +287,12 @@ def _progress_rows(job: Json) -> list[tuple[str, str]]:
         state += f" after step {status['step']} of {status['steps']}"
     if progress["seconds_left"] is not None:
         state += f", about {clock(progress['seconds_left'])} left"
+    state += f"; it waits: {status['reason']}" if status["reason"] else ""
     measures = {name: value for name, value in status["metrics"].items() if name not in USUAL}
     return [
         ("state", state),
         ("attempts", "\n".join(attempts)),
+        ("ended early", "\n".join(_verdict(event) for event in job["verdicts"])),
         ("loss", _range(status["loss_first"], status["loss_last"])),
         ("trained", f"{status['trained_tokens']:,} tokens in {clock(status['seconds'])}"),
         ("pace", "" if pace is None else f"{pace:.3f} s a step, {rate or 0:,.0f} trained tokens/s"),

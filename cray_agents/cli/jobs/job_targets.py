@@ -161,12 +161,13 @@ def _train_without_platform(config: Config, spec: JobSpec, *, detach: bool) -> J
 
 
 def _make_trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "MegatronTrainer":
+    from cray_agents.trainers.job.failure import failure_settings
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.planning.cluster_resources import resources_of
 
     resources = resources_of(config, here=scheduler.on_this_host, host_gpus=scheduler.gpus)
     say(f"scheduler: {scheduler.reason}; trainer: {resources}")
-    return MegatronTrainer(config.root, scheduler, resources)
+    return MegatronTrainer(config.root, scheduler, resources, failures=failure_settings(config))
 
 
 def _save_and_stop(trainer: "MegatronTrainer", following: "Following", job_id: str) -> JobStatus:

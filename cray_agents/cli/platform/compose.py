@@ -66,6 +66,7 @@ from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import keep_up
 from cray_agents.runtime.store.redaction import Redactor
+from cray_agents.trainers.job.failure import failure_settings
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.job.restarter import restart_unfinished_jobs
 from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
@@ -112,6 +113,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount)
                 turns=training is not None,
                 parked_gib=config.train_session_parked_gib,
                 weight_transfer=config.weight_transfer,
+                failures=failure_settings(config),
             )
             platform = describe_platform(config, scheduler, resources)
             jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler)

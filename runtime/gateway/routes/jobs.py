@@ -272,9 +272,10 @@ def _status(status: JobStatus) -> Response:
 
 
 def _public(status: JobStatus) -> dict[str, Any]:
-    """Return a status for clients: its error names files without their folders."""
+    """Return a status for clients: its texts name files without their folders."""
     fields = status.model_dump(mode="json")
-    return {**fields, "error": status.error and without_paths(status.error)}
+    error = status.error and without_paths(status.error)
+    return {**fields, "error": error, "reason": without_paths(status.reason)}
 
 
 def _without_paths(event: dict[str, Any]) -> dict[str, Any]:

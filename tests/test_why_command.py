@@ -1,0 +1,75 @@
+"""`cray-agents why`: a loop's rejection, a replica's state, and what has no such name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents import ScriptedEngine
+from cray_agents.cli import main
+from cray_agents.cli.jobs.why import explain
+from cray_agents.errors import NotFound
+from cray_agents.generation import Generation
+from cray_agents.paths import Home
+from cray_agents.runtime.disk import checksums
+from tests.support.scripted_platform import platform
+
+
+def note(home: Home, loop: str, **values: Any) -> None:
+    record = Generation.model_validate({"holdout_success": 0.5, "holdout_tasks": 20, **values})
+    folder = home.loop(loop) / "generations"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = checksums.with_crc(record.model_dump_json().encode())
+    (folder / f"{record.generation}.json").write_bytes(text)
+
+
+def test_a_rejection_is_told_with_its_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = Home(tmp_path)
+    note(home, "sums", generation=0, version="calc@1")
+    note(home, "sums", generation=2, version="calc@2")
+    note(
+        home,
+        "sums",
+        generation=10,
+        version="calc@3",
+        promoted=False,
+        evidence=1.25,
+        wins=4,
+        losses=5,
+        ties=11,
+        stopped="3 generations in a row brought nothing",
+    )
+    told = explain(home, "sums")
+    assert (told["what"], told["state"]) == ("loop", "stopped")
+    text = " ".join(told["why"])
+    assert "Generation 10 of sums, calc@3, was not promoted." in text
+    assert "better in 4, worse in 5 and equal in 11 pairs" in text and "is 1.25" in text
+    assert "3 generations in a row brought nothing" in text
+    monkeypatch.setattr(sys, "argv", ["cray-agents", "why", "sums", "--home", str(tmp_path)])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert "Next: " in capsys.readouterr().out
+    with pytest.raises(NotFound, match=r"no job 'other'.*loops: sums; replicas: replica-0"):
+        explain(home, "other")
+
+
+def test_a_replica_is_explained_by_the_platform(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    assert explain(home, "replica-0")["state"] == "none"
+    with platform(home.root, ScriptedEngine([])) as where:
+        argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+            info = {"url": where.url, "name": "m", "started": 0.0, "pid": process.pid}
+            home.platform.write_text(json.dumps(info))
+            try:
+                told = explain(home, "replica-0")
+                with pytest.raises(NotFound, match="there are 1 replicas"):
+                    explain(home, "replica-1")
+            finally:
+                process.kill()
+    assert told["state"] == "serving" and "replica-0 is serving with m@1" in told["why"][0]

@@ -1,0 +1,321 @@
+"""Failures told apart: the verdict on a command that ended early, and the rule that follows."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents.cli.jobs.job_page import job_report, sentence
+from cray_agents.cli.jobs.why import explain
+from cray_agents.paths import Home
+from cray_agents.ports import Command, CommandStatus
+from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
+from cray_agents.runtime.scheduler.pending_reasons import describe_reason
+from cray_agents.trainers.job.failure import FailureSettings, FailureVerdict, judge
+from cray_agents.trainers.job.hang_report import RankStack, culprit
+from cray_agents.trainers.job.job_status import read_handover, read_status
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
+from cray_agents.trainers.job.rank_monitor import (
+    BadEnd,
+    NodeClocks,
+    forget_end,
+    note_end,
+    read_end,
+)
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.training.progress_clock import ProgressClock
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
+
+TRACEBACK = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\n"
+RANK = BadEnd(rank=1, node="n7", how="died (exit code 1)")
+
+
+def verdict_on(
+    log: str = "", *, rank: str | None = None, reason: str = "", code: int = 1, **more: Any
+) -> FailureVerdict:
+    end = None if rank is None else RANK.model_copy(update={"log_tail": rank})
+    command = CommandStatus(
+        state="failed", exit_code=code, reason=reason, node=more.get("node", "")
+    )
+    started, on_cpu = more.get("started", True), more.get("on_cpu", False)
+    return judge(command, end, log, started=started, on_cpu=on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "rule"),
+    [
+        ({"reason": "NODE_FAIL", "node": "n3"}, "node", "elsewhere"),
+        ({"rank": "NVRM: Xid (PCI:0000:3b): 79, GPU has fallen off the bus"}, "gpu", "elsewhere"),
+        ({"rank": "CUDA error: uncorrectable ECC error encountered"}, "gpu", "elsewhere"),
+        ({"rank": "RuntimeError: ncclRemoteError: a peer went away"}, "network", "back_off"),
+        (
+            {"rank": f"{TRACEBACK}RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:4"},
+            "network",
+            "back_off",
+        ),
+        ({"rank": f"{TRACEBACK}OSError: [Errno 116] Stale file handle"}, "storage", "back_off"),
+        ({"reason": "OUT_OF_MEMORY"}, "host_memory", "back_off"),
+        ({"reason": "OUT_OF_MEMORY", "on_cpu": True}, "host_memory", "smaller"),
+        ({"rank": f"{TRACEBACK}MemoryError", "on_cpu": True}, "host_memory", "smaller"),
+        (
+            {"rank": f"{TRACEBACK}torch.OutOfMemoryError: CUDA out of memory. Tried to"},
+            "gpu_memory",
+            "smaller",
+        ),
+        ({"reason": "PREEMPTED"}, "preempted", "again"),
+        ({"log": "slurmstepd: error: *** JOB 5 ON n1 CANCELLED DUE TO PREEMPTION ***"}, "preempted",
+         "again"),
+        ({"reason": "TIMEOUT: TimeLimit"}, "time_limit", "again"),
+        ({"reason": "time limit"}, "time_limit", "again"),
+        ({"code": 75}, "stopped", "again"),
+        ({"reason": "it died with its platform"}, "stopped", "again"),
+        ({"log": "srun: error: Unable to create step", "started": False}, "launcher", "back_off"),
+        ({"code": 127, "started": False}, "launcher", "back_off"),
+        ({"rank": f"{TRACEBACK}TypeError: 'int' object is not callable"}, "program", "give_up"),
+        ({"rank": f"{TRACEBACK}my.own.KeyError: 'x'"}, "program", "give_up"),
+        ({"rank": f"{TRACEBACK}RuntimeError: something odd"}, "unknown", "again"),
+        ({"rank": "a log that says nothing"}, "unknown", "again"),
+    ],
+)  # fmt: skip
+def test_each_kind_of_failure_is_known_and_has_its_rule(
+    said: dict[str, Any], kind: str, rule: str
+) -> None:
+    verdict = verdict_on(said.pop("log", ""), **said)
+    assert (verdict.kind, verdict.rule) == (kind, rule), verdict
+    assert str(verdict) and verdict.remedy
+
+
+def test_the_culprits_own_log_decides_and_not_its_consequences() -> None:
+    """All ranks lose each other when one runs out of memory."""
+    mine = f"{TRACEBACK}torch.OutOfMemoryError: CUDA out of memory"
+    verdict = verdict_on("RuntimeError: Connection closed by peer", rank=mine)
+    assert (verdict.kind, verdict.node) == ("gpu_memory", "n7")
+    assert "CUDA out of memory" in verdict.evidence
+    gone = verdict_on("Connection closed by peer", reason="NODE_FAIL", node="n2", rank="")
+    assert (gone.kind, gone.rule) == ("node", "elsewhere")
+
+
+def test_a_hang_moves_the_job_only_if_its_process_was_stopped() -> None:
+    how = "no longer responds, for 9 s (it is stopped)"
+    stopped = RANK.model_copy(update={"how": how, "node_is_suspect": True})
+    loops = RANK.model_copy(update={"how": "has not moved for 9 s: it is in loss (a.py:3)"})
+    failed = CommandStatus(state="failed", exit_code=1)
+    verdicts = [judge(failed, e, "", started=True, on_cpu=True) for e in (stopped, loops)]
+    assert [(v.kind, v.rule, v.node) for v in verdicts] == [
+        ("hang", "elsewhere", "n7"),
+        ("hang", "back_off", "n7"),
+    ]
+    assert "loss (a.py:3)" in str(verdicts[1])
+
+
+# ---- what is a hang, and what is not
+def test_a_rank_moves_by_ticks_files_and_computing_and_not_by_waiting(tmp_path: Path) -> None:
+    clock = ProgressClock()
+    clock.moved()
+    time.sleep(0.2)
+    assert not clock.moved()
+    clock.tick()
+    assert clock.moved()
+    time.sleep(0.2)
+    assert not clock.moved()
+    (tmp_path / "saved").write_bytes(bytes(100_000))
+    assert clock.moved()
+    deadline = time.monotonic() + 60
+    while not clock.moved():
+        assert time.monotonic() < deadline
+        sum(range(100_000))
+
+
+def test_a_node_knows_whether_ranks_of_others_move(tmp_path: Path) -> None:
+    here, there = (NodeClocks(tmp_path, "end-1", node, 2) for node in (0, 1))
+    assert not here.others_move() or not here.others_move()  # nothing was written yet
+    there.write()
+    assert here.others_move() and not here.others_move()
+    there.write()
+    assert here.others_move()
+    here.write()
+    assert not here.others_move() and there.others_move()
+    alone = NodeClocks(tmp_path, "end-2", 0, 1)
+    alone.write()
+    assert not alone.others_move()
+
+
+def test_the_rank_that_keeps_the_others_waiting_is_the_culprit() -> None:
+    waits = [RankStack(n, "", "all_reduce 7 of group g", waits=True) for n in (0, 1, 3)]
+    late = RankStack(2, "", "all_reduce 6 of group g", waits=True)
+    works = RankStack(2, "", "loss (a.py:3)")
+    stopped = RankStack(2, "it is stopped")
+    for one in (late, works, stopped):
+        assert culprit([*waits, one])[0] is one
+    assert culprit([*waits, works])[1] == (
+        "it is in loss (a.py:3); ranks 0-1, 3 wait in all_reduce 7 of group g"
+    )
+
+
+def test_a_consequence_replaces_no_cause(tmp_path: Path) -> None:
+    cause = BadEnd(rank=-1, node="n1", how="health gate: node n1: no GPU")
+    note_end(tmp_path, cause)
+    note_end(tmp_path, RANK.model_copy(update={"followed": True}))
+    assert read_end(tmp_path) == cause
+    note_end(tmp_path, RANK)
+    assert read_end(tmp_path) == RANK
+    forget_end(tmp_path)
+    assert read_end(tmp_path) is None
+
+
+# ---- what the trainer does
+class Ends:
+    """A scheduler whose commands wait until the test says how they end."""
+
+    name = "ends"
+
+    def __init__(self) -> None:
+        self.commands: list[Command] = []
+        self.end: CommandStatus | None = None
+        self.reason = ""
+
+    def submit(self, command: Command) -> str:
+        self.commands.append(command)
+        self.end = None
+        return str(len(self.commands))
+
+    def status(self, name: str) -> CommandStatus:
+        waits = CommandStatus(state="queued", id=str(len(self.commands)), reason=self.reason)
+        return self.end or waits
+
+    def cancel(self, name: str) -> None: ...
+
+
+class Site:
+    """A trainer on such a scheduler, with a job of it."""
+
+    def __init__(self, folder: Path, *, pause: float = 0.0) -> None:
+        self.home, self.scheduler = Home(folder / "home"), Ends()
+        make_seed_model(folder / "parent", seed=0, corpus=["What is 1 + 1?"])
+        settings = FailureSettings(back_off=(pause,))
+        self.trainer = MegatronTrainer(self.home, self.scheduler, failures=settings)
+        spec = JobSpec(
+            dataset="d",
+            parent=str(folder / "parent"),
+            parent_sha256="0" * 64,
+            hyperparameters=Hyperparameters(steps=8),
+            layout=Layout(),
+        )
+        self.id = self.trainer.submit(spec).id
+        self.journal = JobJournal(self.home, self.id)
+
+    def end(self, reason: str = "", code: int = 1, *, node: str = "", rank: str = "") -> Any:
+        """End the command, and ask after the job."""
+        self.journal.claim_attempt()
+        if rank:
+            note_end(self.journal.folder, RANK.model_copy(update={"log_tail": rank}))
+        self.scheduler.end = CommandStatus(state="failed", exit_code=code, reason=reason, node=node)
+        return self.trainer.status(self.id)
+
+    @property
+    def verdicts(self) -> list[dict[str, Any]]:
+        return [event for event in self.journal.events() if event["event"] == "verdict"]
+
+
+def test_a_node_that_failed_is_left_out_for_a_time_and_told(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    assert site.scheduler.commands[-1].exclude == []
+    assert site.end("NODE_FAIL", node="n3").state == "queued"
+    assert site.scheduler.commands[-1].exclude == ["n3"]
+    (noted,) = site.verdicts
+    assert (noted["cause"], noted["node"], noted["attempt"]) == ("node", "n3", 1)
+    assert "n3 is left out for 60 minutes" in noted["done"]
+    assert "n3 is left out for 60 minutes" in site.journal.log.read_text()
+    assert "attempt 1 ended: its node failed (n3)" in sentence(noted, 8)
+    assert job_report(site.home, site.id)["verdicts"] == [noted]
+    site.end(rank="Xid 79, GPU has fallen off the bus")
+    assert site.scheduler.commands[-1].exclude == ["n7", "n3"]  # the newest first
+    told = " ".join(explain(site.home, site.id)["why"])
+    assert "its node failed (n3)" in told and "n7 is left out until" in told
+
+
+def test_an_exclusion_ends(tmp_path: Path) -> None:
+    assert exclude_node(tmp_path, "n1", 60, "bad", "job-1")
+    assert exclude_node(tmp_path, "n2", 1e-9, "bad", "job-1")
+    time.sleep(0.001)
+    assert [node.node for node in excluded_nodes(tmp_path)] == ["n1"]
+    (tmp_path / "n1.json").write_text("torn")
+    assert excluded_nodes(tmp_path) == [] and not list(tmp_path.iterdir())
+    assert not exclude_node(tmp_path, "../n1", 60, "no node's name", "job-1")
+
+
+def test_a_lost_network_is_tried_again_after_a_pause(tmp_path: Path) -> None:
+    site = Site(tmp_path, pause=30.0)
+    status = site.end(rank="Connection closed by peer")
+    assert (status.state, len(site.scheduler.commands)) == ("queued", 1)
+    assert "starts again in 30 s: the ranks lost each other (n7)" in status.reason
+    assert "the ranks lost each other" in read_status(site.home, site.id).reason
+    assert len(site.verdicts) == 1
+    site.trainer.status(site.id)
+    assert len(site.verdicts) == 1 and len(site.scheduler.commands) == 1
+    note = site.journal.folder / "scheduler.json"
+    due = read_handover(site.journal).model_copy(update={"due": time.time() - 1})
+    note.write_text(due.model_dump_json())
+    assert site.trainer.status(site.id).state == "queued"
+    assert len(site.scheduler.commands) == 2 and read_handover(site.journal).restarts == 1
+
+
+def test_memory_that_was_used_up_makes_micro_batches_smaller_and_changes_no_id(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path)
+    before = site.journal.spec()
+    sizes = []
+    for _ in range(MAX_RESTARTS + 1):
+        status = site.end("OUT_OF_MEMORY", 137)
+        sizes.append(site.journal.microbatch)
+    assert sizes == [2048, 1024, 512, 512] and status.state == "failed"
+    assert site.journal.spec() == before and before.id == site.id
+    assert "a node's memory was used up" in (status.error or "")
+    assert "2048 tokens a micro-batch" in site.verdicts[0]["done"]
+
+
+def test_a_programs_own_error_ends_the_job_at_once(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    status = site.end(rank=f"{TRACEBACK}ValueError: too many values to unpack")
+    assert status.state == "failed" and len(site.scheduler.commands) == 1
+    assert "ValueError: too many values to unpack" in (status.error or "")
+    assert site.verdicts[0]["done"] == "given up"
+    told = explain(site.home, site.id)
+    assert told["state"] == "failed" and "mend the cause" in told["next"]
+
+
+def test_what_a_start_did_is_not_blamed_on_the_next_one(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.journal.log.write_text("torch.OutOfMemoryError: CUDA out of memory\n")
+    site.end("NODE_FAIL", node="n1")
+    site.end(code=1)  # without a word
+    assert [event["cause"] for event in site.verdicts] == ["node", "unknown"]
+
+
+def test_slurm_that_cancels_a_job_for_another_is_no_user_who_does(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.journal.log.open("a") as log:
+        log.write("slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 1 DUE TO PREEMPTION ***\n")
+    site.scheduler.end = CommandStatus(state="cancelled", exit_code=143)
+    assert site.trainer.status(site.id).state == "queued"
+    assert [event["cause"] for event in site.verdicts] == ["preempted"]
+    site.scheduler.end = CommandStatus(state="cancelled", exit_code=143)  # nothing new in its log
+    assert site.trainer.status(site.id).state == "cancelled"
+
+
+def test_the_pending_reason_reaches_status_and_why(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.scheduler.reason = "AssocGrpGRES"
+    assert site.trainer.status(site.id).reason == "AssocGrpGRES"
+    assert read_status(site.home, site.id).reason == "AssocGrpGRES"
+    told = explain(site.home, site.id[:8])
+    assert "limit of your account" in told["why"][1] and "AssocGrpGRES" in told["why"][1]
+    assert describe_reason("SomethingNew")[0] == "SomethingNew"
+    site.scheduler.reason = ""
+    site.journal.claim_attempt()
+    site.scheduler.end = CommandStatus(state="running")
+    assert site.trainer.status(site.id).reason == ""
+    assert read_status(site.home, site.id).state == "running"

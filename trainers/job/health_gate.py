@@ -1,0 +1,143 @@
+"""Health gate: checks of a node, and of the ranks together, before a job or session begins.
+
+job.py and session_process.py call `check_node` on each node before anything else, and rank.py calls
+`check_ranks` when the ranks have met. A bad node costs seconds then, and not an hour later. The
+error names the node; the trainer leaves it out for a time (failure.py) and starts the job again.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cray_agents.errors import FULL, SetupError
+from cray_agents.runtime.disk import durable
+from cray_agents.trainers.job.rank_monitor import node_name
+
+ROOT_SECONDS = 60.0  # that the shared root may take for a small file
+GPU_SECONDS = 60.0  # that nvidia-smi may take
+SKEW_SECONDS = 10.0  # between a node's clock and the median: events and leases carry times
+QUERY = "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
+NUMBERS = 1 << 18  # float32, of the sum over all ranks
+
+
+def gate_error(node: str, problem: str) -> SetupError:
+    """Return the error of a node that failed, as failure.py finds it in a log."""
+    return SetupError(f"health gate: node {node}: {problem}")
+
+
+# ---- in the launcher
+def check_node(root: Path) -> None:
+    """Check the shared root and the GPUs from this node. Raises SetupError."""
+    check_root(root)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None:
+        check_gpus()
+
+
+def check_root(root: Path, seconds: float = ROOT_SECONDS) -> None:
+    """Write, rename and read a small file on the shared root. Raises SetupError.
+
+    It tries for a third of the time: a file system may be away for seconds, everywhere. A full one
+    is no node's fault; the job itself says so.
+    """
+    problem = f"the shared root {root} did not answer within {seconds:g} s"
+    deadline = time.monotonic() + seconds / 3
+
+    def try_root() -> None:
+        nonlocal problem
+        path = root / f".gate-{node_name()}-{os.getpid()}"
+        content = os.urandom(64)
+        while True:
+            try:
+                durable.replace_file(path, content)
+                whole = path.read_bytes() == content
+                path.unlink()
+                problem = "" if whole else f"{path} did not hold what was written"
+                return
+            except OSError as error:
+                if error.errno in FULL:
+                    problem = ""
+                    return
+                if time.monotonic() > deadline:
+                    problem = f"{path} cannot be written: {error.strerror or error}"
+                    return
+            time.sleep(seconds / 100)
+
+    trial = threading.Thread(target=try_root, daemon=True)
+    trial.start()
+    trial.join(seconds)
+    if problem:
+        raise gate_error(node_name(), problem)
+
+
+def check_gpus(seconds: float = GPU_SECONDS) -> None:
+    """Ask nvidia-smi for memory errors of this node's GPUs. Raises SetupError."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", QUERY, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"nvidia-smi did not answer within {seconds:g} s"
+        raise gate_error(node_name(), problem) from None
+    text = done.stdout + done.stderr
+    if done.returncode and "not a valid field" not in text:  # an older driver has fewer fields
+        raise gate_error(node_name(), f"nvidia-smi: {text.strip()[:300]}")
+    if problem := gpu_problem(done.stdout if done.returncode == 0 else ""):
+        raise gate_error(node_name(), problem)
+
+
+def gpu_problem(text: str) -> str:
+    """Return the first problem in nvidia-smi's rows of index, ECC errors, failed remappings."""
+    for row in text.splitlines():
+        index, *values = (cell.strip() for cell in row.split(","))
+        errors, failed = [*values, "", ""][:2]
+        if errors.isdecimal() and int(errors) > 0:
+            return f"GPU {index} has {errors} uncorrectable ECC errors since its driver was loaded"
+        if failed.lower() in ("yes", "1"):
+            return f"GPU {index} could not remap a damaged row of its memory"
+    return ""
+
+
+# ---- in the ranks
+def check_ranks(on_cpu: bool) -> None:
+    """Add numbers over all ranks and compare the nodes' clocks. Raises SetupError. Collective."""
+    import torch
+
+    from cray_agents.trainers.training.parallel_groups import gather_from_ranks
+
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    if world == 1:
+        return
+    device = torch.device("cpu" if on_cpu else "cuda")
+    numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
+    torch.distributed.all_reduce(numbers)
+    wrong = int((numbers != world * (world + 1) / 2).sum())
+    mine = json.dumps([node_name(), time.time(), wrong]).encode()
+    every = [json.loads(one) for one in gather_from_ranks(mine)]
+    refuse_ranks(every)
+
+
+def refuse_ranks(every: Sequence[Any]) -> None:
+    """Raise SetupError for a node whose sum is wrong, or whose clock is.
+
+    Args:
+        every: by rank: its node, its clock (unix seconds) at about the same moment, and how many
+            numbers of the sum were wrong.
+    """
+    for node, _, wrong in every:
+        if wrong:
+            raise gate_error(node, f"a sum over all ranks came out wrong in {wrong} numbers")
+    median = statistics.median(clock for _, clock, _ in every)
+    node, clock, _ = max(every, key=lambda one: abs(one[1] - median))
+    if abs(clock - median) > SKEW_SECONDS:
+        raise gate_error(node, f"its clock is {clock - median:+.1f} s from the other nodes'")
