@@ -310,7 +310,7 @@ def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int
         pulse(pipe)
         code = main(stop)
     except CrayError as problem:
-        if _restart_may_help(problem):
+        if restart_may_help(problem):
             print(problem)
         else:
             refuse(pipe, str(problem))
@@ -320,7 +320,7 @@ def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int
         os._exit(code)
 
 
-def _restart_may_help(problem: CrayError) -> bool:
+def restart_may_help(problem: CrayError) -> bool:
     """Return True for a full disk or a machine that lacks something: not the job's fault."""
     return isinstance(problem, SetupError | StoreError) and not isinstance(problem, Corrupt)
 
