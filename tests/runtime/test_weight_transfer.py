@@ -285,7 +285,7 @@ def test_a_replica_that_never_joins_or_receives_holds_up_no_other_one(
         offer = find_offers(home.sessions, sha256)[0]
         for attempt in range(2):
             with (
-                closing(socket.create_connection((offer.host, offer.port))) as peer,
+                closing(socket.create_connection((offer.host, offer.port), 60)) as peer,
                 peer.makefile("rwb") as lines,
             ):
                 hello = json.dumps({"token": offer.token, "gpus": ["a"]}).encode() + b"\n"
