@@ -23,8 +23,10 @@ from cray_agents.trainers.checkpointing.weight_links import LINKS
 from cray_agents.trainers.job import rank as rank_module
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.session import resident
+from cray_agents.training_commands import Save
 from cray_agents.training_jobs import Layout
 from tests.support.scripted_vllm import gloo_link, scripted_host
+from tests.support.trainers.command_client import Client
 from tests.support.trainers.running_session import RunningSession, children_of
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
@@ -116,8 +118,24 @@ def test_a_bad_job_fails_and_the_next_is_trained(lab: Any) -> None:
     assert exploded.status().state == "failed" and "lower the learning rate" in (
         exploded.status().error
     )
+    client = Client(lab, session)
+    client.do(Save())
+    damaged = client.job.folder / "commands" / "2"
+    damaged.write_bytes((client.job.folder / "commands" / "1").read_bytes()[:-2])
+    while client.job.status() is None:
+        session.journal.hand_over(client.job.job_id)
+        session.check()
+        time.sleep(0.01)
+    assert client.job.status().state == "failed" and str(damaged) in client.job.status().error
+    torn = lab.home.job("job-torn")
+    torn.mkdir()
+    (torn / "spec.json").write_text("{")
+    for unreadable in ("job-torn", "job-nowhere"):
+        session.journal.hand_over(unreadable)
     whole = session.train(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2}))
     assert whole.status().state == "succeeded", session.log
+    assert session.journal.queue() == [] and session.journal.attempts == 1
+    assert "job-torn cannot be taken up" in session.log
     assert session.end() == 0, session.log
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from cray_agents.errors import CrayError, SetupError
+from cray_agents.errors import Corrupt, CrayError, NotFound, SetupError
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.trainers.checkpointing import resume
@@ -115,7 +115,7 @@ class Orders:
                 return Order(None, code=EX_TEMPFAIL)
             for job_id in self._session.queue():
                 journal = JobJournal(self._session.home, job_id)
-                if already_ended(journal, journal.spec()) is not None:
+                if self._nothing_to_do(journal):
                     self._session.withdraw(job_id)
                 elif turns and not self._session.has_turn:
                     idle_since = time.monotonic()
@@ -132,6 +132,15 @@ class Orders:
                 return Order(None)
             time.sleep(wait)
             wait = min(LONGEST_WAIT, wait * 1.02)
+
+
+    def _nothing_to_do(self, journal: JobJournal) -> bool:
+        """Return True for a job that has ended, or whose spec cannot be read."""
+        try:
+            return already_ended(journal, journal.spec()) is not None
+        except (Corrupt, NotFound) as problem:  # whoever asks for the job's status is told the same
+            print(f"{journal.job_id} cannot be taken up: {problem}", flush=True)
+            return True
 
 
 class Resident:
