@@ -133,7 +133,6 @@ class Orders:
             time.sleep(wait)
             wait = min(LONGEST_WAIT, wait * 1.02)
 
-
     def _nothing_to_do(self, journal: JobJournal) -> bool:
         """Return True for a job that has ended, or whose spec cannot be read."""
         try:
