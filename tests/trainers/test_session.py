@@ -179,6 +179,7 @@ def test_whatever_a_job_is_refused_for_its_session_lives(
         ("config.json implies", spec(lying, hyper={"seed": 1})),
         ("config.json", spec(lying, hyper=native)),
         ("safetensors", spec(cut)),
+        ("no config.json", spec(tmp_path / "gone", parent_sha256="0" * 64)),
         ("has infinite numbers or NaN", spec(nan)),
         ("the loss is nan", spec(nan, hyper=native)),
         ("the loss is nan", spec(**teacher)),
