@@ -473,8 +473,8 @@ def _refusal_of_all(name: str, problem: CrayError) -> str | None:
 
 def _collectives() -> dict[str, int]:
     """Return the number of collectives that this rank has issued in each of its groups."""
-    groups = distributed_c10d._world.pg_names.items()
-    return {str(name): int(group._get_sequence_number_for_group()) for group, name in groups}
+    groups: dict[Any, Any] = dict(distributed_c10d._world.pg_names)  # torch's stubs lack the method
+    return {str(name): group._get_sequence_number_for_group() for group, name in groups.items()}
 
 
 @contextlib.contextmanager
