@@ -184,26 +184,6 @@ async def test_a_replica_that_dies_half_way_starts_again_from_files(tmp_path: Pa
     assert 0 < len(vllm.came) < len(after)
 
 
-async def test_a_replica_that_dies_unnoticed_half_way_holds_up_no_other_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks' broadcasts wait for it for ever, as NCCL's would; another replica is served."""
-    monkeypatch.setattr(weight_sender, "BUSY", 3600.0)
-    home, after = Home(tmp_path), tensors(2)
-    old, new = checkpoint(home, "c1", tensors(1)), checkpoint(home, "c2", after)
-    with offered(home, new, after):
-        for faults in ({"vanish"}, set[str]()):
-            async with scripted_host(home.sessions, faults) as host:
-                pool = Pool([host])
-                await pool.start(old, "m@1", checkpoints.read_manifest(old).probe)
-                host.vllm.calls.clear()
-                await pool.swap(new, "m@2", checkpoints.read_manifest(new).probe)
-                assert_equal(host.vllm.weights, after)
-                assert ("boot" in host.vllm.calls) == bool(faults), host.load_note
-                await pool.stop()
-    assert len(host.vllm.came) == len(after)
-
-
 class TornLink(NcclLink):
     """A link that breaks when it has sent once."""
 

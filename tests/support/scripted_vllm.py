@@ -75,15 +75,14 @@ def logprobs(weights: Tensors, token_ids: list[int]) -> list[float]:
 class ScriptedVllm:
     """One vLLM process. `calls` are its routes and workers' methods in their order.
 
-    `faults`: `drop` loses a tensor that came; `die` ends the process in the second update, and with
-    `vanish` its group does not notice; `hang` makes this update last until the server ends.
+    `faults`: `drop` loses a tensor that came; `die` ends the process in the second update; `hang`
+    makes this update last until the server ends.
     """
 
     def __init__(self, faults: Collection[str] = ()) -> None:
         self.faults = set(faults)
         self.calls: list[str] = []
         self.came: list[str] = []  # the tensors that came directly
-        self.left: list[Any] = []  # the groups of a process that is gone
         self.weights: Tensors = {}
         self.dead = True
         self._ended = asyncio.Event()
@@ -144,12 +143,10 @@ class ScriptedVllm:
     async def _update_weights(self, update_info: dict[str, Any]) -> Any:
         assert self._coming is not None and self._group is not None
         self._updates += 1
-        if self._updates == 2 and self.faults & {"die", "hang", "vanish"}:
+        if self._updates == 2 and self.faults & {"die", "hang"}:
             if "hang" in self.faults:
                 await self._ended.wait()
-            if "vanish" in self.faults:
-                self.left.append((self._group, self._groups))
-            self.faults -= {"die", "vanish"}
+            self.faults -= {"die"}
             self.dead, self._group, self._groups = True, None, {}
             raise RuntimeError("killed")
         try:
