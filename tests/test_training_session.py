@@ -66,6 +66,10 @@ def a_list(logprobs: list[torch.Tensor], data: Sequence[Datum]) -> Any:
     return logprobs[0]
 
 
+def broken(logprobs: list[torch.Tensor], data: Sequence[Datum]) -> torch.Tensor:
+    raise ZeroDivisionError("in the client's own code")
+
+
 async def margin(session: TrainingSession) -> float:
     good, bad = await session.score(PAIR)
     return sum(good) - sum(bad)
@@ -84,6 +88,15 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
             await session.forward_backward(PAIR, wrong)
     with pytest.raises(BadInput, match="lacks logprobs, which ppo needs"):
         await session.forward_backward(PAIR, "ppo")
+    with pytest.raises(BadInput, match="loss: Input should be 'cross_entropy', 'importance"):
+        await session.forward_backward(PAIR, "gspo")  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        await session.forward_backward(PAIR, broken)
+    with pytest.raises(BadInput, match="made with another tokenizer"):
+        await session.forward_backward([Datum(token_ids=[5, 10**6])])
+    stranger = JobStatus(id="job-of-another-root", state="running", steps=1)
+    with pytest.raises(NotFound):
+        await TrainingSession(session._http, stranger, 0).save()
     losses = []
     for _ in range(3):
         losses.append((await session.forward_backward(PAIR, preference)).loss)
@@ -94,6 +107,7 @@ async def test_a_loop_and_a_loss_of_ones_own(site: Platform, tmp_path: Path) -> 
     # the session's processes die, and another client goes on with it
     home = Home(tmp_path / "home")
     [journal] = sessions(home)
+    assert journal.attempts == 1  # what was refused above ended no process
     claim = checksums.read_json(journal.folder / "attempts" / str(journal.attempts))
     os.kill(claim["pid"], signal.SIGKILL)
     failed = JobStatus(id=session.job_id, state="failed", steps=1, error="the disk was full")

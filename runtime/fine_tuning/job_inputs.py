@@ -1,9 +1,10 @@
 """Job inputs: make a JobSpec from a fine-tuning job's training and validation files.
 
-tuning_jobs.py calls `validate` in a thread if the files are small. Otherwise it starts a process,
-`python -m cray_agents.runtime.fine_tuning.job_inputs HOME JOB CODE PID`. A few thousand examples
-hold Python's lock for half a second at a time, which would delay every request of the gateway.
-Either way the result is a file, written once.
+tuning_jobs.py starts a process, `python -m cray_agents.runtime.fine_tuning.job_inputs HOME JOB CODE
+PID`. It needs no torch, which transformers would import into the gateway, and a few thousand
+examples hold Python's lock for half a second at a time, which would delay every request. Where
+torch is imported already, a thread calls `validate` for small files. Either way the result is a
+file, written once.
 
 Values of `"auto"`, for n examples (dpo: pairs) and a model of hidden size h:
 

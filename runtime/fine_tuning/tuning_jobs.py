@@ -36,7 +36,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.training_jobs import JobStatus
 
-SMALL_BYTES = 1 << 16  # of files that a thread may validate
+SMALL_BYTES = 1 << 16  # of files that a thread may validate, where torch is imported already
 LOOK_SECONDS = 1.0  # between looks at a job that trains
 TROUBLE_SECONDS = 10.0  # after a look that failed
 COLUMNS = {  # of the result file, with their names in a step event
@@ -148,7 +148,8 @@ class FineTuning:
         request = state.request
         contents = [request.training_sha256, request.validation_sha256]
         sizes = [self.files.blobs.size(sha256) or 0 for sha256 in contents if sha256 is not None]
-        if sum(sizes) <= SMALL_BYTES:
+        # transformers would import torch, with 340 MB, into a process that has not done so
+        if "torch" in sys.modules and sum(sizes) <= SMALL_BYTES:
             await asyncio.to_thread(validate, self.home, job_id, self.code)
             return
         argv = [sys.executable, "-m", job_inputs.__name__, str(self.home.root), job_id]

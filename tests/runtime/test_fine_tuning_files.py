@@ -5,6 +5,8 @@ import io
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +358,47 @@ def test_a_large_file_is_read_in_a_process_of_its_own(site: Site) -> None:
     assert job.metadata["job"] and job.hyperparameters.n_epochs == 3
     bad = site.until(site.create([*large, {"messages": []}]).id, "failed")
     assert "line 501: messages must be" in bad.error.message
+
+
+FOLLOW = """
+import asyncio, sys
+from pathlib import Path
+from cray_agents.paths import Home
+from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.runtime.scheduler.local import LocalProcesses
+
+async def follow(home, job_id, scheduler):
+    trainer = MegatronTrainer(home, scheduler)
+    tuning = FineTuning(home, Registry(home), trainer, Files(home), code="")
+    tuning.follow(job_id)
+    while tuning.folder.read_validated(job_id) is None:
+        await asyncio.sleep(0.02)
+    await tuning.close()
+    trainer._check(tuning.folder.read_validated(job_id).spec)
+
+home = Home(Path(sys.argv[1]))
+with LocalProcesses(home.root / "local") as scheduler:
+    asyncio.run(follow(home, sys.argv[2], scheduler))
+print(sorted({"torch", "transformers", "pyarrow"} & set(sys.modules)))
+"""
+
+
+def test_a_process_without_torch_stays_so(tmp_path: Path, model: Path) -> None:
+    """A gateway that validates a small file; here pytest's has torch, so another one does."""
+    site = Site(tmp_path / "home", model)
+    with site.served():
+        job = site.submitted()
+    here = TuningFolder(site.home).read_validated(job.id)
+    (site.home.fine_tuning / f"{job.id}.validated").unlink()  # it died while it read the file
+    argv = [sys.executable, "-c", FOLLOW, str(site.home.root), job.id]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.stdout == "[]\n", ran.stderr
+    there = TuningFolder(site.home).read_validated(job.id)
+    assert here is not None and there is not None
+    assert there.spec == here.spec.model_copy(update={"code": ""})
 
 
 def test_a_model_that_cannot_be_trained_fails_its_jobs(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tinker's wire API: the real client against the real gateway, over scripted engine and trainer."""
 
 import json
+import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.training_commands import ForwardBackward, OptimStep, Publish, Save
 from cray_agents.training_jobs import JobSpec
+from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import Gateway, Reply, served
 from tests.support.scripted_platform import platform
 from tests.support.tinker.environment import TokenEngine, run
@@ -203,6 +205,49 @@ async def test_futures_outlive_the_gateway(tmp_path: Path) -> None:
         assert (await gateway.call("POST", "/api/v1/unload_model", json=unload))[0] == 200
         after = await send(gateway, forward_backward("s:train:3", 2, right))
         assert b"is cancelled: it takes no commands" in after.body
+
+
+async def test_weights_that_met_a_full_disk_are_saved_once_there_is_room(tmp_path: Path) -> None:
+    """Under their own name, and later ones do not rely on them."""
+    new = {"session_id": "s", "model_seq_id": 0, "base_model": "calc"}
+    adam = {"model_id": "s:train:0", "adam_params": {}}
+    model = bare_model(tmp_path / "large", b"x" * (1 << 20))
+    async with served(tmp_path, model=model) as gateway:
+
+        async def saved(sequence: int, name: str, kind: str = "sampler_weights") -> Any:
+            save = {"model_id": "s:train:0", "seq_id": sequence, "path": name}
+            route = "save_weights_for_sampler" if kind == "sampler_weights" else "save_weights"
+            status, sent = await gateway.call("POST", f"/api/v1/{route}", json=save)
+            return await gateway.call("POST", RETRIEVE, json=sent) if status == 200 else sent
+
+        await gateway.call("POST", "/api/v1/create_model", json=new)
+        await send(gateway, forward_backward("s:train:0", 1, datum([1, 2], [2, 3], [0, 1])))
+        await gateway.call("POST", "/api/v1/optim_step", json={**adam, "seq_id": 2})
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, before[1]))
+        try:
+            for sequence, name in ((3, "a"), (4, "b")):
+                _, failed = await saved(sequence, name)
+                assert failed["error"] == "the checkpoint was not written: File too large"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        for sequence, name, kind in (
+            (5, "a", "sampler_weights"),
+            (6, "c", "sampler_weights"),
+            (7, "a", "weights"),
+        ):
+            status, answer = await saved(sequence, name, kind)
+            assert (status, answer.get("path")) == (200, f"tinker://s:train:0/{kind}/{name}")
+        taken = await saved(8, "a")
+        assert "was saved by request 5: saved weights never change" in taken["error"]["message"]
+        home = gateway.services.home
+        journal = CommandJournal(home.job(home_job(home, "s:train:0")))
+        kinds = [type(journal.command(number)) for number in range(3, 8)]
+        assert kinds == [Publish, Publish, Publish, Save, Save]
+        versions = [version.id for version in gateway.services.registry.versions("calc")]
+        assert versions == ["calc@1", "calc@2"]
+        ask = {"request_id": "s:train:0/3/sampler_weights/a"}  # its own future still says why
+        assert "File too large" in (await gateway.call("POST", RETRIEVE, json=ask))[1]["error"]
 
 
 @pytest.mark.parametrize(

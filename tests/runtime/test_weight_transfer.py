@@ -236,31 +236,37 @@ async def test_a_replica_that_waits_for_a_lost_rank_is_started_again(
 
 
 class LostLink(NcclLink):
-    """A link whose first replica never joins, as NCCL waits for one that is gone."""
+    """A link whose first replica never joins, or receives, as NCCL waits for one that is gone."""
 
-    joins, end, closed = 0, threading.Event(), threading.Semaphore(0)
+    lost, calls, end, closed = "join", 0, threading.Event(), threading.Semaphore(0)
 
     def join(self) -> None:
-        type(self).joins += 1
-        if self.joins == 1:
-            self.end.wait()
+        self._wait("join")
 
     def push(self, batch: Any) -> None:
-        pass
+        self._wait("push")
+
+    def _wait(self, step: str) -> None:
+        if step == self.lost:
+            type(self).calls += 1
+            if self.calls == 1:
+                self.end.wait()
 
     def close(self) -> None:
         self.closed.release()
 
 
 @pytest.mark.parametrize("gone", [True, False], ids=["hangs up", "is silent"])
-def test_a_replica_that_never_joins_holds_up_no_other_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+@pytest.mark.parametrize("lost", ["join", "push"])
+def test_a_replica_that_never_joins_or_receives_holds_up_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool, lost: str
 ) -> None:
-    monkeypatch.setattr(LostLink, "joins", 0)
+    monkeypatch.setattr(LostLink, "lost", lost)
+    monkeypatch.setattr(LostLink, "calls", 0)
     monkeypatch.setattr(LostLink, "end", threading.Event())
     monkeypatch.setattr(LostLink, "closed", threading.Semaphore(0))
     if not gone:
-        monkeypatch.setattr(weight_sender, "JOIN", 0.05)
+        monkeypatch.setattr(weight_sender, lost.upper(), 0.05)
     home, weights = Home(tmp_path), tensors(2)
     directory = checkpoint(home, "c2", weights)
     sha256 = checkpoints.read_manifest(directory).weights_sha256
@@ -272,20 +278,24 @@ def test_a_replica_that_never_joins_holds_up_no_other_one(
         offer = find_offers(home.sessions, sha256)[0]
         for attempt in range(2):
             with (
-                closing(socket.create_connection((offer.host, offer.port))) as peer,
+                closing(socket.create_connection((offer.host, offer.port), 60)) as peer,
                 peer.makefile("rwb") as lines,
             ):
                 hello = json.dumps({"token": offer.token, "gpus": ["a"]}).encode() + b"\n"
                 lines.write(hello)
                 lines.flush()
                 assert json.loads(lines.readline())["tensors"]
-                ask = [{"join": True}] if attempt == 0 else [{"join": True}, {"send": []}]
+                joins = lost == "push" or attempt == 1
+                ask = [{"join": True}, {"send": []}] if joins else [{"join": True}]
                 lines.write(b"".join(json.dumps(one).encode() + b"\n" for one in ask))
                 lines.flush()
-                if attempt == 1:
+                if joins:
                     assert json.loads(lines.readline()) == {"update": {}}
+                if attempt == 1:
+                    pass
                 elif not gone:
-                    assert "did not join" in json.loads(lines.readline())["error"]
+                    why = "did not join" if lost == "join" else "did not receive"
+                    assert why in json.loads(lines.readline())["error"]
                 else:
                     peer.shutdown(socket.SHUT_RDWR)
         assert LostLink.closed.acquire(timeout=60)  # of the second one

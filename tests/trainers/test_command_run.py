@@ -34,7 +34,7 @@ from cray_agents.training_commands import (
 )
 from cray_agents.training_jobs import Layout
 from tests.support.trainers.command_client import RATE, Client, data_of, differ, weights_of
-from tests.support.trainers.running_session import RunningSession
+from tests.support.trainers.running_session import RunningSession, children_of
 
 pytestmark = pytest.mark.megatron
 
@@ -288,10 +288,6 @@ def limit_files(session: RunningSession, size: int) -> None:
     """Limit the size of the files that a session's ranks can write: EFBIG, as of a full disk."""
     for rank in children_of(session.pid):
         resource.prlimit(rank, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_bad_commands_are_refused_and_the_run_goes_on(lab: Any) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,21 +12,28 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.trainers.checkpointing import hf_export
+from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
 from cray_agents.trainers.checkpointing.weight_links import LINKS
+from cray_agents.trainers.job import rank as rank_module
 from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.session import resident
+from cray_agents.training_commands import Save
 from cray_agents.training_jobs import Layout
 from tests.support.scripted_pool import until
 from tests.support.scripted_vllm import gloo_link, scripted_host
-from tests.support.trainers.running_session import RunningSession
+from tests.support.trainers.command_client import Client
+from tests.support.trainers.running_session import RunningSession, children_of
+from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 pytestmark = pytest.mark.megatron
 
@@ -115,9 +123,117 @@ def test_a_bad_job_fails_and_the_next_is_trained(lab: Any) -> None:
     assert exploded.status().state == "failed" and "lower the learning rate" in (
         exploded.status().error
     )
+    client = Client(lab, session)
+    client.do(Save())
+    damaged = client.job.folder / "commands" / "2"
+    damaged.write_bytes((client.job.folder / "commands" / "1").read_bytes()[:-2])
+    while client.job.status() is None:
+        session.journal.hand_over(client.job.job_id)
+        session.check()
+        time.sleep(0.01)
+    assert client.job.status().state == "failed" and str(damaged) in client.job.status().error
+    torn = lab.home.job("job-torn")
+    torn.mkdir()
+    (torn / "spec.json").write_text("{")
+    for unreadable in ("job-torn", "job-nowhere"):
+        session.journal.hand_over(unreadable)
     whole = session.train(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2}))
     assert whole.status().state == "succeeded", session.log
+    assert session.journal.queue() == [] and session.journal.attempts == 1
+    assert "job-torn cannot be taken up" in session.log
     assert session.end() == 0, session.log
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whatever_a_job_is_refused_for_its_session_lives(
+    lab: Any, tmp_path: Path, ranks: int
+) -> None:
+    """Each refused job says why, and the processes that refused it train the next one."""
+    lab.dataset()
+    damaged = lab.home.dataset(lab.dataset("damaged")) / "train-00000.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    lab.dataset("distilled", method="distill")
+    others = {kind: tmp_path / kind for kind in ("gpt2", "deepseek_v4")}
+    for kind, folder in others.items():
+        write_parent(folder, FAMILIES[kind](), dtype=torch.float32)
+    nan, lying, cut = (tmp_path / name for name in ("nan", "lying", "cut"))
+    for folder in (nan, lying, cut):
+        shutil.copytree(lab.models("qwen3"), folder)
+    weights = load_file(nan / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, nan / "model.safetensors", {"format": "pt"})
+    config = (lying / "config.json").read_text()
+    (lying / "config.json").write_text(config.replace('"intermediate_size": 96', '"x": 1'))
+    with (cut / "model.safetensors").open("r+b") as file:
+        file.truncate(2000)
+
+    def spec(parent: Any = "qwen3", **changes: Any) -> Any:
+        hyper = {"steps": 2, "way": "universal", **changes.pop("hyper", {})}
+        return lab.spec(parent, layout={"data": ranks}, hyper=hyper, **changes)
+
+    teacher = {"teacher": str(nan), "teacher_sha256": weights_sha256(nan)}
+    teacher |= {"dataset": "distilled", "method": "distill"}
+    native = {"way": "native"}
+    session = RunningSession(lab.home, Layout(data=ranks))
+    while len(pids := children_of(session.pid)) < ranks:
+        session.check()
+    first = session.train(spec())
+    assert first.status().state == "succeeded", session.log
+    refused = [
+        ("is damaged", spec(dataset="damaged")),
+        ("config.json implies", spec(lying, hyper={"seed": 1})),
+        ("config.json", spec(lying, hyper=native)),
+        ("safetensors", spec(cut)),
+        ("no config.json", spec(tmp_path / "gone", parent_sha256="0" * 64)),
+        ("has infinite numbers or NaN", spec(nan)),
+        ("the loss is nan", spec(nan, hyper=native)),
+        ("the loss is nan", spec(**teacher)),
+        ("has no linear layer of these names", spec(others["gpt2"], hyper={"lora": {}})),
+        ("the rank can be 64 at most", spec(hyper={"lora": {"rank": 65}})),
+        ("ask for dtype=float32", spec(others["deepseek_v4"], hyper={"dtype": "bfloat16"})),
+        ("ask for recompute=full", spec(recompute="mlp", hyper={"seed": 2})),
+        ("an optimizer goes on only with", spec(hyper={"lora": {}}, optimizer_from=first.job_id)),
+    ]
+    for why, bad in refused:
+        status = session.train(bad).status()
+        assert status.state == "failed" and why in status.error, status
+    last = session.train(spec(hyper={"seed": 3}))
+    assert last.status().state == "succeeded", session.log
+    assert children_of(session.pid) == pids
+    assert session.end() == 0 and session.journal.attempts == 1, session.log
+    assert [e["loss"] for e in last.events() if e["event"] == "step"]
+
+
+@pytest.mark.parametrize("when", ["before the others", "after the others"])
+def test_a_job_that_one_rank_refuses_ends_the_session_and_not_the_queue(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The other rank waits in a collective: nobody can tell it, so both end."""
+    build = rank_module.build
+
+    def build_but_on_rank_1(work: Any, *arguments: Any, **options: Any) -> Any:
+        if torch.distributed.get_rank() == 1 and work.spec.hyperparameters.seed == 5:
+            if when == "after the others":
+                build(work, *arguments, **options)
+            raise BadInput("rank 1 alone cannot read it")
+        return build(work, *arguments, **options)
+
+    monkeypatch.setattr(rank_module, "build", build_but_on_rank_1)
+    monkeypatch.setattr(resident, "ALL_REFUSE", 0.5)
+    lab.dataset()
+    session = RunningSession(lab.home, Layout(data=2))
+    odd = session.start(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2, "seed": 5}))
+    waiting = session.start(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2}))
+    assert session.wait() == 1
+    status = odd.status()
+    assert status is not None and status.state == "failed"
+    assert status.error == "rank 1 alone cannot read it"
+    assert session.journal.queue() == [waiting.job_id] and not waiting.ended
+    again = RunningSession(lab.home, Layout(data=2))
+    while not waiting.ended:
+        again.check()
+        time.sleep(0.01)
+    assert again.end() == 0 and waiting.status().state == "succeeded", again.log
 
 
 def test_a_job_is_paused_and_cancelled_without_its_session(lab: Any) -> None:

@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from cray_agents.trainers.checkpointing.weight_links import WeightLink
 BUSY = 120.0  # seconds that a replica waits while another one is sent to
 SILENCE = 600.0  # seconds without a word from the platform
 JOIN = 120.0  # seconds for a replica's workers to join; the platform waits longer
-LOOK = 0.05  # seconds between two looks if the platform is there, while they join
+PUSH = 120.0  # seconds for them to receive one batch
+LOOK = 0.05  # seconds between two looks if the platform is there, while they join or receive
 _LONGEST = 256 << 20  # bytes of a message
 
 
@@ -197,42 +199,47 @@ class WeightSender:
             _write(lines, {"tensors": described, "init": link.init})
             if _read(lines) is None:  # another rank could not be had
                 return
-            if not self._join(link, connection):
+            if not self._together(link.join, link, connection, JOIN):
                 ending.pop_all()  # the thread that joins closes it
                 raise CrayError(f"the replica did not join in {JOIN:g} s, or its platform is gone")
             while (request := _read(lines)) is not None:
                 batch = [(str(name), offered.tensors[name]) for name in request["send"]]
                 _write(lines, {"update": link.describe(batch)})
-                link.push(batch)
+                if not self._together(partial(link.push, batch), link, connection, PUSH):
+                    ending.pop_all()  # the thread that sends closes it
+                    problem = f"the replica did not receive in {PUSH:g} s, or its platform is gone"
+                    raise CrayError(problem)
 
-    def _join(self, link: WeightLink, connection: socket.socket) -> bool:
-        """Join the replica; return False if it does not come, which NCCL itself never notices.
+    def _together(
+        self, step: Callable[[], None], link: WeightLink, connection: socket.socket, seconds: float
+    ) -> bool:
+        """Do a step with the replica; return False if it takes no part, which NCCL never notices.
 
         NCCL then holds a thread for ever, which must not be the one that others wait for.
         """
-        joined: Future[None] = Future()
+        done: Future[None] = Future()
 
-        def join() -> None:
+        def run() -> None:
             try:
                 self._set_device()
-                link.join()
+                step()
             except Exception as error:  # noqa: BLE001 - raised again by `result`
-                with suppress(InvalidStateError):
-                    joined.set_exception(error)
-                return
+                tell = partial(done.set_exception, error)
+            else:
+                tell = partial(done.set_result, None)
             try:
-                joined.set_result(None)
+                tell()
             except InvalidStateError:  # given up meanwhile
                 link.close()
 
         hung_up = select.poll()
         hung_up.register(connection, select.POLLRDHUP)
-        threading.Thread(target=join, daemon=True).start()
-        until = time.monotonic() + JOIN
-        while not wait([joined], LOOK).done:
-            if (hung_up.poll(0) or time.monotonic() > until) and joined.cancel():
+        threading.Thread(target=run, daemon=True).start()
+        until = time.monotonic() + seconds
+        while not wait([done], LOOK).done:
+            if (hung_up.poll(0) or time.monotonic() > until) and done.cancel():
                 return False
-        joined.result()
+        done.result()
         return True
 
 

@@ -33,8 +33,8 @@ from cray_agents.trainers.job.launch import (
     must_spawn,
     run_ranks,
 )
-from cray_agents.trainers.job.rendezvous import loading_seconds
 from cray_agents.trainers.job.rank_monitor import BadEnd, node_name, note_end
+from cray_agents.trainers.job.rendezvous import loading_seconds
 
 
 def main(argv: list[str] | None = None) -> int:

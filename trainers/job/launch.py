@@ -371,7 +371,7 @@ def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int
         pulse(pipe, log)
         code = main(stop)
     except CrayError as problem:
-        if _restart_may_help(problem):
+        if restart_may_help(problem):
             print(problem)
         else:
             refuse(pipe, str(problem))
@@ -381,7 +381,7 @@ def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int
         os._exit(code)
 
 
-def _restart_may_help(problem: CrayError) -> bool:
+def restart_may_help(problem: CrayError) -> bool:
     """Return True for a full disk or a machine that lacks something: not the job's fault."""
     return isinstance(problem, SetupError | StoreError) and not isinstance(problem, Corrupt)
 

@@ -4,7 +4,7 @@ Tests of loops use it instead of training. Like the real trainer it is idempoten
 their spec, keeps a job's folder and publishes a manifest. Unlike the real one, it reports the
 metrics given to it. With `by_hand` it does nothing by itself: a test advances its jobs. Commands
 are carried out at once, with the same log-probability for every token. A state that a command keeps
-is an empty folder. No torch.
+is an empty folder. A publish that meets a full disk has that as its result. No torch.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import FULL, BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
@@ -147,7 +147,13 @@ class ScriptedTrainer:
                 return CommandResult(sequence=sequence, grad_norm=1.0)
             case Publish():
                 name = f"{job_id}-{sequence}"
-                self._publish(spec, name)
+                try:
+                    self._publish(spec, name)
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    problem = f"the checkpoint was not written: {error.strerror}"
+                    return CommandResult(sequence=sequence, error=problem)
                 return CommandResult(sequence=sequence, checkpoint=name)
             case End():
                 self.advance(job_id)

@@ -9,7 +9,9 @@ done again, in memory alone. Written by the trainer that a client asks, read by 
 
 from pathlib import Path
 
-from cray_agents.errors import BadInput
+from pydantic import ValidationError
+
+from cray_agents.errors import BadInput, Corrupt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.training_commands import COMMAND, CommandResult, End, TrainingCommand
 
@@ -66,7 +68,11 @@ class CommandJournal:
             text = path.read_bytes()
         except FileNotFoundError:
             return None
-        return COMMAND.validate_json(checksums.verify_crc(text, path))
+        try:
+            return COMMAND.validate_json(checksums.verify_crc(text, path))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise Corrupt(f"{path} cannot be read: {first['msg']}") from error
 
     def result(self, sequence: int) -> CommandResult | None:
         """Return a command's result; None if it has none yet. Raises Corrupt."""

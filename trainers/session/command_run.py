@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cray_agents.errors import FULL, BadInput, StoreError
+from cray_agents.errors import FULL, BadInput, Corrupt, StoreError
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.checkpointing.state import allocate_moments
@@ -145,13 +145,19 @@ class CommandRun:
             wait = min(LONGEST_WAIT, wait * 1.02)
 
     def _next_command(self) -> TrainingCommand:
-        """Return the next command, which rank 0 reads, on every rank."""
-        text = None
+        """Return the next command, which rank 0 reads, on every rank. Raises FailedEverywhere."""
+        text, problem = None, None
         if is_rank0():
-            command = self._journal.command(self._totals.sequence + 1)
-            assert command is not None  # `_await_command` saw it
-            text = COMMAND.dump_json(command).decode()
-        return COMMAND.validate_json(broadcast_from_rank0(text))
+            try:
+                command = self._journal.command(self._totals.sequence + 1)
+                assert command is not None  # `_await_command` saw it
+                text = COMMAND.dump_json(command).decode()
+            except Corrupt as error:
+                problem = str(error)
+        text, problem = broadcast_from_rank0((text, problem))
+        if problem is not None:
+            raise FailedEverywhere(problem)
+        return COMMAND.validate_json(text)
 
     def _carry_out(self, command: TrainingCommand, saver: Saver) -> bool:
         """Carry out a command and write its result; return True after `end`."""

@@ -17,11 +17,13 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
-from cray_agents.errors import Corrupt, CrayError, SetupError, StoreError
+from cray_agents.errors import Corrupt, CrayError, NotFound, SetupError
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.trainers.checkpointing import resume
@@ -31,7 +33,7 @@ from cray_agents.trainers.job import rank as job_rank
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, restart_may_help
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal
@@ -49,6 +51,7 @@ from cray_agents.training_jobs import JobSpec, WeightsSource
 PATIENCE, LONGEST_TURN = 0.2, 10.0  # seconds of a job by commands that others wait for
 TURN_PATIENCE = 2.0  # seconds without a command after which it leaves GPUs that replicas use, too
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1  # seconds between two looks at the queue
+ALL_REFUSE = 120.0  # seconds from the first rank's refusal of a job to the last one's
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ class Orders:
                 return Order(None, code=EX_TEMPFAIL)
             for job_id in self._session.queue():
                 journal = JobJournal(self._session.home, job_id)
-                if already_ended(journal, journal.spec()) is not None:
+                if self._nothing_to_do(journal):
                     self._session.withdraw(job_id)
                 elif turns and not self._session.has_turn:
                     idle_since = time.monotonic()
@@ -133,6 +136,14 @@ class Orders:
                 return Order(None)
             time.sleep(wait)
             wait = min(LONGEST_WAIT, wait * 1.02)
+
+    def _nothing_to_do(self, journal: JobJournal) -> bool:
+        """Return True for a job that has ended, or whose spec cannot be read."""
+        try:
+            return already_ended(journal, journal.spec()) is not None
+        except (Corrupt, NotFound) as problem:  # whoever asks for the job's status is told the same
+            print(f"{journal.job_id} cannot be taken up: {problem}", flush=True)
+            return True
 
 
 class Resident:
@@ -185,13 +196,15 @@ class Resident:
         """Train one job to its end, or until it is stopped, paused, superseded or makes room.
 
         A job that can never be trained is recorded as failed, and the session goes on. Raises
-        SetupError and StoreError, which another start may mend.
+        SetupError and StoreError, which another start may mend, and the error of a job that not all
+        ranks refuse alike: the ranks are out of step, and end.
         """
         spec, self._turn = journal.spec(), time.monotonic()
         with _job_log(journal), self._unpublished_taken_back():
             try:
                 work, resumes = self._read(journal, spec, attempt)
-                finished = self._execute(work, resumes)
+                with refusing_together(f"{spec.id}/{attempt}"):
+                    finished = self._execute(work, resumes)
             except FailedEverywhere as reason:
                 if self._origin is None:  # else the job failed before it was taken up
                     self._training = None
@@ -427,11 +440,54 @@ def agree(problem: CrayError | None) -> None:
     """
     mine = None
     if problem is not None:
-        machine = isinstance(problem, SetupError | StoreError) and not isinstance(problem, Corrupt)
-        mine = (str(problem), machine)
+        mine = (str(problem), restart_may_help(problem))
     every = [json.loads(one) for one in gather_from_ranks(json.dumps(mine).encode())]
     for text, machine in filter(None, every):
         raise (SetupError if machine else FailedEverywhere)(text)
+
+
+@contextlib.contextmanager
+def refusing_together(name: str) -> Iterator[None]:
+    """Let ranks that all refuse a job within the context stay in step. `name` is used once.
+
+    A rank that refuses may be the only one, and the others wait for it in a collective. So it tells
+    them in the ranks' store, and waits there. Raises FailedEverywhere if all refused at the same
+    point. Else the rank's own error comes out, and its end ends the others.
+    """
+    try:
+        yield
+    except FailedEverywhere:
+        raise
+    except CrayError as problem:
+        if restart_may_help(problem) or (reason := _refusal_of_all(name, problem)) is None:
+            raise
+        raise FailedEverywhere(reason) from problem
+
+
+def _refusal_of_all(name: str, problem: CrayError) -> str | None:
+    """Return the first rank's reason if all ranks refuse after the same collectives, else None."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if world == 1:
+        return str(problem)
+    default: Any = distributed_c10d._get_default_store()
+    store, keys = default.clone(), [f"refused/{name}/{each}" for each in range(world)]
+    store.set(keys[rank], json.dumps([str(problem), _collectives()]))
+    try:
+        store.wait(keys, timedelta(seconds=ALL_REFUSE))
+    except torch.distributed.DistStoreError:
+        return None
+    every = [json.loads(store.get(key)) for key in keys]
+    issued: dict[str, int] = {}
+    for _, counts in every:
+        if any(issued.setdefault(group, count) != count for group, count in counts.items()):
+            return None
+    return str(every[0][0])
+
+
+def _collectives() -> dict[str, int]:
+    """Return the number of collectives that this rank has issued in each of its groups."""
+    groups: dict[Any, Any] = dict(distributed_c10d._world.pg_names)  # torch's stubs lack the method
+    return {str(name): group._get_sequence_number_for_group() for group, name in groups.items()}
 
 
 @contextlib.contextmanager

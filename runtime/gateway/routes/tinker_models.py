@@ -61,7 +61,13 @@ from cray_agents.runtime.gateway.tinker.training_runs import (
     name_of_sampler,
     session_of,
 )
-from cray_agents.training_commands import OptimStep, Publish, Save, TrainingCommand
+from cray_agents.training_commands import (
+    CommandResult,
+    OptimStep,
+    Publish,
+    Save,
+    TrainingCommand,
+)
 from cray_agents.training_jobs import JobSpec
 
 HOLD = 20  # seconds that a question for a result is held; the client waits for 45
@@ -196,13 +202,21 @@ async def _save(services: Services, request: Request, kind: SavedKind) -> Respon
         if save.sampling_session_seq_id is None:
             raise BadInput("path must be given: it names the weights", param="path")
         sampler = name_of_sampler(session_of(save.model_id), save.sampling_session_seq_id)
-    await asyncio.to_thread(services.tinker.model, save.model_id)
+    model = await asyncio.to_thread(services.tinker.model, save.model_id)
+
+    def result_of(sequence: int) -> CommandResult | None:
+        try:
+            return services.trainer.result(model.job, sequence)
+        except NotFound:  # it was not sent yet
+            return None
+
     saved = await asyncio.to_thread(
         services.tinker.add_saved,
         save.model_id,
         kind,
         save.seq_id,
         save.path or "",
+        result_of=result_of,
         sampler=sampler,
         metadata=save.user_metadata,
     )

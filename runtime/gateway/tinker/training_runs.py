@@ -4,9 +4,12 @@ A model is a job by commands. Its requests are numbered as the job's commands ar
 is named by its request and found again after any crash. Weights that a script saves are a command
 that published them. Where nothing was learned since, they are those published before. Every file is
 written once and never changes, so a name that a script was given means the same weights for ever.
+Only the name of weights that could not be written, as on a full disk, is free again.
 """
 
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,9 +20,12 @@ from cray_agents.paths import Home
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.bodies import ID
+from cray_agents.training_commands import CommandResult
 
 SCHEME = "tinker://"
 Kind = TypeVar("Kind", bound=Record)
+#: The result of a model's command by its number; None for one that has none yet.
+ResultOf = Callable[[int], CommandResult | None]
 
 BASE = 0  # as `published_by`: the model's base, which was not trained yet
 
@@ -96,10 +102,11 @@ def _name(name: str) -> str:
 
 
 class TinkerFiles:
-    """The files below `tinker/` in the home. Without state of its own."""
+    """The files below `tinker/` in the home. One process at a time has them."""
 
     def __init__(self, home: Home) -> None:
         self._folder = home.tinker
+        self._replacing = threading.Lock()
 
     # ---- models
     def add_model(self, model: TinkerModel) -> TinkerModel:
@@ -133,12 +140,13 @@ class TinkerFiles:
         sequence: int,
         name: str = "",
         *,
+        result_of: ResultOf,
         sampler: str = "",
         metadata: dict[str, Any] | None = None,
     ) -> SavedWeights:
         """Record that a request saves weights; the same request again finds the same record.
 
-        Raises BadInput for a name that another request has taken.
+        Raises BadInput for a name that another request has taken, unless that one failed.
         """
         name = name or f"ephemeral-{sequence}"
         if not ID.fullmatch(name):
@@ -152,13 +160,16 @@ class TinkerFiles:
                 model=model_id,
                 kind=kind,
                 sequence=sequence,
-                published_by=self._publisher(model_id, sequence),
+                published_by=self._publisher(model_id, sequence, result_of),
                 name=name,
                 sampler=sampler,
                 metadata=metadata or {},
             )
-            _create(self._saved(saved), saved)
-            existing = checksums.read_record(SavedWeights, self._saved(saved))
+            path = self._saved(saved)
+            with self._replacing:
+                if not _create(path, saved) and _is_lost(_read_saved(path), result_of):
+                    durable.replace_file(path, _text(saved))
+            existing = _read_saved(path)
         if existing.sequence != sequence or existing.name != name:
             raise BadInput(
                 f"{existing.path} was saved by request {existing.sequence}: saved weights never"
@@ -186,26 +197,27 @@ class TinkerFiles:
         """Return all weights that were saved of a model, oldest first. Raises NotFound."""
         folder = self._model(model_id)
         paths = [path for kind in KINDS for path in folder.glob(f"{kind}/*.json")]
-        existing = [checksums.read_record(SavedWeights, path) for path in paths]
+        existing = [_read_saved(path) for path in paths]
         return sorted(existing, key=lambda saved: saved.sequence)
 
     def _saved_of(self, model_id: str, kind: SavedKind, sequence: int) -> SavedWeights | None:
         same = (s for s in self.all_saved(model_id) if (s.kind, s.sequence) == (kind, sequence))
         return next(same, None)
 
-    def _publisher(self, model_id: str, sequence: int) -> int:
+    def _publisher(self, model_id: str, sequence: int, result_of: ResultOf) -> int:
         """Return the command that writes the weights as they are before a request.
 
-        That is the request itself, unless nothing was learned since an earlier one wrote them.
+        That is the request itself, unless nothing was learned since an earlier one wrote them, or
+        will do so.
         """
         folder = self._model(model_id) / "steps"
         steps = [int(path.stem) for path in folder.glob("*.json")]
         last_step = max((step for step in steps if step < sequence), default=BASE)
         if last_step == BASE:
             return BASE
-        published = [s.published_by for s in self.all_saved(model_id) if s.sequence < sequence]
-        last = max(published, default=BASE)
-        return last if last > last_step else sequence
+        published = {s.published_by for s in self.all_saved(model_id) if s.sequence < sequence}
+        later = sorted((p for p in published if p > last_step), reverse=True)
+        return next((p for p in later if _may_have_written(result_of(p))), sequence)
 
     # ---- samplers
     def add_sampler(self, sampler: Sampler) -> Sampler:
@@ -241,8 +253,28 @@ class TinkerFiles:
         return self._folder / "samplers" / f"{sampler_id}.json"
 
 
-def _create(path: Path, record: Record) -> None:
-    durable.create_file(path, checksums.with_crc(record.model_dump_json().encode()))
+def _is_lost(saved: SavedWeights, result_of: ResultOf) -> bool:
+    """Return True for weights that a request could not write: nobody was told of them."""
+    own = result_of(saved.sequence)
+    if own is not None and own.error is not None:
+        return True
+    return saved.published_by != BASE and not _may_have_written(result_of(saved.published_by))
+
+
+def _may_have_written(result: CommandResult | None) -> bool:
+    return result is None or result.checkpoint is not None
+
+
+def _create(path: Path, record: Record) -> bool:
+    return durable.create_file(path, _text(record))
+
+
+def _text(record: Record) -> bytes:
+    return checksums.with_crc(record.model_dump_json().encode())
+
+
+def _read_saved(path: Path) -> SavedWeights:
+    return checksums.read_record(SavedWeights, path)
 
 
 def _read(kind: type[Kind], path: Path, missing: str, param: str) -> Kind:

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 from cray_agents.paths import Home
 from cray_agents.trainers.job.journal import JobJournal
@@ -81,3 +82,8 @@ class RunningSession:
     def log(self) -> str:
         logs = sorted((self.journal.folder / "logs").glob("*"))
         return "\n".join([self.journal.log.read_text(), *(p.read_text() for p in logs)])
+
+
+def children_of(pid: int) -> list[int]:
+    """Return a process's children: of a session's process, its ranks in order."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

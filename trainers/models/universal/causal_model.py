@@ -158,7 +158,8 @@ def build_universal(
 
     The host needs room for the weights, on rank 0 in float32 with their largest gradient. With
     `sharded` the parameters hold nothing: weight_shards.py divides them first, and the caller fills
-    the shards. Raises BadInput for modules to recompute.
+    the shards. Raises BadInput for modules to recompute, and on every rank for weights that rank 0
+    refuses.
     """
     if recompute not in ("none", "full"):
         raise BadInput(
@@ -167,11 +168,17 @@ def build_universal(
             param="recompute",
         )
     network: Any = None
-    tested = None
+    tested, problem = None, None
     if torch.distributed.get_rank() == 0:
-        network = source.build(torch.float32)
-        tested = _test(network, model.vocab)
-    packing, never, sometimes = agree(tested)
+        try:
+            network = source.build(torch.float32)
+            tested = _test(network, model.vocab)
+        except BadInput as error:  # the others wait for the packing
+            problem = str(error)
+    tested, problem = agree((tested, problem))
+    if problem is not None:
+        raise BadInput(problem, param="parent")
+    packing, never, sometimes = tested
     if network is None or hyper.dtype != "float32" or sharded:
         network = None  # before the next one takes as much memory
         network = source.build(DTYPES[hyper.dtype], filled=not sharded)
