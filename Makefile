@@ -1,5 +1,5 @@
 # make demo    set up, then watch an agent train itself
-# make test    set up, then run all tests, four files at a time; some, in turn: ARGS="-n 0 -k name"
+# make test    set up, then run all tests, six files at a time; some, in turn: ARGS="-n 0 -k name"
 # make test-fast    set up, then the quick tests that start no vLLM, Slurm or Megatron
 # make lint    ruff and mypy
 # make docs    set up, then build the site into site/
@@ -17,7 +17,7 @@ demo: setup
 	@.venv/bin/cray-agents demo $(ARGS)
 
 test: setup
-	@$(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -n 6 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: setup
 	@$(PY) -m pytest -n 3 --dist loadfile -m "not vllm and not slurm and not megatron and not slow" $(ARGS)
