@@ -184,6 +184,7 @@ def test_a_vllm_in_a_slurm_job_serves_swaps_and_is_followed(platform: Platform) 
     assert replica["state"] == "serving" and replica["version"] == "m@1"
     assert platform.slurm("squeue", "-h", "-o", "%A") == replica["job"]
     callers = [Caller(platform) for _ in range(2)]
+    until(lambda: all(caller.answers for caller in callers))
     platform.call("/v1/models/m/versions", {"checkpoint": str(platform.model(1))})
     platform.call("/v1/models/m/promote", {"version": 2, "who": "me"})
     after = platform.replica()
@@ -219,6 +220,7 @@ def test_a_vllm_in_a_slurm_job_serves_swaps_and_is_followed(platform: Platform) 
 
     for kill in (end_engine, end_supervisor, cancel, end_node, wait_for_the_limit) if ALL else ():
         serves_anew(kill)
+    until(lambda: all(caller.answers[-1]["model"] == "m@2" for caller in callers))
     answers = [answer for caller in callers for answer in caller.end()]
     assert {answer["model"] for answer in answers} == {"m@1", "m@2"}
     store = Store(Home(platform.home))

@@ -182,7 +182,7 @@ async def test_a_successor_is_ready_before_the_place_is_left(site: Site) -> None
     assert set(await callers.end()) == {"m@1: slow"}
     # a warning of Slurm, as before a preemption, comes without a time
     before, callers = replica(pool), Callers(pool, "m@1", text="slow")
-    site.run("scancel", "--full", "--signal=TERM", before["job"])  # to all its processes
+    site.run("scancel", "--signal=TERM", before["job"])  # to the job's tasks
     await until(lambda: replica(pool)["job"] != before["job"])
     await until(lambda: replica(pool)["state"] == "serving")
     await until(lambda: not alive(before["pid"]))
