@@ -47,6 +47,11 @@ _FATAL = re.compile(
     r"(?:EngineCore (?:encountered a fatal error|failed to start)|WorkerProc failed)"
 )
 _EXCEPTION = re.compile(r"\] ((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+#: The names that vLLM's models have for the layers that the trainer gives adapters to.
+_ADAPTED = (
+    *("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    *("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "w13", "w2"),
+)
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 
 
@@ -384,7 +389,7 @@ def _lora_arguments(rank: int) -> tuple[str, ...]:
         # twice: an aborted request that still runs may reload an unloaded adapter for a moment
         *("--max-loras", str(MAX_ADAPTERS), "--max-cpu-loras", str(2 * MAX_ADAPTERS)),
         # the trainer's modules; an output layer prepared for adapters fails on prompt_logprobs
-        *("--lora-target-modules", "qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+        *("--lora-target-modules", *_ADAPTED),
     )
 
 
