@@ -208,8 +208,8 @@ class Slurm:
             return []
         given = [*self._options, *self.settings.slurm_options.get(command.kind, [])]
         given += command.slurm_options
-        where = [option for option in given if option.startswith("--partition=")][-1:]
-        rows = self._call("sinfo", "-h", "-N", *where, "-o", "%N %t").splitlines()
+        partition = [option for option in given if option.startswith("--partition=")][-1:]
+        rows = self._call("sinfo", "-h", "-N", *partition, "-o", "%N %t").splitlines()
         states = dict(row.split() for row in rows)
         usable = {node for node, state in states.items() if not state.startswith(UNUSABLE)}
         wanted = [node for node in dict.fromkeys(command.exclude) if node in states]
