@@ -91,7 +91,8 @@ STAND_INS = {
     "scontrol": "echo ClusterName = dry-run",
     "sbatch": 'cat > "$0.script"; echo 1',
     "squeue": """[ ! -f "${0%/*}/sbatch.script" ] ||
-        sed -n 's/^#SBATCH --job-name=/1\x1fPENDING\x1fResources\x1f/p' "${0%/*}/sbatch.script" """,
+        sed -n '/^#SBATCH --job-name=/{s//1\x1fPENDING\x1fResources\x1f/; s/$/\x1f/p}' \
+            "${0%/*}/sbatch.script" """,
 }
 
 

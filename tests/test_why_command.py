@@ -62,8 +62,10 @@ def test_a_replica_is_explained_by_the_platform(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     assert explain(home, "replica-0")["state"] == "none"
     with platform(home.root, ScriptedEngine([])) as where:
-        argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+        waits = "import sys; print(flush=True); sys.stdin.read()"
+        argv, pipe = [sys.executable, "-c", waits, "cray"], subprocess.PIPE
+        with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as process:
+            assert process.stdout is not None and process.stdout.readline()
             info = {"url": where.url, "name": "m", "started": 0.0, "pid": process.pid}
             home.platform.write_text(json.dumps(info))
             try:

@@ -160,7 +160,8 @@ def main(rank, store, stop):
     store.set(str(rank), f"launcher {place.node}")
     print(store.get(str(1 - rank)).decode())
     store.set(f"{rank} has read", "")
-    store.get("1 has read")  # rank 0 has the store
+    if rank == 0:  # it has the store
+        store.get("1 has read")
     return 0
 run_ranks(place, Path(sys.argv[1]), main)
 """

@@ -153,7 +153,7 @@ def test_whatever_a_job_is_refused_for_its_session_lives(
     damaged = lab.home.dataset(lab.dataset("damaged")) / "train-00000.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     lab.dataset("distilled", method="distill")
-    others = {kind: tmp_path / kind for kind in ("gpt2", "deepseek_v4")}
+    others = {kind: tmp_path / kind for kind in ("mamba2", "deepseek_v4")}
     for kind, folder in others.items():
         write_parent(folder, FAMILIES[kind](), dtype=torch.float32)
     nan, lying, cut = (tmp_path / name for name in ("nan", "lying", "cut"))
@@ -173,7 +173,7 @@ def test_whatever_a_job_is_refused_for_its_session_lives(
 
     teacher = {"teacher": str(nan), "teacher_sha256": weights_sha256(nan)}
     teacher |= {"dataset": "distilled", "method": "distill"}
-    native = {"way": "native"}
+    native, fc2 = {"way": "native"}, {"targets": ["fc2"]}
     session = RunningSession(lab.home, Layout(data=ranks))
     while len(pids := children_of(session.pid)) < ranks:
         session.check()
@@ -188,7 +188,7 @@ def test_whatever_a_job_is_refused_for_its_session_lives(
         ("has infinite numbers or NaN", spec(nan)),
         ("the loss is nan", spec(nan, hyper=native)),
         ("the loss is nan", spec(**teacher)),
-        ("has no linear layer of these names", spec(others["gpt2"], hyper={"lora": {}})),
+        ("has no linear layer of these names", spec(others["mamba2"], hyper={"lora": fc2})),
         ("the rank can be 64 at most", spec(hyper={"lora": {"rank": 65}})),
         ("ask for dtype=float32", spec(others["deepseek_v4"], hyper={"dtype": "bfloat16"})),
         ("ask for recompute=full", spec(recompute="mlp", hyper={"seed": 2})),

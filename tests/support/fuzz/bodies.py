@@ -156,6 +156,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "metadata": {"a": "b"},
         "output_expires_after": EXPIRY,
     },
+    "/v1/jobs/{job_id}/receive": {"force": False, "holder": "me", "seconds": 9},
     "/v1/jobs/{job_id}/commands": {
         "sequence": 1,
         "command": {"kind": "forward_backward", "data": [{"token_ids": [1, 2], "weights": [0, 1]}]},
