@@ -1,5 +1,5 @@
 # make demo    set up, then watch an agent train itself
-# make test    set up, then run all tests, six files at a time; some, in turn: ARGS="-n 0 -k name"
+# make test    set up, then run all tests, five files at a time; some, in turn: ARGS="-n 0 -k name"
 # make test-fast    set up, then the quick tests that start no vLLM, Slurm or Megatron
 # make lint    ruff and mypy
 # make docs    set up, then build the site into site/
@@ -17,7 +17,7 @@ demo: setup
 	@.venv/bin/cray-agents demo $(ARGS)
 
 test: setup
-	@$(PY) -m pytest -n 6 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: setup
 	@$(PY) -m pytest -n 3 --dist loadfile -m "not vllm and not slurm and not megatron and not slow" $(ARGS)
@@ -41,7 +41,7 @@ soak: setup
 	@CRAY_TEST_KILLS=100 CRAY_TEST_LINES=20000 CRAY_TEST_SEEDS=1,2,3 $(PY) -m pytest -s --timeout 3600 tests/test_batch_kills.py
 	@CRAY_TEST_VLLM_KILLS=4 $(PY) -m pytest -s --timeout 3600 tests/test_up_batches.py
 	@CRAY_TEST_REPLICAS=all $(PY) -m pytest -s --timeout 3600 tests/test_up_replicas.py tests/runtime/test_slurm_replicas.py
-	@CRAY_TEST_FUZZ=10 $(PY) -m pytest -s --timeout 3600 tests/runtime/test_fuzz.py
+	@CRAY_TEST_FUZZ=20 $(PY) -m pytest -s --timeout 3600 tests/runtime/test_fuzz.py tests/runtime/test_vllm_apis.py
 	@CRAY_TEST_KILLS=5 CRAY_TEST_SEEDS=1,2,3,4,5,6,7,8,9,10 $(PY) -m pytest -s tests/test_demo.py -k kills
 	@CRAY_TEST_KILLS=220 $(PY) -m pytest -s --timeout 3600 tests/test_store_kills.py
 	@CRAY_TEST_KILLS=60 $(PY) -m pytest -s --timeout 3600 tests/runtime/datasets/test_dataset_uses.py tests/runtime/exports/test_export_resume.py tests/runtime/test_delta_kills.py

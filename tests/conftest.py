@@ -49,6 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
+    # files without a slow test come last: they fill the time until the last long file has ended
+    long = {name.partition("::")[0] for name in slow}
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in long)
 
 
 def pytest_collection_finish() -> None:

@@ -25,7 +25,7 @@ from cray_agents.runtime.store.segments.salvage import check
 from tests.support.host_namespaces import Host, namespaces
 from tests.support.store.plain_reader import events_of
 
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "16"))
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "10"))
 SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
 WRITERS = 4
 STEPS = 4  # of the loop whose datasets are built meanwhile

@@ -146,6 +146,11 @@ class PlacedEngine(VllmEngine):
         await self._supervisor.order("note", version=version, weights=weights_of(checkpoint))
         return seconds
 
+    async def receive(self, job: str, like: Path) -> None:
+        """Take weights that are not published yet: see `VllmEngine.receive`."""
+        await self._supervisor.order("note", version="", weights="")
+        await super().receive(job, like)
+
 
 class SupervisorClient:
     """A supervisor over its HTTP. Close it when done."""

@@ -3,6 +3,7 @@ exactly what vLLM itself says it sampled, where its answer can be made to say it
 
 import asyncio
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -45,7 +46,7 @@ LOOPS_IF_TOLD = (
     "{% if messages[-1].content == 'loop' %}{% for a in range(99999) %}"
     "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 )
-CASES = 1000  # random requests
+CASES = 500 * int(os.environ.get("CRAY_TEST_FUZZ", "1"))  # random requests
 SEED = 1
 SAY_ALL: dict[str, Any] = {"return_token_ids": True, "logprobs": True}
 
