@@ -123,10 +123,9 @@ async def test_what_was_cancelled_is_sampled_anew(tmp_path: Path, stream: bool) 
     engine = Paced(lambda request: "a long answer that takes its time", pause=0.1, delay=0.1)
     async with served(tmp_path, engine) as gateway:
         asking = asyncio.create_task(gateway.ask("hi", headers=KEY, stream=stream))
-        await until(lambda: engine.active)
-        await asyncio.sleep(0.3 if stream else 0.05)
+        await until(lambda: engine.pieces > 1 if stream else engine.active)
         asking.cancel()
-        engine.pause = 0.0
+        engine.pause = 0.0  # for the next ones
         # while the first may still be ending
         replies = await asyncio.gather(
             *(gateway.ask("hi", headers=KEY, stream=stream) for _ in range(2))

@@ -58,23 +58,29 @@ def echo(request: dict[str, Any]) -> Any:
 
 
 class Paced(ScriptedEngine):
-    """Takes its time over a stream, and fails in mid-stream where the text says "explode"."""
+    """Takes its time over a stream, and fails in mid-stream where the text says "explode".
+
+    pause: seconds after each piece; a call keeps the pause that it began with.
+    """
 
     def __init__(self, *replies: Any, pause: float = 0.0, **settings: Any) -> None:
         super().__init__(*replies, **settings)
         self.pause = pause
         self.active = 0
+        self.pieces = 0  # sent, of all calls
         self.cancelled = 0
 
     async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         self.active += 1
+        pause = self.pause
         try:
             async with aclosing(super().answer(exchange)) as pieces:
                 async for piece in pieces:
                     if b"explode" in piece:
                         raise EngineError("the engine died", status=500)
+                    self.pieces += 1
                     yield piece
-                    await asyncio.sleep(self.pause)
+                    await asyncio.sleep(pause)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -431,8 +431,10 @@ class MegatronTrainer:
             session = SessionJournal(self.home, session_spec.id)
             session.write_spec(session_spec)
             session.stay()
-            if self.scheduler.status(session.session_id).state not in ("queued", "running"):
-                forget_end(session.folder)
+            if read_end(session.folder) is not None:  # to ask the scheduler takes long
+                live = self.scheduler.status(session.session_id).state in ("queued", "running")
+                if not live:
+                    forget_end(session.folder)
             log_bytes = size_of_log(session.log)
             handover = handover.model_copy(
                 update={"session": session_spec.id, "log_bytes": log_bytes}
