@@ -57,7 +57,7 @@ def sampled(count: int, **changes: Any) -> Samples:
 
 
 def select_from(samples, home, sha256, *rest, **more):
-    return select_sampled(samples, places_of_parent(samples, home, sha256), *rest, **more)
+    return select_sampled(samples, places_of_parent(samples, home, sha256), *rest, **more)[0]
 
 
 def test_what_the_parent_sampled_is_compared(home: Home) -> None:
@@ -79,10 +79,10 @@ def test_only_tokens_of_the_plain_distribution_are_compared(home: Home) -> None:
     assert select_from(samples, home, "parent", 0.7).run_ids == ["run-1"]
 
 
-def test_of_many_samples_some_are_compared_evenly(home: Home) -> None:
-    register(home, "m", "parent")
-    found = select_from(sampled(1000), home, "parent", most=5)
-    assert found.run_ids == [f"run-{i}" for i in (0, 249, 499, 749, 999)]
+def test_of_many_samples_some_are_compared_evenly() -> None:
+    found, places = select_sampled(sampled(1000), [0], most=5)
+    assert places == [0, 249, 499, 749, 999]
+    assert found.run_ids == [f"run-{i}" for i in places]
 
 
 def test_the_largest_difference_is_found_and_refused_above_the_limit() -> None:
@@ -240,9 +240,13 @@ def test_a_job_finds_the_engines_numbers_at_the_policys_temperature(
 ) -> None:
     publish(lab, "grpo", [call for call in calls if call.sampling["temperature"] == 0.5])
     spec = lab.spec("llama", method="grpo", hyper={"steps": 1, "policy": {"temperature": 0.5}})
-    found = reported(lab.run(spec))
+    job = lab.run(spec)
+    found = reported(job)
     assert found["tokens"] == 4 * DRAWN
     assert found["max_difference"] < 1e-4
+    [step] = [event for event in job.journal.events() if event["event"] == "step"]
+    # what was compared is each sample's baseline, too, by which the first step divides
+    assert (step["ratio"], step["kl_before"]) == pytest.approx((1.0, 0.0), abs=1e-6)
 
 
 @pytest.mark.vllm

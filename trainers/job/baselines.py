@@ -76,16 +76,21 @@ class Baselines:
         self._training, self._spec = training, spec
         self._reference_path, self._teacher_path, self._folder = reference, teacher, folder
 
-    def of_training(self, samples: Samples) -> BaselineLogprobs:
-        """Return the training split with the baselines that the job's method needs."""
+    def of_training(self, samples: Samples, scored: LogprobsBySample) -> BaselineLogprobs:
+        """Return the training split with the baselines that the job's method needs.
+
+        `scored`: samples whose log-probabilities under the parent's weights are known already.
+        """
         places = samples_to_train_on(self._spec.hyperparameters, samples)
-        return self._baseline(samples, "train", places)
+        return self._baseline(samples, "train", places, scored)
 
     def of_validation(self, samples: Samples) -> BaselineLogprobs:
         """Return the validation split with the same baselines."""
-        return self._baseline(samples, "validation", list(range(len(samples))))
+        return self._baseline(samples, "validation", list(range(len(samples))), {})
 
-    def _baseline(self, samples: Samples, split: str, places: list[int]) -> BaselineLogprobs:
+    def _baseline(
+        self, samples: Samples, split: str, places: list[int], scored: LogprobsBySample
+    ) -> BaselineLogprobs:
         spec = self._spec
         columns: dict[str, Rows] = {}
         if spec.hyperparameters.weigh_loss:
@@ -93,7 +98,7 @@ class Baselines:
             columns["weight"] = TrainedTokenRows(samples.masks, weights)
         if spec.method in ON_POLICY:
             columns |= {"sampled": samples.sampled, "advantages": samples.advantages}
-            before = self._parent(samples, f"{split}-before", places)
+            before = self._parent(samples, f"{split}-before", places, scored)
             columns["before"] = columns["reference"] = TrainedTokenRows(samples.masks, before)
         if spec.method in ("dpo", "kto") or (
             self._reference_path and spec.hyperparameters.policy.kl
@@ -113,16 +118,21 @@ class Baselines:
             sums[place] = row.sum()
         return BaselineLogprobs(samples, columns, mismatched, sums)
 
-    def _parent(self, samples: Samples, name: str, places: list[int]) -> LogprobsBySample:
-        return self._load_or_compute(
-            samples, name, places, lambda: self._training.score(samples, places)
-        )
+    def _parent(
+        self, samples: Samples, name: str, places: list[int], scored: LogprobsBySample
+    ) -> LogprobsBySample:
+        def compute() -> list[Floats]:
+            unknown = [i for i in places if i not in scored]
+            rows = dict(zip(unknown, self._training.score(samples, unknown), strict=True))
+            return [scored[i] if i in scored else rows[i] for i in places]
+
+        return self._load_or_compute(samples, name, places, compute)
 
     def _reference(self, samples: Samples, name: str, places: list[int]) -> LogprobsBySample:
         """Score under the reference's weights, which are the parent's unless the job names some."""
         reference, training = self._reference_path, self._training
         if reference is None:
-            return self._parent(samples, name, places)
+            return self._parent(samples, name, places, {})
 
         def compute() -> list[Floats]:
             with check_weights(reference, self._spec.reference_sha256 or ""):

@@ -82,13 +82,15 @@ class Agreement:
 
 def select_sampled(
     samples: Samples, parents: Sequence[int], temperature: float = 1.0, most: int = MOST
-) -> Samples:
+) -> tuple[Samples, list[int]]:
     """Select at most `most` samples, evenly chosen, masked to their comparable tokens.
+
+    Return them, and their places in `samples`.
 
     Comparable are trained tokens that a version of `parents` (places in `samples.versions`) sampled
     at `temperature`, with no other setting that changes the distribution, such as top_p. Greedy
-    tokens count as sampled at 1: vLLM's log-probabilities of them are those at 1. The result may be
-    empty.
+    tokens count as sampled at 1: vLLM's log-probabilities of them are those at 1. The result
+    may be empty.
     """
     at = samples.temperatures
     plain = ~samples.shaped & (np.isclose(at, temperature) | ((at == 0) & (temperature == 1)))
@@ -99,7 +101,7 @@ def select_sampled(
     usable = [int(i) for i in np.flatnonzero(plain) if mask_of(i)[1:].any()]
     if len(usable) > most:
         usable = [usable[i] for i in np.linspace(0, len(usable) - 1, most).astype(int)]
-    return replace(samples.only(usable), masks=[mask_of(i) for i in usable])
+    return replace(samples.only(usable), masks=[mask_of(i) for i in usable]), usable
 
 
 def places_of_parent(samples: Samples, home: Home, weights_sha256: str) -> list[int]:

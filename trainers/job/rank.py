@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from cray_agents.errors import JobError
@@ -25,7 +26,7 @@ from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.checkpointing.state import allocate_moments
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.job import engine_agreement
-from cray_agents.trainers.job.baselines import Baselines
+from cray_agents.trainers.job.baselines import Baselines, LogprobsBySample
 from cray_agents.trainers.job.health_gate import check_ranks
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
@@ -195,8 +196,8 @@ def execute(
         return run_commands(training, work, leave, restored)
     spec, home = work.spec, work.journal.home
     try:
-        agreement = compare_with_engine(training, work)
-        baseline, validation = score_baselines(training, work)
+        agreement, scored = compare_with_engine(training, work)
+        baseline, validation = score_baselines(training, work, scored)
         totals = restore(training, work, optimizer_in_memory)
         finished = train(training, work, baseline, validation, totals)
         if finished and may_publish(work):
@@ -215,15 +216,21 @@ def execute(
     return finished
 
 
-def compare_with_engine(training: Training, work: JobInputs) -> LogprobDistance | None:
-    """Prove that the engine agrees on the parent's weights; None if it sampled no tokens here."""
+def compare_with_engine(
+    training: Training, work: JobInputs
+) -> tuple[LogprobDistance | None, LogprobsBySample]:
+    """Prove that the engine agrees on the parent's weights; None if it sampled no tokens here.
+
+    Return also the log-probabilities of the samples whose trained tokens were all compared.
+    """
     # nodes read the registry at their own time
     parents = broadcast_from_rank0(work.parent_places)
     temperature = work.spec.hyperparameters.policy.temperature
-    comparable = engine_agreement.select_sampled(work.samples, parents, temperature)
-    agreement = engine_agreement.compare(comparable, *training.score_with_top(comparable))
+    comparable, places = engine_agreement.select_sampled(work.samples, parents, temperature)
+    logprobs, tops = training.score_with_top(comparable)
+    agreement = engine_agreement.compare(comparable, logprobs, tops)
     if agreement is None:
-        return None
+        return None, {}
     allowed = engine_agreement.limits_of(work.spec, work.parent_agreement)
     if is_rank0():
         work.journal.event("agreement", **agreement.event(allowed))
@@ -231,16 +238,19 @@ def compare_with_engine(training: Training, work: JobInputs) -> LogprobDistance 
         agreement.refuse(allowed)
     except JobError as reason:  # all ranks compared the same numbers
         raise FailedEverywhere(str(reason)) from None
-    return agreement.distance
+    masks = work.samples.masks
+    rows = zip(places, comparable.masks, logprobs, strict=True)
+    scored = {i: row for i, mask, row in rows if np.array_equal(mask, masks[i])}
+    return agreement.distance, scored
 
 
 def score_baselines(
-    training: Training, work: JobInputs
+    training: Training, work: JobInputs, scored: LogprobsBySample
 ) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
-    """Score the samples under the weights before training."""
+    """Score the samples under the weights before training, except those in `scored`."""
     folder = work.journal.folder / "baselines"
     baselines = Baselines(training, work.spec, work.reference, work.teacher, folder)
-    baseline = baselines.of_training(work.samples)
+    baseline = baselines.of_training(work.samples, scored)
     if work.validation is None:
         return baseline, None
     return baseline, baselines.of_validation(work.validation)
