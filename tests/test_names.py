@@ -19,7 +19,7 @@ KEPT = {
     "cray_agents/queries.py": {"where"},  # DatasetRecipe.where
     "cray_agents/loop/live/schedule.py": {"where"},  # Watch(where=...)
     "cray_agents/loop/warmup.py": {"shown"},  # the journal's entry
-    "trainers/job/rank_monitor.py": {"where"},  # BadEnd, in a job's events
+    "trainers/job/failures/rank_monitor.py": {"where"},  # BadEnd, in a job's events
 }
 #: Words of the field, though they end in -ing.
 NOUNS = {"fine_tuning", "testing", "routing", "sampling"}

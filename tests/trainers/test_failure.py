@@ -12,18 +12,18 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
-from cray_agents.trainers.job.failure import FailureSettings, FailureVerdict, judge
-from cray_agents.trainers.job.hang_report import RankStack, culprit
-from cray_agents.trainers.job.job_status import read_handover, read_status
-from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
-from cray_agents.trainers.job.rank_monitor import (
+from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
+from cray_agents.trainers.job.failures.hang_report import RankStack, culprit
+from cray_agents.trainers.job.failures.rank_monitor import (
     BadEnd,
     NodeClocks,
     forget_end,
     note_end,
     read_end,
 )
+from cray_agents.trainers.job.job_status import read_handover, read_status
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.training.progress_clock import ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout

@@ -19,10 +19,10 @@ from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
-from cray_agents.trainers.job.failure import judge
+from cray_agents.trainers.job.failures.failure import judge
+from cray_agents.trainers.job.failures.rank_monitor import read_end
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.job.rank_monitor import read_end
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.training import own_work

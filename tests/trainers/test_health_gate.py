@@ -14,7 +14,12 @@ from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.excluded_nodes import excluded_nodes
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
-from cray_agents.trainers.job.health_gate import check_node, check_root, gpu_problem, refuse_ranks
+from cray_agents.trainers.job.failures.health_gate import (
+    check_node,
+    check_root,
+    gpu_problem,
+    refuse_ranks,
+)
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.planning.cluster_resources import Resources

@@ -5,7 +5,7 @@ from typing import Any
 
 from cray_agents.paths import Home
 from cray_agents.ports import CommandStatus
-from cray_agents.trainers.job.failure import FailureSettings
+from cray_agents.trainers.job.failures.failure import FailureSettings
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Resources

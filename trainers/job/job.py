@@ -19,7 +19,8 @@ from pathlib import Path
 
 from cray_agents.errors import CrayError, JobError, SetupError
 from cray_agents.paths import Home
-from cray_agents.trainers.job.health_gate import check_node
+from cray_agents.trainers.job.failures.health_gate import check_node
+from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
@@ -33,7 +34,6 @@ from cray_agents.trainers.job.launch import (
     must_spawn,
     run_ranks,
 )
-from cray_agents.trainers.job.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.rendezvous import loading_seconds
 
 

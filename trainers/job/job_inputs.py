@@ -14,8 +14,8 @@ from cray_agents.runtime.registry.checkpoints import (
     settings_sha256,
 )
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.engine_agreement import places_of_parent
-from cray_agents.trainers.job.input_checks import (
+from cray_agents.trainers.job.checks.engine_agreement import places_of_parent
+from cray_agents.trainers.job.checks.input_checks import (
     check_samples,
     check_teacher,
     check_temperature,

@@ -29,12 +29,12 @@ from typing import Any, NoReturn
 
 from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, SetupError, StoreError
 from cray_agents.processes import importing_much
-from cray_agents.trainers.job.hang_report import (
+from cray_agents.trainers.job.failures.hang_report import (
     RECORDED,
     RECORDER_VARIABLE,
     write_stacks_on_signal,
 )
-from cray_agents.trainers.job.rank_monitor import (
+from cray_agents.trainers.job.failures.rank_monitor import (
     HANGS,
     PATIENCE,
     NodeClocks,

@@ -21,7 +21,8 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.runtime.registry import checkpoints, model_code
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
-from cray_agents.trainers.job.failure import FailureSettings, FailureVerdict, judge
+from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
+from cray_agents.trainers.job.failures.rank_monitor import SILENCE_VARIABLE, forget_end, read_end
 from cray_agents.trainers.job.job_status import (
     Handover,
     describe,
@@ -32,7 +33,6 @@ from cray_agents.trainers.job.job_status import (
 )
 from cray_agents.trainers.job.journal import JobJournal, changes, size_of_log, tail_from
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
-from cray_agents.trainers.job.rank_monitor import SILENCE_VARIABLE, forget_end, read_end
 from cray_agents.trainers.job.save_notice import notice_seconds
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent

@@ -22,8 +22,8 @@ from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.checkpointing.state import allocate_moments
 from cray_agents.trainers.data.packer import Columns
 from cray_agents.trainers.data.samples import Floats, Samples
+from cray_agents.trainers.job.checks.weights_check import FailedEverywhere
 from cray_agents.trainers.job.job_inputs import JobInputs
-from cray_agents.trainers.job.weights_check import FailedEverywhere
 from cray_agents.trainers.methods.token_losses import token_loss
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.training.accumulation import Accumulation

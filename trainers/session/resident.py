@@ -30,11 +30,11 @@ from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.weight_links import LINKS
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from cray_agents.trainers.job import rank as job_rank
+from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, restart_may_help
-from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.training.offload import Offload

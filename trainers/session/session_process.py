@@ -17,7 +17,8 @@ from pathlib import Path
 
 from cray_agents.errors import JobError, SetupError
 from cray_agents.paths import Home
-from cray_agents.trainers.job.health_gate import check_node
+from cray_agents.trainers.job.failures.health_gate import check_node
+from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_end import record_failure
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
@@ -27,7 +28,6 @@ from cray_agents.trainers.job.launch import (
     load_for_ranks,
     run_ranks,
 )
-from cray_agents.trainers.job.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.session.session_journal import SessionJournal
 
 

@@ -161,7 +161,7 @@ def _train_without_platform(config: Config, spec: JobSpec, *, detach: bool) -> J
 
 
 def _make_trainer(config: Config, scheduler: "Slurm | LocalProcesses") -> "MegatronTrainer":
-    from cray_agents.trainers.job.failure import failure_settings
+    from cray_agents.trainers.job.failures.failure import failure_settings
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.planning.cluster_resources import resources_of
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from cray_agents.errors import FULL, SetupError
 from cray_agents.runtime.disk import durable
-from cray_agents.trainers.job.rank_monitor import node_name
+from cray_agents.trainers.job.failures.rank_monitor import node_name
 
 ROOT_SECONDS = 60.0  # that the shared root may take for a small file
 GPU_SECONDS = 60.0  # that nvidia-smi may take

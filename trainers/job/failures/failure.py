@@ -21,8 +21,8 @@ from typing import Literal
 from cray_agents.config import Config
 from cray_agents.ports import CommandStatus
 from cray_agents.records import Record
+from cray_agents.trainers.job.failures.rank_monitor import BadEnd
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
-from cray_agents.trainers.job.rank_monitor import BadEnd
 
 FailureKind = Literal[
     "node",

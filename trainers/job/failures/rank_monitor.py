@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.trainers.job.hang_report import culprit, report_hang, write_collectives
+from cray_agents.trainers.job.failures.hang_report import culprit, report_hang, write_collectives
 from cray_agents.trainers.job.journal import tail
 from cray_agents.trainers.training.progress_clock import CLOCK
 
