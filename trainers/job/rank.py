@@ -201,15 +201,16 @@ def execute(
         finished = train(training, work, baseline, validation, totals)
         if finished and may_publish(work):
             training.finish()
-            hf_export.publish(
-                training,
-                spec,
-                probe_prompts(work.samples),
-                {**totals.summary(), "steps": training.done},
-                agreement if spec.hyperparameters.dtype == "bfloat16" else None,
-                home.checkpoint(f".{spec.id}.{work.attempt}"),
-                home.checkpoint(spec.id),
-            )
+            with hf_export.draft_of(home, spec.id, work.attempt) as draft:
+                hf_export.publish(
+                    training,
+                    spec,
+                    probe_prompts(work.samples),
+                    {**totals.summary(), "steps": training.done},
+                    agreement if spec.hyperparameters.dtype == "bfloat16" else None,
+                    draft,
+                    home.checkpoint(spec.id),
+                )
     except Stopped:
         return False
     return finished
