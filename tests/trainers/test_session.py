@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import os
 import re
-import resource
 import shutil
 import signal
 import time
@@ -27,7 +26,6 @@ from cray_agents.trainers.checkpointing.weight_links import LINKS
 from cray_agents.trainers.job import rank as rank_module
 from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.rank_monitor import read_end
 from cray_agents.trainers.session import resident
 from cray_agents.training_commands import Save
 from cray_agents.training_jobs import Layout
@@ -236,48 +234,6 @@ def test_a_job_that_one_rank_refuses_ends_the_session_and_not_the_queue(
         again.check()
         time.sleep(0.01)
     assert again.end() == 0 and waiting.status().state == "succeeded", again.log
-
-
-@pytest.mark.parametrize(
-    ("rank", "why"),
-    [
-        (1, "the resume point of step 4 could not be written: "),
-        (0, "the checkpoint was not written: "),
-    ],
-    ids=["resume points", "weights"],
-)
-def test_a_job_that_one_rank_cannot_write_for_leaves_its_session_alive(
-    lab: Any, tmp_path: Path, rank: int, why: str
-) -> None:
-    """It goes on where there is room again, and ends as one that nothing happened to."""
-    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 4}, save_every=2)
-    alone = type(lab)(Home(tmp_path / "alone"), lab.models)
-    for one in (lab, alone):
-        one.dataset()
-    session = RunningSession(lab.home, Layout(data=2))
-    while len(ranks := children_of(session.pid)) < 2:
-        session.check()
-    points = lab.home.job(spec.id) / "megatron"
-    undisturbed = alone.run(spec).journal
-    if rank == 0:  # it writes all weights of so small a model, and here no point
-        shutil.copytree(undisturbed.folder / "megatron", points)
-    resource.prlimit(ranks[rank], resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
-    job = session.start(spec)
-    while spec.id in session.journal.queue():
-        session.check()
-        time.sleep(0.01)
-    assert why in read_end(job.folder).how and "File too large" in read_end(job.folder).how
-    assert not job.ended and not list(lab.home.root.glob("checkpoints/.*"))
-    assert not list(points.glob(".*"))
-    resource.prlimit(ranks[rank], resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    other = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2})
-    assert session.train(other).status().state == "succeeded", session.log
-    session.journal.hand_over(spec.id)
-    while not job.ended:
-        session.check()
-        time.sleep(0.01)
-    assert children_of(session.pid) == ranks and session.end() == 0, session.log
-    assert outcome(lab.home, job)[:2] == outcome(alone.home, undisturbed)[:2]
 
 
 def test_a_job_is_paused_and_cancelled_without_its_session(lab: Any) -> None:

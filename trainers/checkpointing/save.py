@@ -110,7 +110,7 @@ class Saver:
         Waits while the previous point is still being written.
         """
         self._settle()
-        if self._step == self._training.done and self._problem is None:
+        if self._step == self._training.done:
             return
         self._step, started, self._problem = self._training.done, time.monotonic(), None
         index = self._stage()
@@ -174,14 +174,14 @@ class Saver:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        end = flight.result()
+        step, end = self._step, flight.result()
         if end.problem:
-            self._problem = _ERRORS[end.kind](end.problem)
+            self._problem, self._step = _ERRORS[end.kind](end.problem), -1
             if self._rank == 0:
                 print(end.problem, flush=True)
         elif end.published and self._rank == 0:
-            self._training.saved = self._folder / folder_name(self._step)
-            self._report(self._step, end.seconds)
+            self._training.saved = self._folder / folder_name(step)
+            self._report(step, end.seconds)
 
     def _stage(self) -> bytes:
         """Copy this rank's owned ranges into the buffer, which is made once; return their index."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cray_agents.errors import JobError
+from cray_agents.errors import DiskFull, JobError
 from cray_agents.records import LogprobDistance
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
@@ -47,6 +47,7 @@ from cray_agents.training_jobs import Layout
 
 RECENT = 50  # steps whose gradient norms a new norm is compared with
 EXPLODED = 1000.0  # times the largest recent norm
+ROOM_TRIES, ROOM_PAUSE = 12, 5.0  # seconds between two trials to save on a full disk
 SMALL = 1.0  # floor for the largest recent norm: smaller gradients are not clipped by default
 
 
@@ -301,10 +302,28 @@ def train(
             if training.done > first and (stopped or (due and not to_evaluate())):
                 saver.save(totals.state())
             saver.poll()
-        saver.finish()
+        finish_saving(training, saver, totals)
     finally:
         saver.close()
     return training.done == steps and not to_evaluate()
+
+
+def finish_saving(training: Training, saver: Saver, totals: JobTotals) -> None:
+    """Return when the last resume point is written; on a full disk wait a while for room.
+
+    What was trained since the point before it is in memory alone. Raises StoreError. Collective.
+    """
+    for _ in range(ROOM_TRIES):
+        try:
+            saver.finish()
+        except DiskFull:
+            time.sleep(ROOM_PAUSE)
+            if training.ranks.on_any(training.asked_to_stop()):
+                raise
+            saver.save(totals.state())
+        else:
+            return
+    saver.finish()
 
 
 def step(
