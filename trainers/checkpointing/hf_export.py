@@ -10,13 +10,15 @@ probe scores the weights as stored. Called by job/rank.py. Read next: weight_fil
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cray_agents.errors import NotFound
+from cray_agents.errors import NotFound, StoreError
+from cray_agents.paths import Home
 from cray_agents.records import DeltaOf, LogprobDistance, Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints, model_files
@@ -34,6 +36,7 @@ from cray_agents.trainers.models.weights import SHARE_BYTES
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
     gather_from_ranks,
+    is_rank0,
     write_together,
 )
 from cray_agents.trainers.training.train_step import Training
@@ -117,10 +120,14 @@ def export(
         hashes = write_together(
             "the checkpoint", lambda: write_files(folder, own, shapes, dtypes, tensors())
         )
-    if rank == 0 and len(files) > 1:
-        file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
-        durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
+
+    def write_index() -> None:
+        if rank == 0 and len(files) > 1:
+            file_of = {tensor: name for name, tensors in files.items() for tensor in tensors}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
+            durable.replace_file(folder / _INDEX, json.dumps(index, indent=1).encode())
+
+    write_together("the checkpoint", write_index)
     written = [json.loads(one) for one in gather_from_ranks(json.dumps([hashes, packed]).encode())]
     whole = {file: sha256 for one, _ in written for file, sha256 in one.items()}
     return whole, {file: sha256 for _, one in written for file, sha256 in one.items()}
@@ -192,6 +199,18 @@ def name_files(files: Sequence[list[str]]) -> dict[str, list[str]]:
     return {f"model-{n:05d}-of-{len(files):05d}.safetensors": f for n, f in enumerate(files, 1)}
 
 
+@contextmanager
+def draft_of(home: Home, name: str, attempt: int) -> Iterator[Path]:
+    """Give the folder that an attempt writes a checkpoint in; a StoreError removes it."""
+    draft = home.checkpoint(f".{name}.{attempt}")
+    try:
+        yield draft
+    except StoreError:
+        if is_rank0():
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
 def publish(
     training: Training,
     spec: JobSpec,
@@ -212,10 +231,13 @@ def publish(
     main = torch.distributed.get_rank() == 0
     if training.sender is not None:
         training.sender.begin()
-    if main:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    torch.distributed.barrier()
+
+    def make_draft() -> None:
+        if main:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+
+    write_together("the checkpoint", make_draft)
     if (lora := training.hyper.lora) is not None:
         adapter = draft / checkpoints.ADAPTER
         write_adapter(training.chunks, training.model, lora, spec.parent, adapter)

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save
 
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.lora import LoraLinear, adapters
 from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
 from cray_agents.trainers.models.weights import Origin, unpack
-from cray_agents.trainers.training.parallel_groups import gather_from_ranks, is_rank0
+from cray_agents.trainers.training.parallel_groups import (
+    gather_from_ranks,
+    is_rank0,
+    write_together,
+)
 from cray_agents.training_jobs import Lora
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -27,7 +31,7 @@ def write_adapter(
 ) -> None:
     """Write this model's adapters into a new folder. Collective; rank 0 gathers and writes.
 
-    `parent` is the path or name of the adapted weights, for PEFT's users.
+    `parent` is the path or name of the adapted weights, for PEFT's users. Raises StoreError.
     """
     from megatron.core import parallel_state as ps
 
@@ -36,13 +40,16 @@ def write_adapter(
     if not first or ps.get_tensor_model_parallel_rank() > 0:
         mine = {}  # another rank of this pipeline stage has the same
     stages = gather_from_ranks(save(mine))
-    if not is_rank0():
-        return
-    tensors = {name: tensor for stage in stages for name, tensor in load(stage).items()}
-    config = config_of_adapters(chunks, tensors, lora, parent)
-    folder.mkdir()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    durable.replace_file(folder / CONFIG, json.dumps(config, indent=1).encode())
+
+    def write() -> None:
+        if is_rank0():
+            tensors = {name: tensor for stage in stages for name, tensor in load(stage).items()}
+            config = config_of_adapters(chunks, tensors, lora, parent)
+            folder.mkdir()
+            durable.write_file(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+            durable.write_file(folder / CONFIG, json.dumps(config, indent=1).encode())
+
+    write_together("the checkpoint", write)
 
 
 @torch.no_grad()

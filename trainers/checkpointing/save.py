@@ -15,9 +15,10 @@ thread checks once more that its attempt may publish, then seals and renames:
     step-00000050/               the same, published
     kept-00000050/               likewise, for other jobs: it stays when newer ones come (`keep`)
 
-One point is in flight at a time: the next `save` waits for it. A thread, unlike a forked process,
-does not copy gloo's or NCCL's threads, and hashing and writing release Python's lock. Read next:
-state.py for the saved state, resume.py for loading.
+One point is in flight at a time: the next `save` waits for it. Through the ranks' store every rank
+learns how a point ended, so that a full disk of one rank is the same error on all. A thread, unlike
+a forked process, does not copy gloo's or NCCL's threads, and hashing and writing release Python's
+lock. Read next: state.py for the saved state, resume.py for loading.
 """
 
 import hashlib
@@ -27,6 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -35,7 +37,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from cray_agents.errors import JobError, StoreError
+from cray_agents.errors import FULL, CrayError, DiskFull, JobError, StoreError
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.durable import keep_newest, kept_state
@@ -61,6 +63,12 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+#: Errors that a point can end with, by their names in the ranks' store.
+_ERRORS: dict[str, type[CrayError]] = {
+    kind.__name__: kind for kind in (DiskFull, StoreError, JobError)
+}
+
+
 def _report_nothing(step: int, seconds: float) -> None: ...
 
 
@@ -68,7 +76,9 @@ class Saver:
     """Writer of a job's resume points. All ranks call the same methods in the same order.
 
     Rank 0's writing thread calls `may_publish` right before the rename. Rank 0 calls `report(step,
-    seconds)` after a point was published, with the time from `save` to its publication.
+    seconds)` after a point was published, with the time from `save` to its publication. A point
+    that could not be written leaves nothing behind, and the next one makes up for it: training goes
+    on without. Only `finish` raises what became of the last one.
     """
 
     def __init__(
@@ -88,21 +98,26 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
         self._owned: list[OwnedRange] = []
         self._buffer = torch.empty(len(NUMBERS), 0)
-        self._flight: Future[float | None] | None = None
-        self._step = -1
+        self._flight: Future[_Ended] | None = None
+        self._step, self._tries = -1, 0
+        job = folder.parent.name  # a session's jobs share the store
+        self._key = f"resume-point/{job}/{attempt}"
+        self._problem: CrayError | None = None  # of the last point
 
     def save(self, common: dict[str, Any]) -> None:
         """Copy the current state and start writing it; `common` is plain data that `load` returns.
 
-        Waits while the previous point is still being written. Raises StoreError as `poll` does.
+        Waits while the previous point is still being written.
         """
         self._settle()
         if self._step == self._training.done:
             return
-        self._step, started = self._training.done, time.monotonic()
+        self._step, started, self._problem = self._training.done, time.monotonic(), None
         index = self._stage()
         point = {"step": self._step, "common": common}
-        self._flight = self._thread.submit(self._write, self._step, index, point, started)
+        self._tries += 1
+        key = f"{self._key}/{self._tries}"
+        self._flight = self._thread.submit(self._write, self._step, index, point, started, key)
 
     def keep(self, common: dict[str, Any]) -> None:
         """Write the current state, and return when it is published. Collective.
@@ -133,13 +148,20 @@ class Saver:
             raise
 
     def poll(self) -> None:
-        """Raise StoreError if the point in flight could not be written. Called every step."""
+        """Report the end of the point in flight, if it has ended. Called every step."""
         if self._flight is not None and self._flight.done():
             self._settle()
 
     def finish(self) -> None:
-        """Wait until the last point is published. Collective. Raises StoreError as `poll`."""
+        """Wait until the last point is published. Collective.
+
+        Raises StoreError on every rank if it could not be written, DiskFull if for want of room,
+        and JobError if the ranks' files do not make a whole.
+        """
         self._settle()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
         if self._world > 1:
             torch.distributed.barrier()
 
@@ -152,16 +174,14 @@ class Saver:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        try:
-            seconds = flight.result()
-        except OSError as problem:
-            raise StoreError(
-                f"the resume point of step {self._step} could not be written: {problem}; the one"
-                f" before it stays. Make room in {self._folder}, then start the job again"
-            ) from problem
-        if seconds is not None:
-            self._training.saved = self._folder / folder_name(self._step)
-            self._report(self._step, seconds)
+        step, end = self._step, flight.result()
+        if end.problem:
+            self._problem, self._step = _ERRORS[end.kind](end.problem), -1
+            if self._rank == 0:
+                print(end.problem, flush=True)
+        elif end.published and self._rank == 0:
+            self._training.saved = self._folder / folder_name(step)
+            self._report(step, end.seconds)
 
     def _stage(self) -> bytes:
         """Copy this rank's owned ranges into the buffer, which is made once; return their index."""
@@ -188,22 +208,48 @@ class Saver:
 
     # ---- on the writing thread
     def _write(
-        self, step: int, index: bytes, point: dict[str, Any], started: float
-    ) -> float | None:
-        """Write this rank's files; rank 0 then publishes. Return the seconds if this rank did."""
+        self, step: int, index: bytes, point: dict[str, Any], started: float, key: str
+    ) -> "_Ended":
+        """Write this rank's files; rank 0 then publishes. Return how it ended, on every rank."""
         draft = self._folder / f".{folder_name(step)}.{self._attempt}"
-        hashes = self._write_rank(draft, index)
-        self._store.set(self._key(step, self._rank), json.dumps(hashes))
+        hashes, end = {}, _Ended()
+        try:
+            hashes = self._write_rank(draft, index)
+        except OSError as error:
+            end = self._failed(step, error)
+        self._store.set(f"{key}/{self._rank}", json.dumps([hashes, vars(end)]))
         if self._rank > 0:
-            return None
-        self._store.wait([self._key(step, rank) for rank in range(self._world)], FOR_EVER)
-        seal: dict[str, str] = {}
-        for rank in range(self._world):
-            seal |= json.loads(self._store.get(self._key(step, rank)))
-        if not self._publish(draft, self._folder / folder_name(step), seal, canonical(point)):
-            return None
-        keep_newest(self._folder, self._keep)
-        return time.monotonic() - started
+            return _Ended(**self._await(f"{key}/end"))
+        written = [self._await(f"{key}/{rank}") for rank in range(self._world)]
+        end = next((_Ended(**each) for _, each in written if each["problem"]), end)
+        if not end.problem:
+            seal = {name: sha256 for each, _ in written for name, sha256 in each.items()}
+            target = self._folder / folder_name(step)
+            try:
+                published = self._publish(draft, target, seal, canonical(point))
+                keep_newest(self._folder, self._keep)
+                end = _Ended(published, time.monotonic() - started)
+            except (OSError, JobError) as error:
+                end = self._failed(step, error)
+        if end.problem:
+            shutil.rmtree(draft, ignore_errors=True)
+        self._store.set(f"{key}/end", json.dumps(vars(end)))
+        return end
+
+    def _await(self, key: str) -> Any:
+        """Return a value that a rank sets in the store."""
+        self._store.wait([key], FOR_EVER)
+        return json.loads(self._store.get(key))
+
+    def _failed(self, step: int, error: OSError | JobError) -> "_Ended":
+        if isinstance(error, JobError):
+            return _Ended(problem=str(error), kind=JobError.__name__)
+        kind = DiskFull if error.errno in FULL else StoreError
+        problem = (
+            f"the resume point of step {step} could not be written: {error}; the one before it"
+            f" stays. Make room in {self._folder}"
+        )
+        return _Ended(problem=problem, kind=kind.__name__)
 
     def _write_rank(self, draft: Path, index: bytes) -> dict[str, str]:
         """Write the buffer and its index; return the hash of each file."""
@@ -224,9 +270,15 @@ class Saver:
             return False
         return True
 
-    def _key(self, step: int, rank: int) -> str:
-        job = self._folder.parent.name  # a session's jobs share the store
-        return f"resume-point/{job}/{self._attempt}/{step}/{rank}"
+
+@dataclass(frozen=True)
+class _Ended:
+    """The end of a point: published, superseded, or a problem of a kind in `_ERRORS`."""
+
+    published: bool = False
+    seconds: float = 0.0  # from `save` to the publication
+    problem: str = ""
+    kind: str = ""
 
 
 def _describe(owned: OwnedRange) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cray_agents.errors import FULL
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
 from cray_agents.trainers.data.packer import Rows, samples_to_train_on
@@ -173,16 +174,21 @@ class Baselines:
         if flat is None or missing:
             rows = compute()
             if is_rank0():
-                _write(path, np.concatenate(rows))
+                _keep(path, np.concatenate(rows))
         else:
             rows = np.split(flat, np.cumsum(sizes)[:-1])
         return dict(zip(places, rows, strict=True))
 
 
-def _write(path: Path, numbers: Floats) -> None:
-    """Write the hash, then the numbers as little-endian float32."""
+def _keep(path: Path, numbers: Floats) -> None:
+    """Write the hash, then the numbers as little-endian float32, unless the disk is full."""
     content = numbers.astype("<f4").tobytes()
-    durable.replace_file(path, hashlib.sha256(content).digest() + content)
+    try:
+        durable.replace_file(path, hashlib.sha256(content).digest() + content)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"{path} is not kept, and computed again after a restart: {error}", flush=True)
 
 
 def _read(path: Path, size: int) -> Floats | None:

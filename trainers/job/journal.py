@@ -56,7 +56,7 @@ from typing import Any
 
 import orjson
 
-from cray_agents.errors import Corrupt, NotFound
+from cray_agents.errors import FULL, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
 from cray_agents.runtime.disk import checksums, durable
@@ -64,6 +64,7 @@ from cray_agents.runtime.disk.durable import resume_points
 from cray_agents.training_jobs import JobSpec, JobStatus, TakenUp
 
 TAIL_BYTES = 8192
+GIVEN_UP = "given up"  # a verdict's `done` after which the job failed
 _NOT_MEASURES = {"event", "time", "step", "not_finite"}
 
 
@@ -76,6 +77,7 @@ class JobJournal:
         self.folder = home.job(job_id)
         self.log = self.folder / "log.txt"
         self._events: int | None = None
+        self._unwritten = b""  # events that wait for room on the disk
 
     @property
     def exists(self) -> bool:
@@ -114,8 +116,10 @@ class JobJournal:
         """
         if self._next_spec.exists():
             spec = checksums.read_record(JobSpec, self._next_spec)
-            pruned = "its weights were pruned" if spec.commands is None else "it was opened again"
-            reasons = changes(self.spec(), spec) or [pruned]
+            again = "its weights were pruned" if spec.commands is None else "it was opened again"
+            if spec.commands is None and self.failed_for == "storage":
+                again = "the disk may have room again"
+            reasons = changes(self.spec(), spec) or [again]
             self.event("retried", changes=reasons)
             self.close()
             self._next_spec.replace(self.folder / "spec.json")
@@ -219,15 +223,34 @@ class JobJournal:
         return self.folder / "events.jsonl"
 
     def event(self, kind: str, **values: Any) -> None:
-        """Append an event. One writer at a time: the submitter, then each launcher and rank 0."""
+        """Append an event. One writer at a time: the submitter, then each launcher and rank 0.
+
+        On a full disk it waits in memory for the next one.
+        """
         if self._events is None:
             self._drop_torn_line()
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             self._events = os.open(self.events_file, flags, 0o644)
-        os.write(self._events, _line({"event": kind, "time": time.time(), **values}))
+        self._unwritten += _line({"event": kind, "time": time.time(), **values})
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._events is not None and self._unwritten:
+            try:
+                written = os.write(self._events, self._unwritten)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                return
+            self._unwritten = self._unwritten[written:]
 
     def close(self) -> None:
-        """Close the events file; the next event opens it again."""
+        """Close the events file; the next event opens it again.
+
+        Events that there is no room for are lost: a job that goes on writes its steps' again.
+        """
+        self._flush()
+        self._unwritten = b""
         if self._events is not None:
             os.close(self._events)
             self._events = None
@@ -264,6 +287,16 @@ class JobJournal:
         whole = self.events_file.read_bytes()
         if not whole.endswith(b"\n") and whole:
             durable.replace_file(self.events_file, whole[: whole.rfind(b"\n") + 1])
+
+    @property
+    def failed_for(self) -> str | None:
+        """The cause by which the trainer gave the job up (failure.py's kinds); else None."""
+        for line in _lines_from_the_end(self.events_file):
+            event = checksums.parse(line, self.events_file)
+            if event.get("event") in ("verdict", "failed", "succeeded", "retried", "started"):
+                given_up = event["event"] == "verdict" and event["done"] == GIVEN_UP
+                return str(event["cause"]) if given_up else None
+        return None
 
     @property
     def last_step(self) -> dict[str, Any] | None:

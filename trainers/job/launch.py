@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import io
 import json
 import os
 import signal
@@ -25,9 +26,17 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, SetupError, StoreError
+from cray_agents.errors import (
+    FULL,
+    BadInput,
+    Corrupt,
+    CrayError,
+    JobError,
+    SetupError,
+    StoreError,
+)
 from cray_agents.processes import importing_much
 from cray_agents.trainers.job.failures.hang_report import (
     RECORDED,
@@ -365,7 +374,7 @@ def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        sys.stdout = sys.stderr = os.fdopen(handle, "w", buffering=1)
+        sys.stdout = sys.stderr = open_log(handle)
         faulthandler.enable()
         write_stacks_on_signal(log)
         pulse(pipe, log)
@@ -379,6 +388,21 @@ def _be_rank(launcher: int, log: Path, pipe: int, main: Callable[[StopFlag], int
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def open_log(file: Path | int) -> TextIO:
+    """Open a log for the lines at its end. A full disk costs lines, and not their writer."""
+    return io.TextIOWrapper(io.BufferedWriter(_Log(file, "a")), line_buffering=True)
+
+
+class _Log(io.FileIO):
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return len(content)
 
 
 def restart_may_help(problem: CrayError) -> bool:

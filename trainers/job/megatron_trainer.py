@@ -31,7 +31,13 @@ from cray_agents.trainers.job.job_status import (
     read_handover,
     session_of,
 )
-from cray_agents.trainers.job.journal import JobJournal, changes, size_of_log, tail_from
+from cray_agents.trainers.job.journal import (
+    GIVEN_UP,
+    JobJournal,
+    changes,
+    size_of_log,
+    tail_from,
+)
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
 from cray_agents.trainers.job.save_notice import notice_seconds
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
@@ -226,7 +232,7 @@ class MegatronTrainer:
             self._hand_over(journal, Handover(step=progress_of(spec, journal)))
             return self._describe(journal, spec, "queued")
         # a session that ended before it took the job up did not fail it, unless it cannot start
-        if session is not None and session.current != journal.job_id:
+        if session is not None and session.current != journal.job_id and not left(journal):
             if died_at_start(session, command):
                 return self._restart(journal, spec, command, session)
             self._hand_over(journal, last)
@@ -331,6 +337,8 @@ class MegatronTrainer:
         """
         last, step = read_handover(journal), progress_of(spec, journal)
         runner = session or self._session_of(journal) or journal  # who left report and log
+        if left(journal):
+            runner = journal
         verdict = judge(
             command,
             read_end(runner.folder),
@@ -348,7 +356,7 @@ class MegatronTrainer:
             or restarts > (MAX_MOVES if unlucky else MAX_RESTARTS)
             or (tokens is not None and tokens < SMALLEST_MICROBATCH)
         )
-        done = "given up" if given_up else self._apply(journal, verdict, tokens, restarts)
+        done = GIVEN_UP if given_up else self._apply(journal, verdict, tokens, restarts)
         how = f"exit code {command.exit_code}" if command.exit_code is not None else command.state
         place = f"step {step}" if spec.commands is None else f"command {step + 1}"
         self._note_verdict(journal, verdict, done, place)
@@ -431,6 +439,7 @@ class MegatronTrainer:
             session = SessionJournal(self.home, session_spec.id)
             session.write_spec(session_spec)
             session.stay()
+            forget_end(journal.folder)
             if read_end(session.folder) is not None:  # to ask the scheduler takes long
                 live = self.scheduler.status(session.session_id).state in ("queued", "running")
                 if not live:
@@ -557,25 +566,33 @@ def session_view(
     """Return a running session's command as one of its jobs sees it.
 
     The job is queued while another one is trained. A job that the session let go of unfinished, for
-    a pause that is over since, is handed over again.
+    a pause that is over since, is handed over again. One that it could not write for has died.
     """
     if session.current == journal.job_id:
         return command
+    if left(journal):
+        return command.model_copy(update={"state": "failed"})
     if not journal.ended and not journal.paused:
         session.hand_over(journal.job_id)
     waits = journal.job_id in session.queue()
     return command.model_copy(update={"state": "queued" if waits else "unknown"})
 
 
+def left(journal: JobJournal) -> bool:
+    """Return True if the job's session went on without it, for a disk that took no more."""
+    return read_handover(journal).session != "" and read_end(journal.folder) is not None
+
+
 def should_retry(journal: JobJournal, spec: JobSpec) -> bool:
     """Return True if the job's weights were pruned, or it failed and `spec` runs it differently.
 
     A failed job by commands is tried again as it is: its client has mended the cause, such as a
-    full disk. Raises Corrupt.
+    full disk. So is a job that failed for its disk. Raises Corrupt.
     """
     ended = None if journal.cancelled else journal.status()
     if ended is not None and ended.checkpoint is not None:
         return checkpoints.read_pruned(journal.home.checkpoint(ended.checkpoint)) is not None
     if ended is None or ended.state != "failed":
         return False
-    return spec.commands is not None or bool(changes(journal.spec(), spec))
+    mended = spec.commands is not None or journal.failed_for == "storage"
+    return mended or bool(changes(journal.spec(), spec))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cray_agents.errors import JobError
+from cray_agents.errors import DiskFull, JobError
 from cray_agents.records import LogprobDistance
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
@@ -48,6 +48,7 @@ from cray_agents.training_jobs import Layout
 
 RECENT = 50  # steps whose gradient norms a new norm is compared with
 EXPLODED = 1000.0  # times the largest recent norm
+ROOM_TRIES, ROOM_PAUSE = 12, 5.0  # seconds between two trials to save on a full disk
 SMALL = 1.0  # floor for the largest recent norm: smaller gradients are not clipped by default
 
 
@@ -202,15 +203,16 @@ def execute(
         finished = train(training, work, baseline, validation, totals)
         if finished and may_publish(work):
             training.finish()
-            hf_export.publish(
-                training,
-                spec,
-                probe_prompts(work.samples),
-                {**totals.summary(), "steps": training.done},
-                agreement if spec.hyperparameters.dtype == "bfloat16" else None,
-                home.checkpoint(f".{spec.id}.{work.attempt}"),
-                home.checkpoint(spec.id),
-            )
+            with hf_export.draft_of(home, spec.id, work.attempt) as draft:
+                hf_export.publish(
+                    training,
+                    spec,
+                    probe_prompts(work.samples),
+                    {**totals.summary(), "steps": training.done},
+                    agreement if spec.hyperparameters.dtype == "bfloat16" else None,
+                    draft,
+                    home.checkpoint(spec.id),
+                )
     except Stopped:
         return False
     return finished
@@ -310,10 +312,28 @@ def train(
             if training.done > first and (stopped or (due and not to_evaluate())):
                 saver.save(totals.state())
             saver.poll()
-        saver.finish()
+        finish_saving(training, saver, totals)
     finally:
         saver.close()
     return training.done == steps and not to_evaluate()
+
+
+def finish_saving(training: Training, saver: Saver, totals: JobTotals) -> None:
+    """Return when the last resume point is written; on a full disk wait a while for room.
+
+    What was trained since the point before it is in memory alone. Raises StoreError. Collective.
+    """
+    for _ in range(ROOM_TRIES):
+        try:
+            saver.finish()
+        except DiskFull:
+            time.sleep(ROOM_PAUSE)
+            if training.ranks.on_any(training.asked_to_stop()):
+                raise
+            saver.save(totals.state())
+        else:
+            return
+    saver.finish()
 
 
 def step(

@@ -7,8 +7,8 @@ and their results stay as they were written. job/rank.py calls `run_commands` on
 next: training/accumulation.py.
 """
 
+import contextlib
 import hashlib
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -127,7 +127,8 @@ class CommandRun:
                 ended = self._carry_out(self._next_command(), saver)
             if not ended and self._may_publish():
                 self._save(saver)
-            saver.finish()
+            with contextlib.suppress(StoreError):  # it was printed; the commands are in the journal
+                saver.finish()
         finally:
             saver.close()
         return ended
@@ -257,9 +258,11 @@ class CommandRun:
             raise BadInput("nothing was trained yet: there is nothing to publish")
         home, attempt = self._work.journal.home, self._work.attempt
         self._training.finish()
-        draft, final = home.checkpoint(f".{name}.{attempt}"), home.checkpoint(name)
         try:
-            with self._training.publishing(goes_on=goes_on):
+            with (
+                hf_export.draft_of(home, name, attempt) as draft,
+                self._training.publishing(goes_on=goes_on),
+            ):
                 hf_export.publish(
                     self._training,
                     self._work.spec,
@@ -267,18 +270,16 @@ class CommandRun:
                     self._totals.metrics(),
                     None,
                     draft,
-                    final,
+                    home.checkpoint(name),
                 )
         except StoreError as problem:
-            if is_rank0():
-                shutil.rmtree(draft, ignore_errors=True)
             raise BadInput(f"{problem}{_MAKE_ROOM}") from None
         return self._result(checkpoint=name)
 
     def _keep(self, saver: Saver) -> None:
         """Keep the state for another run to begin with. Raises BadInput, the same on every rank."""
-        saver.finish()
         try:
+            saver.finish()
             saver.keep(asdict(self._totals))
         except StoreError as problem:
             raise BadInput(f"{problem}{_MAKE_ROOM}") from None

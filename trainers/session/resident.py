@@ -15,26 +15,32 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
 
-from cray_agents.errors import Corrupt, CrayError, NotFound, SetupError
+from cray_agents.errors import FULL, Corrupt, CrayError, NotFound, SetupError, StoreError
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.weight_links import LINKS
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from cray_agents.trainers.job import rank as job_rank
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_parent
+from cray_agents.trainers.job.checks.weights_check import (
+    FailedEverywhere,
+    UnwrittenEverywhere,
+    check_parent,
+)
+from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, restart_may_help
+from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, open_log, restart_may_help
 from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.training.offload import Offload
@@ -51,6 +57,7 @@ from cray_agents.training_jobs import JobSpec, WeightsSource
 PATIENCE, LONGEST_TURN = 0.2, 10.0  # seconds of a job by commands that others wait for
 TURN_PATIENCE = 2.0  # seconds without a command after which it leaves GPUs that replicas use, too
 SHORTEST_WAIT, LONGEST_WAIT = 0.002, 0.1  # seconds between two looks at the queue
+FULL_WAIT = 0.5  # seconds between two trials to write on a full disk
 ALL_REFUSE = 120.0  # seconds from the first rank's refusal of a job to the last one's
 
 
@@ -109,6 +116,19 @@ class Orders:
         return Order(**self._relay.next(lambda: vars(self._choose())))
 
     def _choose(self) -> Order:
+        """Return the next job that has not ended, as this attempt's. On a full disk it waits."""
+        while not self._stop.set:
+            try:
+                return self._await_job()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                print(f"the session waits for room on its disk: {error}", flush=True)
+            CLOCK.tick()
+            time.sleep(FULL_WAIT)
+        return Order(None, code=EX_TEMPFAIL)
+
+    def _await_job(self) -> Order:
         """Wait for a job that has not ended, claim it, and return it."""
         idle_since, wait = time.monotonic(), SHORTEST_WAIT
         self._session.note_current(None)
@@ -195,9 +215,10 @@ class Resident:
     def train(self, journal: JobJournal, attempt: int) -> None:
         """Train one job to its end, or until it is stopped, paused, superseded or makes room.
 
-        A job that can never be trained is recorded as failed, and the session goes on. Raises
-        SetupError and StoreError, which another start may mend, and the error of a job that not all
-        ranks refuse alike: the ranks are out of step, and end.
+        A job that can never be trained is recorded as failed, and the session goes on. So it does
+        after a job whose files a disk took no more of: the trainer starts that one again. Raises
+        SetupError, which another start may mend, and the error of a job that not all ranks refuse
+        alike: the ranks are out of step, and end.
         """
         spec, self._turn = journal.spec(), time.monotonic()
         with _job_log(journal), self._unpublished_taken_back():
@@ -205,15 +226,22 @@ class Resident:
                 work, resumes = self._read(journal, spec, attempt)
                 with refusing_together(f"{spec.id}/{attempt}"):
                     finished = self._execute(work, resumes)
-            except FailedEverywhere as reason:
+                record: Callable[[], object]
+                record = partial(self._record, journal, spec, attempt, finished)
+            except (FailedEverywhere, UnwrittenEverywhere) as reason:
                 if self._origin is None:  # else the job failed before it was taken up
                     self._training = None
-                if is_rank0():
-                    record_failure(journal, str(reason))
-            else:
-                if is_rank0():
-                    self._record(journal, spec, attempt, finished)
+                mendable = isinstance(reason, UnwrittenEverywhere)
+                record = partial(
+                    _note_unwritten if mendable else record_failure, journal, str(reason)
+                )
             if is_rank0():
+                try:
+                    record()
+                except OSError as error:
+                    if error.errno not in FULL:
+                        raise
+                    _note_unwritten(journal, f"the job's end was not written: {error}")
                 journal.close()
         if is_rank0() and not self._stop.set:
             self._session.withdraw(spec.id)
@@ -257,6 +285,8 @@ class Resident:
                 journal.close()
         except CrayError as error:
             problem = error
+        except OSError as error:
+            problem = StoreError.of(f"{spec.id} cannot be taken up", error)
         agree(problem)
         assert work is not None  # or `agree` has raised
         *points, resumes = broadcast_from_rank0((*work.points, resumes))
@@ -436,14 +466,17 @@ def build_of_job(work: JobInputs) -> tuple[Any, ...]:
 def agree(problem: CrayError | None) -> None:
     """Raise on every rank if any rank has a problem: the first rank's. Collective.
 
-    Raises FailedEverywhere for a fault of the job, SetupError for one of the machine.
+    Raises FailedEverywhere for a fault of the job, UnwrittenEverywhere for one of the disk, and
+    SetupError for one of the machine.
     """
     mine = None
     if problem is not None:
-        mine = (str(problem), restart_may_help(problem))
+        mine = (str(problem), restart_may_help(problem), isinstance(problem, StoreError))
     every = [json.loads(one) for one in gather_from_ranks(json.dumps(mine).encode())]
-    for text, machine in filter(None, every):
-        raise (SetupError if machine else FailedEverywhere)(text)
+    for text, mendable, disk in filter(None, every):
+        if mendable:
+            raise (UnwrittenEverywhere if disk else SetupError)(text)
+        raise FailedEverywhere(text)
 
 
 @contextlib.contextmanager
@@ -452,16 +485,18 @@ def refusing_together(name: str) -> Iterator[None]:
 
     A rank that refuses may be the only one, and the others wait for it in a collective. So it tells
     them in the ranks' store, and waits there. Raises FailedEverywhere if all refused at the same
-    point. Else the rank's own error comes out, and its end ends the others.
+    point, or UnwrittenEverywhere. Else the rank's own error comes out, and its end ends the others.
     """
     try:
         yield
     except FailedEverywhere:
         raise
     except CrayError as problem:
-        if restart_may_help(problem) or (reason := _refusal_of_all(name, problem)) is None:
+        disk = isinstance(problem, StoreError)
+        mendable = restart_may_help(problem)
+        if (mendable and not disk) or (reason := _refusal_of_all(name, problem)) is None:
             raise
-        raise FailedEverywhere(reason) from problem
+        raise (UnwrittenEverywhere if mendable else FailedEverywhere)(reason) from problem
 
 
 def _refusal_of_all(name: str, problem: CrayError) -> str | None:
@@ -490,11 +525,21 @@ def _collectives() -> dict[str, int]:
     return {str(name): group._get_sequence_number_for_group() for group, name in groups.items()}
 
 
+def _note_unwritten(journal: JobJournal, problem: str) -> None:
+    """Leave the reason for the trainer, which starts the job again by the rules of failure.py."""
+    print(f"stopped: {problem}", flush=True)
+    with contextlib.suppress(OSError):  # without it the job is started again at once
+        note_end(journal.folder, BadEnd(rank=-1, how=problem, node=node_name()))
+
+
 @contextlib.contextmanager
 def _job_log(journal: JobJournal) -> Iterator[None]:
     """Let rank 0 write to the job's log within the context, as a process of the job's own does."""
     if not is_rank0():
         yield
         return
-    with journal.log.open("a", buffering=1) as log, contextlib.redirect_stdout(log):
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # such as a full disk: the rank's own log has the lines
+            log = opened.enter_context(open_log(journal.log))
+            opened.enter_context(contextlib.redirect_stdout(log))
         yield

@@ -17,6 +17,7 @@ next: resident.py.
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import Field
@@ -121,8 +122,11 @@ class SessionJournal:
 
     def note_current(self, job_id: str | None) -> None:
         """Record the job that is taken up; not waited for by the disk: a kill makes it stale."""
+        if job_id is None:  # needs no room on the disk
+            (self.folder / "current").unlink(missing_ok=True)
+            return
         draft = self.folder / ".current"
-        draft.write_bytes(checksums.with_crc(canonical({"job": job_id or ""})))
+        draft.write_bytes(checksums.with_crc(canonical({"job": job_id})))
         draft.replace(self.folder / "current")
 
     # ---- turns on the GPUs
@@ -140,8 +144,9 @@ class SessionJournal:
         """End the turn: all ranks have left the GPUs, in these seconds by phase."""
         if seconds is not None:
             draft = self.folder / ".offloaded"
-            draft.write_bytes(checksums.with_crc(canonical(seconds)))
-            draft.replace(self.folder / "offloaded")
+            with suppress(OSError):  # a full disk costs the seconds alone
+                draft.write_bytes(checksums.with_crc(canonical(seconds)))
+                draft.replace(self.folder / "offloaded")
         (self.folder / "turn").unlink(missing_ok=True)
 
     @property

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from cray_agents.paths import Home
@@ -23,7 +24,10 @@ class RunningSession:
         turns: bool = False,
         parked_gib: float = 0.0,
         weight_transfer: str = "files",
+        within: Callable[[], None] | None = None,
+        inside: Home | None = None,
     ) -> None:
+        """`within` is called in the process, which has `home` at `inside` afterwards."""
         from cray_agents.trainers.models.cpu_megatron import load_megatron
         from cray_agents.trainers.session import resident, session_process  # noqa: F401
 
@@ -43,6 +47,9 @@ class RunningSession:
         if self.pid == 0:
             code = 99
             try:
+                if within is not None and inside is not None:
+                    within()
+                    self.journal = SessionJournal(inside, spec.id)
                 log = os.open(self.journal.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.dup2(log, 1)
                 os.dup2(log, 2)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from cray_agents.errors import JobError
+from cray_agents.errors import JobError, StoreError
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.job.checks.input_checks import other_weights
@@ -26,6 +26,10 @@ READERS = 4  # files that a rank hashes at a time
 
 class FailedEverywhere(JobError):
     """Raised on every rank at the same point: the job failed, and the ranks are still in step."""
+
+
+class UnwrittenEverywhere(StoreError):
+    """Likewise: a disk took no more. The job may be tried again."""
 
 
 def check_parent(parent: Path, spec: JobSpec) -> AbstractContextManager[None]:

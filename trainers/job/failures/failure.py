@@ -119,7 +119,7 @@ _SIGNS: list[tuple[FailureKind, str]] = [
     (
         "storage",
         r"Input/output error|Stale file handle|No space left on device|Read-only file system"
-        r"|Disk quota exceeded|was not written: ",
+        r"|Disk quota exceeded|File too large|was not written: ",
     ),
     (
         "network",

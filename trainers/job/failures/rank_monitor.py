@@ -16,6 +16,7 @@ import select
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,7 +112,8 @@ def pulse(pipe: int, log: Path) -> None:
             moved = CLOCK.moved()
             still = 0 if moved else still + 1
             if still == 2 * (LOOKS - 1):
-                write_collectives(log)
+                with suppress(OSError):  # on a full disk the signs go on
+                    write_collectives(log)
                 CLOCK.moved()  # to write them was no progress
             os.write(pipe, (READY if CLOCK.ready else MOVED) if moved else ALIVE)
             time.sleep(every)
