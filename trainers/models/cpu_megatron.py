@@ -81,7 +81,7 @@ class _FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Do one step, without the import that torch's own step begins with: `_adapt_optimizers`."""
+        """Do one step without the import that torch's own begins with: `_adapt_optimizers`."""
         return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
 
 
