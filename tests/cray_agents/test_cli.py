@@ -45,16 +45,10 @@ def test_a_command_alone_is_what_it_is_among_all() -> None:
         alone: Any = typer.main.get_command(make_app(name))
         assert name in alone.commands
     for name, commands in groups.items():  # in a new process: a module is imported once
-        code = f"group = typer.main.get_command(make_app({name!r})).commands[{name!r}]"
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                f"import typer\nfrom cray_agents.cli import make_app\n{code}\nprint(*group.commands)",
-            ],
-            capture_output=True,
-            text=True,
-        )
+        code = "import sys, typer\nfrom cray_agents.cli import make_app\nname = sys.argv[1]\n"
+        code += "print(*typer.main.get_command(make_app(name)).commands[name].commands)"
+        argv = [sys.executable, "-c", code, name]
+        done = subprocess.run(argv, capture_output=True, text=True)
         assert set(done.stdout.split()) == set(commands), done.stderr
 
 
