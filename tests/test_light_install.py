@@ -96,7 +96,7 @@ LACKING = {
     "dataset build": "numpy",
     "import chats.jsonl --format openai": "ijson",
     "jobs submit --parent . --dataset nothing": "",
-    "demo": "transformers",
+    "demo": "tokenizers",
     "run agent.py hi": "vLLM is not installed",
     "doctor": "",
 }

@@ -17,7 +17,7 @@ import os
 import sys
 from multiprocessing import parent_process
 
-from cray_agents.processes import die_with_parent, importing_much
+from cray_agents.processes import die_with_parent, exit_at_once, importing_much
 from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
 
 
@@ -54,6 +54,7 @@ def _serve_headless() -> None:
 
 if __name__ == "__main__":
     main()
+    exit_at_once(0)
 elif __name__ == "__mp_main__":  # a spawned child of vLLM: multiprocessing imports this anew
     _parent = parent_process()
     if _parent is not None and _parent.pid is not None:

@@ -130,17 +130,18 @@ async def test_history_goes_on():
 
 
 async def test_tool_calls_run_at_the_same_time_and_answer_in_order():
+    all_at_once = threading.Barrier(3)
+
     @tool
     def wait(seconds: float) -> str:
+        all_at_once.wait(60)
         time.sleep(seconds)
         return f"waited {seconds}"
 
-    calls = [("wait", {"seconds": s}) for s in (0.5, 0.3, 0.4)]
-    began = time.perf_counter()
+    calls = [("wait", {"seconds": s}) for s in (0.5, 0.1, 0.3)]
     run = await agent(script(asks(*calls), "done"), tools=[wait]).run("go")
-    assert time.perf_counter() - began < 1.1
     told = [m["content"] for m in run.trajectory.messages if m["role"] == "tool"]
-    assert told == ["waited 0.5", "waited 0.3", "waited 0.4"]
+    assert told == ["waited 0.5", "waited 0.1", "waited 0.3"]
     assert [c.id for c in run.trajectory.turns[0].tool_calls] == ["call_0", "call_1", "call_2"]
 
 
@@ -221,7 +222,7 @@ def test_a_hanging_tool_does_not_hold_up_the_end_of_the_process():
 
         @tool(timeout=0.1)
         def hang() -> str:
-            time.sleep(60)
+            time.sleep(600)
 
         async def main():
             try:
@@ -231,13 +232,11 @@ def test_a_hanging_tool_does_not_hold_up_the_end_of_the_process():
 
         asyncio.run(main())
     """
-    began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=30, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     assert "did not answer within 0.1 s" in done.stdout
-    assert time.perf_counter() - began < 10
 
 
 # ---- what the model answers
@@ -483,24 +482,44 @@ async def test_a_stream_left_early_is_cancelled_and_recorded():
 
 
 async def test_two_hundred_runs_in_one_loop():
+    thinking, waiting = Busy(), Busy()
+
     @tool
     def wait(seconds: float) -> float:
-        time.sleep(seconds)
+        with waiting:
+            time.sleep(seconds)
         return seconds
 
     async def reply(request: Any) -> Any:
-        await asyncio.sleep(0.05)
+        with thinking:
+            await asyncio.sleep(0.05)
         if request["messages"][-1]["role"] == "user":
             return asks(("wait", {"seconds": 0.05}))
         return request["messages"][0]["content"]
 
     a = agent(script(reply), tools=[wait], output_type=int)
-    began = time.perf_counter()
     runs = await asyncio.gather(*(a.run(str(number)) for number in range(200)))
-    seconds = time.perf_counter() - began
     assert [run.output for run in runs] == list(range(200))
     assert len({run.id for run in runs}) == 200
-    assert seconds < 10  # seen: 0.5; one after another: 20
+    assert thinking.most > 10 and waiting.most > 1
+
+
+class Busy:
+    """How many are within it at once, at most."""
+
+    now = most = 0
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.now -= 1
 
 
 def test_run_sync_without_and_with_a_loop():
@@ -589,7 +608,7 @@ def test_ctrl_c_in_run_sync_records_the_run():
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "asked\n"
         process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=20)
+        out, error = process.communicate(timeout=120)
     assert out == "cancelled\n" and "KeyboardInterrupt" in error
 
 

@@ -4,11 +4,15 @@ import hashlib
 import json
 import socket
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from cray_agents.cli import COMMANDS, app, make_app
 from cray_agents.tools.sandbox import Sandbox, backends
 from cray_agents.trainers.models.layer_choice import choose_layers, has_transformer_engine
 from tests.support.bare_models import bare_model
@@ -28,6 +32,24 @@ def test_help_names_every_command(tmp_path: Path) -> None:
     commands = ["demo", "up", "down", "status", "doctor", "run", "chat", "loop"]
     commands += ["models", "runs", "jobs", "export"]
     assert [word for word in commands if word not in done.stdout] == []
+
+
+def test_a_command_alone_is_what_it_is_among_all() -> None:
+    """Only the modules of the command that is asked for are imported."""
+    every: Any = typer.main.get_command(app)
+    assert set(every.commands) == set(COMMANDS)
+    groups = {
+        name: each.commands for name, each in every.commands.items() if hasattr(each, "commands")
+    }
+    for name in COMMANDS:
+        alone: Any = typer.main.get_command(make_app(name))
+        assert name in alone.commands
+    for name, commands in groups.items():  # in a new process: a module is imported once
+        code = "import sys, typer\nfrom cray_agents.cli import make_app\nname = sys.argv[1]\n"
+        code += "print(*typer.main.get_command(make_app(name)).commands[name].commands)"
+        argv = [sys.executable, "-c", code, name]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert set(done.stdout.split()) == set(commands), done.stderr
 
 
 def test_the_version_is_the_installed_one(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import json
 import socket
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -263,18 +262,23 @@ async def test_a_cancelled_run_is_posted(server):
 
 
 async def test_two_hundred_runs_at_once(server):
+    now = most = 0
+
     async def play(body: Any) -> Any:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
         await asyncio.sleep(0.2)
+        now -= 1
         return answer(body["messages"][0]["content"])
 
     server.answer = play
     agent = Agent(name="a", engine=OpenAIEngine(server.url), output_type=int)
-    began = time.perf_counter()
     runs = await asyncio.gather(*(agent.run(str(n)) for n in range(200)))
     assert [run.output for run in runs] == list(range(200))
     assert sorted(server.run_ids) == sorted(run.id for run in runs)
     assert len(server.events) == 200
-    assert time.perf_counter() - began < 30  # seen: 1.5; one after another: 40
+    assert most > 10  # not one after another
 
 
 def test_one_engine_in_many_loops(server, monkeypatch):

@@ -54,7 +54,7 @@ class Watched(ScriptedEngine):
     async def _look(self, what: str, version: str) -> None:
         if self.url:
             asked = {"model": "m", "messages": [{"role": "user", "content": WHO}]}
-            async with httpx.AsyncClient(timeout=20) as client:
+            async with httpx.AsyncClient(timeout=120) as client:
                 reply = await client.post(f"{self.url}/v1/chat/completions", json=asked)
             said = reply.raise_for_status().json()["choices"][0]["message"]["content"]
             self.seen.append((what, version, said))
@@ -146,7 +146,7 @@ def test_a_candidate_waits_for_a_canary_of_somebody_else(
             staging = asyncio.create_task(gate.stage(candidate))
             assert "end the canary first" in await asyncio.wait_for(told.get(), 20)
             await where.stop_canary("m")
-            assert (await asyncio.wait_for(staging, 20)).passed
+            assert (await asyncio.wait_for(staging, 120)).passed
             assert held(await where.pool()) == sorted([promoted.id, candidate.id])
             await where.close()
 

@@ -30,7 +30,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 def client(site: Site, key: str = "none") -> anthropic.AsyncAnthropic:
     import anthropic
 
-    return anthropic.AsyncAnthropic(base_url=site.url, api_key=key, max_retries=0, timeout=20)
+    return anthropic.AsyncAnthropic(base_url=site.url, api_key=key, max_retries=0, timeout=120)
 
 
 async def refused(kind: type[anthropic.APIStatusError], asked: Any) -> anthropic.APIStatusError:

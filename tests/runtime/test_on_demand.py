@@ -30,7 +30,7 @@ async def test_what_cannot_be_loaded_is_refused_at_once_with_what_to_do(
 ) -> None:
     async with served(tmp_path, engine()) as gateway:
         await register(gateway, tmp_path, b"second")
-        client = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", timeout=20)
+        client = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="none", timeout=120)
         async with client:
             with pytest.raises(
                 openai.InternalServerError, match="no replica holds calc@2"

@@ -50,7 +50,7 @@ class Site:
         spare = ScriptedEngine(lambda request: "433")
         with platform(self.root, engine, spares=[spare], **options) as self.platform:
             url = self.platform.url + "/v1"
-            self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20)
+            self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
             with self.client:
                 yield self.client
 

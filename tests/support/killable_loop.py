@@ -124,7 +124,7 @@ def live(url: str) -> None:
 
     A platform that is away is asked again, and samples no answer a second time.
     """
-    with httpx.Client(base_url=url, timeout=20) as client:
+    with httpx.Client(base_url=url, timeout=120) as client:
 
         def told(method: str, path: str, **options: Any) -> Any:
             while True:

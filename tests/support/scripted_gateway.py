@@ -128,7 +128,7 @@ class Gateway:
         return self.store.run(run_id).calls
 
     def client(self, path: str = "/v1", key: str = "none") -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.url + path, api_key=key, max_retries=0, timeout=20)
+        return openai.AsyncOpenAI(base_url=self.url + path, api_key=key, max_retries=0, timeout=120)
 
     async def call(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
         """The status and the JSON or text; every refusal is an envelope."""

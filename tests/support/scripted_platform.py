@@ -89,7 +89,7 @@ def platform(
 
     thread = threading.Thread(target=uvloop.run, args=(serve(),))
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(120)
     try:
         yield Platform(url[0])
     finally:

@@ -1,7 +1,9 @@
 """Failures told apart: the verdict on a command that ended early, and the rule that follows."""
 
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from cray_agents.trainers.job.job_status import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.training import progress_clock
 from cray_agents.trainers.training.progress_clock import ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
@@ -111,6 +114,17 @@ def test_a_hang_moves_the_job_only_if_its_process_was_stopped() -> None:
 
 
 # ---- what is a hang, and what is not
+def test_a_rank_that_imports_torch_just_now_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is looked at in a thread of its own, which must not end by it."""
+    torch = ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert not progress_clock._has_cuda()
+    torch.cuda = ModuleType("cuda")  # type: ignore[attr-defined]
+    assert not progress_clock._has_cuda()
+    torch.cuda.is_initialized = lambda: True  # type: ignore[attr-defined]
+    assert progress_clock._has_cuda()
+
+
 def test_a_rank_moves_by_ticks_files_and_computing_and_not_by_waiting(tmp_path: Path) -> None:
     clock = ProgressClock()
     clock.moved()

@@ -77,6 +77,7 @@ def test_an_import_that_opens_cuda_makes_ranks_spawn_and_changes_no_bit(
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),
             "IMPORTED_BY": str(tmp_path / "pids"),
+            "PYTHONPROFILEIMPORTTIME": "1",
         },
         capture_output=True,
         text=True,
@@ -90,6 +91,14 @@ def test_an_import_that_opens_cuda_makes_ranks_spawn_and_changes_no_bit(
     assert [e["loss"] for e in events if e["event"] == "step"] == forked.losses
     ours, theirs = home.checkpoint(spec.id), lab.home.checkpoint(spec.id)
     assert weights_sha256(ours) == weights_sha256(theirs)
+    logs = [log.read_text() for log in (journal.folder / "logs").glob("rank-*.txt")]
+    imported = {
+        line.rpartition("|")[2].strip() for line in "".join([done.stderr, *logs]).split("\n")
+    }
+    assert "megatron.core.optimizer" in imported
+    assert (
+        "torch._dynamo" not in imported
+    )  # 0.6 s in each rank, for a compiler that compiles nothing
 
 
 @pytest.mark.megatron

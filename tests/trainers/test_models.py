@@ -13,6 +13,12 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.head import padded_vocab
 from cray_agents.trainers.models.rope import VARIANTS, rope_frequencies
+from cray_agents.trainers.models.seed_model import (
+    CHAT_TEMPLATE,
+    ModelShape,
+    make_seed_model,
+    render,
+)
 from cray_agents.training_jobs import Hyperparameters, Layout, Policy
 
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.1 * i for i in range(8)]
@@ -188,3 +194,47 @@ def test_the_head_chooses_rows_and_hides_padding(
     for rank in ranks:
         assert rank["whole"][1] is None
         torch.testing.assert_close(rank["rows"][1], entropy.float(), atol=1e-5, rtol=0)
+
+
+def test_the_seed_model_is_what_transformers_makes(tmp_path: Path) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    call = {"name": "add", "arguments": {"é": "1 < 2", "n": None}}
+    talk: list[Any] = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "tool_calls": [{"id": "0", "type": "function", "function": call}]},
+    ]
+    shape = ModelShape(400, 64, 3, heads=4, kv_heads=1, feed_forward=96, context=128, init_std=0.1)
+    tools = [
+        {"type": "function", "function": {"name": "add", "parameters": {"properties": {"é": {}}}}}
+    ]
+    assert [render(talk, tools)] == render_jinja_template(
+        [talk], tools, chat_template=CHAT_TEMPLATE
+    )[0]
+    make_seed_model(tmp_path / "ours", seed=3, corpus=[render(talk, tools)], shape=shape)
+
+    config = Qwen3Config(
+        vocab_size=400,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=96,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    torch.manual_seed(3)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
+    model.save_pretrained(tmp_path / "theirs")
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()

@@ -12,6 +12,7 @@ Read next: kernels.py, which replaces fused kernels; model.py.
 
 import contextlib
 import importlib
+import inspect
 import logging
 import sys
 import types
@@ -78,6 +79,11 @@ class _FusedAdamW(torch.optim.AdamW):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs, fused=True)
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Do one step without the import that torch's own begins with: `_adapt_optimizers`."""
+        return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -138,6 +144,7 @@ def load_megatron() -> bool:
     _adapt_checkpoints()
     _adapt_full_sharding(view)
     _adapt_kernels()
+    _adapt_optimizers()
     return True
 
 
@@ -324,3 +331,14 @@ def _adapt_kernels() -> None:
     mlp.bias_swiglu_impl = lambda x, bias, *_: kernels.swiglu(x if bias is None else x + bias)
     mlp.weighted_bias_swiglu_impl = weighted_swiglu
     loss.VocabParallelCrossEntropy.calculate_logits_max = staticmethod(highest)
+
+
+def _adapt_optimizers() -> None:
+    """Keep optimizers from importing torch.compile's front end, 0.6 s in each rank of each job.
+
+    Their methods ask it, when they are first called, not to compile them; here nothing is compiled.
+    """
+    optimizer: Any = torch.optim.Optimizer
+    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+        plain = getattr(optimizer, name).__wrapped__
+        plain.__dynamo_disable = plain

@@ -11,22 +11,26 @@ matter to the reader of a run:
 
 `make_tiny_model` makes one for a loop's own demonstrations, also as `cray_agents.make_tiny_model`.
 The same seed and corpus give the same bytes. Importing this module is light: functions import
-torch, transformers and tokenizers themselves. Read next: `cookbook/02_calculator_loop.py`.
+torch and tokenizers themselves. Read next: `cookbook/02_calculator_loop.py`.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cray_agents.errors import BadInput, SetupError
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from tokenizers import Tokenizer
+    from torch import Tensor
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # Not special: the hermes parser must find them in the decoded text (as in Qwen's own tokenizer).
@@ -149,10 +153,17 @@ def make_tiny_model(
 
 def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
     """Render one conversation with the chat template; such texts make a good corpus."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    return str(_template().render(messages=messages, tools=tools, add_generation_prompt=False))
 
-    texts, _ = render_jinja_template([messages], tools=tools, chat_template=CHAT_TEMPLATE)
-    return str(texts[0])
+
+@lru_cache(maxsize=1)
+def _template() -> Template:
+    """Compile the chat template as transformers does, whose import would take a second."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    return environment.from_string(CHAT_TEMPLATE)
 
 
 def train_tokenizer(corpus: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -207,31 +218,89 @@ def _write_tokenizer(directory: Path, tokenizer: Tokenizer, context: int) -> Non
 
 
 def _write_model(directory: Path, tokenizer: Tokenizer, seed: int, shape: ModelShape) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    """Write the files that transformers' Qwen3 writes, to the byte. Its import takes seconds."""
+    from safetensors.torch import save_file
 
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        intermediate_size=shape.feed_forward,
-        max_position_embeddings=shape.context,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        initializer_range=shape.init_std,
-        tie_word_embeddings=False,
-        eos_token_id=tokenizer.token_to_id(END),
-        pad_token_id=tokenizer.token_to_id(PAD),
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state unchanged
+    ends = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "dtype": "float32",
+        **ends,
+        "head_dim": shape.head_size,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "initializer_range": shape.init_std,
+        "intermediate_size": shape.feed_forward,
+        "layer_types": ["full_attention"] * shape.layers,
+        "max_position_embeddings": shape.context,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": shape.vocabulary,
+    }
+    generation = {
+        "_from_model_config": True,
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "use_cache": True,
+        **ends,
+    }
+    for name, settings in (("config", config), ("generation_config", generation)):
+        settings["transformers_version"] = importlib.metadata.version("transformers")
+        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        (directory / f"{name}.json").write_text(text, encoding="utf-8")
+    weights = _draw_weights(seed, shape, ends["pad_token_id"])
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _draw_weights(seed: int, shape: ModelShape, pad: int) -> dict[str, Tensor]:
+    """Return the tensors by their names in Qwen3, drawn in the order of transformers.
+
+    Each layer of torch draws its weights when it is made, and the model draws them anew.
+    """
+    import torch
+    from torch.nn import Embedding, Linear
+
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    names = {
+        "self_attn.q_proj": (shape.hidden, queries),
+        "self_attn.k_proj": (shape.hidden, keys),
+        "self_attn.v_proj": (shape.hidden, keys),
+        "self_attn.o_proj": (queries, shape.hidden),
+        "mlp.gate_proj": (shape.hidden, shape.feed_forward),
+        "mlp.up_proj": (shape.hidden, shape.feed_forward),
+        "mlp.down_proj": (shape.feed_forward, shape.hidden),
+    }
+    norms = {
+        "self_attn.q_norm": shape.head_size,
+        "self_attn.k_norm": shape.head_size,
+        "input_layernorm": shape.hidden,
+        "post_attention_layernorm": shape.hidden,
+    }
+    weights = {"model.norm": torch.ones(shape.hidden)}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # the caller's draws stay as they are
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = config.eos_token_id
-    model.generation_config.pad_token_id = config.pad_token_id
-    disable_progress_bar()  # a bar for one small file is noise
-    model.save_pretrained(directory)  # also writes generation_config.json
+        body: dict[str, Embedding | Linear] = {
+            "model.embed_tokens": Embedding(shape.vocabulary, shape.hidden)
+        }
+        for layer in range(shape.layers):
+            stem = f"model.layers.{layer}."
+            weights |= {stem + name: torch.ones(size) for name, size in norms.items()}
+            body |= {stem + name: Linear(*sizes, bias=False) for name, sizes in names.items()}
+        for name, module in body.items():
+            weights[name] = module.weight.normal_(0.0, shape.init_std)
+        weights["model.embed_tokens"][pad] = 0.0
+        head = Linear(shape.hidden, shape.vocabulary, bias=False)
+        weights["lm_head"] = head.weight.normal_(0.0, shape.init_std)
+    return {f"{name}.weight": weight.detach() for name, weight in weights.items()}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cray_agents.errors import JobError, SetupError
 from cray_agents.paths import Home
+from cray_agents.processes import exit_at_once
 from cray_agents.trainers.job.failures.health_gate import check_node
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_end import record_failure
@@ -86,4 +87,4 @@ def rank_main(on_cpu: bool, root: str, session_id: str, attempt: int) -> RankMai
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_at_once(main())

@@ -53,5 +53,6 @@ def _bytes_of_files() -> int:
 
 
 def _has_cuda() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    is_initialized = getattr(cuda, "is_initialized", None)  # None: it is being imported just now
+    return is_initialized is not None and bool(is_initialized())
