@@ -5,7 +5,7 @@
 It writes the lease (job_lease.py) and listens beside vLLM, on the same address. Who wants anything
 of it must send the lease's secret:
 
-    GET  /state?seen=N   the state, once its serial is not N; otherwise after some seconds
+    GET  /state?seen=N   the state, once its serial is not N; otherwise after `wait` seconds
     POST /start          start vLLM on a checkpoint, from scratch
     POST /note           note the version and weights that the gateway has loaded
     POST /stop           end vLLM, and keep the place
@@ -116,7 +116,8 @@ class ReplicaSupervisor:
     async def _state(self, request: web.Request) -> web.Response:
         if request.query.get("seen") == str(self._serial):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), STATE_SECONDS)
+                wait = float(request.query.get("wait", STATE_SECONDS))
+                await asyncio.wait_for(self._news.wait(), wait)
         self._last_word = time.monotonic()
         return web.json_response(self.state())
 

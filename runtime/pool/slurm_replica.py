@@ -45,9 +45,11 @@ from cray_agents.runtime.pool.vllm_replica import EngineSettings
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 
 POLL = 2.0  # seconds between two questions to Slurm about all jobs together
+_ANSWERS = 10.0  # of all supervisors in a second, at most, while there is no news
 LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
 DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
 _SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
+_LONGEST_SLEEP = 60.0  # seconds until a task sees that its supervisor is lost
 _LOOK = 0.25  # seconds between two looks for a lease
 _ANSWER = 20.0  # seconds that a supervisor may take to carry out an order
 _GOODBYE = 5.0  # seconds that a supervisor has to answer an order to end
@@ -62,15 +64,19 @@ class JobBoard:
 
     def __init__(self, scheduler: Scheduler, seconds: float = POLL) -> None:
         self.scheduler = scheduler
+        self.watched = 0  # jobs, at the last poll
         self._seconds = seconds
         self._next = 0.0
-        self._waiting: dict[str, list[asyncio.Future[CommandStatus]]] = {}
+        self._waiting: dict[str, list[tuple[asyncio.Future[CommandStatus], Any]]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def status(self, name: str) -> CommandStatus:
-        """Return a job's status at the next poll. Raises SchedulerError."""
+    async def status(self, name: str, seen: CommandStatus | None = None) -> CommandStatus:
+        """Return a job's status at the next poll, or when it is no longer the one that was `seen`.
+
+        Raises SchedulerError.
+        """
         future: asyncio.Future[CommandStatus] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(name, []).append(future)
+        self._waiting.setdefault(name, []).append((future, seen))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
         return await future
@@ -80,13 +86,16 @@ class JobBoard:
             await asyncio.sleep(max(0.0, self._next - time.monotonic()))
             self._next = time.monotonic() + self._seconds
             waiting, self._waiting = self._waiting, {}
+            self.watched = len(waiting)
             answers = await asyncio.to_thread(self._ask, list(waiting))
             for name, futures in waiting.items():
-                for future in futures:
-                    answer = answers[name]
+                answer = answers[name]
+                for future, seen in futures:
                     if future.done():  # who asked was cancelled
                         continue
-                    if isinstance(answer, CommandStatus):
+                    if answer == seen:
+                        self._waiting.setdefault(name, []).append((future, seen))
+                    elif isinstance(answer, CommandStatus):
                         future.set_result(answer)
                     else:
                         future.set_exception(answer)
@@ -157,12 +166,13 @@ class SupervisorClient:
 
     def __init__(self, url: str, secret: str, patience: float) -> None:
         """`patience`: seconds that an answer about its state may take, beside its own wait."""
-        self._http = Http(url, secret, STATE_SECONDS + patience)
+        self._http = Http(url, secret, patience)
+        self._patience = patience
 
-    async def state(self, seen: int | None = None) -> dict[str, Any]:
-        """Return the supervisor's state; wait for news of the one that was `seen`."""
-        path = "/state" if seen is None else f"/state?seen={seen}"
-        async with self._http.answer("GET", path) as response:
+    async def state(self, seen: int = -1, wait: float = STATE_SECONDS) -> dict[str, Any]:
+        """Return the supervisor's state; `wait` so many seconds for news of the one `seen`."""
+        path, limit = f"/state?seen={seen}&wait={wait:g}", wait + self._patience
+        async with self._http.answer("GET", path, timeout=limit) as response:
             state: dict[str, Any] = orjson.loads(await response.read())
             return state
 
@@ -321,10 +331,12 @@ class SlurmReplica:
             if asking is not None:
                 asking.cancel()
 
-    async def _status(self, attempt: ReplicaSpec) -> CommandStatus | None:
-        """Return the state of an attempt's job at the next poll; None if Slurm does not answer."""
+    async def _status(
+        self, attempt: ReplicaSpec, seen: CommandStatus | None = None
+    ) -> CommandStatus | None:
+        """Return the state of an attempt's job: see `JobBoard.status`. None: Slurm is silent."""
         try:
-            return await self._board.status(attempt.job_name)
+            return await self._board.status(attempt.job_name, seen)
         except (CrayError, OSError, ValueError) as error:
             log.warning("the state of %s is not known: %s", attempt.job_name, error)
             return None
@@ -357,7 +369,7 @@ class SlurmReplica:
             event.clear()
         self._spawn(self._follow_supervisor(supervisor, folder))
         self._spawn(self._follow_job(supervisor))
-        self._spawn(self._follow_time(supervisor))
+        self._follow_time(supervisor)
         return True
 
     async def _follow_supervisor(self, supervisor: SupervisorClient, folder: Path) -> None:
@@ -365,7 +377,8 @@ class SlurmReplica:
         clock = LapseClock(self._lapse)
         while self._supervisor is supervisor:
             try:
-                self._state = await supervisor.state(self._state["serial"])
+                wait = max(STATE_SECONDS, self._board.watched / _ANSWERS)
+                self._state = await supervisor.state(self._state["serial"], wait)
                 clock = LapseClock(self._lapse)
             except EngineError as error:
                 if await asyncio.to_thread(clock.lapsed, folder):
@@ -387,27 +400,35 @@ class SlurmReplica:
 
     async def _follow_job(self, supervisor: SupervisorClient) -> None:
         """Lose the place when Slurm says that its job has ended."""
+        status = None
         while self._supervisor is supervisor and self._attempt is not None:
-            self._lose_if_ended(supervisor, await self._status(self._attempt))
+            status = await self._status(self._attempt, status)
+            self._lose_if_ended(supervisor, status)
 
     def _lose_if_ended(self, supervisor: SupervisorClient, status: CommandStatus | None) -> None:
         if status is not None and not _is_live(status):
             why = status.reason or status.state
             self._lose(supervisor, f"its job {self.job} on {self.host} ended: {why}")
 
-    async def _follow_time(self, supervisor: SupervisorClient) -> None:
+    def _follow_time(self, supervisor: SupervisorClient) -> None:
         """Tell in time that the job's time comes to its end."""
+        left, seconds = self._state["seconds_left"], self._state["seconds"]
+        if left is not None:
+            end = time.monotonic() + left
+            for before, event in (
+                (min(self._lead, seconds / 2), self._leaving),
+                (min(DRAIN, seconds / 8), self._ending),
+            ):
+                self._spawn(self._fire_at(end - before, event, supervisor))
+
+    async def _fire_at(
+        self, moment: float, event: asyncio.Event, supervisor: SupervisorClient
+    ) -> None:
         while self._supervisor is supervisor:
-            left = self._state["seconds_left"]
-            if left is None:
+            if (left := moment - time.monotonic()) <= 0:
+                event.set()
                 return
-            seconds = self._state["seconds"]
-            if left <= min(self._lead, seconds / 2):
-                self._leaving.set()
-            if left <= min(DRAIN, seconds / 8):
-                self._ending.set()
-            await asyncio.sleep(1.0)
-            self._state["seconds_left"] = left - 1.0
+            await asyncio.sleep(min(left, _LONGEST_SLEEP))
 
     def _lose(self, supervisor: SupervisorClient, why: str, *, cancel: bool = False) -> None:
         """Note that the place is lost. `cancel`: Slurm still believes in the job."""
