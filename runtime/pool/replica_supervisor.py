@@ -48,6 +48,7 @@ from cray_agents.runtime.pool.job_lease import (
     read_spec,
     write_lease,
 )
+from cray_agents.runtime.pool.tls_files import CA, TlsFiles, client_context
 from cray_agents.runtime.pool.vllm_http import Http
 from cray_agents.runtime.pool.vllm_replica import (
     NodeShare,
@@ -74,9 +75,17 @@ class ReplicaSupervisor:
     is never taken for that of the present one.
     """
 
-    def __init__(self, spec: ReplicaSpec, folder: Path, address: str, secret: str) -> None:
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        folder: Path,
+        address: str,
+        secret: str,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self.spec = spec
-        self.replica = Replica(spec.model, spec.settings, folder / "engine.txt", address=address)
+        log_file = folder / "engine.txt"
+        self.replica = Replica(spec.model, spec.settings, log_file, address=address, tls=tls)
         self.replica.shielded = True  # a warning of Slurm to all processes would end it at once
         self.ended = asyncio.Event()
         self._folder = folder
@@ -227,6 +236,7 @@ class ReplicaSupervisor:
                 beat=self._beat,
                 time=time.time(),
                 ends_at=self._ends_at,
+                tls=self.replica.tls is not None,
             )
             try:
                 await asyncio.to_thread(write_lease, self._folder, lease)
@@ -248,6 +258,13 @@ class ReplicaSupervisor:
         await self._end_engine()
 
 
+def own_files(folder: Path, address: str, attempt: Path) -> TlsFiles:
+    """Return the certificate and key of this job's servers. Raises SetupError."""
+    from cray_agents.runtime.pool.replica_certificates import server_files
+
+    return server_files(folder, address, attempt)
+
+
 def end_of_job(minutes: int | None) -> float | None:
     """Return when Slurm ends this job, in unix seconds: by its own word, else by `minutes`."""
     with contextlib.suppress(ValueError):
@@ -261,11 +278,13 @@ async def supervise(spec: ReplicaSpec, folder: Path) -> int:
     if not create_secret(folder, secret):
         print(f"{folder} has a supervisor already: refused", flush=True)
         return REFUSED
-    supervisor = ReplicaSupervisor(spec, folder, address, secret)
+    tls = None if spec.tls is None else own_files(spec.tls, address, folder)
+    supervisor = ReplicaSupervisor(spec, folder, address, secret, tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, supervisor.leave)
     runner = web.AppRunner(supervisor.routes(), access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, address, 0, shutdown_timeout=1.0)
+    context = None if tls is None else tls.server_context()
+    site = web.TCPSite(runner, address, 0, shutdown_timeout=1.0, ssl_context=context)
     await site.start()
     port = runner.addresses[0][1]
     tasks = [
@@ -288,7 +307,8 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
     """
     while (lease := read_lease(folder)) is None:  # noqa: ASYNC110 - of another node
         await asyncio.sleep(HEARTBEAT)
-    http = Http(lease.url, (folder / SECRET).read_text(), _PATIENCE)
+    tls = None if spec.tls is None else client_context(spec.tls / CA)
+    http = Http(lease.url, (folder / SECRET).read_text(), _PATIENCE, tls)
     process, starts, serial = None, 0, -1
     try:
         while process is None or process.returncode is None:
