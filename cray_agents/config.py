@@ -342,6 +342,12 @@ class Config(BaseModel):
         description="network interface on which replicas in Slurm listen, as ib0; default: the one "
         "that leads to the gateway's host",
     )
+    replica_tls: Literal["off", "on"] | Path = Field(
+        "off",
+        description="TLS between gateway and replicas in Slurm: on, by a CA that the root gets in "
+        "tls/; or a folder with ca.pem, and either ca-key.pem, which signs a certificate for each "
+        "job, or cert.pem and key.pem, which name the addresses of all nodes",
+    )
     max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
     max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
     dtype: str = Field("auto", description="type of the served weights; auto: float32 on CPU")

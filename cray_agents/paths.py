@@ -31,6 +31,7 @@
       tinker/samplers/<id>.json        the version that a script samples from
       exports/<id>/                    an export over HTTP, until it is sent
       replicas/<n>/<attempt>/          a replica as a Slurm job: spec.json, secret, lease.json, logs
+      tls/                             the CA of replicas in Slurm: ca.pem, ca-key.pem
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
       excluded_nodes/<node>.json       a node that failed, left out by jobs until a time is over
       slurm/                           the private cluster of a laptop
@@ -131,6 +132,10 @@ class Home:
     @property
     def fine_tuning(self) -> Path:
         return self.root / "fine_tuning"
+
+    @property
+    def tls(self) -> Path:
+        return self.root / "tls"
 
     @property
     def tinker(self) -> Path:

@@ -231,6 +231,13 @@ class Trainer(Protocol):
         """Return a job's status; restart it if its process died, up to a limit. Raises NotFound."""
         ...
 
+    def unchanged(self) -> set[str]:
+        """Return jobs that `status` would do nothing for: they wait or run as it saw them last.
+
+        It reads no file of theirs. Raises SchedulerError.
+        """
+        ...
+
     def cancel(self, job_id: str) -> JobStatus:
         """End a job for good. A cancelled job is never started again."""
         ...

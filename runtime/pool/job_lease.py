@@ -39,7 +39,8 @@ class ReplicaSpec(Record):
     """The order of a replica's job.
 
     `gateway`: the name of the host that submitted it. `interface`: the network interface to listen
-    on; None: the one that leads to the gateway's host. `nodes`: over which each server spreads.
+    on; None: the one that leads to the gateway's host. `tls`: the folder with the CA of its servers
+    (tls_files.py); None: no TLS. `nodes`: over which each server spreads.
     `minutes`: the job's time limit; None: none.
     `keep_minutes`: it ends after so long without a gateway.
     """
@@ -51,6 +52,7 @@ class ReplicaSpec(Record):
     gateway: str
     package: str
     interface: str | None = None
+    tls: Path | None = None
     nodes: int = 1
     minutes: int | None = None
     keep_minutes: float = 10.0
@@ -68,9 +70,9 @@ class ReplicaSpec(Record):
 class JobLease(Record):
     """The lease of a replica's job, while its supervisor lives.
 
-    The supervisor listens on `address` and `port`. `version` is what its engine was last loaded
-    with; "" while it loads. `beat` grows with each heartbeat, written at `time`. `ends_at`: the end
-    of the job's time, in unix seconds.
+    The supervisor listens on `address` and `port`, with `tls` or without. `version` is what its
+    engine was last loaded with; "" while it loads. `beat` grows with each heartbeat, written at
+    `time`. `ends_at`: the end of the job's time, in unix seconds.
     """
 
     address: str
@@ -84,11 +86,12 @@ class JobLease(Record):
     beat: int = 0
     time: float = 0.0
     ends_at: float | None = None
+    tls: bool = False
 
     @property
     def url(self) -> str:
         """The supervisor's URL."""
-        return f"http://{self.address}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{self.address}:{self.port}"
 
 
 def attempts(folder: Path) -> list[int]:

@@ -5,7 +5,7 @@
 It writes the lease (job_lease.py) and listens beside vLLM, on the same address. Who wants anything
 of it must send the lease's secret:
 
-    GET  /state?seen=N   the state, once its serial is not N; otherwise after some seconds
+    GET  /state?seen=N   the state, once its serial is not N; otherwise after `wait` seconds
     POST /start          start vLLM on a checkpoint, from scratch
     POST /note           note the version and weights that the gateway has loaded
     POST /stop           end vLLM, and keep the place
@@ -48,6 +48,7 @@ from cray_agents.runtime.pool.job_lease import (
     read_spec,
     write_lease,
 )
+from cray_agents.runtime.pool.tls_files import CA, TlsFiles, client_context
 from cray_agents.runtime.pool.vllm_http import Http
 from cray_agents.runtime.pool.vllm_replica import (
     NodeShare,
@@ -74,9 +75,17 @@ class ReplicaSupervisor:
     is never taken for that of the present one.
     """
 
-    def __init__(self, spec: ReplicaSpec, folder: Path, address: str, secret: str) -> None:
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        folder: Path,
+        address: str,
+        secret: str,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self.spec = spec
-        self.replica = Replica(spec.model, spec.settings, folder / "engine.txt", address=address)
+        log_file = folder / "engine.txt"
+        self.replica = Replica(spec.model, spec.settings, log_file, address=address, tls=tls)
         self.replica.shielded = True  # a warning of Slurm to all processes would end it at once
         self.ended = asyncio.Event()
         self._folder = folder
@@ -116,7 +125,8 @@ class ReplicaSupervisor:
     async def _state(self, request: web.Request) -> web.Response:
         if request.query.get("seen") == str(self._serial):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), STATE_SECONDS)
+                wait = float(request.query.get("wait", STATE_SECONDS))
+                await asyncio.wait_for(self._news.wait(), wait)
         self._last_word = time.monotonic()
         return web.json_response(self.state())
 
@@ -226,6 +236,7 @@ class ReplicaSupervisor:
                 beat=self._beat,
                 time=time.time(),
                 ends_at=self._ends_at,
+                tls=self.replica.tls is not None,
             )
             try:
                 await asyncio.to_thread(write_lease, self._folder, lease)
@@ -247,6 +258,13 @@ class ReplicaSupervisor:
         await self._end_engine()
 
 
+def own_files(folder: Path, address: str, attempt: Path) -> TlsFiles:
+    """Return the certificate and key of this job's servers. Raises SetupError."""
+    from cray_agents.runtime.pool.replica_certificates import server_files
+
+    return server_files(folder, address, attempt)
+
+
 def end_of_job(minutes: int | None) -> float | None:
     """Return when Slurm ends this job, in unix seconds: by its own word, else by `minutes`."""
     with contextlib.suppress(ValueError):
@@ -260,11 +278,13 @@ async def supervise(spec: ReplicaSpec, folder: Path) -> int:
     if not create_secret(folder, secret):
         print(f"{folder} has a supervisor already: refused", flush=True)
         return REFUSED
-    supervisor = ReplicaSupervisor(spec, folder, address, secret)
+    tls = None if spec.tls is None else own_files(spec.tls, address, folder)
+    supervisor = ReplicaSupervisor(spec, folder, address, secret, tls)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, supervisor.leave)
     runner = web.AppRunner(supervisor.routes(), access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, address, 0, shutdown_timeout=1.0)
+    context = None if tls is None else tls.server_context()
+    site = web.TCPSite(runner, address, 0, shutdown_timeout=1.0, ssl_context=context)
     await site.start()
     port = runner.addresses[0][1]
     tasks = [
@@ -287,7 +307,8 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
     """
     while (lease := read_lease(folder)) is None:  # noqa: ASYNC110 - of another node
         await asyncio.sleep(HEARTBEAT)
-    http = Http(lease.url, (folder / SECRET).read_text(), _PATIENCE)
+    tls = None if spec.tls is None else client_context(spec.tls / CA)
+    http = Http(lease.url, (folder / SECRET).read_text(), _PATIENCE, tls)
     process, starts, serial = None, 0, -1
     try:
         while process is None or process.returncode is None:

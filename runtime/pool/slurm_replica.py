@@ -12,6 +12,7 @@ over. replica_slot.py proves them before they serve.
 
 import asyncio
 import logging
+import ssl
 import sys
 import time
 from collections.abc import Coroutine
@@ -39,15 +40,17 @@ from cray_agents.runtime.pool.job_lease import (
     read_lease,
     read_spec,
 )
+from cray_agents.runtime.pool.tls_files import CA, client_context
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import Http
-from cray_agents.runtime.pool.vllm_replica import EngineSettings
-from cray_agents.runtime.registry.checkpoints import ADAPTER
+from cray_agents.runtime.pool.vllm_replica import EngineSettings, VllmHost
 
 POLL = 2.0  # seconds between two questions to Slurm about all jobs together
+_ANSWERS = 10.0  # of all supervisors in a second, at most, while there is no news
 LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
 DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
 _SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
+_LONGEST_SLEEP = 60.0  # seconds until a task sees that its supervisor is lost
 _LOOK = 0.25  # seconds between two looks for a lease
 _ANSWER = 20.0  # seconds that a supervisor may take to carry out an order
 _GOODBYE = 5.0  # seconds that a supervisor has to answer an order to end
@@ -62,15 +65,19 @@ class JobBoard:
 
     def __init__(self, scheduler: Scheduler, seconds: float = POLL) -> None:
         self.scheduler = scheduler
+        self.watched = 0  # jobs, at the last poll
         self._seconds = seconds
         self._next = 0.0
-        self._waiting: dict[str, list[asyncio.Future[CommandStatus]]] = {}
+        self._waiting: dict[str, list[tuple[asyncio.Future[CommandStatus], Any]]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def status(self, name: str) -> CommandStatus:
-        """Return a job's status at the next poll. Raises SchedulerError."""
+    async def status(self, name: str, seen: CommandStatus | None = None) -> CommandStatus:
+        """Return a job's status at the next poll, or when it is no longer the one that was `seen`.
+
+        Raises SchedulerError.
+        """
         future: asyncio.Future[CommandStatus] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(name, []).append(future)
+        self._waiting.setdefault(name, []).append((future, seen))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
         return await future
@@ -80,13 +87,16 @@ class JobBoard:
             await asyncio.sleep(max(0.0, self._next - time.monotonic()))
             self._next = time.monotonic() + self._seconds
             waiting, self._waiting = self._waiting, {}
+            self.watched = len(waiting)
             answers = await asyncio.to_thread(self._ask, list(waiting))
             for name, futures in waiting.items():
-                for future in futures:
-                    answer = answers[name]
+                answer = answers[name]
+                for future, seen in futures:
                     if future.done():  # who asked was cancelled
                         continue
-                    if isinstance(answer, CommandStatus):
+                    if answer == seen:
+                        self._waiting.setdefault(name, []).append((future, seen))
+                    elif isinstance(answer, CommandStatus):
                         future.set_result(answer)
                     else:
                         future.set_exception(answer)
@@ -127,7 +137,11 @@ class PlacedEngine(VllmEngine):
     """An engine whose supervisor notes its weights, for the platform that may take it over."""
 
     def __init__(
-        self, supervisor: "SupervisorClient", state: dict[str, Any], s: EngineSettings
+        self,
+        supervisor: "SupervisorClient",
+        state: dict[str, Any],
+        s: EngineSettings,
+        tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(
             state["url"],
@@ -136,6 +150,7 @@ class PlacedEngine(VllmEngine):
             timeout=s.answer_timeout,
             load_timeout=s.load_timeout,
             transfer=s.transfer,
+            tls=tls,
         )
         self._supervisor = supervisor
 
@@ -155,14 +170,17 @@ class PlacedEngine(VllmEngine):
 class SupervisorClient:
     """A supervisor over its HTTP. Close it when done."""
 
-    def __init__(self, url: str, secret: str, patience: float) -> None:
+    def __init__(
+        self, url: str, secret: str, patience: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         """`patience`: seconds that an answer about its state may take, beside its own wait."""
-        self._http = Http(url, secret, STATE_SECONDS + patience)
+        self._http = Http(url, secret, patience, tls)
+        self._patience = patience
 
-    async def state(self, seen: int | None = None) -> dict[str, Any]:
-        """Return the supervisor's state; wait for news of the one that was `seen`."""
-        path = "/state" if seen is None else f"/state?seen={seen}"
-        async with self._http.answer("GET", path) as response:
+    async def state(self, seen: int = -1, wait: float = STATE_SECONDS) -> dict[str, Any]:
+        """Return the supervisor's state; `wait` so many seconds for news of the one `seen`."""
+        path, limit = f"/state?seen={seen}&wait={wait:g}", wait + self._patience
+        async with self._http.answer("GET", path, timeout=limit) as response:
             state: dict[str, Any] = orjson.loads(await response.read())
             return state
 
@@ -178,7 +196,7 @@ class SupervisorClient:
         await self._http.close()
 
 
-class SlurmReplica:
+class SlurmReplica(VllmHost):
     """A replica as a Slurm job: see `EngineHost`.
 
     Args:
@@ -208,6 +226,8 @@ class SlurmReplica:
         self.job: str | None = None
         self.pid: int | None = None
         self.port: int | None = None
+        super().__init__(f"replica {spec.number}", spec.settings)
+        self._tls = None if spec.tls is None else client_context(spec.tls / CA)
         self._spec = spec
         self._folder = folder
         self._board = board
@@ -217,7 +237,6 @@ class SlurmReplica:
         self._adopts = adopts
         self._attempt: ReplicaSpec | None = None  # whose job waits or runs
         self._supervisor: SupervisorClient | None = None  # of a job that has its place
-        self._engine: PlacedEngine | None = None
         self._state: dict[str, Any] = {}
         self._starts, self._since = 0, 0  # the number of the used engine, its start's serial
         self._why = ""
@@ -285,13 +304,14 @@ class SlurmReplica:
         folder = self._folder / str(attempt.attempt)
         clock = LapseClock(self._lapse)
         asking: asyncio.Task[CommandStatus | None] | None = None
-        running_since = None
+        running_since, trouble = None, ""
         try:
             while True:
                 try:
                     if await self._connect(folder):
                         return
                 except (EngineError, OSError) as error:
+                    trouble = str(error)
                     if await asyncio.to_thread(clock.lapsed, folder):
                         raise EngineUnavailable(
                             f"job {self.job} has a lease that nobody renews: {error}"
@@ -310,8 +330,8 @@ class SlurmReplica:
                 elif status.state == "running":
                     self._why = f"job {self.job} begins"
                     running_since = running_since or time.monotonic()
-                    if time.monotonic() - running_since > self._spec.settings.start_timeout:
-                        raise EngineUnavailable(self._silence(folder))
+                    if time.monotonic() - running_since > self.settings.start_timeout:
+                        raise EngineUnavailable(self._silence(folder, trouble))
                 else:
                     raise EngineUnavailable(
                         f"job {self.job} of replica {attempt.number} ended before it was ready"
@@ -321,21 +341,23 @@ class SlurmReplica:
             if asking is not None:
                 asking.cancel()
 
-    async def _status(self, attempt: ReplicaSpec) -> CommandStatus | None:
-        """Return the state of an attempt's job at the next poll; None if Slurm does not answer."""
+    async def _status(
+        self, attempt: ReplicaSpec, seen: CommandStatus | None = None
+    ) -> CommandStatus | None:
+        """Return the state of an attempt's job: see `JobBoard.status`. None: Slurm is silent."""
         try:
-            return await self._board.status(attempt.job_name)
+            return await self._board.status(attempt.job_name, seen)
         except (CrayError, OSError, ValueError) as error:
             log.warning("the state of %s is not known: %s", attempt.job_name, error)
             return None
 
-    def _silence(self, folder: Path) -> str:
+    def _silence(self, folder: Path, trouble: str) -> str:
         lease = read_lease(folder)
         place = f"on {lease.url} ({lease.host})" if lease else "without a lease"
         return (
             f"job {self.job} runs, and its supervisor, {place}, did not answer within "
-            f"{self._spec.settings.start_timeout:g} s (start_timeout): name an interface that the "
-            f"gateway can reach (replica_interface). {folder / 'job.txt'}: "
+            f"{self.settings.start_timeout:g} s (start_timeout): name an interface that the "
+            f"gateway can reach (replica_interface). {trouble} {folder / 'job.txt'}: "
             f"{_tail(folder / 'job.txt')}"
         )
 
@@ -345,7 +367,7 @@ class SlurmReplica:
         if lease is None:
             return False
         secret = await asyncio.to_thread((folder / SECRET).read_text)
-        supervisor = SupervisorClient(lease.url, secret, self._lapse / 2)
+        supervisor = SupervisorClient(lease.url, secret, self._lapse / 2, self._tls)
         try:
             self._state = await supervisor.state()
         except BaseException:
@@ -357,7 +379,7 @@ class SlurmReplica:
             event.clear()
         self._spawn(self._follow_supervisor(supervisor, folder))
         self._spawn(self._follow_job(supervisor))
-        self._spawn(self._follow_time(supervisor))
+        self._follow_time(supervisor)
         return True
 
     async def _follow_supervisor(self, supervisor: SupervisorClient, folder: Path) -> None:
@@ -365,7 +387,8 @@ class SlurmReplica:
         clock = LapseClock(self._lapse)
         while self._supervisor is supervisor:
             try:
-                self._state = await supervisor.state(self._state["serial"])
+                wait = max(STATE_SECONDS, self._board.watched / _ANSWERS)
+                self._state = await supervisor.state(self._state["serial"], wait)
                 clock = LapseClock(self._lapse)
             except EngineError as error:
                 if await asyncio.to_thread(clock.lapsed, folder):
@@ -387,27 +410,35 @@ class SlurmReplica:
 
     async def _follow_job(self, supervisor: SupervisorClient) -> None:
         """Lose the place when Slurm says that its job has ended."""
+        status = None
         while self._supervisor is supervisor and self._attempt is not None:
-            self._lose_if_ended(supervisor, await self._status(self._attempt))
+            status = await self._status(self._attempt, status)
+            self._lose_if_ended(supervisor, status)
 
     def _lose_if_ended(self, supervisor: SupervisorClient, status: CommandStatus | None) -> None:
         if status is not None and not _is_live(status):
             why = status.reason or status.state
             self._lose(supervisor, f"its job {self.job} on {self.host} ended: {why}")
 
-    async def _follow_time(self, supervisor: SupervisorClient) -> None:
+    def _follow_time(self, supervisor: SupervisorClient) -> None:
         """Tell in time that the job's time comes to its end."""
+        left, seconds = self._state["seconds_left"], self._state["seconds"]
+        if left is not None:
+            end = time.monotonic() + left
+            for before, event in (
+                (min(self._lead, seconds / 2), self._leaving),
+                (min(DRAIN, seconds / 8), self._ending),
+            ):
+                self._spawn(self._fire_at(end - before, event, supervisor))
+
+    async def _fire_at(
+        self, moment: float, event: asyncio.Event, supervisor: SupervisorClient
+    ) -> None:
         while self._supervisor is supervisor:
-            left = self._state["seconds_left"]
-            if left is None:
+            if (left := moment - time.monotonic()) <= 0:
+                event.set()
                 return
-            seconds = self._state["seconds"]
-            if left <= min(self._lead, seconds / 2):
-                self._leaving.set()
-            if left <= min(DRAIN, seconds / 8):
-                self._ending.set()
-            await asyncio.sleep(1.0)
-            self._state["seconds_left"] = left - 1.0
+            await asyncio.sleep(min(left, _LONGEST_SLEEP))
 
     def _lose(self, supervisor: SupervisorClient, why: str, *, cancel: bool = False) -> None:
         """Note that the place is lost. `cancel`: Slurm still believes in the job."""
@@ -426,7 +457,7 @@ class SlurmReplica:
         self,
         supervisor: SupervisorClient,
         attempt: ReplicaSpec,
-        engine: PlacedEngine | None,
+        engine: VllmEngine | None,
         *,
         cancel: bool,
     ) -> None:
@@ -492,23 +523,6 @@ class SlurmReplica:
         )
 
     # ---- the engine
-    @property
-    def engine(self) -> PlacedEngine:
-        """The engine over its HTTP. Raises EngineUnavailable while it is down."""
-        if self._engine is None:
-            raise EngineUnavailable(f"replica {self._spec.number} is not running")
-        return self._engine
-
-    @property
-    def load_note(self) -> str:
-        """Say why the last load read files: see `EngineHost.load_note`."""
-        return "" if self._engine is None else self._engine.load_note
-
-    @property
-    def lora_rank(self) -> int:
-        """The largest rank of an adapter: see `EngineHost.lora_rank`."""
-        return self._spec.settings.max_lora_rank
-
     async def start(self, checkpoint: Path, version: str) -> None:
         """Start an engine on the place; see `EngineHost.start`.
 
@@ -529,7 +543,7 @@ class SlurmReplica:
             "version": version,
             "weights": weights_of(checkpoint),
         }
-        seconds = self._spec.settings.start_timeout + _ANSWER
+        seconds = self.settings.start_timeout + _ANSWER
         try:
             state = await supervisor.order("start", seconds, **body)
         except EngineError as error:
@@ -537,14 +551,14 @@ class SlurmReplica:
                 self._lose_if_ended(supervisor, await self._status(self._attempt))
             why = f"on {self.host}: {error}" if self.placed else self._why
             raise EngineUnavailable(why) from error
-        self._use(PlacedEngine(supervisor, state, self._spec.settings), state)
+        self._use(PlacedEngine(supervisor, state, self.settings, self._tls), state)
 
     async def _take_over(
         self, supervisor: SupervisorClient, left: dict[str, Any], checkpoint: Path, version: str
     ) -> bool:
         """Use the engine of an earlier platform. Return False if it has to be started afresh."""
         self._starts = left["starts"]  # it is not tried again
-        engine = PlacedEngine(supervisor, left, self._spec.settings)
+        engine = PlacedEngine(supervisor, left, self.settings, self._tls)
         try:
             if not await asyncio.to_thread(same_shape, Path(left["started_on"]), checkpoint):
                 raise NotFound(f"it was started on {left['started_on']}, of another shape")
@@ -588,10 +602,6 @@ class SlurmReplica:
         """Return when the engine, its job or its node has ended: see `EngineHost`."""
         await self._ended.wait()
 
-    async def check_alive(self) -> None:
-        """Return when the engine core has answered: see `EngineHost.check_alive`."""
-        await self.engine.check_alive()
-
     def death_reason(self) -> str:
         """Say why the engine or its place was lost: see `EngineHost.death_reason`."""
         return self._why
@@ -603,14 +613,6 @@ class SlurmReplica:
     def sleep_level(self, checkpoint: Path) -> int:
         """Return 2: a node's memory is not known here."""
         return 2
-
-    async def load_adapter(self, checkpoint: Path, name: str) -> VllmEngine:
-        """Load a checkpoint's adapter: see `EngineHost.load_adapter`."""
-        return await self.engine.load_adapter(checkpoint / ADAPTER, name)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter: see `EngineHost.unload_adapter`."""
-        await self.engine.unload_adapter(name)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -9,6 +9,7 @@ distribution sampled from, since vllm_replica.py starts vLLM with `processed_log
 import asyncio
 import copy
 import logging
+import ssl
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -54,8 +55,8 @@ class VllmEngine:
     `secret`: the value that the server requires in a header (vllm_plugins/lock.py).
     `timeout`: seconds without a byte from the server before EngineTimeout. `load_timeout`: the
     same for a control request, such as one that reads a checkpoint. `transfer`: how weights come
-    from a training session; None: from files alone. `load_note` says why the last load took the
-    files all the same; "": it did not have to.
+    from a training session; None: from files alone. `tls`: see `Http`. `load_note` says why the
+    last load took the files all the same; "": it did not have to.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class VllmEngine:
         timeout: float = 600.0,
         load_timeout: float = 300.0,
         transfer: TransferSettings | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.model = model
         self.load_note = ""
@@ -75,7 +77,7 @@ class VllmEngine:
         self._fetched = ("", False)
         # the offers of weights that came before their files were whole, and the seconds
         self._received: tuple[list[WeightOffer], float] = ([], 0.0)
-        self._http = Http(url, secret, timeout)
+        self._http = Http(url, secret, timeout, tls)
         self._load_timeout = load_timeout
         self._weights = ""  # the hash of those that the server holds; "": unknown
         self._kept = False  # whether the last sleep kept them

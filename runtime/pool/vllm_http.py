@@ -6,6 +6,7 @@ of the weights.
 
 import asyncio
 import re
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,14 +31,19 @@ _IDLE = 2.0  # seconds; less than vLLM's 5, so that this side closes idle connec
 class Http:
     """A server at `url`. `timeout`: seconds without a byte from it before EngineTimeout.
 
-    `secret`: the value that vllm_plugins/lock.py requires in a header.
+    `secret`: the value that vllm_plugins/lock.py requires in a header. `tls`: the server must prove
+    itself by it; None: no TLS. Raises EngineUnavailable if `url` would go around it.
     """
 
-    def __init__(self, url: str, secret: str, timeout: float) -> None:
+    def __init__(
+        self, url: str, secret: str, timeout: float, tls: ssl.SSLContext | None = None
+    ) -> None:
+        if tls is not None and not url.startswith("https://"):
+            raise EngineUnavailable(f"{url} is without TLS, which replica_tls asks for")
         self.url = url.rstrip("/")
         self.timeout = timeout
         self.active = 0  # requests under way
-        self._secret = secret
+        self._secret, self._tls = secret, tls
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -64,7 +70,9 @@ class Http:
         the `/resume` that has to follow must not fail because of that.
         """
         if self._session is None:  # made late because it belongs to the running loop
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE)
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_IDLE, ssl=True if self._tls is None else self._tls
+            )
             always = {HEADER: self._secret}
             self._session = aiohttp.ClientSession(connector=connector, headers=always)
         limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self.timeout)

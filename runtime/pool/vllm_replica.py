@@ -28,6 +28,7 @@ from cray_agents.runtime.pool.engine_host import LocalHost
 from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
 from cray_agents.runtime.pool.load_format import AUTO
 from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
+from cray_agents.runtime.pool.tls_files import TlsFiles, client_context
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.registry.checkpoints import ADAPTER
@@ -130,45 +131,21 @@ class ServerAddress:
     secret: str
 
 
-class Replica(LocalHost):
-    """A vLLM server in a process of its own. `pid` and `port` are None while it is down.
+class VllmHost:
+    """A host whose engine is a VllmEngine, or None while it is down: see `EngineHost`."""
 
-    Its output is appended to `log`. `devices` are the GPUs that it sees; None: all. It listens on
-    `address`, and `server` says how to reach it; None while it is down. `shielded`: SIGTERM from
-    others does not reach it. It dies with
-    this process, however that ends. The kernel ties it to the thread that calls `start`, so that
-    thread must live as long.
-    """
+    _engine: VllmEngine | None = None
 
-    def __init__(
-        self,
-        model: str,
-        settings: EngineSettings,
-        log: Path,
-        devices: str | None = None,
-        address: str = "127.0.0.1",
-    ) -> None:
-        self.model = model
+    def __init__(self, name: str, settings: EngineSettings) -> None:
+        """`name`: of the replica, in errors."""
+        self._name = name
         self.settings = settings
-        self.log = log
-        self.devices = devices
-        self.address = address
-        self.share = NodeShare()
-        self.shielded = False
-        self.server: ServerAddress | None = None
-        self.pid: int | None = None
-        self.port: int | None = None
-        self._engine: VllmEngine | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._ended = asyncio.Event()
-        self._watcher: asyncio.Task[None] | None = None
-        self._offset = 0  # in the log: the start of the present process
 
     @property
     def engine(self) -> VllmEngine:
         """The engine over the server's HTTP. Raises EngineUnavailable while it is down."""
         if self._engine is None:
-            raise EngineUnavailable(f"the replica of {self.model} is not running")
+            raise EngineUnavailable(f"{self._name} is not running")
         return self._engine
 
     @property
@@ -188,6 +165,45 @@ class Replica(LocalHost):
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter: see `EngineHost.unload_adapter`."""
         await self.engine.unload_adapter(name)
+
+    async def check_alive(self) -> None:
+        """Return when the engine core has answered: see `EngineHost.check_alive`."""
+        await self.engine.check_alive()
+
+
+class Replica(VllmHost, LocalHost):
+    """A vLLM server in a process of its own. `pid` and `port` are None while it is down.
+
+    Its output is appended to `log`. `devices` are the GPUs that it sees; None: all. It listens on
+    `address`, with `tls` if given, and `server` says how to reach it; None while it is down.
+    `shielded`: SIGTERM from others does not reach it. It dies with this process, however that ends.
+    The kernel ties it to the thread that calls `start`, so that thread must live as long.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        settings: EngineSettings,
+        log: Path,
+        devices: str | None = None,
+        address: str = "127.0.0.1",
+        tls: TlsFiles | None = None,
+    ) -> None:
+        super().__init__(f"the replica of {model}", settings)
+        self.model = model
+        self.log = log
+        self.devices = devices
+        self.address = address
+        self.tls = tls
+        self.share = NodeShare()
+        self.shielded = False
+        self.server: ServerAddress | None = None
+        self.pid: int | None = None
+        self.port: int | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._offset = 0  # in the log: the start of the present process
 
     async def start(self, checkpoint: Path, version: str) -> None:
         """Load a checkpoint in a fresh process; end the former one first.
@@ -249,10 +265,6 @@ class Replica(LocalHost):
         """Return when the server has ended and `stop` was not called."""
         await self._ended.wait()
 
-    async def check_alive(self) -> None:
-        """Return when the engine core has answered: see `EngineHost.check_alive`."""
-        await self.engine.check_alive()
-
     def death_reason(self) -> str:
         """Return the fatal exception in the log, else the signal that ended it, else ""."""
         if self.log.exists() and (exception := _fatal_exception(self.log, self._offset)):
@@ -275,7 +287,8 @@ class Replica(LocalHost):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         self._ended.clear()
-        self.server = ServerAddress(f"http://{self.address}:{self.port}", alias, secret)
+        scheme = "http" if self.tls is None else "https"
+        self.server = ServerAddress(f"{scheme}://{self.address}:{self.port}", alias, secret)
         self._engine = VllmEngine(
             self.server.url,
             alias,
@@ -283,6 +296,7 @@ class Replica(LocalHost):
             timeout=self.settings.answer_timeout,
             load_timeout=self.settings.load_timeout,
             transfer=self.settings.transfer,
+            tls=None if self.tls is None else client_context(self.tls.ca),
         )
         self._watcher = asyncio.create_task(self._watch(self._process))
 
@@ -293,7 +307,7 @@ class Replica(LocalHost):
             return await asyncio.create_subprocess_exec(
                 *command(
                     *(checkpoint, (alias, self.model), port),
-                    *(self.settings, self.address, self.share),
+                    *(self.settings, self.address, self.share, self.tls),
                 ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -332,6 +346,7 @@ def command(
     settings: EngineSettings,
     address: str = "127.0.0.1",
     share: NodeShare = NodeShare(),
+    tls: TlsFiles | None = None,
 ) -> list[str]:
     """Return the command line of a replica's process. Answers carry the first of its names."""
     dtype = settings.dtype
@@ -363,6 +378,7 @@ def command(
         *_transfer_arguments(settings.transfer),
         *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),
         *share.arguments,
+        *(() if tls is None else tls.arguments),
         *settings.engine_args,
         # the last middleware is the outermost: it sees a request first
         *("--middleware", "cray_agents.runtime.vllm_plugins.lock.Locked"),

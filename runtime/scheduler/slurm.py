@@ -27,7 +27,8 @@ from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environme
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 SEPARATOR = "\x1f"  # in no job name
-QUEUE_SECONDS = 0.3  # that an output of squeue is used
+QUEUE_SECONDS = 1.9  # that an output of a site's squeue is used: just less than a poll takes
+PRIVATE_QUEUE_SECONDS = 0.3  # ... of a private cluster's, which nobody else asks
 HELP_SECONDS = 2.0  # between checks for drained nodes while jobs wait
 CLIENT_SECONDS = 60.0  # that one client may take
 PATIENCE_SECONDS = 20.0  # that a controller may be away
@@ -123,6 +124,10 @@ class Slurm:
     def gpus(self) -> Sequence[str] | None:
         """The ids of this host's GPUs that commands may use; None if they run elsewhere."""
         return self.cluster.gpus if self.cluster else None
+
+    @property
+    def _queue_seconds(self) -> float:
+        return PRIVATE_QUEUE_SECONDS if self.cluster else QUEUE_SECONDS
 
     def close(self) -> None:
         """Stop a private cluster and its jobs. A site's jobs go on. Safe to call twice."""
@@ -245,7 +250,8 @@ class Slurm:
     def _jobs(self, *, fresh: bool = False) -> dict[str, list[Job]]:
         """Return all jobs of this user by name in Slurm, from a squeue of the last moment."""
         with self._lock:
-            if fresh or time.monotonic() - self._queue_time > QUEUE_SECONDS:
+            now = time.monotonic()
+            if fresh or now - self._queue_time > self._queue_seconds:
                 columns = SEPARATOR.join(("%A", "%T", "%r", "%j", "%N"))
                 me = f"--user={os.getuid()}"
                 listing = self._call("squeue", "-h", "-a", "-t", "all", me, "-o", columns)
@@ -253,7 +259,7 @@ class Slurm:
                 for line in listing.splitlines():
                     job = read_job(line)
                     self._queue.setdefault(job.name, []).append(job)
-                self._queue_time = time.monotonic()
+                self._queue_time = now
                 self._resume_drained()
             return self._queue
 

@@ -26,6 +26,7 @@ from tests.bench import (
     generation,
     loop_async,
     parked_sessions,
+    pollers,
     recording,
     sandbox,
     saving,
@@ -105,6 +106,7 @@ ALL = {
     "training": training.main,
     "generation": generation.main,
     "parked": parked_sessions.main,
+    "pollers": pollers.main,
     "swap": swap.main,
     "loop": loop_async.main,
 }

@@ -19,6 +19,7 @@ from cray_agents.records import ProbePrompt
 from cray_agents.runtime.pool.job_lease import attempts
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.slurm_replica import cancel_surplus
+from cray_agents.runtime.pool.tls_files import client_context, tls_folder
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, NodeShare, command
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
@@ -163,6 +164,39 @@ async def test_a_restarted_gateway_takes_over_what_it_finds(site: Site) -> None:
     await until(lambda: site.jobs() == [replica(fourth)["job"]])
 
 
+async def test_tls_covers_both_servers_and_what_is_without_it_is_not_taken_over(site: Site) -> None:
+    site.tls = tls_folder("on", site.folder / "tls")
+    pool = site.pool(site.hosts(1, nodes=2))
+    await pool.start(*first(site.folder))
+    await until(lambda: len(headless(site.folder)) == 1)  # the further node has reached the first
+    lease, status = site.lease(), replica(pool)
+    assert lease.url.startswith("https://")
+    assert stat.S_IMODE((site.folder / "replicas/0/1/key.pem").stat().st_mode) == 0o600
+    trust = client_context(site.folder / "tls" / "ca.pem")
+    secret = (site.folder / "replicas/0/1/secret").read_text()
+    async with aiohttp.ClientSession(headers={"x-cray-secret": secret}) as http:
+        for port, path in ((lease.port, "/state"), (status["port"], "/v1/models")):
+            with pytest.raises(aiohttp.ClientError):
+                await http.get(f"http://127.0.0.1:{port}{path}")
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await http.get(f"https://127.0.0.1:{port}{path}")
+        async with http.get(f"{lease.url}/state", ssl=trust) as answer:
+            assert answer.status == 200
+        async with http.get(f"https://127.0.0.1:{status['port']}/", ssl=trust) as answer:
+            assert answer.status == 403  # the lock stays
+    await pool.swap(checkpoint(site.folder, 2), "m@2", probe(2))
+    assert await ask(pool, "m@2") == "m@2: hello"
+    await site.abandon(pool)
+    again = site.pool(site.hosts(1, nodes=2))
+    await again.start(checkpoint(site.folder, 2), "m@2", probe(2))
+    assert (replica(again)["job"], replica(again)["pid"]) == (status["job"], status["pid"])
+    await site.abandon(again)
+    site.tls = None
+    plain = site.pool(site.hosts(1))
+    await plain.start(*first(site.folder))
+    assert replica(plain)["job"] != status["job"] and site.lease().url.startswith("http://")
+
+
 async def test_a_successor_is_ready_before_the_place_is_left(site: Site) -> None:
     ends = {"SLURM_JOB_END_TIME": str(time.time() + 16)}
     (host,) = site.hosts(1, environment=ends)
@@ -280,6 +314,7 @@ async def test_a_vllm_is_taken_over_with_its_weights_and_with_others(
     models = [tiny_model(tmp_path / f"model-{n}", tie=False, seed=n) for n in (1, 2)]
     probes = [manifest_of(model).probe for model in models]
     site = Site(cluster, tmp_path, EngineSettings(threads=1))
+    site.tls = tls_folder("on", tmp_path / "tls")
     pid = None
     for number in (0, 0, 1):
         pool = site.pool(site.hosts(1), wait_timeout=100)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,14 @@ def main() -> None:
     server = ScriptedServer(value("--model"), flags[at : at + 2])
     application = web.Application(client_max_size=1 << 26)
     application.router.add_route("*", "/{path:.*}", server.answer)
+    context = None
+    if "--ssl-certfile" in flags:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(value("--ssl-certfile"), value("--ssl-keyfile"))
     web.run_app(
-        application, host=value("--host"), port=int(value("--port")), print=None, access_log=None
-    )
+        application, host=value("--host"), port=int(value("--port")), print=None, access_log=None,
+        ssl_context=context,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

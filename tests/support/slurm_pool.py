@@ -30,6 +30,7 @@ class Site:
         self.cluster = cluster
         self.folder = folder
         self.settings = settings
+        self.tls: Path | None = None
         self.scheduler = Slurm(folder / "slurm", cluster, root=str(folder))
         self.board = JobBoard(self.scheduler, 0.2)
         self.pools: list[Pool] = []
@@ -49,7 +50,7 @@ class Site:
         )  # fmt: skip
         spec = ReplicaSpec(
             model="m", number=0, attempt=0, settings=self.settings, gateway=os.uname().nodename,
-            package="1", interface="lo", nodes=nodes,
+            package="1", interface="lo", nodes=nodes, tls=self.tls,
         )  # fmt: skip
         return [
             SlurmReplica(

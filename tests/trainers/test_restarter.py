@@ -160,6 +160,68 @@ def test_the_files_of_what_ended_are_looked_at_once(tmp_path: Path) -> None:
     assert unfinished_jobs(home, ended) == [other]
 
 
+class Listed:
+    """A scheduler whose commands are in the states of `jobs`."""
+
+    name = "listed"
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, CommandStatus] = {}
+        self.submitted: list[str] = []
+
+    def submit(self, command: Command) -> str:
+        self.jobs[command.name] = CommandStatus(state="queued", id="1", reason="Priority")
+        self.submitted.append(command.name)
+        return "1"
+
+    def status(self, name: str) -> CommandStatus:
+        return self.jobs[name]
+
+    def cancel(self, name: str) -> None: ...
+
+
+class Asked(MegatronTrainer):
+    """Notes the jobs whose files are looked at, and counts the rounds."""
+
+    rounds = 0
+
+    def unchanged(self) -> set[str]:
+        self.rounds += 1
+        return super().unchanged()
+
+    def status(self, job_id: str) -> JobStatus:
+        self.asked = [*getattr(self, "asked", []), job_id]
+        return super().status(job_id)
+
+
+async def test_jobs_that_wait_or_run_as_before_are_not_looked_at(tmp_path: Path) -> None:
+    home, scheduler = Home(tmp_path / "home"), Listed()
+    trainer, parent = Asked(home, scheduler), seeded(tmp_path)
+    ids = [trainer.submit(some_spec(n, parent)).id for n in range(3)]
+    trainer.asked = []
+
+    async def rounds(count: int) -> None:
+        last = trainer.rounds + count
+        await until(lambda: trainer.rounds >= last)
+
+    async with kept_going(home, trainer):
+        await rounds(4)
+        assert trainer.asked == []
+        scheduler.jobs[ids[0]] = CommandStatus(state="queued", id="1", reason="Resources")
+        scheduler.jobs[ids[1]] = CommandStatus(state="running", id="1")
+        await rounds(4)
+        assert sorted(trainer.asked) == sorted(ids[:2])
+        assert read_status(home, ids[0]).reason == "Resources"
+        scheduler.jobs[ids[2]] = CommandStatus(state="failed", id="1", reason="NODE_FAIL")
+        await until(lambda: scheduler.submitted.count(ids[2]) == 2)
+        JobJournal(home, ids[1]).write_status(JobStatus(id=ids[1], state="succeeded"))
+        scheduler.jobs[ids[1]] = CommandStatus(state="succeeded", id="1")
+        await until(lambda: ids[1] not in trainer.unchanged())
+        await rounds(4)
+    restarted = MegatronTrainer(home, scheduler)
+    assert restarted.unchanged() == set()  # of what it has not seen it says nothing
+
+
 class Slow:
     """A scheduler that takes a moment to answer, so that all ask before one has acted."""
 

@@ -110,6 +110,7 @@ class MegatronTrainer:
         usual = 0.0 if host is None else host.gib / 4
         self.parked_gib = usual if parked_gib is None else parked_gib
         self._starting = threading.Lock()  # taken by everything that may start a job
+        self._seen: dict[str, CommandStatus] = {}  # of jobs with commands of their own, if live
 
     @property
     def dtype(self) -> Dtype:
@@ -195,8 +196,20 @@ class MegatronTrainer:
                 return status
             return self._go_on(journal, journal.adopt_next_spec(), status)
 
+    def unchanged(self) -> set[str]:
+        """Return the jobs whose commands wait or run as they did at the last look.
+
+        A job of a session is none of them: its state is the session's as well. What clients ask
+        for, such as a pause, acts at once. Raises SchedulerError.
+        """
+        seen = self._seen.copy()
+        if any(command.state == "queued" for command in seen.values()):
+            self._free_idle_sessions("")
+        return {job_id for job_id in seen if self.scheduler.status(job_id) == seen[job_id]}
+
     def _look(self, journal: JobJournal, spec: JobSpec) -> JobStatus | CommandStatus:
         """Return a job's status, or its command's if the command ended before the job."""
+        self._seen.pop(journal.job_id, None)
         if journal.cancelled:
             return self._describe(journal, spec, "cancelled")
         if (ended := self._final_status(journal)) is not None:
@@ -218,6 +231,8 @@ class MegatronTrainer:
             return self._describe(journal, spec, "paused")
         if command.state in ("queued", "running"):
             journal.note_wait(command.reason if command.state == "queued" else None)
+            if session is None:
+                self._seen[journal.job_id] = command
             return self._describe(journal, spec, command.state, command.reason)
         if (
             ended := self._final_status(journal)

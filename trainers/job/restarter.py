@@ -1,13 +1,17 @@
 """Restarter: a task of `cray-agents up` that keeps training jobs going without a client.
 
 A job that died, was preempted, ran out of time or was resumed starts again when the trainer is
-asked for its status (megatron_trainer.py). This task asks for every job that has not ended.
+asked for its status (megatron_trainer.py). This task asks for every job that has not ended, but for
+those whose commands wait or run as they did when they were last asked for. A round over a thousand
+jobs then reads one folder and asks the scheduler once.
 """
 
 import asyncio
 import itertools
 import logging
 import os
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 
 from cray_agents.errors import CrayError
 from cray_agents.paths import Home
@@ -27,28 +31,34 @@ async def restart_unfinished_jobs(home: Home, trainer: Trainer, every: float = E
     for number in itertools.count():
         if number % RECHECK_ENDED == 0:
             ended.clear()
-        try:
-            jobs = await asyncio.to_thread(unfinished_jobs, home, ended)
-        except OSError as error:
-            log.warning("the jobs in %s cannot be listed: %s", home.jobs, error)
-            jobs = []
+        jobs: list[str] = []
+        with _noting("the jobs", troubles):
+            unchanged = await asyncio.to_thread(trainer.unchanged)
+            jobs = await asyncio.to_thread(unfinished_jobs, home, ended, unchanged)
         for job_id in jobs:
-            try:
+            with _noting(job_id, troubles):
                 await asyncio.to_thread(trainer.status, job_id)
-            except Exception as error:
-                if troubles.get(job_id) != str(error):
-                    known = isinstance(error, CrayError)
-                    log.warning("%s: %s; asked again", job_id, error, exc_info=not known)
-                troubles[job_id] = str(error)
-            else:
-                troubles.pop(job_id, None)
         await asyncio.sleep(every)
 
 
-def unfinished_jobs(home: Home, ended: set[str]) -> list[str]:
-    """Return the names of the jobs that have not ended.
+@contextmanager
+def _noting(what: str, troubles: dict[str, str]) -> Iterator[None]:
+    """Log an error unless it is the last one of the same thing."""
+    try:
+        yield
+    except Exception as error:
+        if troubles.get(what) != str(error):
+            known = isinstance(error, CrayError | OSError)
+            log.warning("%s: %s; asked again", what, error, exc_info=not known)
+        troubles[what] = str(error)
+    else:
+        troubles.pop(what, None)
 
-    Jobs that have ended are added to `ended`; a job in it is not looked at.
+
+def unfinished_jobs(home: Home, ended: set[str], unchanged: Set[str] = frozenset()) -> list[str]:
+    """Return the names of the jobs that have not ended, without the `unchanged` ones.
+
+    Jobs that have ended are added to `ended`. The files of a job in either set are not looked at.
     """
     try:
         names = {entry.name for entry in os.scandir(home.jobs)}
@@ -56,7 +66,7 @@ def unfinished_jobs(home: Home, ended: set[str]) -> list[str]:
         return []
     ended &= names
     unfinished = []
-    for name in sorted(names - ended):
+    for name in sorted(names - ended - unchanged):
         journal = JobJournal(home, name)
         if journal.ended:
             ended.add(name)

@@ -161,6 +161,10 @@ class ScriptedTrainer:
             case Save():
                 return CommandResult(sequence=sequence)
 
+    def unchanged(self) -> set[str]:
+        """Return no job: each is looked at."""
+        return set()
+
     def cancel(self, job_id: str) -> JobStatus:
         """End the job, unless it has ended. Without `by_hand` a job ends within `submit`."""
         if self.status(job_id).state in ("queued", "running", "paused"):

@@ -47,6 +47,7 @@ from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.load_format import load_format
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica, cancel_surplus
+from cray_agents.runtime.pool.tls_files import tls_folder
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.pool.weight_transfer import FILES, TransferSettings, check_transfer
 from cray_agents.runtime.registry import model_code
@@ -278,6 +279,7 @@ def slurm_hosts(
         gateway=socket.gethostname(),
         package=package_version(),
         interface=config.replica_interface,
+        tls=tls_folder(config.replica_tls, config.root.tls),
         nodes=nodes,
         minutes=config.replica_minutes,
         keep_minutes=config.replica_keep_minutes,
