@@ -45,6 +45,16 @@ _USAGE = x509.KeyUsage(
 _SKEW = datetime.timedelta(days=1)  # by which a node's clock may be behind
 
 
+def tls_folder(setting: str | Path, own: Path) -> Path | None:
+    """Return the folder that `replica_tls` means; make the root's `own` one on first use."""
+    if isinstance(setting, Path):
+        return setting.resolve()
+    if setting == "off":
+        return None
+    make_authority(own)
+    return own.resolve()
+
+
 def make_authority(folder: Path, days: float = CA_DAYS) -> None:
     """Make a root's own CA, unless there is one."""
     if folder.is_dir():

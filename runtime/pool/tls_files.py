@@ -44,16 +44,3 @@ def client_context(ca: Path) -> ssl.SSLContext:
             f"{ca} cannot be used ({error}): replica_tls names a folder with {CA}, and either "
             f"{CA_KEY} or {CERTIFICATE} and {KEY}"
         ) from error
-
-
-def tls_folder(setting: str | Path, own: Path) -> Path | None:
-    """Return the folder that `replica_tls` means; make the root's `own` one on first use."""
-    if isinstance(setting, Path):
-        return setting.resolve()
-    if setting == "off":
-        return None
-    # cryptography takes a moment to import
-    from cray_agents.runtime.pool.replica_certificates import make_authority
-
-    make_authority(own)
-    return own.resolve()

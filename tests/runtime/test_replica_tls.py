@@ -10,8 +10,8 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from cray_agents.errors import EngineUnavailable, SetupError
-from cray_agents.runtime.pool.replica_certificates import make_authority, server_files
-from cray_agents.runtime.pool.tls_files import TlsFiles, client_context, tls_folder
+from cray_agents.runtime.pool.replica_certificates import make_authority, server_files, tls_folder
+from cray_agents.runtime.pool.tls_files import TlsFiles, client_context
 from cray_agents.runtime.pool.vllm_http import Http
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, command
 from tests.support.scripted_pool import checkpoint

@@ -47,7 +47,6 @@ from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.load_format import load_format
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica, cancel_surplus
-from cray_agents.runtime.pool.tls_files import tls_folder
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.pool.weight_transfer import FILES, TransferSettings, check_transfer
 from cray_agents.runtime.registry import model_code
@@ -248,6 +247,9 @@ def slurm_hosts(
     cancel_surplus(folder, scheduler, replicas)
     if not replicas:
         return []
+    # late, as cryptography takes a moment to import
+    from cray_agents.runtime.pool.replica_certificates import tls_folder
+
     settings = engine_settings(config, sleeps=False)
     gpus = gpus_per_server(config.engine_args) if has_gpu_build() else 0
     nodes = config.replica_nodes
