@@ -14,7 +14,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from cray_agents.errors import (
     SchedulerError,
 )
 from cray_agents.ports import Command, CommandStatus, Scheduler
+from cray_agents.runtime.controller_lease import unguarded
 from cray_agents.runtime.pool.golden_probe import same_shape, weights_of
 from cray_agents.runtime.pool.job_lease import (
     SECRET,
     STATE_SECONDS,
+    TERM_HEADER,
     ReplicaSpec,
     attempts,
     new_attempt,
@@ -58,10 +60,15 @@ log = logging.getLogger(__name__)
 
 
 class JobBoard:
-    """The states of all replicas' jobs. Slurm is asked about all of them at once."""
+    """The states of all replicas' jobs. Slurm is asked about all of them at once.
 
-    def __init__(self, scheduler: Scheduler, seconds: float = POLL) -> None:
-        self.scheduler = scheduler
+    `term`: returns the controller's term, which supervisors are told.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, seconds: float = POLL, term: Callable[[], int] = unguarded
+    ) -> None:
+        self.scheduler, self.term = scheduler, term
         self._seconds = seconds
         self._next = 0.0
         self._waiting: dict[str, list[asyncio.Future[CommandStatus]]] = {}
@@ -153,25 +160,36 @@ class PlacedEngine(VllmEngine):
 
 
 class SupervisorClient:
-    """A supervisor over its HTTP. Close it when done."""
+    """A supervisor over its HTTP. Close it when done.
 
-    def __init__(self, url: str, secret: str, patience: float) -> None:
+    Each request names the controller's term. A supervisor refuses one that is lower than the
+    highest it was told, so an engine that was taken over obeys its former controller no more.
+    """
+
+    def __init__(self, url: str, secret: str, patience: float, term: Callable[[], int]) -> None:
         """`patience`: seconds that an answer about its state may take, beside its own wait."""
+        self._term = term
         self._http = Http(url, secret, STATE_SECONDS + patience)
 
     async def state(self, seen: int | None = None) -> dict[str, Any]:
         """Return the supervisor's state; wait for news of the one that was `seen`."""
         path = "/state" if seen is None else f"/state?seen={seen}"
-        async with self._http.answer("GET", path) as response:
+        async with self._http.answer("GET", path, headers=self._headers) as response:
             state: dict[str, Any] = orjson.loads(await response.read())
             return state
 
     async def order(self, name: str, seconds: float = _ANSWER, **body: str) -> dict[str, Any]:
         """Give an order. Raises EngineError."""
-        answering = self._http.answer("POST", f"/{name}", body, seconds, once=True)
+        answering = self._http.answer(
+            "POST", f"/{name}", body, seconds, once=True, headers=self._headers
+        )
         async with answering as response:
             state: dict[str, Any] = orjson.loads(await response.read())
             return state
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {TERM_HEADER: str(self._term())}
 
     async def close(self) -> None:
         """Drop the connections."""
@@ -345,7 +363,7 @@ class SlurmReplica:
         if lease is None:
             return False
         secret = await asyncio.to_thread((folder / SECRET).read_text)
-        supervisor = SupervisorClient(lease.url, secret, self._lapse / 2)
+        supervisor = SupervisorClient(lease.url, secret, self._lapse / 2, self._board.term)
         try:
             self._state = await supervisor.state()
         except BaseException:
