@@ -246,6 +246,11 @@ class Config(BaseModel):
     )
     host: str = Field("127.0.0.1", description="address that the gateway listens on")
     port: int = Field(8000, ge=0, lt=65536, description="0 picks a free one")
+    lease_seconds: float = Field(
+        12,
+        gt=0,
+        description="seconds without a heartbeat after which another process takes over",
+    )
     scheduler: Literal["auto", "slurm", "local"] = Field(
         "auto", description="auto: a Slurm that answers, else a private one, else local processes"
     )

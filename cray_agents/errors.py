@@ -9,6 +9,7 @@ Each is also an error of the standard library.
     ├── AccessDenied (PermissionError)   no API key, a wrong one, or one of too small a role
     ├── TooManyRequests (RuntimeError)   the wait queue is full; says when to come again
     ├── SetupError (RuntimeError)        this machine lacks something, or a port is taken
+    ├── Superseded (RuntimeError)        another process controls the platform by now
     ├── EngineError (RuntimeError)       the model server answered with an error
     │   ├── EngineTimeout (TimeoutError)     ... or not in time
     │   └── EngineUnavailable (ConnectionError)  ... or not at all
@@ -102,6 +103,12 @@ class SetupError(CrayError, RuntimeError):
     """This machine lacks something the command needs; the message says how to get it."""
 
     code = "setup_error"
+
+
+class Superseded(CrayError, RuntimeError):
+    """Another process has a higher term: this one may decide nothing any more."""
+
+    code = "superseded"
 
 
 class EngineError(CrayError, RuntimeError):

@@ -35,7 +35,11 @@
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
       excluded_nodes/<node>.json       a node that failed, left out by jobs until a time is over
       slurm/                           the private cluster of a laptop
-      platform.json, logs/             state and logs of the running platform
+      platform.json                    who controls the platform: URL, key, term, heartbeat
+      controller/terms/<n>.json        who claimed term n, and when; never deleted
+      controller/standbys/<id>.json    a process that waits to take over, with its heartbeat
+      controller/down.json             the term that `down` ended for good
+      logs/                            logs of the running platform
 
 Rules for NFS, Lustre, Weka and a laptop alike: one writer per file, publish by rename, the
 manifest last, claims by exclusive create.
@@ -164,6 +168,10 @@ class Home:
     @property
     def platform(self) -> Path:
         return self.root / "platform.json"
+
+    @property
+    def controller(self) -> Path:
+        return self.root / "controller"
 
     @property
     def logs(self) -> Path:

@@ -31,6 +31,7 @@ from cray_agents.runtime.batches.claims import BEAT, LEASE, Holder, forget_dead
 from cray_agents.runtime.batches.line_request import LineSender, api_key
 from cray_agents.runtime.batches.results import ResultWriter
 from cray_agents.runtime.batches.validation import validate
+from cray_agents.runtime.controller_lease import is_followed
 from cray_agents.runtime.files.files import Files
 
 WINDOW = 64  # lines in flight at once
@@ -235,19 +236,35 @@ class ChunkRun:
             self._slots.release()
 
 
-async def run_worker(home: Home, url: str, *, window: int = WINDOW, lease: float = LEASE) -> None:
-    """Work on the batches of a home until SIGTERM or SIGINT. Raises StoreError."""
+async def run_worker(
+    home: Home, url: str, *, window: int = WINDOW, lease: float = LEASE, parent: int | None = None
+) -> None:
+    """Work on the batches of a home until SIGTERM or SIGINT. Raises StoreError.
+
+    It also ends when another process than `parent` controls the platform. A parent that is stopped
+    answers nothing, and the claims are wanted.
+    """
     task = asyncio.current_task()
     assert task is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
     sender = LineSender(url, api_key())
+    watching = asyncio.create_task(_watch_parent(home, parent, task.cancel))
     try:
         await Worker(home, sender, window, lease).run()
     except asyncio.CancelledError:
         log.info("asked to end")
     finally:
+        watching.cancel()
         await sender.close()
+
+
+async def _watch_parent(home: Home, parent: int | None, end: Callable[[], object]) -> None:
+    while parent is not None:
+        await asyncio.sleep(BEAT)
+        if await asyncio.to_thread(is_followed, home, parent):
+            end()
+            return
 
 
 def main() -> None:
@@ -269,6 +286,7 @@ def main() -> None:
             arguments.url,
             window=arguments.window,
             lease=arguments.lease,
+            parent=arguments.parent,
         )
     )
 

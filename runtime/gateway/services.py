@@ -9,6 +9,7 @@ from typing import Any
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.runtime.batches.queue import BatchQueue
+from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.garbage import Sweeper
@@ -41,6 +42,7 @@ class Services:
     whose directories keys of the role `train` may name. api_keys: see Access in http/auth.py.
     delta_checkpoints: the `changes_only` of jobs that leave it out.
     token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
+    lease: of the controller, which decides; None in tests of the gateway alone.
     joining: taken while an upload's parts are put together. exports: the processes under way.
     """
 
@@ -61,6 +63,7 @@ class Services:
     api_keys: Mode = "auto"
     token: str = ""
     reward_limit: float = REWARD_LIMIT
+    lease: ControllerLease | None = None
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
     joining: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(JOINS))

@@ -26,6 +26,7 @@ from cray_agents.runtime.pool.vllm_replica import EngineSettings
 HEARTBEAT = 2.0  # seconds between two writes of a lease
 STATE_SECONDS = 5.0  # that a supervisor waits for news when it is asked for its state
 SPEC, SECRET, LEASE = "spec.json", "secret", "lease.json"
+TERM_HEADER = "x-cray-term"  # the term of the controller that asks a supervisor
 ATTEMPTS_KEPT = 5  # folders of a replica
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, of Linux
 

@@ -40,6 +40,7 @@ from cray_agents.runtime.pool.job_lease import (
     HEARTBEAT,
     SECRET,
     STATE_SECONDS,
+    TERM_HEADER,
     JobLease,
     ReplicaSpec,
     create_secret,
@@ -98,7 +99,7 @@ class ReplicaSupervisor:
         self._why = ""
         self._started_on = self._version = self._weights = ""
         self._leaving = False
-        self._beat = 0
+        self._beat = self._term = 0
         self._began, self._ends_at = time.time(), end_of_job(spec.minutes)
         self._last_word = time.monotonic()  # of a gateway
         self._changing = asyncio.Lock()
@@ -116,6 +117,10 @@ class ReplicaSupervisor:
     async def _lock(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not secrets.compare_digest(request.headers.get(HEADER, "").encode(), self._secret):
             return _refusal(403, "only the platform that submitted this job may use it")
+        term = int(request.headers.get(TERM_HEADER, self._term))  # the job's other nodes name none
+        if term < self._term:
+            return _refusal(409, f"a controller with term {self._term} has taken this replica over")
+        self._term = term
         self._last_word = time.monotonic()
         try:
             return await handler(request)

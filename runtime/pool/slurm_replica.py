@@ -15,7 +15,7 @@ import logging
 import ssl
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,12 @@ from cray_agents.errors import (
     SchedulerError,
 )
 from cray_agents.ports import Command, CommandStatus, Scheduler
+from cray_agents.runtime.controller_lease import unguarded
 from cray_agents.runtime.pool.golden_probe import same_shape, weights_of
 from cray_agents.runtime.pool.job_lease import (
     SECRET,
     STATE_SECONDS,
+    TERM_HEADER,
     ReplicaSpec,
     attempts,
     new_attempt,
@@ -61,10 +63,15 @@ log = logging.getLogger(__name__)
 
 
 class JobBoard:
-    """The states of all replicas' jobs. Slurm is asked about all of them at once."""
+    """The states of all replicas' jobs. Slurm is asked about all of them at once.
 
-    def __init__(self, scheduler: Scheduler, seconds: float = POLL) -> None:
-        self.scheduler = scheduler
+    `term`: returns the controller's term, which supervisors are told.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, seconds: float = POLL, term: Callable[[], int] = unguarded
+    ) -> None:
+        self.scheduler, self.term = scheduler, term
         self.watched = 0  # jobs, at the last poll
         self._seconds = seconds
         self._next = 0.0
@@ -168,28 +175,44 @@ class PlacedEngine(VllmEngine):
 
 
 class SupervisorClient:
-    """A supervisor over its HTTP. Close it when done."""
+    """A supervisor over its HTTP. Close it when done.
+
+    Each request names the controller's term. A supervisor refuses one that is lower than the
+    highest it was told, so an engine that was taken over obeys its former controller no more.
+    """
 
     def __init__(
-        self, url: str, secret: str, patience: float, tls: ssl.SSLContext | None = None
+        self,
+        url: str,
+        secret: str,
+        patience: float,
+        term: Callable[[], int],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """`patience`: seconds that an answer about its state may take, beside its own wait."""
         self._http = Http(url, secret, patience, tls)
         self._patience = patience
+        self._term = term
 
     async def state(self, seen: int = -1, wait: float = STATE_SECONDS) -> dict[str, Any]:
         """Return the supervisor's state; `wait` so many seconds for news of the one `seen`."""
         path, limit = f"/state?seen={seen}&wait={wait:g}", wait + self._patience
-        async with self._http.answer("GET", path, timeout=limit) as response:
+        async with self._http.answer("GET", path, timeout=limit, headers=self._headers) as response:
             state: dict[str, Any] = orjson.loads(await response.read())
             return state
 
     async def order(self, name: str, seconds: float = _ANSWER, **body: str) -> dict[str, Any]:
         """Give an order. Raises EngineError."""
-        answering = self._http.answer("POST", f"/{name}", body, seconds, once=True)
+        answering = self._http.answer(
+            "POST", f"/{name}", body, seconds, once=True, headers=self._headers
+        )
         async with answering as response:
             state: dict[str, Any] = orjson.loads(await response.read())
             return state
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {TERM_HEADER: str(self._term())}
 
     async def close(self) -> None:
         """Drop the connections."""
@@ -367,7 +390,9 @@ class SlurmReplica(VllmHost):
         if lease is None:
             return False
         secret = await asyncio.to_thread((folder / SECRET).read_text)
-        supervisor = SupervisorClient(lease.url, secret, self._lapse / 2, self._tls)
+        supervisor = SupervisorClient(
+            lease.url, secret, self._lapse / 2, self._board.term, self._tls
+        )
         try:
             self._state = await supervisor.state()
         except BaseException:

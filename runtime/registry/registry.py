@@ -20,6 +20,7 @@ from pydantic import Field
 from cray_agents.errors import AccessDenied, BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
+from cray_agents.runtime.controller_lease import Term, unguarded
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 
@@ -30,7 +31,8 @@ class ModelEvent(Record):
     """An event in a name's history; `number` counts the name's events.
 
     After a promotion or a rollback the bare `name` means `version`. `numbers`: the measurements
-    behind the decision.
+    behind the decision. `term`: of the controller that wrote it; 0 in older roots, and that of the
+    event before it if no platform ran.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ModelEvent(Record):
     reason: str = ""
     numbers: dict[str, Any] = Field(default_factory=dict)
     time: float = Field(default_factory=time.time)
+    term: int = 0
 
 
 class History:
@@ -107,10 +110,15 @@ def _resolve_within(path: Path, roots: Sequence[Path] | None) -> Path:
 
 
 class Registry:
-    """The versions under one home, and the history of their names."""
+    """The versions under one home, and the history of their names.
 
-    def __init__(self, home: Home) -> None:
+    `term`: the controller's `ControllerLease.check`, asked before each event is written. A process
+    that is none leaves it out.
+    """
+
+    def __init__(self, home: Home, term: Term = unguarded) -> None:
         self.home = home
+        self._term = term
         self._models: dict[str, History] = {}
 
     def names(self) -> list[str]:
@@ -328,6 +336,9 @@ class Registry:
                 return existing
             if kind in ("promoted", "rolled_back", "canary_started"):
                 checkpoints.refuse_pruned(self.home.checkpoint(model.versions[number].checkpoint))
+            # an event's number follows those that were read, so of two controllers that write the
+            # same one, the later term's is there first or the other's comes before its reading
+            term = self._term(max((event.term for event in model.events.values()), default=0))
             event = ModelEvent(
                 name=name,
                 number=max(model.events, default=0) + 1,
@@ -336,6 +347,7 @@ class Registry:
                 who=who,
                 reason=reason,
                 numbers=numbers or {},
+                term=term,
             )
             if _create(self.home.models / name / "history" / f"{event.number}.json", event):
                 self._read(name)

@@ -22,6 +22,7 @@ from typing import Literal
 from cray_agents.config import JobSettings
 from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandStatus
+from cray_agents.runtime.controller_lease import Guard, unguarded
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE, count_gpus
 from cray_agents.runtime.scheduler.programs import clean_environment
@@ -62,6 +63,7 @@ class LocalProcesses:
         settings: JobSettings | None = None,
     ) -> None:
         self.reason = reason
+        self.guard: Guard = unguarded
         self._settings = settings or JobSettings()
         self.gpus = tuple(gpus)
         self.turns = turns
@@ -113,6 +115,7 @@ class LocalProcesses:
             needs = command.ranks if command.gpus and self.gpus else 0
             if needs > len(self.gpus):
                 raise SchedulerError(f"{command.name}: {self._too_few(needs)}")
+            self.guard()
             number = self._newest_number(command.name) + 1
             folder = self._directory / command.name
             folder.mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from cray_agents.config import JobSettings
 from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandState, CommandStatus
+from cray_agents.runtime.controller_lease import Guard, unguarded
 from cray_agents.runtime.scheduler.batch_script import REFUSED, batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment
@@ -81,6 +82,8 @@ class Slurm:
         options: for the site's sbatch, such as `("--partition=gpu", "--account=me")`.
         settings: the site's `[job]`.
         root: the shared root's id, where another root may have jobs of the same names.
+
+    `guard` is called before a job is submitted or cancelled: a controller's `check`.
     """
 
     name = "slurm"
@@ -100,6 +103,7 @@ class Slurm:
         self.cluster = cluster
         self._ledger = directory.resolve() / "ledger"
         self._options = options
+        self.guard: Guard = unguarded
         self._suffix = f".{hashlib.sha256(root.encode()).hexdigest()[:8]}" if root else ""
         self._closed = False
         self._next_help = 0.0
@@ -147,6 +151,7 @@ class Slurm:
                 # also after an unclear failure: Slurm may have accepted the job
                 if live := self._live_jobs(command.name):
                     return str(live[-1].id)
+                self.guard()
                 try:
                     printed = self._run("sbatch", "--parsable", *options, script=script)
                     break
@@ -198,6 +203,7 @@ class Slurm:
         """Send SIGTERM to all processes of the job, and SIGKILL after the cluster's KillWait."""
         with self._lock:
             if ids := [str(job.id) for job in self._live_jobs(name)]:
+                self.guard()
                 for job_id in ids:
                     (self._ledger / name / f"{job_id}.cancelled").touch()
                 self._call("scancel", *ids)

@@ -86,20 +86,21 @@ def test_only_its_user_reads_the_platforms_own_key(
 
     class Watched:
         def __getattr__(self, name: str) -> Any:
-            modes.extend(stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*"))
+            modes.extend(stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*platform*"))
             return getattr(os, name)
 
     monkeypatch.setattr(durable, "os", Watched())
     before = os.umask(0)
     try:
         with root_claim.listen("127.0.0.1", 0) as listener:
-            token = root_claim.claim(Home(tmp_path), listener, "m")
+            lease = root_claim.claim(Home(tmp_path), listener, "m")
     finally:
         os.umask(before)
     info = json.loads((tmp_path / "platform.json").read_text())
-    assert info["token"] == token and len(token) > 40
+    lease.give_back(hand_over=False)
+    assert info["token"] == lease.token and len(lease.token) > 40
     assert modes and set(modes) == {0o600}
-    assert platform_process.key(info) == (os.environ.get("CRAY_AGENTS_API_KEY") or token)
+    assert platform_process.key(info) == (os.environ.get("CRAY_AGENTS_API_KEY") or lease.token)
 
 
 def test_another_users_platform_is_named() -> None:

@@ -17,6 +17,7 @@ from cray_agents.cli.platform import compose, platform_process, root_claim
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
+from cray_agents.runtime.controller_lease import ControllerLease
 from tests.support.command_line import cli
 from tests.support.scripted_gateway import served
 
@@ -31,11 +32,14 @@ def another_host(name: str = "node7") -> Iterator[None]:
         yield
 
 
-def claimed_elsewhere(home: Home) -> str:
-    """A platform of another host on loopback, which nobody here can look at."""
+@contextmanager
+def claimed_elsewhere(home: Home) -> Iterator[str]:
+    """A platform of another host on loopback, which nobody here can look at, but for its beat."""
     home.root.mkdir()
     with another_host(), root_claim.listen("127.0.0.1", 0) as listener:
-        return root_claim.claim(home, listener, "m")
+        lease = root_claim.claim(home, listener, "m")
+    yield lease.token
+    lease.give_back(hand_over=False)
 
 
 def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
@@ -43,19 +47,21 @@ def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
 ) -> None:
     monkeypatch.delenv("CRAY_AGENTS_URL", raising=False)
     home = Home(tmp_path / "home")
-    token = claimed_elsewhere(home)
-    for command in (("status",), ("down",), ("models", "rollback", "m"), ("upload", __file__)):
-        done = cli(*command, "--home", home.root, cwd=tmp_path)
-        said = " ".join(done.stderr.split())
-        assert done.returncode == 2
-        assert "is on host node7 and listens at http://127.0.0.1:" in said
-        assert f"remove {home.platform}" in said
-    config = Config.model_validate({"home": home.root, "port": 0, "scheduler": "local"})
-    with pytest.raises(SetupError, match="node7"), platform_process.serving(config):
-        pass
-    with pytest.raises(SetupError, match="node7"):
+    with claimed_elsewhere(home) as token:
+        for command in (("status",), ("down",), ("models", "rollback", "m"), ("upload", __file__)):
+            done = cli(*command, "--home", home.root, cwd=tmp_path)
+            said = " ".join(done.stderr.split())
+            assert done.returncode == 2
+            assert "is on host node7 and listens at http://127.0.0.1:" in said
+            assert "`cray-agents up` here takes over once its heartbeat has stood still" in said
+        config = Config.model_validate({"home": home.root, "port": 0, "scheduler": "local"})
+        with pytest.raises(SetupError, match="node7"), platform_process.serving(config):
+            pass
+        with pytest.raises(SetupError, match=r"runs on .* already .host node7"):
+            compose.serve(config, None, "m", platform_process.ReplicaCount(1))
+        assert json.loads(home.platform.read_text())["token"] == token
+    with pytest.raises(BadInput, match="no version of 'm' is promoted"):  # it gave the root back
         compose.serve(config, None, "m", platform_process.ReplicaCount(1))
-    assert json.loads(home.platform.read_text())["token"] == token
 
 
 async def test_one_that_answers_is_used_from_another_host(tmp_path: Path) -> None:
@@ -90,8 +96,15 @@ async def test_one_that_answers_is_used_from_another_host(tmp_path: Path) -> Non
 
 
 def claim(home: Home) -> str:
+    """Claim a root as a process does that is then killed; this process counts as none."""
+    return claim_and_stop(home).token
+
+
+def claim_and_stop(home: Home) -> ControllerLease:
     with root_claim.listen("127.0.0.1", 0) as listener:
-        return root_claim.claim(home, listener, "m")
+        lease = root_claim.claim(home, listener, "m")
+    lease._stopped.set()
+    return lease
 
 
 def test_where_others_reach_it() -> None:
@@ -119,12 +132,14 @@ def test_one_from_before_a_reboot_is_gone(tmp_path: Path) -> None:
 def test_a_claim_is_given_back_by_who_has_it(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     home.root.mkdir()
-    mine = claim(home)
-    later = claim(home)  # this process counts as none
-    root_claim.give_back(home, mine)
-    assert json.loads(home.platform.read_text())["token"] == later
-    root_claim.give_back(home, later)
-    root_claim.give_back(home, later)
+    mine, later = claim_and_stop(home), claim_and_stop(home)
+    assert (mine.term, later.term) == (1, 2)
+    for lease in (mine, later):
+        lease._stopped.clear()
+    mine.give_back(hand_over=False)
+    assert json.loads(home.platform.read_text())["token"] == later.token
+    later.give_back(hand_over=False)
+    later.give_back(hand_over=False)
     assert not home.platform.exists()
     config = Config.model_validate({"home": home.root, "port": 0, "scheduler": "local"})
     with pytest.raises(BadInput, match="no version of 'm' is promoted"):
@@ -147,16 +162,19 @@ def meet(place):
     while len(list(folder.glob(f"{place}.*"))) < others:
         time.sleep(0)
 
+leases = []
 with root_claim.listen("127.0.0.1", 0) as listener:
     for root in sorted(folder.glob("root-*")):
         meet(f"before-{root.name}")
         try:
-            root_claim.claim(Home(root), listener, "m")
+            leases.append(root_claim.claim(Home(root), listener, "m"))
         except SetupError as error:
             assert "another platform was just started" in str(error) or "runs on" in str(error)
         else:
             (folder / f"won-{root.name}.{me}").touch()
     meet("end")
+    for lease in leases:
+        lease.give_back(hand_over=False)
 """
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
+from cray_agents.runtime.controller_lease import Guard, unguarded
 from cray_agents.runtime.registry import checkpoints, model_code
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
@@ -86,7 +87,8 @@ class MegatronTrainer:
     `parked_gib`: see SessionSpec; None: a quarter of this host's memory if it runs all jobs, else
     none. `failures`: numbers of the rules that failure.py states.
     `turns`: jobs use GPUs by turns with replicas. `weight_transfer`: how sessions offer what they
-    publish to replicas of this host and others, beside files.
+    publish to replicas of this host and others, beside files. `guard`: called before a job is
+    started or started again; a controller's `check`.
     """
 
     def __init__(
@@ -100,9 +102,11 @@ class MegatronTrainer:
         parked_gib: float | None = None,
         weight_transfer: str = "files",
         failures: FailureSettings | None = None,
+        guard: Guard = unguarded,
     ) -> None:
         self.failures = failures or FailureSettings()
         self.turns, self.weight_transfer = turns, weight_transfer
+        self._guard = guard
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
         self.session_idle_seconds = session_idle_seconds
@@ -132,6 +136,7 @@ class MegatronTrainer:
         spec = decide_hyperparameters(spec, self.home, self.resources)
         journal = JobJournal(self.home, spec.id)
         with self._starting:
+            self._guard()
             if not journal.exists:
                 self._check(spec)
                 journal.write_spec(self._choose_layout(journal, spec))
@@ -194,6 +199,7 @@ class MegatronTrainer:
             status = self._look(journal, spec)
             if isinstance(status, JobStatus):
                 return status
+            self._guard()
             return self._go_on(journal, journal.adopt_next_spec(), status)
 
     def unchanged(self) -> set[str]:

@@ -11,13 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from cray_agents.cli.jobs.jobs import job_ids, named_job
-from cray_agents.cli.platform.platform_process import fetch, running
+from cray_agents.cli.platform.platform_process import describe_controller, fetch, owner, running
 from cray_agents.cli.screen import HomeOption, JsonOption, clock, line, root, when
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
+from cray_agents.runtime.controller_lease import LEASE, standby_notes
 
 REPLICA = "replica-"
+CONTROLLER = "controller"
 SILENT = 120.0  # seconds without an event after which a running job is sentences to be silent
 
 Answer = dict[str, Any]
@@ -31,12 +33,15 @@ def add_to(app: typer.Typer) -> None:
 def why(
     name: Annotated[
         str,
-        typer.Argument(help="A job as `jobs show` takes it, a loop's name, or replica-0."),
+        typer.Argument(help="A job as `jobs show` takes it, a loop's name, replica-0, controller."),
     ],
     home: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say why a job, a loop or a replica waits, hangs, failed or was rejected, and what to do."""
+    """Say why a job, a loop or a replica waits, hangs, failed or was rejected, and what to do.
+
+    Of the controller it says who it is, since when, and which standbys wait.
+    """
     answer = explain(root(home), name)
     if as_json:
         print(json.dumps(answer, indent=2))
@@ -52,6 +57,8 @@ def explain(home: Home, name: str) -> Answer:
     """
     if name.removeprefix(REPLICA).isdecimal() and name.startswith(REPLICA):
         return _explain_replica(home, int(name.removeprefix(REPLICA)))
+    if name == CONTROLLER:
+        return _explain_controller(home)
     if name not in job_ids(home) and (home.loop(name) / "generations").is_dir():
         return _explain_loop(home, name)
     try:
@@ -212,3 +219,29 @@ def _sentence(text: str) -> str:
     """Return the first line of a text, with a full stop."""
     first = text.strip().partition("\n")[0].rstrip(":. ")
     return f"{first[:1].upper()}{first[1:]}."
+
+
+def _explain_controller(home: Home) -> Answer:
+    from cray_agents.runtime.disk import checksums
+
+    answer: Answer = {"what": CONTROLLER, "name": CONTROLLER}
+    if (info := running(home)) is not None:
+        controller = fetch(info, "/v1/platform").get("controller")
+        told = describe_controller(controller) if controller else "an older version controls it"
+        return answer | {"state": "running", "why": [_sentence(told)], "next": "nothing"}
+    step = "start `cray-agents up`"
+    try:
+        claim = checksums.read_json(home.platform)
+    except FileNotFoundError:
+        sentences = ["No platform runs on this root: the last one gave it back."]
+        return answer | {"state": "none", "why": sentences, "next": step}
+    if owner(home) is not None:
+        sentences = [f"The platform of {claim['host']} (pid {claim['pid']}) starts or ends."]
+        return answer | {"state": "starting", "why": sentences, "next": "ask again in a moment"}
+    why = "handed the root over" if claim.get("released") else "ended without giving the root back"
+    sentences = [f"{claim['host']} (pid {claim['pid']}), term {claim.get('term', 0)}, {why}."]
+    if notes := standby_notes(home):
+        names = ", ".join(f"{note['host']} (pid {note['pid']})" for note in notes)
+        sentences.append(f"Standbys, unless they were killed: {names}.")
+        step = f"wait {claim.get('lease', LEASE):g} s for a standby, or {step}"
+    return answer | {"state": "gone", "why": sentences, "next": step}

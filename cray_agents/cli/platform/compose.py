@@ -28,14 +28,20 @@ from cray_agents.cli.platform.first_version import first_version
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.permissions import keep_private
 from cray_agents.cli.platform.platform_process import ReplicaCount
-from cray_agents.cli.platform.root_claim import address, claim, give_back, listen
-from cray_agents.cli.screen import errors
+from cray_agents.cli.platform.root_claim import (
+    address,
+    describe_inheritance,
+    say,
+    stand_by,
+    start_anew,
+)
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.ports import Command
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
+from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import is_loopback
@@ -76,21 +82,38 @@ SWITCH = 0.0005  # seconds that a busy event loop may delay the thread that comm
 GC = (10_000, 20, 100)  # full collections are rare: the store's index may have millions of objects
 
 
-def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount) -> None:
-    """Run a platform until SIGINT or SIGTERM. Raises SetupError, BadInput, StoreError."""
+def serve(
+    config: Config,
+    model: Path | None,
+    name: str,
+    replicas: ReplicaCount,
+    *,
+    standby: bool = False,
+) -> None:
+    """Run a platform until SIGINT or SIGTERM. Raises SetupError, BadInput, StoreError.
+
+    A `standby` first waits until the platform that runs has no controller any more.
+    """
     home = config.root
     make_root(config)
     check_access(config)
     resources_of(config)  # raises on a wrong configuration before anything starts
-    with listen(config.host, config.port) as listener, contextlib.ExitStack() as ending:
-        token = claim(home, listener, name)
-        ending.callback(give_back, home, token)
+    control = (stand_by if standby else start_anew)(config, name, str(replicas))
+    if control is None:
+        return
+    listener, lease = control.listener, control.lease
+    with listener, contextlib.ExitStack() as ending:
+        ending.callback(lambda: lease.give_back(hand_over=lease.hands_over))
+        if control.before is not None:
+            name, replicas = lease.claim["name"], ReplicaCount.parse(lease.claim["replicas"])
+            say(describe_inheritance(home, control))
         delete_leftovers(home)
-        registry = Registry(home)
+        registry = Registry(home, lease.check)
         version = first_version(registry, model, name)
         gpu = replicas.total > 0 and has_gpu_build()
         servers = replicas.here if gpu else 0  # on GPUs of this host
         with contextlib.closing(configured_scheduler(config, servers)) as scheduler:
+            scheduler.guard = lease.check
             say(f"scheduler: {scheduler.reason}")
             here = scheduler.on_this_host
             placement = place_on_host(config, replicas=servers, here=here)
@@ -114,12 +137,13 @@ def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount)
                 parked_gib=config.train_session_parked_gib,
                 weight_transfer=config.weight_transfer,
                 failures=failure_settings(config),
+                guard=lease.check,
             )
             platform = describe_platform(config, scheduler, resources)
-            jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler)
+            jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler, lease)
             pool = make_pool(config, version.name, replicas.here, placement, jobs)
             uvloop.run(
-                run(config, registry, trainer, platform, version, pool, listener, token, training)
+                run(config, registry, trainer, platform, version, pool, listener, lease, training)
             )
 
 
@@ -131,7 +155,7 @@ async def run(
     version: ModelVersion,
     pool: Pool,
     listener: socket.socket,
-    token: str,
+    lease: ControllerLease,
     training: TrainingSide | None = None,
 ) -> None:
     """Run the replicas and the gateway in the event loop until the platform ends.
@@ -155,7 +179,8 @@ async def run(
         model_roots=tuple(config.model_roots),
         delta_checkpoints=config.delta_checkpoints,
         api_keys=config.api_keys if is_loopback(config.host) else "required",
-        token=token,
+        token=lease.token,
+        lease=lease,
         reward_limit=config.reward_limit,
         admission=make_admission(config, pool, registry),
     )
@@ -172,7 +197,7 @@ async def run(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(start_pool(pool, home, version))
     log = home.logs / "batch-worker.log"
-    batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
+    batches = asyncio.create_task(keep_worker(home, address(listener), log, key=lease.token))
     upkeep = asyncio.create_task(keep_up(store))
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
     background = [batches, upkeep, jobs]
@@ -184,14 +209,17 @@ async def run(
         say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
         await wait_for_end(serving, starting, server)
     finally:
-        give_back(home, token)  # from now on no command uses this platform
+        hands_over = lease.hands_over
+        if not hands_over:
+            lease.give_back(hand_over=False)  # from now on no command uses this platform
         server.should_exit = True
         starting.cancel()
         for task in background:
             task.cancel()
         await asyncio.gather(serving, starting, *background, return_exceptions=True)
         await services.close()
-        await pool.stop()
+        if not hands_over:  # else the standby takes the replicas' jobs over
+            await pool.stop()
         await store.close()
 
 
@@ -230,7 +258,11 @@ def engine_settings(config: Config, *, sleeps: bool) -> EngineSettings:
 
 
 def slurm_hosts(
-    config: Config, name: str, replicas: int, scheduler: Slurm | LocalProcesses
+    config: Config,
+    name: str,
+    replicas: int,
+    scheduler: Slurm | LocalProcesses,
+    lease: ControllerLease | None = None,
 ) -> list[SlurmReplica]:
     """Make the replicas that are Slurm jobs, and cancel those that an earlier platform had more.
 
@@ -286,7 +318,8 @@ def slurm_hosts(
         minutes=config.replica_minutes,
         keep_minutes=config.replica_keep_minutes,
     )
-    board, lead = JobBoard(scheduler), 60 * config.replica_handover_minutes
+    board = JobBoard(scheduler, term=lambda: 0 if lease is None else lease.term)
+    lead = 60 * config.replica_handover_minutes
     return [
         SlurmReplica(
             spec.model_copy(update={"number": n}), folder / str(n), board, command, lead=lead
@@ -453,8 +486,3 @@ def describe_platform(
         },
         "scheduler": {"name": scheduler.name, "reason": scheduler.reason},
     }
-
-
-def say(text: str) -> None:
-    """Print a line into the platform's log."""
-    errors.print(text, highlight=False, soft_wrap=True)

@@ -13,17 +13,22 @@ import typer
 from cray_agents.cli.platform.platform_process import (
     ReplicaCount,
     check_vllm,
+    describe_controller,
     fetch,
+    log_file,
     running,
     start,
     stop,
     wait_until_live,
     wait_until_ready,
+    wait_until_waiting,
 )
 from cray_agents.cli.screen import HomeOption, JsonOption, console, show, when
 from cray_agents.config import load_config
+from cray_agents.errors import SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent
+from cray_agents.runtime.controller_lease import end_for_good
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,6 +57,9 @@ def up(
             help="vLLM servers behind the gateway: N on this host, slurm:N as Slurm jobs, or 0."
         ),
     ] = "1",
+    standby: Annotated[
+        bool, typer.Option(help="Wait while another process controls the root; then follow it.")
+    ] = False,
     detach: Annotated[
         bool, typer.Option(help="Return when it is ready; end it with down.")
     ] = False,
@@ -66,7 +74,11 @@ def up(
     name = name or _only_name(config.root, model)
     count = ReplicaCount.parse(replicas)
     if detach:
-        process = start(config, model, name, count, with_parent=False)
+        process = start(config, model, name, count, with_parent=False, standby=standby)
+        if standby and wait_until_waiting(config.root, process) is None:
+            log = log_file(config.root, standby=True)
+            console.print(f"a standby waits (pid {process.pid}); its log is {log}")
+            return
         if not count.total:
             info = wait_until_live(config.root, process)
             console.print(f"{info['url']} is up, without replicas (end it: cray-agents down)")
@@ -80,7 +92,7 @@ def up(
         check_vllm()
     from cray_agents.cli.platform.compose import serve
 
-    serve(config, model, name, count)
+    serve(config, model, name, count, standby=standby)
 
 
 def _only_name(home: Home, model: Path | None) -> str:
@@ -91,13 +103,22 @@ def _only_name(home: Home, model: Path | None) -> str:
     return names[0] if len(names) == 1 else "default"
 
 
-def down(home: HomeOption = None) -> None:
-    """End the platform that runs on this shared root."""
+def down(
+    home: HomeOption = None,
+    hand_over: Annotated[
+        bool, typer.Option("--hand-over", help="Let a standby take over, without a pause.")
+    ] = False,
+) -> None:
+    """End the platform that runs on this shared root, and the standbys that wait for it."""
     root = load_config({"home": home}).root
     info = running(root)
     if info is None:
         console.print(f"no platform runs on {root.root}")
         return
+    if hand_over and not fetch(info, "/v1/platform")["controller"]["standbys"]:
+        raise SetupError(f"no standby waits on {root.root}: start one with `up --standby`")
+    if info["pid"] is not None and not hand_over:
+        end_for_good(root, info.get("term", 0))
     stop(info["pid"])
     console.print(f"ended the platform on {root.root} (pid {info['pid']})")
 
@@ -124,6 +145,8 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
         f"{info['url']}/v1  {process}  engine {info['engine']['name']} "
         f"{info['engine']['version']}  scheduler {info['scheduler']['name']}"
     )
+    if "controller" in info:
+        console.print(describe_controller(info["controller"]), markup=False)
     rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]
     columns = ["versions", "state", "in_flight", "restarts", "host", "pid", "job"]
     if not any(replica["job"] for replica in replicas):

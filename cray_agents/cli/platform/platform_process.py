@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cray_agents.cli.platform.permissions import make_private
-from cray_agents.cli.screen import errors
+from cray_agents.cli.screen import errors, when
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, Corrupt, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive
+from cray_agents.runtime.controller_lease import standby_notes
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.scheduler.supervised import boot_id
+from cray_agents.runtime.scheduler.supervised import boot_id, start_time
 
 T = TypeVar("T")
 
@@ -52,23 +53,57 @@ def owner(home: Home) -> dict[str, Any] | None:
         return None
     except Corrupt as error:  # it may live; a second platform would do harm
         raise SetupError(
-            f"{error}. If no platform runs on {home.root}, remove that file"
+            f"{error}. A platform that runs writes it anew within seconds; if none does, "
+            "`cray-agents up` replaces it"
         ) from error
     except PermissionError as error:
         raise SetupError(
             f"the platform on {home.root} is another user's ({home.platform} cannot be read): reach"
             " it with CRAY_AGENTS_URL and CRAY_AGENTS_API_KEY, or choose another root with --home"
         ) from error
+    if info.get("released"):  # handed over: the standby has not written its own yet
+        return None
     if info.get("host", socket.gethostname()) != socket.gethostname():
         return _reach_other_host(home, info)
     rebooted = info.get("boot", boot_id()) != boot_id()
     return info if not rebooted and _is_our_process(info["pid"]) else None
 
 
+def is_gone(info: dict[str, Any]) -> bool:
+    """Tell whether the process of a claim has ended, as far as can be seen on this host.
+
+    A process of another host, or of a container with its own pids, cannot be seen.
+    """
+    if not is_visible(info):
+        return False
+    if info.get("boot", boot_id()) != boot_id() or not _is_our_process(info["pid"]):
+        return True
+    return "ticks" in info and start_time(info["pid"]) != info["ticks"]
+
+
+def is_visible(info: dict[str, Any]) -> bool:
+    """Tell whether the process of a claim would be seen here while it lives."""
+    host, space = socket.gethostname(), pid_namespace()
+    return (info.get("host", host), info.get("pid_namespace", space)) == (host, space)
+
+
+def pid_namespace() -> str:
+    """Return the name of the set of processes that this one can see."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def _reach_other_host(home: Home, info: dict[str, Any]) -> dict[str, Any]:
     """Return the platform of another host. Raises SetupError if it does not answer."""
     host, url = info["host"], info["elsewhere"] or os.environ.get("CRAY_AGENTS_URL")
     gone = f"If that host is gone, or nothing of it runs there any more, remove {home.platform}"
+    if "beat" in info:
+        gone = (
+            "If that host is gone, `cray-agents up` here takes over once its heartbeat has stood "
+            f"still for {info['lease']:g} s; a standby (`up --standby`) does so by itself"
+        )
     if url is None:
         raise SetupError(
             f"the platform on {home.root} is on host {host} and listens at {info['url']}, where "
@@ -184,7 +219,13 @@ class ReplicaCount:
 
 
 def start(
-    config: Config, model: Path | None, name: str, replicas: ReplicaCount, *, with_parent: bool
+    config: Config,
+    model: Path | None,
+    name: str,
+    replicas: ReplicaCount,
+    *,
+    with_parent: bool,
+    standby: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start `up` as a child. With `with_parent` the child dies with this process."""
     home = config.root
@@ -195,16 +236,41 @@ def start(
     argv += ["--scheduler", config.scheduler]
     argv += ["--model", str(model)] if model else []
     argv += ["--parent", str(os.getpid())] if with_parent else []
+    argv += ["--standby"] if standby else []
     opener = partial(os.open, mode=0o666 & ~umask)
-    with open(home.logs / "platform.log", "ab", opener=opener) as log:
+    with open(log_file(home, standby=standby), "ab", opener=opener) as log:
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                 start_new_session=True)  # fmt: skip
 
 
+def log_file(home: Home, *, standby: bool) -> Path:
+    """Return the log of a detached platform; a standby has one for its host."""
+    return home.logs / (f"standby-{socket.gethostname()}.log" if standby else "platform.log")
+
+
 def wait_until_live(home: Home, process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Wait until the child's gateway answers. Raises SetupError with the tail of its log."""
+    info = _wait_for_child(home, process, log_file(home, standby=False), lambda: None)
+    assert info is not None
+    return info
+
+
+def wait_until_waiting(home: Home, process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+    """Wait until the child stands by, and return None; or its claim, if it controls already."""
+
+    def waits() -> bool:
+        return any(note["pid"] == process.pid for note in standby_notes(home))
+
+    return _wait_for_child(home, process, log_file(home, standby=True), waits)
+
+
+def _wait_for_child(
+    home: Home, process: subprocess.Popen[bytes], log: Path, waits: Callable[[], bool | None]
+) -> dict[str, Any] | None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
+        if waits():
+            return None
         info = running(home)
         if info is not None and info["pid"] == process.pid:
             return info
@@ -213,7 +279,7 @@ def wait_until_live(home: Home, process: subprocess.Popen[bytes]) -> dict[str, A
         time.sleep(0.1)
     if process.poll() is None:
         stop(process.pid)
-    tail = (home.logs / "platform.log").read_text(errors="replace").splitlines()[-15:]
+    tail = log.read_text(errors="replace").splitlines()[-15:]
     raise SetupError("the platform did not start; its log ends:\n" + "\n".join(tail))
 
 
@@ -307,3 +373,13 @@ def stop(pid: int | None) -> None:
             time.sleep(0.05)
         if not alive(pid):
             return
+
+
+def describe_controller(controller: dict[str, Any]) -> str:
+    """Say who controls a platform, and who waits to follow."""
+    waiting = [f"{standby['host']} (pid {standby['pid']})" for standby in controller["standbys"]]
+    return (
+        f"controlled by {controller['host']} (pid {controller['pid']}) since "
+        f"{when(controller['since'])}, term {controller['term']}; standbys: "
+        f"{', '.join(waiting) or 'none'}"
+    )

@@ -60,8 +60,9 @@ async def ready(services: Services, request: Request) -> Response:
 
 @router.get("/v1/platform", Role.use, answer=ANY)
 async def platform(services: Services, request: Request) -> Response:
-    """Return the platform's engine, trainer, scheduler, home and version."""
-    return json_response(services.platform)
+    """Return the platform's engine, trainer, scheduler, home and version, and who controls it."""
+    controller = {} if services.lease is None else {"controller": services.lease.describe()}
+    return json_response(services.platform | controller)
 
 
 @router.get(
