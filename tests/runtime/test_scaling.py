@@ -20,7 +20,7 @@ from cray_agents.runtime.scaling.observed import (
 )
 from cray_agents.runtime.scaling.simulation import Simulation
 from cray_agents.runtime.scaling.static_split import StaticSplit, best_split
-from cray_agents.runtime.scaling.traces import Failure, make_trace
+from cray_agents.runtime.scaling.traces import Failure, JobTrace, make_trace
 
 CHAT = ServingRule("chat", slots=10, use=1.0, calm=60.0, empty=120.0)
 
@@ -261,7 +261,7 @@ def test_a_class_goes_down_to_nothing_and_its_next_request_is_answered() -> None
     chat = trace.serving[0]
     arrivals = [0] * len(chat.arrivals)
     arrivals[100] = arrivals[1500] = 1
-    jobs = tuple(replace(each, nodes=1, priority=0) for each in trace.jobs)
+    jobs = tuple(JobTrace(f"job-{n}", nodes=1, work=1e6) for n in range(20))
     trace = replace(trace, serving=(replace(chat, arrivals=arrivals),), jobs=jobs)
     rule = replace(rules_for(trace).serving[0], empty=1200.0, spare=0)
     simulation = Simulation(trace, Scaler(ScalingRules((rule,))), 120.0, watch=True)
@@ -287,7 +287,7 @@ def test_the_static_split_is_the_smallest_that_keeps_the_limit() -> None:
 
 
 def test_bursts_get_a_third_more_done_than_under_the_best_static_split() -> None:
-    rows = compare(make_trace("bursty", 4, 64, hours=12), limit=60.0)
+    rows = compare(make_trace("bursty", 1, 40), limit=60.0)
     ours, static = rows[0], rows[-1]
     assert ours["way"] == JUST_IN_TIME
     assert ours["goodput"] >= 1.3 * static["goodput"]
