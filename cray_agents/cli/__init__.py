@@ -17,7 +17,7 @@ from cray_agents.cli.data import batch, datasets, export, imports, upload
 from cray_agents.cli.jobs import jobs, plan, why
 from cray_agents.cli.loop import demo, loops
 from cray_agents.cli.models import models
-from cray_agents.cli.platform import doctor, keys, platform, simulate
+from cray_agents.cli.platform import doctor, goodput, keys, platform, simulate
 from cray_agents.cli.runs import maintenance, reward, runs
 from cray_agents.cli.screen import errors
 from cray_agents.errors import (
@@ -69,6 +69,7 @@ for module in (
     datasets,
     plan,
     simulate,
+    goodput,
     export,
     imports,
     batch,

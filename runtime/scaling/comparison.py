@@ -44,7 +44,7 @@ def compare(trace: Trace, limit: float) -> list[dict[str, Any]]:
         NO_PREEMPTION: Scaler(rules_for(trace, preempts=False)),
         name_split(split): StaticSplit(split),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way, controller in controllers.items():
         result = Simulation(trace, controller, limit).run()
         rows.append(

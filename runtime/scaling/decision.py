@@ -31,7 +31,7 @@ _FULL_KV = 0.9  # use of the KV cache above which vLLM begins to preempt request
 
 @dataclass(frozen=True)
 class ServingRule:
-    """How one class of serving is scaled.
+    """Rule by which one class of serving is scaled.
 
     Attributes:
         slots: requests that a replica answers at once.
@@ -97,7 +97,7 @@ class ScalingRules:
 
 @dataclass
 class _Memory:
-    """What is remembered of one class of serving."""
+    """Memory of one class of serving."""
 
     watched_since: float
     last_request: float
@@ -272,10 +272,10 @@ def share_nodes(rules: Sequence[ServingRule], needs: dict[str, int], room: int) 
             if needs[rule.name] * rule.nodes <= room * rule.share / weight + 1e-9
         ]
         if not fits:  # all of them need more than their share
-            parts = {rule.name: room * rule.share / weight / rule.nodes for rule in open_rules}
-            limits |= {name: int(part + 1e-9) for name, part in parts.items()}
+            exact = {rule.name: room * rule.share / weight / rule.nodes for rule in open_rules}
+            limits |= {name: int(part + 1e-9) for name, part in exact.items()}
             room -= sum(limits[rule.name] * rule.nodes for rule in open_rules)
-            for rule in sorted(open_rules, key=lambda r: limits[r.name] - parts[r.name]):
+            for rule in sorted(open_rules, key=lambda r: limits[r.name] - exact[r.name]):
                 if rule.nodes <= room:  # what is left goes to the largest fractions
                     limits[rule.name] += 1
                     room -= rule.nodes

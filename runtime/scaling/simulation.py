@@ -13,6 +13,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count, islice
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class Controller(Protocol):
 
 @dataclass
 class Simulated:
-    """What came of a trace under a controller. Node-seconds are of nodes that were up.
+    """Outcome of a trace under a controller. Node-seconds are of nodes that were up.
 
     Attributes:
         waits: requests by seconds that they waited.
@@ -149,7 +150,7 @@ class Simulation:
     def run(self) -> Simulated:
         """Play the trace; return what came of it."""
         for failure in self.trace.failures:
-            self._at(failure.time, lambda failure=failure: self._fail(failure))
+            self._at(failure.time, partial(self._fail, failure))
         self._at(0.0, lambda: self._arrive(0))
         self._at(0.0, self._decide)
         while self._events and self._events[0][0] < self.trace.seconds:
@@ -435,12 +436,14 @@ class Simulation:
 
     def _check(self) -> None:
         """Raise AssertionError where a node is held twice, or by nobody and not free."""
-        held = [*self.holder, *self._free_nodes(), *self.down]
+        holders = [*self.holder, *self._free_nodes(), *self.down]
         for each in self.classes.values():
-            held += [*each.serving, *each.coming, *each.draining]
+            holders += [*each.serving, *each.coming, *each.draining]
             assert each.view.in_flight >= 0 and each.view.waiting >= 0
             assert each.view.waiting == sum(some for _, some in each.queue)
-        assert sorted(held) == list(range(self.trace.nodes)), "a node is held twice, or by nobody"
+        assert sorted(holders) == list(range(self.trace.nodes)), (
+            "a node is held twice, or by nobody"
+        )
         leaving = sum(len(each.draining) for each in self.classes.values())
         leaving += sum(len(job.nodes) for job in self.running.values() if job.saving)
         assert leaving == self._leaving

@@ -55,8 +55,8 @@ def best_split(trace: Trace, limit: float) -> dict[str, int]:
         for name, counts in late.items():
             fewer = split[name] - step
             if fewer >= 0:
-                others = sum(late[n].of(k) for n, k in split.items() if n != name)
-                if others + counts.of(fewer) <= TAIL * total:
+                elsewhere = sum(late[n].of(k) for n, k in split.items() if n != name)
+                if elsewhere + counts.of(fewer) <= TAIL * total:
                     options.append((counts.of(fewer) - counts.of(split[name]), name))
         if options:
             split[min(options)[1]] -= step

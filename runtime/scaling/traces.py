@@ -66,9 +66,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Trace:
-    """What happens to a cluster of `nodes` nodes within `seconds`, from midnight on."""
+    """Events of a cluster of `nodes` nodes within `seconds`, from midnight on."""
 
-    kind: TraceKind
+    kind: str
     seed: int
     nodes: int
     seconds: float
@@ -139,7 +139,8 @@ _LOADS: dict[str, Callable[[random.Random, int, float], list[float]]] = {
 def _jobs(draw: random.Random, nodes: int, hours: float) -> tuple[JobTrace, ...]:
     """Return jobs for a quarter more than all node-hours; the largest takes a sixteenth."""
     sizes = [2**power for power in range(max(1, (nodes // 16).bit_length()))]
-    jobs, work = [], 0.0
+    jobs: list[JobTrace] = []
+    work = 0.0
     while work < 1.25 * nodes * hours * HOUR:
         size = draw.choice(sizes)
         seconds = min(24 * HOUR, max(600.0, draw.lognormvariate(math.log(2 * HOUR), 0.8)))

@@ -26,12 +26,14 @@ from torch.distributed import distributed_c10d
 from cray_agents.errors import Corrupt, CrayError, NotFound, SetupError
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.weight_links import LINKS
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from cray_agents.trainers.job import rank as job_rank
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
+from cray_agents.trainers.job.job_ledger import note_steps
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, restart_may_help
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
@@ -162,6 +164,7 @@ class Resident:
         self._training: Training | None = None
         self._origin: StateOrigin | None = None  # by `_training`
         self._parked = ParkedStates()
+        self._ledger = LedgerFile(session.home.ledger, session.session_id)
         self._turn = 0.0  # when the current job began
         self._offload: Offload | None = None
         self._onload_seconds = 0.0
@@ -214,6 +217,7 @@ class Resident:
                 if is_rank0():
                     self._record(journal, spec, attempt, finished)
             if is_rank0():
+                note_steps(self._ledger, journal, (self._session.session_id, self._attempt))
                 journal.close()
         if is_rank0() and not self._stop.set:
             self._session.withdraw(spec.id)
@@ -249,6 +253,7 @@ class Resident:
                 work = choose_start(
                     work,
                     self._on_cpu,
+                    self._ledger,
                     optimizer_in_memory=self._continues(work),
                     point_in_memory=seal,
                 )

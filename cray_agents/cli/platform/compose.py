@@ -53,6 +53,7 @@ from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scaling.ledger import LedgerFile, keep_ledger
 from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.gpu_placement import (
     GpuPlacement,
@@ -118,9 +119,19 @@ def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount)
             platform = describe_platform(config, scheduler, resources)
             jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler)
             pool = make_pool(config, version.name, replicas.here, placement, jobs)
-            uvloop.run(
-                run(config, registry, trainer, platform, version, pool, listener, token, training)
+            platform_run = run(
+                config,
+                registry,
+                trainer,
+                platform,
+                version,
+                pool,
+                listener,
+                token,
+                training,
+                placement,
             )
+            uvloop.run(platform_run)
 
 
 async def run(
@@ -133,10 +144,11 @@ async def run(
     listener: socket.socket,
     token: str,
     training: TrainingSide | None = None,
+    placement: GpuPlacement | None = None,
 ) -> None:
     """Run the replicas and the gateway in the event loop until the platform ends.
 
-    `training`: the jobs that use the replicas' GPUs by turns.
+    `training`: the jobs that use the replicas' GPUs by turns. `placement`: each replica's GPUs.
     """
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
@@ -175,7 +187,12 @@ async def run(
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
     upkeep = asyncio.create_task(keep_up(store))
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
-    background = [batches, upkeep, jobs]
+    replica_gpus = () if placement is None else placement.replicas
+    ledger = LedgerFile(home.ledger, "platform")
+    account = keep_ledger(
+        ledger, pool.status, lambda: services.metrics.sampled_tokens, replica_gpus
+    )
+    background = [batches, upkeep, jobs, asyncio.create_task(account)]
     if training is not None:
         is_asked = partial(asks_for_replicas, pool, services.admission)
         background.append(asyncio.create_task(take_turns(pool, training, is_asked, report=say)))
