@@ -186,8 +186,8 @@ class Watched(Scaler):
             elif action.kind == "admit":
                 taken += sizes[action.name]
             else:
-                view = next(job for job in seen.running if job.name == action.name)
-                assert seen.time - view.since >= self.rules.least_run
+                left = next(job for job in seen.running if job.name == action.name)
+                assert seen.time - left.since >= self.rules.least_run
         assert taken <= seen.free
         for view in seen.serving:
             up = sum(
@@ -200,10 +200,10 @@ class Watched(Scaler):
             assert now + up <= (rule.most or seen.nodes)
             assert not gone or now - gone >= rule.least
             assert gone <= view.serving
-        left = sum(j.nodes for j in seen.running)
-        left -= sum(sizes[a.name] for a in actions if a.kind == "preempt")
+        rest = sum(job.nodes for job in seen.running)
+        rest -= sum(sizes[a.name] for a in actions if a.kind == "preempt")
         if any(a.kind == "preempt" for a in actions):
-            assert left >= self.rules.training_nodes
+            assert rest >= self.rules.training_nodes
         return actions
 
 

@@ -8,6 +8,7 @@ the events of lost steps are dropped. Called by job.py, job_inputs.py and the se
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from cray_agents.errors import Corrupt
 from cray_agents.paths import Home
@@ -44,7 +45,9 @@ def note_steps(ledger: LedgerFile, journal: JobJournal, within: tuple[str, int] 
 
     `within`: the session that trains it, and the session's attempt.
     """
-    started, steps, events = None, [], []
+    started: dict[str, Any] | None = None
+    steps: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     with suppress(Corrupt, OSError):  # it is an account: the job itself meets the damage
         events = journal.events()
     for event in events:

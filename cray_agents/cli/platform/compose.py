@@ -28,6 +28,7 @@ from cray_agents.cli.platform.first_version import first_version
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.permissions import keep_private
 from cray_agents.cli.platform.platform_process import ReplicaCount
+from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule
 from cray_agents.cli.platform.root_claim import address, claim, give_back, listen
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
@@ -53,6 +54,7 @@ from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scaling.decision import ServingRule
 from cray_agents.runtime.scaling.ledger import LedgerFile, keep_ledger
 from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.gpu_placement import (
@@ -116,6 +118,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount)
                 weight_transfer=config.weight_transfer,
                 failures=failure_settings(config),
             )
+            rule = replica_rule(config, replicas)
             platform = describe_platform(config, scheduler, resources)
             jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler)
             pool = make_pool(config, version.name, replicas.here, placement, jobs)
@@ -130,6 +133,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount)
                 token,
                 training,
                 placement,
+                rule,
             )
             uvloop.run(platform_run)
 
@@ -145,10 +149,12 @@ async def run(
     token: str,
     training: TrainingSide | None = None,
     placement: GpuPlacement | None = None,
+    rule: ServingRule | None = None,
 ) -> None:
     """Run the replicas and the gateway in the event loop until the platform ends.
 
     `training`: the jobs that use the replicas' GPUs by turns. `placement`: each replica's GPUs.
+    `rule`: by which replicas come and go; None: all stay.
     """
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
@@ -169,7 +175,7 @@ async def run(
         api_keys=config.api_keys if is_loopback(config.host) else "required",
         token=token,
         reward_limit=config.reward_limit,
-        admission=make_admission(config, pool, registry),
+        admission=make_admission(config, pool, registry, scales=rule is not None),
     )
     settings_http = uvicorn.Config(
         create_app(services),
@@ -182,7 +188,7 @@ async def run(
     )
     server = Gateway(settings_http)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(start_pool(pool, home, version))
+    starting = asyncio.create_task(start_pool(pool, home, version, rule))
     log = home.logs / "batch-worker.log"
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
     upkeep = asyncio.create_task(keep_up(store))
@@ -193,6 +199,9 @@ async def run(
         ledger, pool.status, lambda: services.metrics.sampled_tokens, replica_gpus
     )
     background = [batches, upkeep, jobs, asyncio.create_task(account)]
+    if rule is not None:
+        counting = keep_replica_count(pool, services.admission, rule)
+        background.append(asyncio.create_task(counting))
     if training is not None:
         is_asked = partial(asks_for_replicas, pool, services.admission)
         background.append(asyncio.create_task(take_turns(pool, training, is_asked, report=say)))
@@ -355,10 +364,13 @@ def asks_for_replicas(pool: Pool, admission: Admission) -> bool:
     return any(counts) or pool.swapping
 
 
-def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
+def make_admission(
+    config: Config, pool: Pool, registry: Registry, *, scales: bool = False
+) -> Admission:
     """Make the admission control; it admits a few more calls than vLLM runs at once.
 
-    So vLLM always has a next call.
+    So vLLM always has a next call. Where replicas come and go (`scales`), a request waits for as
+    long as one may take to start.
     """
     each = config.max_num_seqs + config.max_num_seqs // 8
     return Admission(
@@ -366,7 +378,7 @@ def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
         config.max_queue,
         serves=lambda model: pool.serves(registry.resolve(model).id),
         swapping=lambda: pool.swapping,
-        outage=config.swap_timeout,
+        outage=config.swap_timeout + (config.start_timeout if scales else 0.0),
     )
 
 
@@ -379,13 +391,16 @@ class Gateway(uvicorn.Server):
         yield
 
 
-async def start_pool(pool: Pool, home: Home, version: ModelVersion) -> None:
-    """Start the replicas on a version and prove it."""
+async def start_pool(
+    pool: Pool, home: Home, version: ModelVersion, rule: ServingRule | None = None
+) -> None:
+    """Start the replicas on a version and prove it; by a rule only the fewest, at least one."""
     directory = home.checkpoint(version.checkpoint)
     manifest = await asyncio.to_thread(read_manifest, directory)
     await asyncio.to_thread(materialize, home, directory)
     started = time.monotonic()
-    await pool.start(directory, version.id, manifest.probe)
+    count = None if rule is None else max(1, rule.least)
+    await pool.start(directory, version.id, manifest.probe, count)
     if not pool.status():
         say("no replicas, as asked for: requests to models are not answered")
         return

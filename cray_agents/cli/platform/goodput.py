@@ -45,10 +45,11 @@ def goodput(
     from cray_agents.runtime.scaling.goodput import GroupedBy
     from cray_agents.runtime.scaling.goodput import goodput as add_up
 
-    if by not in get_args(GroupedBy):
-        raise BadInput(f"--by {by!r}: give {', '.join(get_args(GroupedBy))}", param="by")
+    groups: dict[str, GroupedBy] = {name: name for name in get_args(GroupedBy)}
+    if by not in groups:
+        raise BadInput(f"--by {by!r}: give {', '.join(groups)}", param="by")
     begin = 0.0 if since is None else time.time() - _seconds(since)
-    show(add_up(root(home), begin, by=by), COLUMNS, as_json=as_json)
+    show(add_up(root(home), begin, by=groups[by]), COLUMNS, as_json=as_json)
 
 
 def _seconds(text: str) -> float:
