@@ -11,15 +11,15 @@ import pytest
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule
 from cray_agents.config import Config
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import BadInput, PoolBusy
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ServingRule
-from tests.support import scripted_gateway
 from tests.support.scripted_gateway import Paced, echo, served
 from tests.support.scripted_pool import (
     Mortal,
-    ScriptedEngine,
     ask,
     checkpoint,
     probe,
@@ -109,7 +109,7 @@ async def test_what_dies_while_it_is_away_or_leaves_or_comes_is_found_again(tmp_
 async def test_under_load_replicas_come_and_without_they_all_go(tmp_path: Path) -> None:
     """Through a real gateway: no request is refused, also the first one when none is left."""
     paced = Paced(echo, pause=0.02)
-    others = [scripted_gateway.InProcessEngine(paced) for _ in range(2)]
+    others = [InProcessEngine(paced) for _ in range(2)]
     pools: list[Pool] = []
 
     def serves(model: str) -> bool:

@@ -132,7 +132,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount)
                 listener,
                 token,
                 training,
-                placement,
+                [*placement.replicas, *gpus_in_jobs(config, replicas.jobs)],
                 rule,
             )
             uvloop.run(platform_run)
@@ -148,12 +148,12 @@ async def run(
     listener: socket.socket,
     token: str,
     training: TrainingSide | None = None,
-    placement: GpuPlacement | None = None,
+    gpus: Sequence[Sequence[str]] = (),
     rule: ServingRule | None = None,
 ) -> None:
     """Run the replicas and the gateway in the event loop until the platform ends.
 
-    `training`: the jobs that use the replicas' GPUs by turns. `placement`: each replica's GPUs.
+    `training`: the jobs that use the replicas' GPUs by turns. `gpus`: of each replica.
     `rule`: by which replicas come and go; None: all stay.
     """
     sys.setswitchinterval(SWITCH)
@@ -193,11 +193,8 @@ async def run(
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
     upkeep = asyncio.create_task(keep_up(store))
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
-    replica_gpus = () if placement is None else placement.replicas
     ledger = LedgerFile(home.ledger, "platform")
-    account = keep_ledger(
-        ledger, pool.status, lambda: services.metrics.sampled_tokens, replica_gpus
-    )
+    account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, gpus)
     background = [batches, upkeep, jobs, asyncio.create_task(account)]
     if rule is not None:
         counting = keep_replica_count(pool, services.admission, rule)
@@ -315,6 +312,12 @@ def slurm_hosts(
         )
         for n in range(replicas)
     ]
+
+
+def gpus_in_jobs(config: Config, replicas: int) -> list[list[str]]:
+    """Return the GPUs of each replica that is a Slurm job, as numbered within its job."""
+    each = gpus_per_server(config.engine_args) if has_gpu_build() else 0
+    return [[str(number) for number in range(each)]] * replicas
 
 
 def make_pool(
