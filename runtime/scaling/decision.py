@@ -167,9 +167,7 @@ class Scaler:
         most = need if rule.most is None else rule.most
         need = max(rule.least, min(need, most))
         keep = memory.note(time, need, rule.calm)
-        if time - memory.watched_since < rule.calm:
-            keep = max(keep, _have(view))
-        elif time - memory.last_request < rule.empty:
+        if time - memory.last_request < rule.empty:
             keep = max(keep, min(1, _have(view)))
         return need, keep
 

@@ -55,6 +55,8 @@ async def test_a_replica_leaves_after_its_last_request_and_comes_back_proven(
         with pool._slots[0].requests.track("m@1"), pool._slots[1].requests.track("m@1"):
             assert pool.give_back()
             assert sorted(states(pool)) == ["away", "serving"]
+            for _ in range(9):
+                await asyncio.sleep(0)
             assert not pool.call_back()  # it has not left yet
         assert await ask(pool, "m@1") == "m@1"
         await until(lambda: not any(slot._gives_back for slot in pool._slots))

@@ -20,7 +20,7 @@ from cray_agents.runtime.scaling.observed import (
 )
 from cray_agents.runtime.scaling.simulation import Simulation
 from cray_agents.runtime.scaling.static_split import StaticSplit, best_split
-from cray_agents.runtime.scaling.traces import Failure, JobTrace, make_trace
+from cray_agents.runtime.scaling.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
 
 CHAT = ServingRule("chat", slots=10, use=1.0, calm=60.0, empty=120.0)
 
@@ -29,7 +29,7 @@ def seen(time: float = 0.0, *, free: int = 10, leaving: int = 0, hour: float = 1
          jobs: list[TrainingView] | None = None, queued: list[TrainingView] | None = None,
          **chat: float) -> Observed:  # fmt: skip
     view = ServingView("chat", **chat)  # type: ignore[arg-type]
-    return Observed(time, hour, 20, free, leaving, [view], jobs or [], queued or [])
+    return Observed(time, hour, 30, free, leaving, [view], jobs or [], queued or [])
 
 
 def job(name: str, nodes: int, **values: float) -> TrainingView:
@@ -98,7 +98,8 @@ def test_jobs_are_preempted_by_priority_and_size_and_no_more_than_needed() -> No
     saving = seen(5, jobs=rest, leaving=6, **load)  # type: ignore[arg-type]
     assert Scaler(rules).decide(saving) == []
     floor = Scaler(replace(rules, training_nodes=21))
-    assert names(floor.decide(seen(0, jobs=jobs, **load))) == []  # type: ignore[arg-type]
+    assert names(floor.decide(seen(0, jobs=jobs, **load))) == [  # type: ignore[arg-type]
+        ("preempt", "dear", 1)]  # fmt: skip
     patient = Scaler(replace(rules, preempts=False))
     assert patient.decide(seen(0, jobs=jobs, **load)) == []  # type: ignore[arg-type]
 
@@ -129,6 +130,10 @@ def test_waiting_jobs_get_what_serving_leaves_in_their_order() -> None:
     # nor does a job get a node while serving is short of some
     short = seen(50, free=1, queued=queued, arrivals=90.0, answer_seconds=1.0)
     assert names(Scaler(rules).decide(short)) == [("start", "chat", 1)]
+    wide = ScalingRules((replace(CHAT, nodes=2),))
+    one = [job("one", 1, since=0.0)]
+    assert Scaler(wide).decide(seen(50, free=1, waiting=1, queued=one)) == []
+    assert names(Scaler(wide).decide(seen(50, free=1, queued=one))) == [("admit", "one", 1)]
 
 
 def test_shares_divide_what_all_need_and_never_more_than_there_is() -> None:
@@ -270,6 +275,18 @@ def test_a_class_goes_down_to_nothing_and_its_next_request_is_answered() -> None
     assert kinds == ["start", "sleep", "wake", "sleep"]
     assert sum(result.waits.values()) == 2 and result.unanswered == 0
     assert 0 < max(result.waits) <= 120
+
+
+def test_a_job_that_gives_way_goes_on_where_it_was() -> None:
+    """One node: 440 s of steps, the save, a request, some calm, and 1,975 s from there on."""
+    arrivals = [0] * 600
+    arrivals[100] = 1  # at 500 s
+    trace = Trace("bursty", 1, 1, 3000.0, 5.0, (ServingTrace("chat", arrivals),),
+                  (JobTrace("job", nodes=1, work=5000.0),), ())  # fmt: skip
+    rule = ServingRule("chat", slots=64, calm=300.0, empty=300.0)
+    result = Simulation(trace, Scaler(ScalingRules((rule,))), 200.0, watch=True).run()
+    assert (result.preemptions, result.starts, list(result.waits)) == (1, 1, [120.0])
+    assert result.trained_work == pytest.approx(440 + 1975, abs=15)
 
 
 def test_the_static_split_is_the_smallest_that_keeps_the_limit() -> None:
