@@ -301,7 +301,7 @@ class Pool:
 
     async def _call_back_for_change(self, count: int) -> None:
         """Start replicas that are away until `count` are not, and wait for those."""
-        called = False
+        called, count = False, min(count, len(self._slots))
         while len(self._slots) - self.away < count and self.call_back():
             called = True
         if called:

@@ -37,7 +37,7 @@ def states(pool: Pool) -> list[str]:
 @asynccontextmanager
 async def scaled(folder: Path, replicas: int, started: int) -> AsyncIterator[tuple[Pool, Any]]:
     hosts = [Mortal(ScriptedEngine(says_version)) for _ in range(replicas)]
-    pool = Pool(hosts, wait_timeout=20.0)
+    pool = Pool(hosts, wait_timeout=600.0)
     await pool.start(checkpoint(folder, 1), "m@1", probe(1), started)
     try:
         yield pool, hosts
@@ -85,7 +85,8 @@ async def test_a_change_of_versions_calls_back_what_it_needs(tmp_path: Path) -> 
     async with scaled(tmp_path, 1, 1) as (pool, _):
         assert pool.give_back()
         await until(lambda: not pool._slots[0]._gives_back)
-        await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
+        async with asyncio.timeout(120):  # less than a change waits for a second replica
+            await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert await ask(pool, "m@2") == "m@2"
 
 
@@ -104,7 +105,7 @@ async def test_what_dies_while_it_is_away_or_leaves_or_comes_is_found_again(tmp_
         await until(lambda: states(pool) == ["serving"])
         assert pool.status()[0]["restarts"] >= 1
         with pytest.raises(PoolBusy):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(120):
                 await pool.receive("job-1")
 
 
