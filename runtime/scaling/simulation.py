@@ -283,9 +283,12 @@ class Simulation:
                 self._admit(self.queued[action.name])
 
     def _start(self, each: _Serving, level: int) -> None:
-        """Begin to start a replica, or to wake one that sleeps at a level."""
-        if level:
-            node = next(iter(self.wakeable[each.trace.name, level]))
+        """Begin to start a replica, or to wake one that sleeps at a level.
+
+        A node where it sleeps may be gone to a class before it in the same decision.
+        """
+        if level and (asleep := self.wakeable[each.trace.name, level]):
+            node = next(iter(asleep))
             self._take(node)
             self._forget_sleeper(node)
             seconds = each.trace.wake[level - 1]

@@ -21,6 +21,7 @@ from cray_agents.runtime.scaling.ledger import (
     keep_ledger,
     read_ledger,
 )
+from cray_agents.trainers.job.job_ledger import holding_node
 from tests.support.scripted_pool import Mortal, ask, says_version, serving
 
 T = 1_000_000.0
@@ -141,6 +142,20 @@ def test_a_ledger_that_cannot_be_written_stops_nothing(
     with holding(tmp_path / "ledger", kind="job", holder="job-1") as ledger:
         ledger.note(event="steps", kind="job", holder="job-1")
     assert "lacks 1 lines" in caplog.text
+
+
+def test_of_a_nodes_launchers_the_first_one_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path)
+    for number in "012":
+        monkeypatch.setenv("SLURM_LOCALID", number)
+        monkeypatch.setenv("SLURMD_NODENAME", "n7")
+        with holding_node(home, "job", "job-1", 2, "checkpoints/x"):
+            pass
+    (lines,) = read_ledger(home.ledger)
+    assert [(each.event, each.node, each.attempt) for each in lines] == [
+        ("hold", "n7", 2), ("leave", "n7", 2)]  # fmt: skip
 
 
 async def test_a_platforms_replicas_are_written_as_they_change(tmp_path: Path) -> None:

@@ -241,6 +241,37 @@ def test_a_simulated_day_keeps_the_rules(kind: str, seed: int) -> None:
         assert result.trained_work == pytest.approx(finished + open_work)
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3, 45])
+def test_whatever_the_rules_no_node_is_held_twice(seed: int) -> None:
+    draw = random.Random(seed)
+    kind, nodes = draw.choice(["bursty", "failures", "diurnal"]), draw.choice([8, 16, 24, 40])
+    trace = make_trace(kind, seed, nodes, hours=draw.choice([3, 6]))
+    chat, tools = trace.serving
+    third = replace(tools, name="third", arrivals=chat.arrivals[::-1])
+    failures = [
+        Failure(draw.uniform(0, trace.seconds), draw.randrange(nodes), draw.uniform(60, 4000))
+        for _ in range(draw.randrange(60))
+    ]
+    trace = replace(trace, serving=(chat, tools, third), failures=tuple(failures))
+    serving = tuple(
+        ServingRule(
+            each.name, 64, warm=draw.randint(0, 3), cold=draw.randint(0, 3),
+            spare=draw.randint(0, 2), calm=draw.choice([60, 200, 600]), least=draw.randint(0, 2),
+            share=draw.uniform(0.2, 3),
+        )
+        for each in trace.serving
+    )  # fmt: skip
+    rules = ScalingRules(
+        serving,
+        training_nodes=draw.randint(0, 6),
+        quiet_hours=((1, 2),),
+        preempts=draw.random() < 0.9,
+        least_run=draw.choice([0, 60, 300]),
+    )
+    result = Simulation(trace, Scaler(rules), 60.0, watch=True).run()
+    assert 0 < result.goodput <= result.utilisation <= 1
+
+
 def test_failures_lose_steps_and_a_repaired_node_comes_back() -> None:
     trace = make_trace("failures", 1, 40, hours=4)
     often = tuple(Failure(120.0 * n, 7 * n % 40, 600.0) for n in range(1, 100))
