@@ -342,6 +342,18 @@ class Config(BaseModel):
     replica_keep_minutes: float = Field(
         10, gt=0, description="minutes after which a replica's Slurm job ends without a gateway"
     )
+    replica_calm_minutes: float = Field(
+        10,
+        gt=0,
+        description="with --replicas slurm:MIN-MAX: minutes for which fewer replicas were needed "
+        "before one gives its place back",
+    )
+    replica_empty_minutes: float = Field(
+        30,
+        gt=0,
+        description="with --replicas slurm:0-MAX: minutes without a request before the last replica"
+        " gives its place back",
+    )
     replica_interface: str | None = Field(
         None,
         description="network interface on which replicas in Slurm listen, as ib0; default: the one "

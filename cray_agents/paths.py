@@ -33,6 +33,7 @@
       replicas/<n>/<attempt>/          a replica as a Slurm job: spec.json, secret, lease.json, logs
       tls/                             the CA of replicas in Slurm: ca.pem, ca-key.pem
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
+      ledger/<writer>.jsonl            who held which node when, and what came of it
       excluded_nodes/<node>.json       a node that failed, left out by jobs until a time is over
       slurm/                           the private cluster of a laptop
       platform.json                    who controls the platform: URL, key, term, heartbeat
@@ -160,6 +161,10 @@ class Home:
     @property
     def excluded_nodes(self) -> Path:
         return self.root / "excluded_nodes"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger"
 
     @property
     def slurm(self) -> Path:

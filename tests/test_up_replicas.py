@@ -228,3 +228,22 @@ def test_a_vllm_in_a_slurm_job_serves_swaps_and_is_followed(platform: Platform) 
     replica = platform.replica()
     assert platform.cli("down").returncode == 0
     assert not alive(replica["pid"])
+
+
+@pytest.mark.vllm
+@pytest.mark.slurm
+@pytest.mark.skipif(bool(missing_programs()) or not ALL, reason="CRAY_TEST_REPLICAS=all, and Slurm")
+def test_the_only_vllm_goes_and_the_next_request_waits_for_another(platform: Platform) -> None:
+    platform.up("--model", platform.model(0), "--replicas", "slurm:0-1", "--scheduler", "slurm",
+                CRAY_AGENTS_REPLICA_CPUS="1", CRAY_AGENTS_REPLICA_CALM_MINUTES="0.05",
+                CRAY_AGENTS_REPLICA_EMPTY_MINUTES="0.1")  # fmt: skip
+    for _ in range(2):
+        until(lambda: platform.replica()["state"] == "away")
+        until(lambda: not platform.slurm("squeue", "-h"))
+        assert platform.call("/health/ready")["status"] == "ready"
+        began = time.monotonic()
+        assert platform.ask()["model"] == "m@1"
+        print(f"answered {time.monotonic() - began:.1f} s after it was asked")
+    assert platform.cli("down").returncode == 0
+    rows = {row["name"]: row for row in json.loads(platform.cli("goodput", "--json").stdout)}
+    assert rows["replica"]["tokens_served"] == 8 and 0 < rows["replica"]["goodput"] < 1

@@ -43,6 +43,8 @@ COMMANDS = {
     "runs": ("runs.runs", "runs.maintenance", "runs.reward"),
     "dataset": ("data.datasets", "runs.maintenance"),
     "plan": ("jobs.plan",),
+    "simulate": ("platform.simulate",),
+    "goodput": ("platform.goodput",),
     "export": ("data.export",),
     "import": ("data.imports",),
     "batch": ("data.batch",),

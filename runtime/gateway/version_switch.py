@@ -79,8 +79,13 @@ class VersionSwitcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def missing(self) -> list[str]:
-        """Return the promoted versions that no replica can answer with now."""
-        return [v.id for v in self._promoted_versions() if not self._pool.serves(v.id)]
+        """Return the promoted versions that no replica can answer with now.
+
+        Replicas that are away come back with the first request.
+        """
+        versions = (version.id for version in self._promoted_versions())
+        pool = self._pool
+        return [v for v in versions if not (pool.serves(v) or pool.brings_back(v))]
 
     async def stage(
         self,

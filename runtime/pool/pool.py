@@ -193,8 +193,16 @@ class Pool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._turns: dict[str, float] | None = None
 
-    async def start(self, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> None:
-        """Start all replicas on a version and prove it. Raises SetupError, EngineError, SwapError.
+    async def start(
+        self,
+        checkpoint: Path,
+        version: str,
+        probe: list[ProbePrompt],
+        replicas: int | None = None,
+    ) -> None:
+        """Start replicas on a version and prove it. Raises SetupError, EngineError, SwapError.
+
+        `replicas`: as many are started, and the others are away (`call_back`); None: all.
 
         Until `stop`, a replica that dies is brought back with the versions it held. Replicas in
         Slurm come as they get their places. One that does not start is tried again, unless all
@@ -205,8 +213,11 @@ class Pool:
         failed: set[ReplicaSlot] = set()
         try:
             async with asyncio.TaskGroup() as group:
-                for slot in self._slots:
+                for slot in self._slots[:replicas]:
                     group.create_task(self._open(slot, loaded, failed))
+                for slot in self._slots[len(self._slots[:replicas]) :]:
+                    slot.stay_away(loaded)
+                    self._keep(slot)
         except ExceptionGroup as errors:
             await self.stop()
             raise errors.exceptions[0] from None
@@ -222,7 +233,7 @@ class Pool:
             await slot.open(loaded)
         except (CrayError, OSError) as error:
             failed.add(slot)
-            if not waits or len(failed) == len(self._slots):
+            if not waits or len(failed) == len(self._slots) - self.away:
                 raise
             slot.fail_start(str(error))
         self._keep(slot)
@@ -255,13 +266,50 @@ class Pool:
 
     @property
     def ready(self) -> bool:
-        """True if a replica can answer now."""
-        return self.serving > 0
+        """True if a replica can answer now, or will for the first request that comes."""
+        return self.serving > 0 or 0 < len(self._slots) == self.away
 
     @property
     def serving(self) -> int:
         """The number of replicas that can answer now."""
         return sum(slot.state == "serving" for slot in self._all)
+
+    @property
+    def away(self) -> int:
+        """The number of replicas that gave their places back, until more are needed."""
+        return sum(slot.state == "away" for slot in self._slots)
+
+    def call_back(self) -> bool:
+        """Start a replica that is away. Return False if none is."""
+        return any(slot.come_back() for slot in self._slots)
+
+    def give_back(self) -> bool:
+        """Let the least busy replica end its requests and leave its place; see `call_back`.
+
+        A version stays served, but for the incumbent alone on the last replica. Return False if no
+        replica can leave now.
+        """
+        serving = [slot for slot in self._slots if slot.state == "serving"]
+        count = Counter(version for slot in serving for version in slot.versions)
+        last = len(serving) == 1 and serving[0].versions == [self._incumbent]
+        spared = (slot for slot in serving if last or all(count[v] > 1 for v in slot.versions))
+        free = [slot for slot in spared if slot.can_leave]
+        if self.swapping or not free:
+            return False
+        self._spawn(min(free, key=lambda slot: slot.in_flight).leave())
+        return True
+
+    async def _call_back_for_change(self, count: int) -> None:
+        """Start replicas that are away until `count` are not, and wait for those."""
+        called, count = False, min(count, len(self._slots))
+        while len(self._slots) - self.away < count and self.call_back():
+            called = True
+        if called:
+            with suppress(TimeoutError):  # the change then says that none can be spared
+                await self._notifier.wait_until(
+                    lambda: sum(slot.state == "serving" for slot in self._slots) >= count,
+                    self._wait_timeout,
+                )
 
     @property
     def incumbent(self) -> str:
@@ -279,6 +327,11 @@ class Pool:
     def holds(self, version: str) -> bool:
         """Tell the same as `expects`, of the replicas without the spare ones."""
         return any(s.loaded is not None and version in s.loaded.versions for s in self._slots)
+
+    def brings_back(self, version: str) -> bool:
+        """Tell whether a replica that is away would start with a version."""
+        return any(s.state == "away" and s.loaded and s.loaded.version == version
+                   for s in self._slots)  # fmt: skip
 
     def checkpoints(self) -> set[Path]:
         """Return the directories that replicas hold, and would start again from."""
@@ -454,6 +507,7 @@ class Pool:
 
     async def _receive(self, job: str, protected: Collection[str], displace: bool) -> bool:
         async with self._swapping:
+            await self._call_back_for_change(2)
             served = {version for slot in self._slots for version in slot.versions}
             keep = {self._incumbent, *protected} if displace else served
             single = displace and len(self._slots) == 1
@@ -498,6 +552,7 @@ class Pool:
         self, new: LoadedVersion, protected: Collection[str], displace: bool
     ) -> ProbeReport:
         async with self._swapping:
+            await self._call_back_for_change(2)
             if len(self._slots) == 1 and not displace:
                 self._check_room(self._slots, new, protected)
             keep, protected = self.swap_mode == "keep", {self._incumbent, *protected}
@@ -538,6 +593,7 @@ class Pool:
         self, new: LoadedVersion, replicas: Sequence[int] | None, protected: Collection[str]
     ) -> ProbeReport:
         async with self._swapping:
+            await self._call_back_for_change(1)
             chosen = self._slots if replicas is None else [self._slots[i] for i in replicas]
             self._check_room(chosen, new, protected)
             protected = {self._incumbent, self._former, self._candidate, *protected}

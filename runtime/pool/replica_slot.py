@@ -8,7 +8,7 @@ versions served beside the weights.
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 
 # down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
 # job trains on its GPU; unproven: it holds the weights of a job that has not published them;
-# waiting: Slurm has no place for it yet; leaving: Slurm takes its place away
+# waiting: Slurm has no place for it yet; leaving: Slurm takes its place away; away: it gave its
+# place back, as fewer replicas are needed
 State = Literal[
     "starting",
     "serving",
@@ -47,6 +48,7 @@ State = Literal[
     "unproven",
     "waiting",
     "leaving",
+    "away",
 ]
 
 _STARTS = 3  # tries of a first start
@@ -94,6 +96,8 @@ class ReplicaSlot:
         self._successor: EngineHost | None = None  # for the time after the present host's place
         self._moved = asyncio.Event()  # set when a successor took the host's part
         self._retiring: dict[asyncio.Task[None], EngineHost] = {}  # that end their last requests
+        self._gives_back = False  # until its place is given back
+        self._comes_back = False  # it was away, and keep_alive is to start it
 
     @property
     def in_flight(self) -> int:
@@ -103,6 +107,8 @@ class ReplicaSlot:
     @property
     def placed(self) -> bool:
         """True if the replica can change its version; else it takes it with its next place."""
+        if self.state == "away":
+            return False
         # a start under way ends first, and may be on a new place
         return self._changing.locked() or (self._engine_host.placed and self.state != "leaving")
 
@@ -214,6 +220,46 @@ class ReplicaSlot:
         Not for a slot that is `placed`.
         """
         self.loaded, self._selected = new, new.version
+
+    def stay_away(self, loaded: LoadedVersion) -> None:
+        """Take no place until `come_back`; the version is the one to start with then."""
+        self.expect(loaded)
+        self._set_state("away")
+
+    @property
+    def can_leave(self) -> bool:
+        """True if the replica serves, and neither changes nor is about to move."""
+        return self.state == "serving" and not self._changing.locked() and self._successor is None
+
+    def leave(self) -> Coroutine[Any, Any, None]:
+        """Answer no more requests; the coroutine gives the place back when the last one has ended.
+
+        Only for a slot that `can_leave`. A replica that dies meanwhile is brought back as ever, and
+        then keeps its place.
+        """
+        self._gives_back = True
+        self._set_state("away")
+        return self._leave()
+
+    async def _leave(self) -> None:
+        try:
+            while self.in_flight and self.state == "away":
+                await self._notifier.wait()
+            async with self._changing:
+                if self.state == "away":
+                    self._adapters.clear()
+                    await self._engine_host.release()
+        finally:
+            self._gives_back = False
+
+    def come_back(self) -> bool:
+        """Start again, on a new place. Return False if the slot is not away, or not yet."""
+        if self.state != "away" or self._gives_back:
+            return False
+        self._comes_back = True
+        self._set_state("waiting")
+        self._lost.set()
+        return True
 
     async def close(self) -> None:
         """End the replica, and give its places back."""
@@ -480,7 +526,9 @@ class ReplicaSlot:
         """Bring the replica back whenever it is lost or left out. Runs until cancelled."""
         while True:
             await self._wait_until_lost()
-            self._note_loss()
+            comes_back, self._comes_back = self._comes_back, False
+            if not comes_back:
+                self._note_loss()
             delay, most = _OUT_BACKOFF if self.state == "out" else _BACKOFF
             while True:
                 await self._wait_while_lost(delay)
@@ -490,9 +538,11 @@ class ReplicaSlot:
                 async with self._changing:
                     if self.state == "serving" or self.loaded is None:
                         break  # a swap has put a fresh process there
-                    self.restarts += 1
+                    self.restarts += not comes_back
                     await self._restore(self.loaded)
-                    self._note_restart()
+                    if not comes_back:
+                        self._note_restart()
+                    comes_back = False
                 delay = min(delay * 2, most)
 
     def fail_start(self, why: str) -> None:
@@ -539,6 +589,8 @@ class ReplicaSlot:
 
         The host answers until then, and ends what it has begun.
         """
+        if self.state == "away":
+            return
         successor = self._successor = self._successor or host.successor()
         await successor.allocate()
         async with self._changing:

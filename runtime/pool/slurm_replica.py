@@ -521,6 +521,9 @@ class SlurmReplica(VllmHost):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for event in (self._ended, self._leaving, self._ending):
+            event.clear()  # it may get another place
+        self.host, self.job, self._starts, self._since = "", None, 0, 0
         if attempt is not None:
             if supervisor is not None:
                 await self._dismiss(supervisor, attempt, None, cancel=True)

@@ -62,6 +62,27 @@ def replica(pool: Pool, number: int = 0) -> dict[str, Any]:
     return pool.status()[number]
 
 
+async def test_replicas_give_their_jobs_back_and_get_others(site: Site) -> None:
+    pool = site.pool(site.hosts(2))
+    await pool.start(*first(site.folder), 1)
+    assert [each["state"] for each in pool.status()] == ["serving", "away"]
+    assert len(site.jobs()) == 1
+    assert pool.call_back()
+    await until(lambda: pool.serving == 2)
+    assert len(site.jobs()) == 2
+    assert pool.give_back() and pool.give_back()
+    await until(lambda: not site.run("squeue", "-h"))
+    assert [(each["state"], each["host"], each["job"]) for each in pool.status()] == [
+        ("away", "", None),
+        ("away", "", None),
+    ]
+    waiting = asyncio.create_task(ask(pool, "m@1"))
+    await until(pool.call_back)
+    await waiting
+    assert len(site.jobs()) == 1
+    assert sum(each["restarts"] for each in pool.status()) == 0
+
+
 async def test_a_replica_serves_and_swaps_and_keeps_others_out(site: Site) -> None:
     pool = site.pool(site.hosts(1))
     await pool.start(*first(site.folder))

@@ -12,6 +12,7 @@ import pytest
 
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk.checksums import hash_of
+from cray_agents.runtime.scaling.goodput import goodput
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import Layout
 
@@ -91,7 +92,12 @@ def test_ended_at_any_step_it_resumes_the_same_curve(
     draft = job.journal.folder / "megatron" / ".step-00000099.1"  # as of a kill in mid-write
     draft.mkdir(parents=True)
     (draft / "rank-00000.bin").write_bytes(b"half")
+    reached = job.journal.step
     resumed = lab.run(spec)
+    account = goodput(lab.home)[-1]
+    lost = reached - started_at(resumed)
+    assert (account["steps"], account["steps_lost"]) == (8, lost)
+    assert account["held_hours"] > account["useful_hours"] > 0
     assert max([0, *(int(name[5:]) for name in points)]) == started_at(resumed)
     assert resumed.losses == undisturbed[1].losses
     assert not draft.exists()

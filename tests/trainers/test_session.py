@@ -19,6 +19,7 @@ from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.scaling.goodput import goodput
 from cray_agents.trainers.checkpointing import hf_export
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
@@ -87,6 +88,11 @@ def test_jobs_in_memory_end_as_jobs_of_their_own(
     assert session.end() == 0, session.log
     alone = type(lab)(Home(tmp_path / "alone"), lab.models)
     assert chain(alone, layout, hyper, lambda spec: alone.run(spec).journal) == in_session
+    steps = [
+        {row["name"]: row["steps"] for row in goodput(each)} for each in (lab.home, alone.home)
+    ]
+    total = sum(len(numbers) for _, _, numbers in in_session)
+    assert steps == [{"session": total, "total": total}, {"job": total, "total": total}]
 
 
 def test_a_session_takes_jobs_of_other_kinds_too(lab: Any, tmp_path: Path) -> None:

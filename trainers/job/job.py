@@ -20,10 +20,12 @@ from pathlib import Path
 from cray_agents.errors import CrayError, JobError, SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import exit_at_once
+from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.trainers.job.failures.health_gate import check_node
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
+from cray_agents.trainers.job.job_ledger import holding_node, note_steps
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
     EX_TEMPFAIL,
@@ -71,9 +73,14 @@ def run(journal: JobJournal) -> int:
     first = placement.node == 0
     attempt = journal.claim_attempt() if first else journal.attempts
     placement = replace(placement, attempt=attempt)
-    check_node(journal.home.root)
-    work = read_inputs(journal, spec, attempt)
-    outcome = _train(work, placement)
+    with holding_node(journal.home, "job", spec.id, attempt, spec.parent) as ledger:
+        check_node(journal.home.root)
+        work = read_inputs(journal, spec, attempt)
+        try:
+            outcome = _train(work, placement, ledger)
+        finally:
+            if first:
+                note_steps(ledger, journal)
     if not first:  # by another code, srun would end the first launcher before it has published
         return 0 if outcome.code == EX_TEMPFAIL else outcome.code
     if why := journal.fenced(attempt):
@@ -87,7 +94,7 @@ def run(journal: JobJournal) -> int:
     return outcome.code
 
 
-def _train(work: JobInputs, placement: RankPlacement) -> RanksOutcome:
+def _train(work: JobInputs, placement: RankPlacement, ledger: LedgerFile) -> RanksOutcome:
     """Import Megatron, choose the starting point, run this node's ranks."""
     on_cpu = load_for_ranks(placement, work.spec.layout)
     if placement.nodes > 1:
@@ -96,7 +103,7 @@ def _train(work: JobInputs, placement: RankPlacement) -> RanksOutcome:
         loaded = (work.parent, work.reference, work.teacher, work.megatron, before)
         placement = replace(placement, patience=loading_seconds(*loaded))
     if placement.node == 0:
-        work = choose_start(work, on_cpu, spawned=must_spawn())
+        work = choose_start(work, on_cpu, ledger, spawned=must_spawn())
         work.journal.close()
     from cray_agents.trainers.job import rank
 

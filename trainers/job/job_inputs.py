@@ -13,6 +13,7 @@ from cray_agents.runtime.registry.checkpoints import (
     settings_in,
     settings_sha256,
 )
+from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.checks.engine_agreement import places_of_parent
 from cray_agents.trainers.job.checks.input_checks import (
@@ -22,6 +23,7 @@ from cray_agents.trainers.job.checks.input_checks import (
     check_tokenizer,
     other_weights,
 )
+from cray_agents.trainers.job.job_ledger import note_steps
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
@@ -173,6 +175,7 @@ def _agreement_of(parent: Path) -> LogprobDistance | None:
 def choose_start(
     work: JobInputs,
     on_cpu: bool,
+    ledger: LedgerFile,
     *,
     spawned: bool = False,
     optimizer_in_memory: bool = False,
@@ -180,10 +183,10 @@ def choose_start(
 ) -> JobInputs:
     """Choose the resume point to start from, sweep drafts, and write the event `started`.
 
-    Called by one process, before the ranks start; Megatron must be loaded. `spawned` is only
-    recorded. With `optimizer_in_memory` the point of `optimizer_from` is not looked for.
-    `point_in_memory`: see `resume.choose`. Raises NotFound, Corrupt, and BadInput for what these
-    layers cannot do.
+    Called by one process, before the ranks start; Megatron must be loaded. `ledger` gets what the
+    attempt before trained. `spawned` is only recorded. With `optimizer_in_memory` the point of
+    `optimizer_from` is not looked for. `point_in_memory`: see `resume.choose`. Raises NotFound,
+    Corrupt, and BadInput for what these layers cannot do.
     """
     from cray_agents.trainers.checkpointing import resume
     from cray_agents.trainers.models.layer_choice import check_layers
@@ -207,6 +210,7 @@ def choose_start(
         work = work.at(work.attempt, None, point)
     else:
         work = work.at(work.attempt, point, None)
+    note_steps(ledger, work.journal)  # of the attempt before: a killed one has written nothing
     work.journal.rewind(-1 if work.resume_from is None else step)
     for problem in problems:
         print(f"{problem}; set aside, the one before it is used", flush=True)

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 from cray_agents.errors import FULL, Corrupt, CrayError, NotFound, SetupError, StoreError
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.weight_links import LINKS
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
@@ -39,6 +40,7 @@ from cray_agents.trainers.job.checks.weights_check import (
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
+from cray_agents.trainers.job.job_ledger import note_steps
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, open_log, restart_may_help
 from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
@@ -182,6 +184,7 @@ class Resident:
         self._training: Training | None = None
         self._origin: StateOrigin | None = None  # by `_training`
         self._parked = ParkedStates()
+        self._ledger = LedgerFile(session.home.ledger, session.session_id)
         self._turn = 0.0  # when the current job began
         self._offload: Offload | None = None
         self._onload_seconds = 0.0
@@ -242,6 +245,7 @@ class Resident:
                     if error.errno not in FULL:
                         raise
                     _note_unwritten(journal, f"the job's end was not written: {error}")
+                note_steps(self._ledger, journal, (self._session.session_id, self._attempt))
                 journal.close()
         if is_rank0() and not self._stop.set:
             self._session.withdraw(spec.id)
@@ -277,6 +281,7 @@ class Resident:
                 work = choose_start(
                     work,
                     self._on_cpu,
+                    self._ledger,
                     optimizer_in_memory=self._continues(work),
                     point_in_memory=seal,
                 )

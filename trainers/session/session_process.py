@@ -21,6 +21,7 @@ from cray_agents.processes import exit_at_once
 from cray_agents.trainers.job.failures.health_gate import check_node
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_end import record_failure
+from cray_agents.trainers.job.job_ledger import holding_node
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
     EX_TEMPFAIL,
@@ -69,7 +70,8 @@ def run(session: SessionJournal) -> int:
     main_of_rank = partial(resident.run, session, attempt, on_cpu)
     arguments = [str(session.home.root), session.session_id, attempt]
     recipe = ("cray_agents.trainers.session.session_process", arguments)
-    outcome = run_ranks(placement, session.folder / "logs", main_of_rank, recipe)
+    with holding_node(session.home, "session", session.session_id, attempt, spec.name):
+        outcome = run_ranks(placement, session.folder / "logs", main_of_rank, recipe)
     if outcome.refusal is not None and (job_id := session.current) is not None:
         record_failure(JobJournal(session.home, job_id), outcome.refusal)
         session.withdraw(job_id)

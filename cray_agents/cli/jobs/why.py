@@ -209,6 +209,9 @@ def _explain_replica(home: Home, number: int) -> Answer:
         sentences.append(f"It was lost at {when(last['time'])}: {_sentence(last['why'])}")
     if replica["state"] == "out":
         step = f"read {log}; it is tried again, and a promotion or a restart of the platform too"
+    elif replica["state"] == "away":
+        sentences.append("It gave its place back, as fewer replicas are needed.")
+        step = "nothing: it comes back when requests need it"
     elif replica["state"] != "serving":
         step = f"wait, and read {log}"
     return {"what": "replica", "name": f"{REPLICA}{number}", "state": replica["state"],

@@ -28,6 +28,7 @@ from cray_agents.cli.platform.first_version import first_version
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.permissions import keep_private
 from cray_agents.cli.platform.platform_process import ReplicaCount
+from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule
 from cray_agents.cli.platform.root_claim import (
     address,
     describe_inheritance,
@@ -59,6 +60,8 @@ from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scaling.decision import ServingRule
+from cray_agents.runtime.scaling.ledger import LedgerFile, keep_ledger
 from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.gpu_placement import (
     GpuPlacement,
@@ -139,12 +142,24 @@ def serve(
                 failures=failure_settings(config),
                 guard=lease.check,
             )
+            rule = replica_rule(config, replicas)
             platform = describe_platform(config, scheduler, resources)
             jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler, lease)
             pool = make_pool(config, version.name, replicas.here, placement, jobs)
-            uvloop.run(
-                run(config, registry, trainer, platform, version, pool, listener, lease, training)
+            platform_run = run(
+                config,
+                registry,
+                trainer,
+                platform,
+                version,
+                pool,
+                listener,
+                lease,
+                training,
+                [*placement.replicas, *gpus_in_jobs(config, replicas.jobs)],
+                rule,
             )
+            uvloop.run(platform_run)
 
 
 async def run(
@@ -157,10 +172,13 @@ async def run(
     listener: socket.socket,
     lease: ControllerLease,
     training: TrainingSide | None = None,
+    gpus: Sequence[Sequence[str]] = (),
+    rule: ServingRule | None = None,
 ) -> None:
     """Run the replicas and the gateway in the event loop until the platform ends.
 
-    `training`: the jobs that use the replicas' GPUs by turns.
+    `training`: the jobs that use the replicas' GPUs by turns. `gpus`: of each replica.
+    `rule`: by which replicas come and go; None: all stay.
     """
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
@@ -182,7 +200,7 @@ async def run(
         token=lease.token,
         lease=lease,
         reward_limit=config.reward_limit,
-        admission=make_admission(config, pool, registry),
+        admission=make_admission(config, pool, registry, scales=rule is not None),
     )
     settings_http = uvicorn.Config(
         create_app(services),
@@ -195,12 +213,17 @@ async def run(
     )
     server = Gateway(settings_http)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(start_pool(pool, home, version))
+    starting = asyncio.create_task(start_pool(pool, home, version, rule))
     log = home.logs / "batch-worker.log"
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=lease.token))
     upkeep = asyncio.create_task(keep_up(store))
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
-    background = [batches, upkeep, jobs]
+    ledger = LedgerFile(home.ledger, "platform")
+    account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, gpus)
+    background = [batches, upkeep, jobs, asyncio.create_task(account)]
+    if rule is not None:
+        counting = keep_replica_count(pool, services.admission, rule)
+        background.append(asyncio.create_task(counting))
     if training is not None:
         is_asked = partial(asks_for_replicas, pool, services.admission)
         background.append(asyncio.create_task(take_turns(pool, training, is_asked, report=say)))
@@ -328,6 +351,12 @@ def slurm_hosts(
     ]
 
 
+def gpus_in_jobs(config: Config, replicas: int) -> list[list[str]]:
+    """Return the GPUs of each replica that is a Slurm job, as numbered within its job."""
+    each = gpus_per_server(config.engine_args) if has_gpu_build() else 0
+    return [[str(number) for number in range(each)]] * replicas
+
+
 def make_pool(
     config: Config,
     name: str,
@@ -375,10 +404,13 @@ def asks_for_replicas(pool: Pool, admission: Admission) -> bool:
     return any(counts) or pool.swapping
 
 
-def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
+def make_admission(
+    config: Config, pool: Pool, registry: Registry, *, scales: bool = False
+) -> Admission:
     """Make the admission control; it admits a few more calls than vLLM runs at once.
 
-    So vLLM always has a next call.
+    So vLLM always has a next call. Where replicas come and go (`scales`), a request waits for as
+    long as one may take to start.
     """
     each = config.max_num_seqs + config.max_num_seqs // 8
     return Admission(
@@ -386,7 +418,7 @@ def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
         config.max_queue,
         serves=lambda model: pool.serves(registry.resolve(model).id),
         swapping=lambda: pool.swapping,
-        outage=config.swap_timeout,
+        outage=config.swap_timeout + (config.start_timeout if scales else 0.0),
     )
 
 
@@ -399,13 +431,16 @@ class Gateway(uvicorn.Server):
         yield
 
 
-async def start_pool(pool: Pool, home: Home, version: ModelVersion) -> None:
-    """Start the replicas on a version and prove it."""
+async def start_pool(
+    pool: Pool, home: Home, version: ModelVersion, rule: ServingRule | None = None
+) -> None:
+    """Start the replicas on a version and prove it; by a rule only the fewest, at least one."""
     directory = home.checkpoint(version.checkpoint)
     manifest = await asyncio.to_thread(read_manifest, directory)
     await asyncio.to_thread(materialize, home, directory)
     started = time.monotonic()
-    await pool.start(directory, version.id, manifest.probe)
+    count = None if rule is None else max(1, rule.least)
+    await pool.start(directory, version.id, manifest.probe, count)
     if not pool.status():
         say("no replicas, as asked for: requests to models are not answered")
         return

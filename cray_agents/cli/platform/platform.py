@@ -54,7 +54,8 @@ def up(
     replicas: Annotated[
         str,
         typer.Option(
-            help="vLLM servers behind the gateway: N on this host, slurm:N as Slurm jobs, or 0."
+            help="vLLM servers behind the gateway: N on this host, slurm:N or slurm:MIN-MAX as"
+            " Slurm jobs, or 0."
         ),
     ] = "1",
     standby: Annotated[

@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -188,14 +189,19 @@ def fetch(
 
 @dataclass(frozen=True)
 class ReplicaCount:
-    """The value of `--replicas`: servers on this host, or servers as Slurm jobs."""
+    """The value of `--replicas`: servers on this host, or servers as Slurm jobs.
+
+    `least`: of the jobs as many stay, and the others come and go with the load; None: all stay.
+    """
 
     here: int = 0
     jobs: int = 0
+    least: int | None = None
 
     def __str__(self) -> str:
         """Return the value as `up` takes it."""
-        return f"slurm:{self.jobs}" if self.jobs else str(self.here)
+        span = "" if self.least is None else f"{self.least}-"
+        return f"slurm:{span}{self.jobs}" if self.jobs else str(self.here)
 
     @property
     def total(self) -> int:
@@ -204,7 +210,11 @@ class ReplicaCount:
 
     @classmethod
     def parse(cls, text: str) -> "ReplicaCount":
-        """Read `N`, `0` or `slurm:N`. Raises BadInput."""
+        """Read `N`, `0`, `slurm:N` or `slurm:MIN-MAX`. Raises BadInput."""
+        if span := re.fullmatch(r"slurm:([0-9]{1,5})-([0-9]{1,5})", text):
+            least, most = int(span[1]), int(span[2])
+            if least < most:
+                return cls(jobs=most, least=least)
         kind, colon, number = text.rpartition(":")
         if kind == ("slurm" if colon else "") and number.isascii() and number.isdecimal():
             if not colon:
@@ -213,7 +223,7 @@ class ReplicaCount:
                 return cls(jobs=int(number))
         raise BadInput(
             f"--replicas {text!r}: give a number of vLLM servers on this host, such as 2; slurm:8 "
-            "for eight Slurm jobs; or 0 for a gateway alone",
+            "for eight Slurm jobs; slurm:0-8 for up to eight, by load; or 0 for a gateway alone",
             param="replicas",
         )
 

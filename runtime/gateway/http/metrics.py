@@ -66,6 +66,7 @@ class Metrics:
             registry=registry,
         )
         self.in_flight = 0  # HTTP requests in the gateway now
+        self.sampled_tokens = 0  # of all recorded calls so far
         self._prompt, self._sampled = self.tokens.labels("prompt"), self.tokens.labels("sampled")
         self._swapped = {good: self.swap_seconds.labels(_outcome(good)) for good in (True, False)}
         self._series: dict[tuple[str, str, int], _Series] = {}
@@ -105,6 +106,7 @@ class Metrics:
 
     def recorded(self, prompt: int, sampled: int, calls: int = 1) -> None:
         """Count recorded calls and the sum of their tokens."""
+        self.sampled_tokens += sampled
         self.calls.inc(calls)
         self._prompt.inc(prompt)
         self._sampled.inc(sampled)

@@ -202,6 +202,11 @@ class Admission:
         present = self._inside + self._waiting
         return Room(limit, max(0, limit - present), self._drain_seconds(present))
 
+    @property
+    def mean_seconds(self) -> float:
+        """Seconds that the last requests were inside, on average; 1 before the first one."""
+        return 1.0 if self._mean_seconds is None else self._mean_seconds
+
     def recheck(self) -> None:
         """Let requests in now, after a change of capacity. The next poll would do so, too."""
         self._grant()
@@ -382,5 +387,4 @@ class Admission:
 
     def _drain_seconds(self, requests: int) -> float:
         """Return the seconds that so many requests take, at the pace of the last ones."""
-        seconds = 1.0 if self._mean_seconds is None else self._mean_seconds
-        return requests * seconds / max(1, self._last_capacity)
+        return requests * self.mean_seconds / max(1, self._last_capacity)

@@ -1,0 +1,1 @@
+"""Scaling: who has the nodes, serving or training; simulated on traces, and written in a ledger."""

@@ -1,0 +1,205 @@
+"""Ledger: who held which node and GPUs when, for what, and what came of it.
+
+    ledger/<writer>.jsonl   append-only lines with checksums; each file has one writer
+
+A platform has a file for its replicas, each launcher of a training job or session one of its own.
+Lines are facts with their time, so files may be read in any order, also while they are written:
+
+    hold    from now on a holder has a node, in this state; a later line of the holder ends it
+    leave   the holder has the node no more
+    steps   the steps that an attempt of a job trained so far; the newest line counts
+    busy    seconds in which a replica answered requests, since its last such line
+    served  tokens that the platform recorded, since its last such line
+
+The ledger is an account, not a state: nothing is decided by it, and what cannot be written is
+left out. Read next: goodput.py, which adds it up.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from cray_agents.errors import Corrupt
+from cray_agents.records import Record, new_id
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk.group_commit import LineFile
+
+HolderKind = Literal["replica", "job", "session", "platform"]
+EVERY = 2.0  # seconds between two looks at the replicas
+BEAT = 60.0  # seconds after which the platform writes how busy they were
+
+log = logging.getLogger(__name__)
+
+
+class LedgerLine(Record):
+    """A fact of the ledger; `time` in unix seconds.
+
+    `what`: the version that a replica serves, the parent of a job, the name of a session's loop.
+    `gpus`: as the node numbers them. `within`, `within_attempt`: the session that trains a job.
+    `first`, `last`: steps before an attempt, and after it so far. `seconds`: of those steps, or
+    busy ones.
+    """
+
+    time: float
+    event: Literal["hold", "leave", "steps", "busy", "served"]
+    kind: HolderKind
+    holder: str
+    attempt: int = 0
+    state: str = ""
+    what: str = ""
+    node: str = ""
+    gpus: tuple[str, ...] = ()
+    within: str = ""
+    within_attempt: int = 0
+    first: int = 0
+    last: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+class LedgerFile:
+    """A new file of the ledger. The first line makes it."""
+
+    def __init__(self, folder: Path, writer: str) -> None:
+        """`writer`: the beginning of the file's name."""
+        self._path = folder / f"{new_id(writer)}.jsonl"
+        self._file: LineFile | None = None
+
+    def note(self, **values: Any) -> None:
+        """Write a line, with the present time."""
+        self.write([LedgerLine(time=time.time(), **values)])
+
+    def write(self, lines: Sequence[LedgerLine]) -> None:
+        """Append lines. A failure is logged, and is no error."""
+        texts = [line.model_dump_json(exclude_defaults=True).encode() for line in lines]
+        try:
+            self._file = self._file or LineFile(self._path)
+            self._file.append([checksums.with_crc(text) for text in texts])
+        except OSError as error:
+            log.warning("the ledger %s lacks %d lines: %s", self._path, len(lines), error)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+@contextmanager
+def holding(folder: Path, **holder: Any) -> Iterator[LedgerFile]:
+    """Write that this node is held while the block runs; yield the file for other lines.
+
+    `holder`: fields of LedgerLine; `kind` and `holder` at least.
+    """
+    ledger = LedgerFile(folder, str(holder["holder"]))
+    place = {"node": os.environ.get("SLURMD_NODENAME") or os.uname().nodename, **holder}
+    ledger.note(event="hold", **place)
+    try:
+        yield ledger
+    finally:
+        ledger.note(event="leave", **place)
+        ledger.close()
+
+
+def read_ledger(folder: Path) -> Iterator[list[LedgerLine]]:
+    """Yield the lines of each file. A damaged line is left out, with a warning."""
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = []
+        try:
+            whole = path.read_bytes().split(b"\n")[:-1]
+        except OSError as error:
+            log.warning("%s cannot be read: %s", path, error)
+            continue
+        for number, line in enumerate(whole, 1):
+            try:
+                lines.append(checksums.parse_as(LedgerLine, line, f"{path}: line {number}"))
+            except Corrupt as error:
+                log.warning("left out: %s", error)
+        if lines:
+            yield lines
+
+
+async def keep_ledger(
+    ledger: LedgerFile,
+    replicas: Callable[[], Sequence[dict[str, Any]]],
+    sampled: Callable[[], int],
+    gpus: Sequence[Sequence[str]] = (),
+    *,
+    every: float = EVERY,
+    beat: float = BEAT,
+) -> None:
+    """Write what the replicas of a platform hold and do, until cancelled.
+
+    Args:
+        replicas: returns what `Pool.status` does.
+        sampled: returns the tokens that all replicas sampled so far.
+        gpus: of each replica.
+    """
+    account = _ReplicaAccount(gpus, sampled())
+    try:
+        while True:
+            begun = time.monotonic()
+            while time.monotonic() - begun < beat:
+                if lines := account.changes(replicas()):
+                    await asyncio.to_thread(ledger.write, lines)
+                await asyncio.sleep(every)
+            await asyncio.to_thread(ledger.write, account.work(replicas(), sampled()))
+    finally:
+        ledger.write([*account.work(replicas(), sampled()), *account.leave()])
+        ledger.close()
+
+
+class _ReplicaAccount:
+    """State of a platform's replicas as it was written, and the lines that follow from news."""
+
+    def __init__(self, gpus: Sequence[Sequence[str]], tokens: int) -> None:
+        self._gpus, self._tokens = gpus, tokens
+        self._places: dict[int, dict[str, Any]] = {}  # fields of the line of each replica
+        self._busy: dict[int, float] = {}
+
+    def changes(self, replicas: Sequence[dict[str, Any]]) -> list[LedgerLine]:
+        """Return the changes of states, versions and places since the last call."""
+        lines, now = [], time.time()
+        for number, status in enumerate(replicas):
+            place = {
+                "kind": "replica",
+                "holder": f"replica-{number}",
+                "state": status["state"],
+                "what": status["version"] or "",
+                "node": status["host"],
+                "gpus": tuple(self._gpus[number]) if number < len(self._gpus) else (),
+            }
+            before = self._places.get(number, place | {"node": ""})
+            if before == place:
+                continue
+            self._places[number] = place
+            if before["node"] not in ("", place["node"]):
+                lines.append(LedgerLine(time=now, event="leave", **before))
+            if place["node"]:  # one that waits for its place holds nothing
+                lines.append(LedgerLine(time=now, event="hold", **place))
+        return lines
+
+    def work(self, replicas: Sequence[dict[str, Any]], tokens: int) -> list[LedgerLine]:
+        """Return how busy the replicas were since the last call, and what they sampled."""
+        lines, now = [], time.time()
+        for number, status in enumerate(replicas):
+            seconds = status["busy_seconds"] - self._busy.get(number, 0.0)
+            self._busy[number] = status["busy_seconds"]
+            if (place := self._places.get(number)) and seconds:
+                lines.append(LedgerLine(time=now, event="busy", seconds=seconds, **place))
+        sampled, self._tokens = tokens - self._tokens, tokens
+        served = LedgerLine(
+            time=now, event="served", kind="platform", holder="platform", tokens=sampled
+        )
+        return [*lines, served]
+
+    def leave(self) -> list[LedgerLine]:
+        """Return that all places are left."""
+        places = [place for place in self._places.values() if place["node"]]
+        return [LedgerLine(time=time.time(), event="leave", **place) for place in places]

@@ -1,0 +1,352 @@
+"""Scaling: the rules of the controller, alone and in simulated days."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from cray_agents.cli import app
+from cray_agents.errors import BadInput
+from cray_agents.runtime.scaling.comparison import JUST_IN_TIME, compare, rules_for
+from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule, share_nodes
+from cray_agents.runtime.scaling.observed import (
+    Observed,
+    ScalingAction,
+    ServingView,
+    TrainingView,
+)
+from cray_agents.runtime.scaling.simulation import Simulation
+from cray_agents.runtime.scaling.static_split import StaticSplit, best_split
+from cray_agents.runtime.scaling.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
+
+CHAT = ServingRule("chat", slots=10, use=1.0, calm=60.0, empty=120.0)
+
+
+def seen(time: float = 0.0, *, free: int = 10, leaving: int = 0, hour: float = 12.0,
+         jobs: list[TrainingView] | None = None, queued: list[TrainingView] | None = None,
+         **chat: float) -> Observed:  # fmt: skip
+    view = ServingView("chat", **chat)  # type: ignore[arg-type]
+    return Observed(time, hour, 30, free, leaving, [view], jobs or [], queued or [])
+
+
+def job(name: str, nodes: int, **values: float) -> TrainingView:
+    return TrainingView(name, nodes, values.pop("since", -1e6), **values)  # type: ignore[arg-type]
+
+
+def names(actions: list[ScalingAction]) -> list[tuple[str, str, int]]:
+    return [(action.kind, action.name, action.count) for action in actions]
+
+
+def test_a_first_request_starts_a_replica_and_the_last_one_goes_when_none_comes() -> None:
+    scaler = Scaler(ScalingRules((CHAT,)))
+    assert scaler.decide(seen(0)) == []
+    assert names(scaler.decide(seen(70, waiting=1))) == [("start", "chat", 1)]
+    assert scaler.decide(seen(71, waiting=1, starting=1)) == []
+    assert scaler.decide(seen(100, in_flight=1, serving=1)) == []
+    assert scaler.decide(seen(200, serving=1)) == []  # longer than calm, not than empty
+    assert names(scaler.decide(seen(221, serving=1))) == [("end", "chat", 1)]
+
+
+def test_sleeping_replicas_wake_before_others_start() -> None:
+    rule = replace(CHAT, warm=2, cold=1)
+    scaler = Scaler(ScalingRules((rule,)))
+    load = {"arrivals": 50.0, "answer_seconds": 1.0}
+    asleep = {"asleep": (2, 1), "wakeable": (1, 1)}
+    actions = scaler.decide(seen(0, **load, **asleep))  # type: ignore[arg-type]
+    assert [(a.kind, a.level, a.count) for a in actions] == [
+        ("wake", 1, 1), ("wake", 2, 1), ("start", 0, 3)]  # fmt: skip
+    scaler.decide(seen(100, serving=5))
+    down = scaler.decide(seen(300, serving=5, asleep=(1, 0)))  # type: ignore[arg-type]
+    assert [(a.kind, a.level, a.count) for a in down] == [
+        ("sleep", 1, 1), ("sleep", 2, 1), ("end", 0, 3)]  # fmt: skip
+
+
+def test_a_full_cache_asks_for_replicas_before_anybody_waits() -> None:
+    scaler = Scaler(ScalingRules((CHAT,)))
+    assert scaler.decide(seen(0, in_flight=8, serving=1, kv_use=0.85)) == []
+    assert names(scaler.decide(seen(1, in_flight=8, serving=1, kv_use=0.97))) == [
+        ("start", "chat", 1)
+    ]
+
+
+def test_a_new_controller_gives_nothing_back_before_it_has_watched() -> None:
+    scaler = Scaler(ScalingRules((CHAT,)))
+    for time in (0, 30, 59):
+        assert scaler.decide(seen(time, serving=5, arrivals=1.0)) == []
+    assert names(scaler.decide(seen(61, serving=5, arrivals=1.0))) == [("end", "chat", 4)]
+
+
+def test_jobs_are_preempted_by_priority_and_size_and_no_more_than_needed() -> None:
+    jobs = [
+        job("dear", 2, priority=1),
+        job("big", 9),
+        job("young", 3, since=-10.0),
+        job("fixed", 3, preemptible=False),
+        job("slow", 3, save_seconds=500.0),
+        job("quick", 3),
+    ]
+    load = {"arrivals": 40.0, "answer_seconds": 1.0, "free": 0}
+    rules = ScalingRules((CHAT,), least_run=60.0)
+    decide = Scaler(rules).decide
+    # quick before slow; then one node is missing, for which slow is the smallest of its priority
+    assert names(decide(seen(0, jobs=jobs, **load))) == [  # type: ignore[arg-type]
+        ("preempt", "quick", 1), ("preempt", "slow", 1)]  # fmt: skip
+    rest = [one for one in jobs if one.name not in ("quick", "slow")]
+    saving = seen(5, jobs=rest, leaving=6, **load)  # type: ignore[arg-type]
+    assert Scaler(rules).decide(saving) == []
+    floor = Scaler(replace(rules, training_nodes=21))
+    assert names(floor.decide(seen(0, jobs=jobs, **load))) == [  # type: ignore[arg-type]
+        ("preempt", "dear", 1)]  # fmt: skip
+    patient = Scaler(replace(rules, preempts=False))
+    assert patient.decide(seen(0, jobs=jobs, **load)) == []  # type: ignore[arg-type]
+
+
+def test_the_job_with_sleeping_replicas_goes_first() -> None:
+    jobs = [job("bare", 1), job("covers", 1)]
+    jobs[1].sleepers = {"chat": 1}
+    actions = Scaler(ScalingRules((CHAT,))).decide(seen(0, waiting=1, free=0, jobs=jobs))
+    assert names(actions) == [("preempt", "covers", 1)]
+
+
+def test_in_quiet_hours_only_a_first_replica_takes_nodes() -> None:
+    rules = ScalingRules((CHAT,), quiet_hours=((22, 6),))
+    jobs = [job("one", 1), job("two", 1)]
+    load = {"free": 0, "arrivals": 30.0, "answer_seconds": 1.0}
+    for hour, serving, expected in ((21.9, 1, 2), (22, 1, 0), (5.9, 0, 1), (6, 1, 2)):
+        view = seen(0, hour=hour, jobs=jobs, serving=serving, **load)  # type: ignore[arg-type]
+        assert len(Scaler(rules).decide(view)) == expected, hour
+
+
+def test_waiting_jobs_get_what_serving_leaves_in_their_order() -> None:
+    queued = [job("large", 9, since=0.0), job("small", 4, since=0.0), job("tiny", 2, since=0.0)]
+    rules = ScalingRules((CHAT,), starve=100.0)
+    assert names(Scaler(rules).decide(seen(50, free=8, waiting=1, queued=queued))) == [
+        ("start", "chat", 1), ("admit", "small", 1), ("admit", "tiny", 1)]  # fmt: skip
+    # a job that has waited for long is not overtaken
+    assert Scaler(rules).decide(seen(101, free=8, queued=queued)) == []
+    # nor does a job get a node while serving is short of some
+    short = seen(50, free=1, queued=queued, arrivals=90.0, answer_seconds=1.0)
+    assert names(Scaler(rules).decide(short)) == [("start", "chat", 1)]
+    wide = ScalingRules((replace(CHAT, nodes=2),))
+    one = [job("one", 1, since=0.0)]
+    assert Scaler(wide).decide(seen(50, free=1, waiting=1, queued=one)) == []
+    assert names(Scaler(wide).decide(seen(50, free=1, queued=one))) == [("admit", "one", 1)]
+
+
+def test_shares_divide_what_all_need_and_never_more_than_there_is() -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        rules = [
+            ServingRule(str(n), slots=1, nodes=draw.randint(1, 3), share=draw.uniform(0.1, 3))
+            for n in range(draw.randint(1, 5))
+        ]
+        needs = {rule.name: draw.randint(0, 12) for rule in rules}
+        room = draw.randint(0, 40)
+        limits = share_nodes(rules, needs, room)
+        used = sum(limits[rule.name] * rule.nodes for rule in rules)
+        assert used <= room
+        assert all(limits[name] <= needs[name] + 1 for name in needs)
+        if sum(needs[rule.name] * rule.nodes for rule in rules) <= room:
+            assert limits == needs
+        else:  # nothing is left that would be a replica of every class that lacks one
+            lacks = [rule.nodes for rule in rules if limits[rule.name] < needs[rule.name]]
+            assert not lacks or room - used < max(lacks) * len(lacks)
+    even = [ServingRule("a", 1, share=3.0), ServingRule("b", 1, share=1.0)]
+    assert share_nodes(even, {"a": 50, "b": 50}, 40) == {"a": 30, "b": 10}
+    assert share_nodes(even, {"a": 50, "b": 2}, 40) == {"a": 38, "b": 2}
+
+
+@pytest.mark.parametrize("wrong", [
+    {"slots": 0}, {"use": 1.5}, {"least": 3, "most": 2}, {"most": 0}, {"empty": 1.0}, {"clear": 0},
+])  # fmt: skip
+def test_a_rule_that_cannot_be_followed_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(BadInput, match="chat"):
+        replace(CHAT, **wrong)  # type: ignore[arg-type]
+
+
+class Watched(Scaler):
+    """A scaler that notes what it saw, and checks each decision against it."""
+
+    def __init__(self, rules: ScalingRules) -> None:
+        super().__init__(rules)
+        self.grown: dict[str, float] = {}
+        self.counts: Counter[str] = Counter()
+
+    def decide(self, seen: Observed) -> list[ScalingAction]:
+        actions = super().decide(seen)
+        taken = 0
+        sizes = {job.name: job.nodes for job in [*seen.queued, *seen.running]}
+        rules = {rule.name: rule for rule in self.rules.serving}
+        for action in actions:
+            self.counts[action.kind] += 1
+            if action.kind in ("start", "wake"):
+                taken += action.count * rules[action.name].nodes
+                self.grown[action.name] = seen.time
+            elif action.kind in ("sleep", "end"):
+                calm = rules[action.name].calm
+                assert seen.time - self.grown.get(action.name, -calm) >= calm, "it flaps"
+            elif action.kind == "admit":
+                taken += sizes[action.name]
+            else:
+                left = next(job for job in seen.running if job.name == action.name)
+                assert seen.time - left.since >= self.rules.least_run
+        assert taken <= seen.free
+        for view in seen.serving:
+            up = sum(
+                a.count for a in actions if a.name == view.name and a.kind in ("start", "wake")
+            )
+            gone = sum(
+                a.count for a in actions if a.name == view.name and a.kind in ("sleep", "end")
+            )
+            rule, now = rules[view.name], view.serving + view.starting
+            assert now + up <= (rule.most or seen.nodes)
+            assert not gone or now - gone >= rule.least
+            assert gone <= view.serving
+        rest = sum(job.nodes for job in seen.running)
+        rest -= sum(sizes[a.name] for a in actions if a.kind == "preempt")
+        if any(a.kind == "preempt" for a in actions):
+            assert rest >= self.rules.training_nodes
+        return actions
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("bursty", 1), ("diurnal", 2), ("failures", 3)])
+def test_a_simulated_day_keeps_the_rules(kind: str, seed: int) -> None:
+    trace = make_trace(kind, seed, 40, hours=8)
+    if kind == "failures":
+        often = tuple(Failure(600.0 * n, 7 * n % 40, 1800.0) for n in range(1, 40))
+        trace = replace(trace, failures=often)
+    rules = rules_for(trace)
+    serving = tuple(replace(rule, least=1, most=30) for rule in rules.serving)
+    scaler = Watched(replace(rules, serving=serving, training_nodes=4))
+    simulation = Simulation(trace, scaler, patience=60.0, watch=True)
+    result = simulation.run()
+    assert {"start", "wake", "sleep", "preempt", "admit"} <= set(scaler.counts)
+    # every request was answered, or has waited until the end
+    requests = sum(sum(each.arrivals) for each in trace.serving)
+    again = sum(result.waits.values()) - requests
+    assert again == 0 if not trace.failures else again >= 0
+    # no work is counted twice, and none vanishes
+    finished = sum(each.work * each.nodes for each in trace.jobs
+                   if each.name not in simulation.queued | simulation.running)  # fmt: skip
+    assert finished > 0 and result.trained_work >= finished
+    assert result.goodput <= result.utilisation <= 1
+    if not trace.failures:
+        assert result.lost_steps == 0
+        open_work = sum(
+            simulation._done(job) * job.trace.nodes
+            for job in simulation.running.values() if not job.saving)  # fmt: skip
+        assert result.trained_work == pytest.approx(finished + open_work)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 45])
+def test_whatever_the_rules_no_node_is_held_twice(seed: int) -> None:
+    draw = random.Random(seed)
+    kind, nodes = draw.choice(["bursty", "failures", "diurnal"]), draw.choice([8, 16, 24, 40])
+    trace = make_trace(kind, seed, nodes, hours=draw.choice([3, 6]))
+    chat, tools = trace.serving
+    third = replace(tools, name="third", arrivals=chat.arrivals[::-1])
+    failures = [
+        Failure(draw.uniform(0, trace.seconds), draw.randrange(nodes), draw.uniform(60, 4000))
+        for _ in range(draw.randrange(60))
+    ]
+    trace = replace(trace, serving=(chat, tools, third), failures=tuple(failures))
+    serving = tuple(
+        ServingRule(
+            each.name, 64, warm=draw.randint(0, 3), cold=draw.randint(0, 3),
+            spare=draw.randint(0, 2), calm=draw.choice([60, 200, 600]), least=draw.randint(0, 2),
+            share=draw.uniform(0.2, 3),
+        )
+        for each in trace.serving
+    )  # fmt: skip
+    rules = ScalingRules(
+        serving,
+        training_nodes=draw.randint(0, 6),
+        quiet_hours=((1, 2),),
+        preempts=draw.random() < 0.9,
+        least_run=draw.choice([0, 60, 300]),
+    )
+    result = Simulation(trace, Scaler(rules), 60.0, watch=True).run()
+    assert 0 < result.goodput <= result.utilisation <= 1
+
+
+def test_failures_lose_steps_and_a_repaired_node_comes_back() -> None:
+    trace = make_trace("failures", 1, 40, hours=4)
+    often = tuple(Failure(120.0 * n, 7 * n % 40, 600.0) for n in range(1, 100))
+    result = Simulation(
+        replace(trace, failures=often), Scaler(rules_for(trace)), 60.0, watch=True
+    ).run()
+    assert result.lost_steps > 0
+    assert 40 * trace.seconds - result.node_seconds == pytest.approx(99 * 600.0)
+
+
+def test_a_seed_gives_the_same_day_and_another_one_another() -> None:
+    def play(seed: int) -> tuple[object, list[tuple[float, ScalingAction]]]:
+        trace = make_trace("failures", seed, 32, hours=4)
+        simulation = Simulation(trace, Scaler(rules_for(trace)), 60.0)
+        return simulation.run(), simulation.actions
+
+    assert play(1) == play(1)
+    assert play(1) != play(2)
+
+
+def test_a_class_goes_down_to_nothing_and_its_next_request_is_answered() -> None:
+    trace = make_trace("bursty", 1, 16, hours=3)
+    chat = trace.serving[0]
+    arrivals = [0] * len(chat.arrivals)
+    arrivals[100] = arrivals[1500] = 1
+    jobs = tuple(JobTrace(f"job-{n}", nodes=1, work=1e6) for n in range(20))
+    trace = replace(trace, serving=(replace(chat, arrivals=arrivals),), jobs=jobs)
+    rule = replace(rules_for(trace).serving[0], empty=1200.0, spare=0)
+    simulation = Simulation(trace, Scaler(ScalingRules((rule,))), 120.0, watch=True)
+    result = simulation.run()
+    kinds = [action.kind for _, action in simulation.actions if action.name == "chat"]
+    assert kinds == ["start", "sleep", "wake", "sleep"]
+    assert sum(result.waits.values()) == 2 and result.unanswered == 0
+    assert 0 < max(result.waits) <= 120
+
+
+def test_a_job_that_gives_way_goes_on_where_it_was() -> None:
+    """One node: 440 s of steps, the save, a request, some calm, and 1,975 s from there on."""
+    arrivals = [0] * 600
+    arrivals[100] = 1  # at 500 s
+    trace = Trace("bursty", 1, 1, 3000.0, 5.0, (ServingTrace("chat", arrivals),),
+                  (JobTrace("job", nodes=1, work=5000.0),), ())  # fmt: skip
+    rule = ServingRule("chat", slots=64, calm=300.0, empty=300.0)
+    result = Simulation(trace, Scaler(ScalingRules((rule,))), 200.0, watch=True).run()
+    assert (result.preemptions, result.starts, list(result.waits)) == (1, 1, [120.0])
+    assert result.trained_work == pytest.approx(440 + 1975, abs=15)
+
+
+def test_the_static_split_is_the_smallest_that_keeps_the_limit() -> None:
+    trace = make_trace("bursty", 2, 24, hours=6)
+    split = best_split(trace, 60.0)
+
+    def late(split: dict[str, int]) -> int:
+        waits = Simulation(trace, StaticSplit(split), 60.0, watch=True).run().waits
+        return sum(some for wait, some in waits.items() if wait > 60)
+
+    allowed = 0.01 * sum(sum(each.arrivals) for each in trace.serving)
+    assert late(split) <= allowed
+    for name in split:
+        assert late({**split, name: split[name] - 1}) > allowed
+
+
+def test_bursts_get_a_third_more_done_than_under_the_best_static_split() -> None:
+    rows = compare(make_trace("bursty", 1, 40), limit=60.0)
+    ours, static = rows[0], rows[-1]
+    assert ours["way"] == JUST_IN_TIME
+    assert ours["goodput"] >= 1.3 * static["goodput"]
+    assert ours["wait_p99"] <= static["wait_p99"]
+
+
+def test_the_command_prints_what_it_compares() -> None:
+    arguments = ["simulate", "--nodes", "16", "--hours", "2", "--json", "--trace", "diurnal"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert rows[0]["way"] == JUST_IN_TIME and rows[-1]["of_static"] == 1.0
+    with pytest.raises(BadInput, match="no trace 'odd', only bursty, diurnal, failures"):
+        make_trace("odd", 1, 16)
