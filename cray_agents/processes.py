@@ -1,4 +1,4 @@
-"""Processes: make children die with their parent, and start with few imports and little garbage.
+"""Processes: make children die with their parent, start with few imports, and end at once.
 
 Dying with a parent that was killed by `kill -9` is Linux only (prctl). Elsewhere nothing happens,
 and its children must be ended by hand.

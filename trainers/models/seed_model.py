@@ -221,8 +221,11 @@ def _write_model(directory: Path, tokenizer: Tokenizer, seed: int, shape: ModelS
     """Write the files that transformers' Qwen3 writes, to the byte. Its import takes seconds."""
     from safetensors.torch import save_file
 
-    ends = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
-    config = {
+    ends: dict[str, Any] = {
+        "eos_token_id": tokenizer.token_to_id(END),
+        "pad_token_id": tokenizer.token_to_id(PAD),
+    }
+    config: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -249,7 +252,7 @@ def _write_model(directory: Path, tokenizer: Tokenizer, seed: int, shape: ModelS
         "use_sliding_window": False,
         "vocab_size": shape.vocabulary,
     }
-    generation = {
+    generation: dict[str, Any] = {
         "_from_model_config": True,
         "output_attentions": False,
         "output_hidden_states": False,
