@@ -12,7 +12,8 @@ Each is also an error of the standard library.
     ├── EngineError (RuntimeError)       the model server answered with an error
     │   ├── EngineTimeout (TimeoutError)     ... or not in time
     │   └── EngineUnavailable (ConnectionError)  ... or not at all
-    │       └── NotLoaded                    ... because no replica has the version
+    │       ├── NotLoaded                    ... because no replica has the version
+    │       └── VersionClosed                ... because this one has another version now
     ├── ToolError (RuntimeError)         a tool failed; the model gets it, the run goes on
     ├── SubagentError (RuntimeError)     the infrastructure failed a sub-agent's run
     ├── HookError (RuntimeError)         a hook, an environment or an instructions function failed
@@ -132,6 +133,10 @@ class NotLoaded(EngineUnavailable):
     """No replica has the version, and loading it would displace a promoted version."""
 
     code = "model_not_loaded"
+
+
+class VersionClosed(EngineUnavailable):
+    """A replica does not answer with the expected version now: nothing was sampled. Look again."""
 
 
 class ToolError(CrayError, RuntimeError):

@@ -29,6 +29,7 @@ from cray_agents.errors import (
     Overtaken,
     PoolBusy,
     SwapError,
+    VersionClosed,
 )
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
@@ -98,6 +99,7 @@ Wanted = str | Callable[[], str]  # name@N, or a function that is called again a
 SwapMode = Literal["drain", "keep"]  # drain: requests in flight end before weights change
 
 _RETRY = 0.2  # seconds to wait for news of a replica's death before a request is sent again
+_LOOK_AGAIN = 0.02  # seconds until a replica is picked anew, where one had changed its version
 _DEATHS = 2  # of engines, with the same request in flight
 
 
@@ -395,7 +397,7 @@ class Pool:
         suspicion = _DeathSuspicion(self._suspects)
         try:
             while True:
-                sent, exchange.samples = False, []
+                sent, closed, exchange.samples = False, False, []
                 await suspicion.wait()
                 async with self._admit(version, deadline) as (slot, exchange.version):
                     losses, alone = slot.losses, slot.in_flight == 1
@@ -406,13 +408,19 @@ class Pool:
                                 sent = True
                                 yield piece
                         return
+                    except VersionClosed:  # it changed its version since it was picked
+                        if self._now() > deadline:
+                            raise
+                        closed = True
                     except EngineUnavailable as error:
                         if error.status >= 500:  # the server lives, and reports a dead engine
                             slot.fail(losses, "its engine died")
                         if sent or self._now() > deadline:
                             raise
                         alone = alone and slot.in_flight == 1
-                if await slot.wait_for_loss(losses, _RETRY):
+                if closed:
+                    await asyncio.sleep(_LOOK_AGAIN)
+                elif await slot.wait_for_loss(losses, _RETRY):
                     suspicion.add(alone, slot.why_lost)
         finally:
             suspicion.end()

@@ -50,6 +50,7 @@ State = Literal[
 ]
 
 _STARTS = 3  # tries of a first start
+_OTHERS_LOOK = 0.02  # seconds between two looks if other gateways' requests have ended
 _OFFER_CHECK = 0.5  # seconds between two looks if the job of received weights lives
 _LONGEST_UNPROVEN = 3600.0  # seconds for a job to publish what was received
 _LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
@@ -80,6 +81,7 @@ class ReplicaSlot:
         self._engine_host = engine_host
         self._probe_limits = probe_limits
         self._drain_timeout = drain_timeout
+        self._others = 0  # requests in flight of other gateways, when it was last asked
         self._notifier = notifier
         self.requests = InFlightRequests(notifier)
         self._received = ""  # the job of the weights that it holds while unproven
@@ -382,7 +384,8 @@ class ReplicaSlot:
     async def shut_down(self) -> None:
         """End the process and clear the slot, unless requests are in flight."""
         async with self._changing:
-            if self.in_flight:
+            if self.in_flight or (self.loaded is not None and await self._refuse()):
+                await self._serve_on(self.state)
                 return
             self._set_state("down")
             self._adapters.clear()
@@ -562,6 +565,7 @@ class ReplicaSlot:
             if self._engine_host is host and self.state == "serving":
                 self._error = "its place is about to be taken away"
                 self._set_state("leaving")
+                await self._refuse()
 
     def _move_to(self, successor: EngineHost, adapters: Adapters) -> None:
         """Let a successor take the host's part."""
@@ -656,7 +660,7 @@ class ReplicaSlot:
         for attempt in tries:
             if stuck and attempt == reload:
                 continue
-            if attempt == start and self.in_flight and old is not None and not stuck:
+            if attempt == start and self._answering and old is not None and not stuck:
                 await self._drain_under_old(old, new)
             try:
                 return self._accept(new, await attempt(new))
@@ -679,7 +683,7 @@ class ReplicaSlot:
         try:
             report = await self._reload(old)
         except (CrayError, OSError) as error:
-            log.error("%d requests are lost with %s: %s", self.in_flight, old.version, error)
+            log.error("%d requests are lost with %s: %s", self._answering, old.version, error)
             return
         self._accept(old, report)
         self._set_state("swapping")
@@ -731,7 +735,8 @@ class ReplicaSlot:
 
     async def _reload(self, new: LoadedVersion) -> ProbeReport:
         """Load new weights in place of the old ones, and prove them."""
-        keep = self.in_flight > 0
+        await self._refuse()
+        keep = self._answering > 0
         await self._adapters.unload()
         seconds = await self._engine_host.engine.load(new.checkpoint, new.version, keep=keep)
         report = await self._prove_and_resume(new, seconds)
@@ -756,6 +761,7 @@ class ReplicaSlot:
         report = await prove(engine, new.version, list(new.probe), limits, before)
         started = time.monotonic()
         await engine.resume()
+        await engine.admit(new.version)
         seconds = seconds | report.seconds | {"resume": time.monotonic() - started}
         return report.model_copy(update={"seconds": seconds})
 
@@ -775,19 +781,25 @@ class ReplicaSlot:
     ) -> None:
         """Wait for the requests in flight to end, except those that `kept_version` answers.
 
-        Raises PoolBusy, with the slot in its state from `before`.
+        From now on the engine begins no others, from whichever gateway. Raises PoolBusy, with the
+        slot in its state from `before`.
         """
         try:
-            await self._notifier.wait_until(
-                lambda: self._is_drained(new, kept_version), self._drain_timeout
-            )
+            async with asyncio.timeout(self._drain_timeout):
+                await self._refuse()
+                await self._notifier.wait_until(
+                    lambda: self._is_drained(new, kept_version), self._drain_timeout
+                )
+                while await self._refuse(kept_version):
+                    self._notifier.abort_if_rollback_waits(new.version)
+                    await asyncio.sleep(_OTHERS_LOOK)
         except Overtaken:
-            self._set_state(before)
+            await self._serve_on(before)
             raise
         except TimeoutError:
-            self._set_state(before)
+            await self._serve_on(before)
             raise PoolBusy(
-                f"{self.in_flight} requests were still running after "
+                f"{self._answering} requests were still running after "
                 f"{self._drain_timeout:g} s; "
                 f"{failing or new.version + ' was not loaded'}"
             ) from None
@@ -798,6 +810,31 @@ class ReplicaSlot:
         if not drained:
             self._notifier.abort_if_rollback_waits(new.version)
         return drained
+
+    @property
+    def _answering(self) -> int:
+        """Requests that the engine answers, of all gateways, as far as they are known here."""
+        return max(self.in_flight, self._others)
+
+    async def _refuse(self, kept_version: str | None = None) -> int:
+        """Let the engine begin no more answers; return how many `kept_version` does not give."""
+        try:
+            under_way = await self._engine_host.engine.refuse()
+        except EngineError:  # it is gone, or answers nobody
+            under_way = {}
+        self._others = sum(under_way.values())
+        return self._others - under_way.get(kept_version or "", 0)
+
+    async def _serve_on(self, state: State) -> None:
+        """Take a state from before a change that did not come about."""
+        if state == "serving" and self.loaded is not None:
+            try:
+                for version in (self.loaded.version, *self._adapters.versions):
+                    await self._engine_host.engine.admit(version)
+            except EngineError as error:
+                self._mark_lost(f"it does not serve on: {error}")
+                return
+        self._set_state(state)
 
     def _set_state(self, state: State) -> None:
         self.state = state

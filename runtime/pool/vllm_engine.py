@@ -9,6 +9,7 @@ distribution sampled from, since vllm_replica.py starts vLLM with `processed_log
 import asyncio
 import copy
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -32,6 +33,7 @@ from cray_agents.runtime.pool.weight_transfer import (
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import changes_from
 from cray_agents.runtime.registry.weight_offers import WeightOffer, find_offers
+from cray_agents.runtime.vllm_plugins.lock import EXPECT, GUARD
 
 # these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
 CAPTURE = "x-cray-capture"
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 
 _ERROR = b'data: {"error"'
 _ABORT_TIMEOUT = 5.0  # seconds
+_OTHERS_END, _OTHERS_LOOK = 30.0, 0.1  # seconds for other gateways' requests; between two looks
+_GUARD_TIMEOUT = 10.0  # seconds; the server's own process answers, whatever the engine does
 _NO_SUCH_ROUTE = (404, 405, 501)  # statuses of a route that vLLM lacks for its model
 
 
@@ -84,11 +88,6 @@ class VllmEngine:
     def url(self) -> str:
         """The server's URL."""
         return self._http.url
-
-    @property
-    def busy(self) -> bool:
-        """True while a request is under way."""
-        return self._http.active > 0
 
     def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Answer a request: see `Engine.answer`. Its path is the route on the server."""
@@ -131,7 +130,7 @@ class VllmEngine:
             raise EngineUnavailable(f"{self.url}: the stream ended before its end")
 
     def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {"X-Request-Id": exchange.id}
+        headers = {"X-Request-Id": exchange.id, EXPECT: exchange.version}
         if exchange.capture:
             headers[CAPTURE] = exchange.id
         request = {**exchange.request, "model": self.model}
@@ -178,9 +177,14 @@ class VllmEngine:
     async def take_over(self, checkpoint: Path, version: str) -> None:
         """Name the weights that an earlier platform loaded; answer `score` alone until `resume`.
 
-        Requests of that platform are aborted, and its adapters unloaded.
+        Its adapters are unloaded. Requests of gateways that outlive that platform end first, or go
+        on under the same weights if they take long.
         """
-        await self._control("/pause?mode=abort&clear_cache=true")
+        until = time.monotonic() + _OTHERS_END
+        while (under_way := await self.refuse()) and time.monotonic() < until:
+            await asyncio.sleep(_OTHERS_LOOK)
+        mode = "keep" if under_way else "abort"
+        await self._control(f"/pause?mode={mode}&clear_cache=true")
         await self._reset_prefix_cache()
         async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
             models = orjson.loads(await response.read())["data"]
@@ -290,6 +294,24 @@ class VllmEngine:
         """Answer requests again: see `Engine.resume`."""
         self._fetched = ("", False)
         await self._control("/resume")
+
+    async def admit(self, version: str) -> None:
+        """Answer requests that expect a version: see `Engine.admit`, and vllm_plugins/lock.py."""
+        await self._order({"admit": version})
+
+    async def refuse(self, version: str = "") -> dict[str, int]:
+        """Begin no more answers with a version: see `Engine.refuse`."""
+        in_flight: dict[str, int] = (await self._order({"refuse": version})).get("in_flight", {})
+        return in_flight
+
+    async def requests_so_far(self) -> int:
+        """Return how many requests the server has begun to answer, of all gateways."""
+        return int((await self._order({})).get("total", 0))
+
+    async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
+        async with self._http.answer("POST", GUARD, order, _GUARD_TIMEOUT) as response:
+            answer: dict[str, Any] = orjson.loads(await response.read())
+            return answer
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back: see `Engine.sleep`. vLLM for CPUs gives nothing back."""

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, VersionClosed
+from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
 
 _INVALID = re.compile(  # one of pydantic's errors, as vLLM prints them
     r"""'loc': '(?:body\.?)?([^']*)', 'msg': (?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")"""
@@ -36,7 +36,6 @@ class Http:
     def __init__(self, url: str, secret: str, timeout: float) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self.active = 0  # requests under way
         self._secret = secret
         self._session: aiohttp.ClientSession | None = None
 
@@ -72,7 +71,6 @@ class Http:
         headers = {"Content-Type": "application/json", **(headers or {})}
         if once:
             headers["Connection"] = "close"
-        self.active += 1
         try:
             async with self._session.request(
                 method, self.url + path, data=content, headers=headers, timeout=limit
@@ -90,8 +88,6 @@ class Http:
             raise EngineUnavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
         except asyncio.IncompleteReadError as error:
             raise EngineUnavailable(f"{self.url}{path}: the answer broke off") from error
-        finally:
-            self.active -= 1
 
 
 def to_engine_error(
@@ -111,6 +107,8 @@ def to_engine_error(
     error = content.get("error", content.get("detail")) if isinstance(content, dict) else content
     if not isinstance(error, dict):
         error = {"message": str(error or f"status {status}")}
+    if status == 409 and error.get("type") == CLOSED:
+        return VersionClosed(str(error["message"]))
     message, blamed = _simplify(str(error.get("message") or f"status {status}"))
     status = status or int(error.get("code") or 500)
     dead = "EngineDead" in str(error.get("type")) + message or "EngineCore" in message

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
+from cray_agents.runtime.vllm_plugins.lock import EXPECT, GUARD, HEADER, VARIABLE, Guard, refusal_of
 
 # as in runtime/pool/vllm_engine.py, which imports half a second of numpy and more
 BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
@@ -34,12 +34,25 @@ class ScriptedServer:
         self.label = ""
         self.proven = asyncio.Event()
         self.secret = os.environ[VARIABLE]
+        self.guard = Guard()
 
     async def answer(self, request: web.Request) -> web.Response:
         if request.headers.get(HEADER) != self.secret:
             return web.json_response({"error": {"message": "not yours"}}, status=403)
         body: dict[str, Any] = await request.json() if request.can_read_body else {}
+        if (expected := request.headers.get(EXPECT)) is None:
+            return await self.route(request, body)
+        if not self.guard.enter(expected):
+            return web.json_response(refusal_of(expected), status=409)
+        try:
+            return await self.route(request, body)
+        finally:
+            self.guard.leave(expected)
+
+    async def route(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         match request.path:
+            case path if path == GUARD:
+                return web.json_response(self.guard.follow(body))
             case "/v1/models":
                 return web.json_response({"data": [{"id": self.names[0], "root": self.root}]})
             case "/collective_rpc":
