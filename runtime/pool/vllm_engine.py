@@ -130,7 +130,9 @@ class VllmEngine:
             raise EngineUnavailable(f"{self.url}: the stream ended before its end")
 
     def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {"X-Request-Id": exchange.id, EXPECT: exchange.version}
+        headers = {"X-Request-Id": exchange.id}
+        if exchange.version:
+            headers[EXPECT] = exchange.version
         if exchange.capture:
             headers[CAPTURE] = exchange.id
         request = {**exchange.request, "model": self.model}
@@ -303,10 +305,6 @@ class VllmEngine:
         """Begin no more answers with a version: see `Engine.refuse`."""
         in_flight: dict[str, int] = (await self._order({"refuse": version})).get("in_flight", {})
         return in_flight
-
-    async def requests_so_far(self) -> int:
-        """Return how many requests the server has begun to answer, of all gateways."""
-        return int((await self._order({})).get("total", 0))
 
     async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
         async with self._http.answer("POST", GUARD, order, _GUARD_TIMEOUT) as response:

@@ -35,10 +35,9 @@ class Guard:
     def __init__(self) -> None:
         self.admitted: set[str] = set()
         self.in_flight: Counter[str] = Counter()
-        self.total = 0  # requests admitted so far
 
     def follow(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Carry an order out, and return the requests in flight by version, and `total`.
+        """Carry an order out, and return the requests in flight by version.
 
         `admit`: a version to answer with. `refuse`: one to answer with no more, "" for all.
         """
@@ -47,14 +46,13 @@ class Guard:
         if "refuse" in order:
             version = str(order["refuse"])
             self.admitted -= {version} if version else set(self.admitted)
-        return {"in_flight": dict(+self.in_flight), "total": self.total}
+        return {"in_flight": dict(self.in_flight)}
 
     def enter(self, version: str) -> bool:
         """Count a request that expects this version; return False if it is not admitted."""
         if version not in self.admitted:
             return False
         self.in_flight[version] += 1
-        self.total += 1
         return True
 
     def leave(self, version: str) -> None:
