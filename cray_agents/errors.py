@@ -14,6 +14,7 @@ Each is also an error of the standard library.
     │   └── EngineUnavailable (ConnectionError)  ... or not at all
     │       ├── NotLoaded                    ... because no replica has the version
     │       └── VersionClosed                ... because this one has another version now
+    ├── NoController (ConnectionError)   nobody decides for this root at the moment
     ├── ToolError (RuntimeError)         a tool failed; the model gets it, the run goes on
     ├── SubagentError (RuntimeError)     the infrastructure failed a sub-agent's run
     ├── HookError (RuntimeError)         a hook, an environment or an instructions function failed
@@ -137,6 +138,12 @@ class NotLoaded(EngineUnavailable):
 
 class VersionClosed(EngineUnavailable):
     """A replica does not answer with the expected version now: nothing was sampled. Look again."""
+
+
+class NoController(CrayError, ConnectionError):
+    """The process that decides for this shared root does not answer. Come again soon."""
+
+    code = "no_controller"
 
 
 class ToolError(CrayError, RuntimeError):

@@ -31,6 +31,7 @@
       tinker/samplers/<id>.json        the version that a script samples from
       exports/<id>/                    an export over HTTP, until it is sent
       replicas/<n>/<attempt>/          a replica as a Slurm job: spec.json, secret, lease.json, logs
+      replicas/serving.json            the replicas for further gateways: addresses, versions, secrets
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
       excluded_nodes/<node>.json       a node that failed, left out by jobs until a time is over
       slurm/                           the private cluster of a laptop
@@ -143,6 +144,10 @@ class Home:
     @property
     def replicas(self) -> Path:
         return self.root / "replicas"
+
+    @property
+    def serving(self) -> Path:
+        return self.replicas / "serving.json"
 
     @property
     def keys(self) -> Path:

@@ -14,6 +14,7 @@ from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.garbage import Sweeper
 from cray_agents.runtime.files.uploads import Uploads
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
+from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.auth import Mode
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
@@ -40,6 +41,8 @@ class Services:
     parts. body_timeout: seconds that a request's body may stand still. model_roots: the folders
     whose directories keys of the role `train` may name. api_keys: see Access in http/auth.py.
     delta_checkpoints: the `changes_only` of jobs that leave it out.
+    shares: of this gateway and further ones in the engines' capacity. several_gateways: further
+    ones record to the same store.
     token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
     joining: taken while an upload's parts are put together. exports: the processes under way.
     """
@@ -63,6 +66,8 @@ class Services:
     reward_limit: float = REWARD_LIMIT
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
+    shares: GatewayShares = field(default_factory=GatewayShares)
+    several_gateways: bool = False
     joining: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(JOINS))
     exports: set[Process] = field(default_factory=set)
     run_owners: RunOwners = field(init=False)
@@ -80,7 +85,7 @@ class Services:
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
         self.run_owners = RunOwners(self.store)
-        self.idempotency_keys = IdempotencyKeys(self.store)
+        self.idempotency_keys = IdempotencyKeys(self.store, shared=self.several_gateways)
         self.files = Files(self.home)
         self.uploads = Uploads(self.files)
         self.sweeper = Sweeper(self.files, self.uploads)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from cray_agents.errors import (
     CrayError,
@@ -30,24 +30,11 @@ from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
 from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
 from cray_agents.runtime.pool.lora_adapters import Adapters
 from cray_agents.runtime.pool.phase_seconds import timed
+from cray_agents.runtime.pool.published_replicas import PublishedReplica, State
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.weight_transfer import STUCK
 
 log = logging.getLogger(__name__)
-
-# down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
-# job trains on its GPU; unproven: it holds the weights of a job that has not published them;
-# waiting: Slurm has no place for it yet; leaving: Slurm takes its place away
-State = Literal[
-    "starting",
-    "serving",
-    "swapping",
-    "down",
-    "out",
-    "sleeping",
-    "unproven",
-    "waiting",
-    "leaving",
-]
 
 _STARTS = 3  # tries of a first start
 _OTHERS_LOOK = 0.02  # seconds between two looks if other gateways' requests have ended
@@ -122,6 +109,11 @@ class ReplicaSlot:
             return []
         return [self.loaded.version, *self._adapters.versions]
 
+    @property
+    def contents(self) -> str:
+        """What it holds and its state, for an error message."""
+        return f"{' and '.join(self.loaded.versions) if self.loaded else 'nothing'} ({self.state})"
+
     def engine(self, version: str) -> Engine:
         """Return the engine that answers with a version. Raises EngineUnavailable."""
         engine = self._engine_host.engine
@@ -130,6 +122,24 @@ class ReplicaSlot:
         if (adapter := self._adapters.get(version)) is None:
             raise EngineUnavailable(f"{version} is not held any more")
         return adapter.engine
+
+    def published(self) -> PublishedReplica:
+        """Return what other gateways need to know. An engine without an address has no versions."""
+        names, url, secret = {}, "", ""
+        for version in self.versions:
+            engine = self.engine(version)
+            if isinstance(engine, VllmEngine):
+                url, secret = engine.url, engine.secret
+                names[version] = engine.model
+        return PublishedReplica(
+            url=url,
+            secret=secret,
+            names=names,
+            expected=self.loaded.versions if self.loaded is not None else [],
+            state=self.state,
+            losses=self.losses,
+            why_lost=self.why_lost,
+        )
 
     def select_version(self, version: str) -> ProbeReport | None:
         """Report a version as this slot's `version`; return its proof, or None if not served."""

@@ -458,7 +458,7 @@ class SlurmReplica:
     async def release(self, *, drain: bool = False) -> None:
         """End the job: see `EngineHost.release`."""
         with suppress(EngineError):  # an engine that is gone answers nobody
-            while drain and self._engine is not None and await self._engine.refuse():
+            while drain and self._engine and await self._engine.refuse():  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK)
         await self._close_engine()
         supervisor, self._supervisor = self._supervisor, None

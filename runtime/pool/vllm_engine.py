@@ -89,6 +89,22 @@ class VllmEngine:
         """The server's URL."""
         return self._http.url
 
+    @property
+    def secret(self) -> str:
+        """The value that the server requires in a header."""
+        return self._http.secret
+
+    @property
+    def busy(self) -> bool:
+        """True while a request of this process is under way."""
+        return self._http.active > 0
+
+    def called(self, model: str) -> "VllmEngine":
+        """Return the engine of the same server that calls its model by this name."""
+        other = copy.copy(self)
+        other.model = model
+        return other
+
     def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Answer a request: see `Engine.answer`. Its path is the route on the server."""
         return self._answer_stream(exchange) if exchange.streams else self._answer_whole(exchange)
@@ -183,7 +199,7 @@ class VllmEngine:
         on under the same weights if they take long.
         """
         until = time.monotonic() + _OTHERS_END
-        while (under_way := await self.refuse()) and time.monotonic() < until:
+        while (under_way := await self.refuse()) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_OTHERS_LOOK)
         mode = "keep" if under_way else "abort"
         await self._control(f"/pause?mode={mode}&clear_cache=true")
@@ -382,9 +398,7 @@ class VllmEngine:
         """
         body = {"lora_name": name, "lora_path": str(adapter)}
         await self._control("/v1/load_lora_adapter", body)
-        adapted = copy.copy(self)
-        adapted.model = name
-        return adapted
+        return self.called(name)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter that has no request in flight."""

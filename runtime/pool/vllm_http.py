@@ -36,7 +36,8 @@ class Http:
     def __init__(self, url: str, secret: str, timeout: float) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._secret = secret
+        self.active = 0  # requests under way
+        self.secret = secret
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -64,13 +65,14 @@ class Http:
         """
         if self._session is None:  # made late because it belongs to the running loop
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE)
-            always = {HEADER: self._secret}
+            always = {HEADER: self.secret}
             self._session = aiohttp.ClientSession(connector=connector, headers=always)
         limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self.timeout)
         content = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json", **(headers or {})}
         if once:
             headers["Connection"] = "close"
+        self.active += 1
         try:
             async with self._session.request(
                 method, self.url + path, data=content, headers=headers, timeout=limit
@@ -88,6 +90,8 @@ class Http:
             raise EngineUnavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
         except asyncio.IncompleteReadError as error:
             raise EngineUnavailable(f"{self.url}{path}: the answer broke off") from error
+        finally:
+            self.active -= 1
 
 
 def to_engine_error(

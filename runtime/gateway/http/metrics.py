@@ -13,7 +13,7 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.pool.replica_slot import State
+from cray_agents.runtime.pool.published_replicas import State
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 SWAP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
