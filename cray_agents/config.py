@@ -246,6 +246,13 @@ class Config(BaseModel):
     )
     host: str = Field("127.0.0.1", description="address that the gateway listens on")
     port: int = Field(8000, ge=0, lt=65536, description="0 picks a free one")
+    gateways: int = Field(
+        1,
+        gt=0,
+        le=64,
+        description="gateway processes of the platform, which share its port: the platform's own, "
+        "and further ones that answer calls of models",
+    )
     scheduler: Literal["auto", "slurm", "local"] = Field(
         "auto", description="auto: a Slurm that answers, else a private one, else local processes"
     )

@@ -31,7 +31,7 @@
       tinker/samplers/<id>.json        the version that a script samples from
       exports/<id>/                    an export over HTTP, until it is sent
       replicas/<n>/<attempt>/          a replica as a Slurm job: spec.json, secret, lease.json, logs
-      replicas/serving.json            the replicas for further gateways: addresses, versions, secrets
+      replicas/serving.json            addresses, versions and secrets, for further gateways
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
       excluded_nodes/<node>.json       a node that failed, left out by jobs until a time is over
       slurm/                           the private cluster of a laptop

@@ -41,10 +41,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ControllerClaim:
-    """The address of the controller, for this host, and its key."""
+    """The address of the controller, for this host, its key, and whether it is on this host."""
 
     url: str
     token: str
+    here: bool
 
 
 def read_claim(home: Home) -> ControllerClaim | None:
@@ -58,7 +59,7 @@ def read_claim(home: Home) -> ControllerClaim | None:
         return None
     here = info["host"] == socket.gethostname()
     url = info.get("control") or info["url"] if here else info["elsewhere"] or ""
-    return ControllerClaim(str(url), str(info["token"]))
+    return ControllerClaim(str(url), str(info["token"]), here)
 
 
 class ControllerLink:
@@ -73,6 +74,11 @@ class ControllerLink:
     def token(self) -> str:
         """The controller's key, as last read; "" without one."""
         return "" if self._claim is None else self._claim.token
+
+    @property
+    def is_here(self) -> bool:
+        """True if the controller is on this host."""
+        return self._claim is not None and self._claim.here
 
     async def follow(self) -> None:
         """Read the claim again and again, until cancelled."""

@@ -12,6 +12,7 @@ runtime/pool/published_replicas.py.
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
@@ -61,11 +62,13 @@ class ControllerReports:
     """What the controller is told of this gateway, and the share that it gives.
 
     demand: returns the requests inside and waiting. share: of the capacity of all engines.
+    answered: when the controller last answered, in monotonic seconds.
     """
 
     def __init__(self, name: str, link: ControllerLink) -> None:
         self.demand: Callable[[], int] = lambda: 0
         self.share = 0.5
+        self.answered = time.monotonic()
         self._name = name
         self._link = link
         self._outcomes, self._rewarded, self._failures = (
@@ -102,7 +105,7 @@ class ControllerReports:
             for kind, notes in kinds.items():
                 notes.extendleft(reversed(told[kind]))
             raise
-        self.share = float(answer["share"])
+        self.share, self.answered = float(answer["share"]), time.monotonic()
 
     async def keep_sending(self) -> None:
         """Send reports, until cancelled."""

@@ -41,6 +41,7 @@ State = Literal[
 ]
 
 LOOK = 0.25  # seconds between two looks at the file
+_GATHER = 0.05  # seconds between two writes, at least
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ async def publish(pool: Published, path: Path) -> None:
                 last = content
             except OSError as error:
                 log.warning("other gateways do not hear of the replicas: %s", error)
+        await asyncio.sleep(_GATHER)
         with suppress(TimeoutError):  # a swap begins without a notice
             await asyncio.wait_for(pool.wait_for_change(), LOOK)
 

@@ -6,7 +6,7 @@ replica refuses a request whose version it does not serve any more (vllm_plugins
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
@@ -145,11 +145,12 @@ class RequestRouting:
         """
         deadline = _now() + self._wait_timeout
         suspicion = _DeathSuspicion(self._suspects, others=self.others)
+        refused: set[RoutedReplica] = set()  # by these, which are said to serve the version
         try:
             while True:
                 sent, closed, exchange.samples = False, False, []
                 await suspicion.wait()
-                async with self._admit(version, deadline) as (slot, exchange.version):
+                async with self._admit(version, deadline, refused) as (slot, exchange.version):
                     losses, alone = slot.losses, slot.in_flight == 1
                     try:
                         answer = slot.engine(exchange.version).answer(exchange)
@@ -162,6 +163,7 @@ class RequestRouting:
                         if _now() > deadline:
                             raise
                         closed = True
+                        refused.add(slot)
                     except EngineUnavailable as error:
                         if error.status >= 500:  # the server lives, and reports a dead engine
                             slot.fail(losses, "its engine died")
@@ -177,26 +179,29 @@ class RequestRouting:
 
     @asynccontextmanager
     async def _admit(
-        self, version: Wanted, deadline: float
+        self, version: Wanted, deadline: float, last: Collection[RoutedReplica]
     ) -> AsyncIterator[tuple[RoutedReplica, str]]:
-        slot, name = await self._pick(version, deadline)
+        slot, name = await self._pick(version, deadline, last)
         with slot.requests.track(name):
             yield slot, name
 
-    async def _pick(self, version: Wanted, deadline: float) -> tuple[RoutedReplica, str]:
+    async def _pick(
+        self, version: Wanted, deadline: float, last: Collection[RoutedReplica]
+    ) -> tuple[RoutedReplica, str]:
         """Return the least busy slot that serves the version, and the version's `name@N`.
 
+        Those in `last` are taken only if no other fits.
         There is no await between choice and return, so the slot still serves it.
         """
         while True:
             wanted = version if isinstance(version, str) else version()
             fit = [
-                (slot.in_flight, index)
+                (slot in last, slot.in_flight, index)
                 for index, slot in enumerate(self._replicas)
                 if wanted in slot.versions
             ]
             if fit:
-                return self._replicas[min(fit)[1]], wanted
+                return self._replicas[min(fit)[2]], wanted
             self._recall(wanted)
             try:
                 async with asyncio.timeout_at(deadline):

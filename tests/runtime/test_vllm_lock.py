@@ -103,7 +103,7 @@ async def test_only_admitted_versions_are_answered_and_counted_to_their_end(
         asyncio.create_task(server.ask("/v1/chat/completions", expect=version))
         for version in ("m@1", "m@2", "m@2")
     ]
-    while sum((await server.order()).values()) < 3:
+    while sum((await server.order()).values()) < 3:  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert await server.order(refuse="m@2") == {"m@1": 1, "m@2": 2}
     await refusal("m@2")

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import importlib.metadata
+import math
 import os
 import signal
 import socket
@@ -25,10 +26,12 @@ import uvloop
 
 from cray_agents.cli.platform.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
+from cray_agents.cli.platform.gateway_processes import keep_gateways
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.permissions import keep_private
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.root_claim import address, claim, give_back, listen
+from cray_agents.cli.platform.shared_port import listen_together
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError, SetupError, StoreError
@@ -37,8 +40,10 @@ from cray_agents.ports import Command
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
 from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import is_loopback
+from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
@@ -82,8 +87,9 @@ def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount)
     make_root(config)
     check_access(config)
     resources_of(config)  # raises on a wrong configuration before anything starts
-    with listen(config.host, config.port) as listener, contextlib.ExitStack() as ending:
-        token = claim(home, listener, name)
+    with contextlib.ExitStack() as ending:
+        listener, control = open_ports(config, ending)
+        token = claim(home, listener, name, control and address(control))
         ending.callback(give_back, home, token)
         delete_leftovers(home)
         registry = Registry(home)
@@ -119,7 +125,17 @@ def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount)
             jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler)
             pool = make_pool(config, version.name, replicas.here, placement, jobs)
             uvloop.run(
-                run(config, registry, trainer, platform, version, pool, listener, token, training)
+                run(
+                    config,
+                    registry,
+                    trainer,
+                    platform,
+                    version,
+                    pool,
+                    [listener, *([control] if control else [])],
+                    token,
+                    training,
+                )
             )
 
 
@@ -130,18 +146,21 @@ async def run(
     platform: dict[str, Any],
     version: ModelVersion,
     pool: Pool,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     token: str,
     training: TrainingSide | None = None,
 ) -> None:
     """Run the replicas and the gateway in the event loop until the platform ends.
 
+    `listeners`: the gateway's own socket, and further gateways' to the controller, if there are.
     `training`: the jobs that use the replicas' GPUs by turns.
     """
+    listener = listeners[0]
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
     home = config.root
     store = await open_store(config)
+    shares = GatewayShares()
     services = Services(
         home=home,
         store=store,
@@ -157,7 +176,9 @@ async def run(
         api_keys=config.api_keys if is_loopback(config.host) else "required",
         token=token,
         reward_limit=config.reward_limit,
-        admission=make_admission(config, pool, registry),
+        admission=make_admission(config, pool, registry, shares),
+        shares=shares,
+        metrics=Metrics(f"{socket.gethostname()}:{os.getpid()}" if config.gateways > 1 else ""),
     )
     settings_http = uvicorn.Config(
         create_app(services),
@@ -169,15 +190,19 @@ async def run(
         timeout_keep_alive=config.idle_timeout,
     )
     server = Gateway(settings_http)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=list(listeners)))
     starting = asyncio.create_task(start_pool(pool, home, version))
     log = home.logs / "batch-worker.log"
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=token))
     upkeep = asyncio.create_task(keep_up(store))
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
     background = [batches, upkeep, jobs]
+    if config.gateways > 1:
+        services.note_other_gateways()
+        port = listener.getsockname()[1]
+        background.append(asyncio.create_task(keep_gateways(config, port, config.gateways - 1)))
     if training is not None:
-        is_asked = partial(asks_for_replicas, pool, services.admission)
+        is_asked = partial(asks_for_replicas, pool, services.admission, shares)
         background.append(asyncio.create_task(take_turns(pool, training, is_asked, report=say)))
     await services.fine_tuning.start()
     try:
@@ -332,25 +357,46 @@ def check_serving(
         check_weights_fit(version.id, size, len(placement.replicas[0]), resources.gpus.gib)
 
 
-def asks_for_replicas(pool: Pool, admission: Admission) -> bool:
+def asks_for_replicas(pool: Pool, admission: Admission, shares: GatewayShares) -> bool:
     """Tell whether requests are under way or wait, or whether versions are being changed."""
-    counts = (admission.inside(batch) + admission.waiting(batch) for batch in (False, True))
-    return any(counts) or pool.swapping
+    return admission.demand > 0 or shares.demand > 0 or pool.swapping
 
 
-def make_admission(config: Config, pool: Pool, registry: Registry) -> Admission:
+def make_admission(
+    config: Config, pool: Pool, registry: Registry, shares: GatewayShares
+) -> Admission:
     """Make the admission control; it admits a few more calls than vLLM runs at once.
 
-    So vLLM always has a next call.
+    So vLLM always has a next call. With further gateways it admits its own share of them.
     """
     each = config.max_num_seqs + config.max_num_seqs // 8
-    return Admission(
-        lambda: pool.serving * each,
-        config.max_queue,
+
+    def share_of(number: int) -> int:
+        return math.ceil(number * shares.own(admission.demand))
+
+    admission = Admission(
+        lambda: share_of(pool.serving * each),
+        lambda: share_of(config.max_queue),
         serves=lambda model: pool.serves(registry.resolve(model).id),
         swapping=lambda: pool.swapping,
         outage=config.swap_timeout,
     )
+    return admission
+
+
+def open_ports(
+    config: Config, ending: contextlib.ExitStack
+) -> tuple[socket.socket, socket.socket | None]:
+    """Return the gateway's listening socket, and that for further gateways of this host.
+
+    Raises SetupError.
+    """
+    if config.gateways == 1:
+        return ending.enter_context(listen(config.host, config.port)), None
+    listener, seat = listen_together(config.root, config.host, config.port)
+    ending.enter_context(listener)
+    ending.enter_context(seat)
+    return listener, ending.enter_context(listen("127.0.0.1", 0))
 
 
 class Gateway(uvicorn.Server):

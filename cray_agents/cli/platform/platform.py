@@ -31,6 +31,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(up)
     app.command()(down)
     app.command()(status)
+    app.command()(gateway)
 
 
 def up(
@@ -52,6 +53,10 @@ def up(
             help="vLLM servers behind the gateway: N on this host, slurm:N as Slurm jobs, or 0."
         ),
     ] = "1",
+    gateways: Annotated[
+        int | None,
+        typer.Option(help="Gateway processes that share the port \\[default: 1]."),
+    ] = None,
     detach: Annotated[
         bool, typer.Option(help="Return when it is ready; end it with down.")
     ] = False,
@@ -61,7 +66,7 @@ def up(
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run the platform: gateway, vLLM, store, scheduler and trainer. Ctrl-C ends it."""
-    flags = {"home": home, "port": port, "scheduler": scheduler}
+    flags = {"home": home, "port": port, "scheduler": scheduler, "gateways": gateways}
     config = load_config(flags)
     name = name or _only_name(config.root, model)
     count = ReplicaCount.parse(replicas)
@@ -100,6 +105,20 @@ def down(home: HomeOption = None) -> None:
         return
     stop(info["pid"])
     console.print(f"ended the platform on {root.root} (pid {info['pid']})")
+
+
+def gateway(
+    home: HomeOption = None,
+    host: Annotated[
+        str | None, typer.Option(help="The address it listens on \\[default: 127.0.0.1].")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="0 picks a free one \\[default: 8000].")] = None,
+    of: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run one more gateway on a root whose platform runs, as on another host. Ctrl-C ends it."""
+    from cray_agents.cli.platform.further_process import serve_further
+
+    serve_further(load_config({"home": home, "host": host, "port": port}), of)
 
 
 def status(home: HomeOption = None, as_json: JsonOption = False) -> None:

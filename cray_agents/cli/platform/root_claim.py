@@ -22,10 +22,15 @@ from cray_agents.runtime.scheduler.supervised import boot_id
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address -> this host's own address
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises SetupError if the port is taken."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a listening socket. Raises SetupError if the port is taken.
+
+    With `shared`, other processes of this user may listen on the port too: see shared_port.py.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -56,14 +61,16 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def claim(home: Home, listener: socket.socket, name: str) -> str:
+def claim(home: Home, listener: socket.socket, name: str, control: str | None = None) -> str:
     """Write the platform's claim into the root. Raises SetupError if the root has a platform.
+
+    `control`: its URL for further gateways of this host, where they share the listener's port.
 
     Returns the platform's own key. Only its user can read the file, so the commands of this user
     need no other key.
     """
     with _lock_claims(home):
-        return _claim(home, listener, name)
+        return _claim(home, listener, name, control)
 
 
 @contextmanager
@@ -87,7 +94,7 @@ def _claimed_error(home: Home) -> SetupError:
     return SetupError(f"another platform was just started on {home.root}: use it")
 
 
-def _claim(home: Home, listener: socket.socket, name: str) -> str:
+def _claim(home: Home, listener: socket.socket, name: str, control: str | None) -> str:
     other = owner(home)
     if other is not None:
         place = f"pid {other['pid']}" if other["pid"] else f"host {other['host']}"
@@ -104,6 +111,7 @@ def _claim(home: Home, listener: socket.socket, name: str) -> str:
     info = {
         "url": address(listener),
         "elsewhere": address_elsewhere(listener),
+        "control": control,
         "host": socket.gethostname(),
         "boot": boot_id(),
         "pid": os.getpid(),

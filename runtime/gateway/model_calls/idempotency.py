@@ -97,7 +97,7 @@ class IdempotencyKeys:
 
     def __init__(self, store: Store, *, shared: bool = False) -> None:
         self._store = store
-        self._shared = shared
+        self.shared = shared
         self._running: dict[str, InFlightKey] = {}
 
     async def enter(self, prefix: str, name: str, request: str) -> "ReplayedAnswer | InFlightKey":
@@ -110,7 +110,7 @@ class IdempotencyKeys:
             await running.ended.wait()
         in_flight = self._running[call_id] = InFlightKey(self._running, call_id, name)
         try:
-            if self._shared:
+            if self.shared:
                 in_flight.lock = await _lock_on_host(self._store.identity, call_id)
                 await asyncio.to_thread(self._store.refresh)  # others may have recorded it
             record = await self._read_record(prefix, in_flight)

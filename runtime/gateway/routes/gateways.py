@@ -56,6 +56,7 @@ async def report_gateway(services: Services, request: Request) -> Response:
     Gateways send it; see `cray-agents gateway`.
     """
     report = parse(GatewayReport, await read_json(request, services.max_body))
+    services.note_other_gateways()
     services.shares.note(report.gateway, report.demand)
     for failure in report.failures:
         services.pool.fail(failure.replica, failure.losses, failure.why)
