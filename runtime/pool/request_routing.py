@@ -27,9 +27,13 @@ class RoutedReplica(Protocol):
     `losses` counts lost processes, and `why_lost` is the last reason.
     """
 
-    losses: int
-    why_lost: str
     requests: InFlightRequests
+
+    @property
+    def losses(self) -> int: ...
+
+    @property
+    def why_lost(self) -> str: ...
 
     @property
     def in_flight(self) -> int:

@@ -220,9 +220,9 @@ class Store:
         """
         self.refresh()
         since, newest = self._conversations_until - RECORDED_LATE, self._conversations_until
-        for at, *conversation in self.index.conversations_since(since):
+        for at, request, run_id, call_ids, text in self.index.conversations_since(since):
             newest = max(newest, at)
-            self.conversations.learn_once(*conversation)
+            self.conversations.learn_once(request, run_id, call_ids, text)
         self._conversations_until = newest
 
     def seal_orphans(self, older_than: float = ORPHANED) -> None:

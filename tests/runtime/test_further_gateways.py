@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from cray_agents.runtime.pool.pool import SwapMode
 from cray_agents.runtime.registry.canary import Canary
-from tests.support.scripted_gateway import CHAT, Reply, says, until
+from tests.support.scripted_gateway import CHAT, Gateway, Reply, says, until
 from tests.support.shared_gateways import FurtherGateway, SharedSite, shared_site
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,13 +34,14 @@ def prefix_of(text: str) -> str:
 async def test_a_runs_calls_through_several_gateways_are_one_run(site: SharedSite) -> None:
     first, second = site.gateways
     named = {"X-Run-Id": "run-through-all"}
-    for gateway in (first, second, site.controller):
+    all_three: list[FurtherGateway | Gateway] = [first, second, site.controller]
+    for gateway in all_three:
         reply = await gateway.ask("hello", headers=named)
         assert (reply.status, reply.run_id) == (200, "run-through-all"), reply.body
     assert len(site.controller.calls("run-through-all")) == 3
     said = await first.ask("begin")
     messages = [*says("begin"), said.json["choices"][0]["message"]]
-    for gateway in (second, site.controller, first):
+    for gateway in [all_three[1], all_three[2], all_three[0]]:
         messages += says("go on")
         reply = await gateway.ask(messages)
         assert reply.run_id == said.run_id
@@ -51,7 +52,7 @@ async def test_a_runs_calls_through_several_gateways_are_one_run(site: SharedSit
 
 async def test_a_key_is_answered_once_though_two_gateways_are_asked(site: SharedSite) -> None:
     headers = {"Idempotency-Key": "once", "X-Run-Id": "run-once"}
-    asked = (*site.gateways, site.controller)
+    asked: list[FurtherGateway | Gateway] = [*site.gateways, site.controller]
     replies = await asyncio.gather(*(g.ask("a slow answer", headers=headers) for g in asked))
     assert {reply.body for reply in replies} == {replies[0].body}
     assert sum("x-idempotent-replayed" in reply.headers for reply in replies) == 2
@@ -166,7 +167,9 @@ async def test_a_version_that_no_replica_holds_is_asked_of_the_controller(site: 
 async def ask_until_known(gateway: FurtherGateway, model: str) -> Reply:
     """The registry's files are read again when the last read is a second old."""
     async with asyncio.timeout(100):
-        while (reply := await gateway.ask("hello", model=model)).status == 404:
+        while (  # noqa: ASYNC110
+            reply := await gateway.ask("hello", model=model)
+        ).status == 404:
             await asyncio.sleep(0.1)
         return reply
 

@@ -89,7 +89,7 @@ def serve(config: Config, model: Path | None, name: str, replicas: ReplicaCount)
     resources_of(config)  # raises on a wrong configuration before anything starts
     with contextlib.ExitStack() as ending:
         listener, control = open_ports(config, ending)
-        token = claim(home, listener, name, control and address(control))
+        token = claim(home, listener, name, address(control) if control else None)
         ending.callback(give_back, home, token)
         delete_leftovers(home)
         registry = Registry(home)

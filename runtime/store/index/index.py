@@ -296,8 +296,9 @@ class Index:
         The time is the calls' own, in unix seconds.
         """
         return [
-            (at, request, run_id, *orjson.loads(answer))
+            (at, request, run_id, ids, text)
             for at, _, request, run_id, answer in self._all(_CONVERSATIONS, (time, 0, -1))
+            for ids, text in [orjson.loads(answer)]
         ]
 
     def stats(self, query: RunFilter, by: Sequence[str] = ()) -> list[dict[str, Any]]:
