@@ -169,11 +169,6 @@ class FollowedReplica:
         return list(self._engines) if serves else []
 
     @property
-    def expected(self) -> list[str]:
-        """The versions that it holds now or after a change or a restart."""
-        return self._told.expected
-
-    @property
     def state(self) -> str:
         """The state, as far as the controller has said."""
         return self._told.state
@@ -289,10 +284,6 @@ class FollowedPool:
     def serves(self, version: str) -> bool:
         """Tell whether a replica can answer with a version, as far as is known here."""
         return self._routing.serves(version)
-
-    def expects(self, version: str) -> bool:
-        """Tell whether a replica answers with a version now or after a change or a restart."""
-        return any(version in replica.expected for replica in self._replicas)
 
     @property
     def serving(self) -> int:

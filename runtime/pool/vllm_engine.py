@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 _ERROR = b'data: {"error"'
 _ABORT_TIMEOUT = 5.0  # seconds
-_OTHERS_END, _OTHERS_LOOK = 30.0, 0.1  # seconds for other gateways' requests; between two looks
+_ADAPTERS_END, _ADAPTERS_LOOK = 30.0, 0.1  # seconds for requests of adapters; between two looks
 _GUARD_TIMEOUT = 10.0  # seconds; the server's own process answers, whatever the engine does
 _NO_SUCH_ROUTE = (404, 405, 501)  # statuses of a route that vLLM lacks for its model
 
@@ -195,12 +195,13 @@ class VllmEngine:
     async def take_over(self, checkpoint: Path, version: str) -> None:
         """Name the weights that an earlier platform loaded; answer `score` alone until `resume`.
 
-        Its adapters are unloaded. Requests of gateways that outlive that platform end first, or go
-        on under the same weights if they take long.
+        Its adapters are unloaded. Requests of gateways that outlive that platform go on under the
+        same weights; those of an adapter end first, if they do so in time.
         """
-        until = time.monotonic() + _OTHERS_END
-        while (under_way := await self.refuse()) and time.monotonic() < until:  # noqa: ASYNC110
-            await asyncio.sleep(_OTHERS_LOOK)
+        under_way, until = await self.refuse(), time.monotonic() + _ADAPTERS_END
+        while under_way.keys() - {version} and time.monotonic() < until:
+            await asyncio.sleep(_ADAPTERS_LOOK)
+            under_way = await self.refuse()
         mode = "keep" if under_way else "abort"
         await self._control(f"/pause?mode={mode}&clear_cache=true")
         await self._reset_prefix_cache()

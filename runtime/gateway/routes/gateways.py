@@ -43,7 +43,7 @@ class GatewayReport(Record):
     """
 
     gateway: str = Field(max_length=200)
-    demand: int = Field(ge=0)
+    demand: int = Field(ge=0, le=10**9)
     outcomes: list[SessionOutcome] = Field(default_factory=list)
     rewarded: list[str] = Field(default_factory=list)
     failures: list[EngineFailure] = Field(default_factory=list)
