@@ -69,7 +69,7 @@ ROUTERS = (
 
 
 class Enclosed(Protocol):
-    """What the layers around the routes need: `Services` | `FurtherServices`."""
+    """Parts that the layers around the routes need: `Services` | `FurtherServices`."""
 
     admission: Admission
     metrics: Metrics

@@ -59,7 +59,7 @@ OWN_ROUTES = (
 
 
 class ControllerReports:
-    """What the controller is told of this gateway, and the share that it gives.
+    """Reports to the controller, and the share of the engines that it gives in return.
 
     demand: returns the requests inside and waiting. share: of the capacity of all engines.
     answered: when the controller last answered, in monotonic seconds.
@@ -95,15 +95,15 @@ class ControllerReports:
             "rewarded": self._rewarded,
             "failures": self._failures,
         }
-        told = {kind: list(notes) for kind, notes in kinds.items()}
+        notes_of = {kind: list(notes) for kind, notes in kinds.items()}
         for notes in kinds.values():
             notes.clear()
-        report = {"gateway": self._name, "demand": self.demand(), **told}
+        report = {"gateway": self._name, "demand": self.demand(), **notes_of}
         try:
             answer = await self._link.ask("/v1/gateways", report)
         except NoController:
             for kind, notes in kinds.items():
-                notes.extendleft(reversed(told[kind]))
+                notes.extendleft(reversed(notes_of[kind]))
             raise
         self.share, self.answered = float(answer["share"]), time.monotonic()
 
@@ -187,7 +187,7 @@ class FollowedCanaries:
 
 
 class FollowedVersions:
-    """What the calls' routes ask of a `VersionSwitcher`. Changes are the controller's.
+    """Stand-in for the `VersionSwitcher`, as far as calls need one. Changes are the controller's.
 
     `leases`: none are held here.
     """

@@ -44,5 +44,5 @@ class GatewayShares:
 
     def _forget(self) -> None:
         old = time.monotonic() - FORGOTTEN
-        for gateway in [g for g, (_, said) in self._demands.items() if said < old]:
+        for gateway in [g for g, (_, at) in self._demands.items() if at < old]:
             del self._demands[gateway]

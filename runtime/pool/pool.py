@@ -35,7 +35,7 @@ from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE, LoadedVersion
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
 from cray_agents.runtime.pool.published_replicas import PublishedReplica
 from cray_agents.runtime.pool.replica_slot import ReplicaSlot
-from cray_agents.runtime.pool.request_routing import RequestRouting, Wanted
+from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
 from cray_agents.runtime.pool.rolling_swap import rolling_swap
 
 
@@ -143,7 +143,7 @@ class Pool:
         self._incumbent = ""  # the version most recently loaded on all replicas
         self._former = ""  # the incumbent before, for a rollback
         self._candidate = ""  # the version most recently staged
-        self._routing = RequestRouting(self._all, self._notifier, wait_timeout, self.recall)
+        self._router = RequestRouter(self._all, self._notifier, wait_timeout, self.recall)
         self._silence_timeout = silence_timeout
         self._swapping = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -217,18 +217,18 @@ class Pool:
     @property
     def serving(self) -> int:
         """The number of replicas that can answer now."""
-        return self._routing.serving
+        return self._router.serving
 
     def note_other_gateways(self) -> None:
         """Note that other gateways send requests to the same replicas."""
-        self._routing.others = True
+        self._router.shared = True
 
     async def wait_for_change(self) -> None:
         """Return when a replica has changed, or a request may have ended."""
         await self._notifier.wait()
 
     def published(self) -> list[PublishedReplica]:
-        """Return what other gateways need to know of each replica."""
+        """Return a record of each replica for other gateways."""
         return [slot.published() for slot in self._all]
 
     def fail(self, number: int, losses: int, why: str) -> None:
@@ -243,7 +243,7 @@ class Pool:
 
     def serves(self, version: str) -> bool:
         """Tell whether a replica can answer with a version now."""
-        return self._routing.serves(version)
+        return self._router.serves(version)
 
     def expects(self, version: str) -> bool:
         """Tell whether a replica answers with a version now or after a change or a restart."""
@@ -358,8 +358,8 @@ class Pool:
                 _note_slowest(seconds, woken)
 
     def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """Answer a request: see `RequestRouting.answer`."""
-        return self._routing.answer(version, exchange)
+        """Answer a request: see `RequestRouter.answer`."""
+        return self._router.answer(version, exchange)
 
     async def stage(
         self,

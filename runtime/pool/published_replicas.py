@@ -1,11 +1,11 @@
-"""Published replicas: what a further gateway knows of the replicas that the controller changes.
+"""Published replicas: a further gateway's knowledge of the replicas that the controller changes.
 
 The controller writes one file on the shared root at each change (`publish`). A further gateway
 looks at it several times a second (`FollowedPool`), and sends requests on its own. The file may be
 old when it is read: on another host even by seconds. Nothing relies on its age, for each replica
 refuses a request whose version it does not serve any more (vllm_plugins/lock.py). Then, and when a
 replica is gone, the request waits for news and is sent again, as in the controller's own pool.
-Read next: request_routing.py.
+Read next: request_router.py.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from cray_agents.ports import EngineCall
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
-from cray_agents.runtime.pool.request_routing import RequestRouting, Wanted
+from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 
 # down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
@@ -123,23 +123,23 @@ class FollowedReplica:
         self._notifier = notifier
         self._timeout = timeout
         self._on_failure = on_failure
-        self._told = PublishedReplica(url="", secret="", names={}, expected=[], state="down")
+        self._latest = PublishedReplica(url="", secret="", names={}, expected=[], state="down")
         self._failed_at = -1  # the losses at which an engine was found dead
         self._server: VllmEngine | None = None
         self._former: list[VllmEngine] = []
         self._engines: dict[str, VllmEngine] = {}
 
-    async def follow(self, told: PublishedReplica) -> None:
+    async def follow(self, latest: PublishedReplica) -> None:
         """Take what the controller says now."""
-        self._told = told
-        server, at = self._server, (told.url, told.secret)
-        if told.url and (server is None or (server.url, server.secret) != at):
+        self._latest = latest
+        server, at = self._server, (latest.url, latest.secret)
+        if latest.url and (server is None or (server.url, server.secret) != at):
             if server is not None:
                 self._former.append(server)  # it may still end what it has begun
-            self._server = VllmEngine(told.url, "", told.secret, timeout=self._timeout)
+            self._server = VllmEngine(latest.url, "", latest.secret, timeout=self._timeout)
         self._engines = {
             version: self._server.called(name)
-            for version, name in told.names.items()
+            for version, name in latest.names.items()
             if self._server is not None
         }
         for former in [one for one in self._former if not one.busy]:
@@ -149,12 +149,12 @@ class FollowedReplica:
     @property
     def losses(self) -> int:
         """Lost processes, as far as the controller has said."""
-        return self._told.losses
+        return self._latest.losses
 
     @property
     def why_lost(self) -> str:
         """The reason of the last loss."""
-        return self._told.why_lost
+        return self._latest.why_lost
 
     @property
     def in_flight(self) -> int:
@@ -164,19 +164,19 @@ class FollowedReplica:
     @property
     def versions(self) -> list[str]:
         """The versions that can answer, as far as the controller has said."""
-        told = self._told
-        serves = told.state == "serving" and self._failed_at != told.losses
+        latest = self._latest
+        serves = latest.state == "serving" and self._failed_at != latest.losses
         return list(self._engines) if serves else []
 
     @property
     def state(self) -> str:
         """The state, as far as the controller has said."""
-        return self._told.state
+        return self._latest.state
 
     @property
     def contents(self) -> str:
-        """What it holds and its state, for an error message."""
-        return f"{' and '.join(self._told.expected) or 'nothing'} ({self._told.state})"
+        """Contents and state, for an error message."""
+        return f"{' and '.join(self._latest.expected) or 'nothing'} ({self._latest.state})"
 
     def engine(self, version: str) -> VllmEngine:
         """Return the engine that answers with a version. Raises EngineUnavailable."""
@@ -226,12 +226,12 @@ class FollowedPool:
         self._on_failure = on_failure
         self._notifier = ChangeNotifier()
         self._replicas: list[FollowedReplica] = []
-        self._told = PublishedPool()
+        self._latest = PublishedPool()
         self._seen: tuple[int, int] | None = None
-        self._routing = RequestRouting(
+        self._router = RequestRouter(
             self._replicas, self._notifier, wait_timeout, lambda version: None
         )
-        self._routing.others = True
+        self._router.shared = True
 
     async def follow(self) -> None:
         """Look at the file again and again, until cancelled."""
@@ -242,18 +242,18 @@ class FollowedPool:
     async def look(self) -> None:
         """Look at the file, and follow it if it has changed. A file that cannot be read is kept."""
         try:
-            told = await asyncio.to_thread(self._read)
+            latest = await asyncio.to_thread(self._read)
         except (OSError, Corrupt) as error:
             log.warning("the replicas are not known anew: %s", error)
             return
-        if told is None:
+        if latest is None:
             return
-        self._told = told
-        while len(self._replicas) < len(told.replicas):
+        self._latest = latest
+        while len(self._replicas) < len(latest.replicas):
             self._replicas.append(self._new_replica(len(self._replicas)))
-        gone = self._replicas[len(told.replicas) :]
-        del self._replicas[len(told.replicas) :]
-        for replica, now in zip(self._replicas, told.replicas, strict=True):
+        gone = self._replicas[len(latest.replicas) :]
+        del self._replicas[len(latest.replicas) :]
+        for replica, now in zip(self._replicas, latest.replicas, strict=True):
             await replica.follow(now)
         for replica in gone:
             await replica.close()
@@ -267,9 +267,9 @@ class FollowedPool:
         seen = (about.st_mtime_ns, about.st_ino)
         if seen == self._seen:
             return None
-        told = checksums.read_record(PublishedPool, self._path)
+        latest = checksums.read_record(PublishedPool, self._path)
         self._seen = seen
-        return told
+        return latest
 
     def _new_replica(self, number: int) -> FollowedReplica:
         def on_failure(losses: int, why: str) -> None:
@@ -278,17 +278,17 @@ class FollowedPool:
         return FollowedReplica(self._notifier, self._answer_timeout, on_failure)
 
     def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """Answer a request: see `RequestRouting.answer`."""
-        return self._routing.answer(version, exchange)
+        """Answer a request: see `RequestRouter.answer`."""
+        return self._router.answer(version, exchange)
 
     def serves(self, version: str) -> bool:
         """Tell whether a replica can answer with a version, as far as is known here."""
-        return self._routing.serves(version)
+        return self._router.serves(version)
 
     @property
     def serving(self) -> int:
         """The number of replicas that can answer, as far as is known here."""
-        return self._routing.serving
+        return self._router.serving
 
     @property
     def ready(self) -> bool:
@@ -298,12 +298,12 @@ class FollowedPool:
     @property
     def incumbent(self) -> str:
         """The version most recently loaded on all replicas."""
-        return self._told.incumbent
+        return self._latest.incumbent
 
     @property
     def swapping(self) -> bool:
         """True while weights are being changed."""
-        return self._told.swapping
+        return self._latest.swapping
 
     def status(self) -> list[dict[str, Any]]:
         """Return the state of each replica."""

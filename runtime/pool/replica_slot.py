@@ -68,7 +68,7 @@ class ReplicaSlot:
         self._engine_host = engine_host
         self._probe_limits = probe_limits
         self._drain_timeout = drain_timeout
-        self._others = 0  # requests in flight of other gateways, when it was last asked
+        self._under_way = 0  # requests in flight, of all gateways, when the engine was last asked
         self._notifier = notifier
         self.requests = InFlightRequests(notifier)
         self._received = ""  # the job of the weights that it holds while unproven
@@ -111,7 +111,7 @@ class ReplicaSlot:
 
     @property
     def contents(self) -> str:
-        """What it holds and its state, for an error message."""
+        """Contents and state, for an error message."""
         return f"{' and '.join(self.loaded.versions) if self.loaded else 'nothing'} ({self.state})"
 
     def engine(self, version: str) -> Engine:
@@ -124,7 +124,7 @@ class ReplicaSlot:
         return adapter.engine
 
     def published(self) -> PublishedReplica:
-        """Return what other gateways need to know. An engine without an address has no versions."""
+        """Return the record for other gateways. An engine without an address has no versions."""
         names, url, secret = {}, "", ""
         for version in self.versions:
             engine = self.engine(version)
@@ -824,7 +824,7 @@ class ReplicaSlot:
     @property
     def _answering(self) -> int:
         """Requests that the engine answers, of all gateways, as far as they are known here."""
-        return max(self.in_flight, self._others)
+        return max(self.in_flight, self._under_way)
 
     async def _refuse(self, kept_version: str | None = None) -> int:
         """Let the engine begin no more answers; return how many `kept_version` does not give."""
@@ -832,8 +832,8 @@ class ReplicaSlot:
             under_way = await self._engine_host.engine.refuse()
         except EngineError:  # it is gone, or answers nobody
             under_way = {}
-        self._others = sum(under_way.values())
-        return self._others - under_way.get(kept_version or "", 0)
+        self._under_way = sum(under_way.values())
+        return self._under_way - under_way.get(kept_version or "", 0)
 
     async def _serve_on(self, state: State) -> None:
         """Take a state from before a change that did not come about."""

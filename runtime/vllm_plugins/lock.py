@@ -29,7 +29,7 @@ CLOSED = "VersionClosed"  # type of the error for a version that is not admitted
 _REFUSAL = {"error": {"message": "only the platform that started this server may use it"}}
 
 
-class Guard:
+class VersionGuard:
     """The versions that a server answers with, and the requests that it answers, by version."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Locked:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self._secret = os.environ[VARIABLE].encode()
-        self._guard = Guard()
+        self._guard = VersionGuard()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -13,7 +13,7 @@ from cray_agents.ports import EngineCall
 from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.request_routing import Wanted
+from cray_agents.runtime.pool.request_router import Wanted
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "who?"}]}
 

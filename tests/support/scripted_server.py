@@ -18,7 +18,14 @@ from typing import Any
 from aiohttp import web
 
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.vllm_plugins.lock import EXPECT, GUARD, HEADER, VARIABLE, Guard, refusal_of
+from cray_agents.runtime.vllm_plugins.lock import (
+    EXPECT,
+    GUARD,
+    HEADER,
+    VARIABLE,
+    VersionGuard,
+    refusal_of,
+)
 
 # as in runtime/pool/vllm_engine.py, which imports half a second of numpy and more
 BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
@@ -36,7 +43,7 @@ class ScriptedServer:
         self.label = ""
         self.proven = asyncio.Event()
         self.secret = os.environ[VARIABLE]
-        self.guard = Guard()
+        self.guard = VersionGuard()
         self.answering: set[asyncio.Task[Any]] = set()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:

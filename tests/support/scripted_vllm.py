@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
-from cray_agents.runtime.vllm_plugins.lock import GUARD, Guard
+from cray_agents.runtime.vllm_plugins.lock import GUARD, VersionGuard
 from cray_agents.trainers.checkpointing.weight_links import NcclLink
 
 Tensors = dict[str, torch.Tensor]
@@ -84,7 +84,7 @@ class ScriptedVllm:
         self.faults = set(faults)
         self.calls: list[str] = []
         self.came: list[str] = []  # the tensors that came directly
-        self.guard = Guard()
+        self.guard = VersionGuard()
         self.weights: Tensors = {}
         self.dead = True
         self._ended = asyncio.Event()

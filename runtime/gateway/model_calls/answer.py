@@ -34,7 +34,7 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 from cray_agents.runtime.gateway.model_calls.relay import EventStream, StreamRecorder
 from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.request_routing import Wanted
+from cray_agents.runtime.pool.request_router import Wanted
 from cray_agents.runtime.store.conversations import chain
 
 KEY_LENGTH = 255  # characters of an Idempotency-Key

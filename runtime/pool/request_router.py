@@ -1,7 +1,7 @@
-"""Request routing: send each request to a replica of its version, and again if that one is lost.
+"""Request router: send each request to a replica of its version, and again if that one is lost.
 
 The pool routes to the replicas that it changes (pool.py). A further gateway routes to those that
-the controller's pool publishes (published_replicas.py). No routing relies on its own view: a
+the controller's pool publishes (published_replicas.py). No router relies on its own view: a
 replica refuses a request whose version it does not serve any more (vllm_plugins/lock.py).
 """
 
@@ -47,7 +47,7 @@ class RoutedReplica(Protocol):
 
     @property
     def contents(self) -> str:
-        """What it holds and its state, for an error message."""
+        """Contents and state, for an error message."""
         ...
 
     def engine(self, version: str) -> Engine:
@@ -68,15 +68,15 @@ class _DeathSuspicion:
 
     A request that was in flight alone at two deaths killed those engines. A request that was in
     flight with others at two deaths is a suspect. Suspects are sent again one at a time, under
-    `lock`; the one in flight at the next death killed that engine. With `others`, which another
-    gateway may have sent, none is known to be alone, and a suspect is sent once more.
+    `lock`; the one in flight at the next death killed that engine. Where engines are
+    `shared` with other gateways, none is known to be alone, and a suspect is sent once more.
     """
 
-    def __init__(self, lock: asyncio.Lock, *, others: bool) -> None:
+    def __init__(self, lock: asyncio.Lock, *, shared: bool) -> None:
         self._lock = lock
         self._has_lock = False
-        self._others = others
-        self._chances = 1 if others else 0  # deaths under the lock that another may have caused
+        self._shared = shared
+        self._chances = 1 if shared else 0  # deaths under the lock that another may have caused
         self._deaths = 0
         self._alone = 0
 
@@ -89,7 +89,7 @@ class _DeathSuspicion:
     def add(self, alone: bool, why: str) -> None:
         """Count a death with this request in flight. Raises EngineError if it is to blame."""
         self._deaths += 1
-        self._alone += alone and not self._others
+        self._alone += alone and not self._shared
         if self._has_lock and self._chances:
             self._chances -= 1
         elif self._has_lock or self._alone >= _DEATHS:
@@ -106,15 +106,15 @@ class _DeathSuspicion:
             self._lock.release()
 
 
-class RequestRouting:
-    """The routing of requests to replicas.
+class RequestRouter:
+    """The router of requests to replicas.
 
     Args:
         replicas: may change at any time; `notifier` then fires, as at each of their own changes.
         wait_timeout: seconds that a request waits for its version.
         recall: called for a version that a request needs and no replica serves.
 
-    `others`: True where other gateways send requests to the same replicas.
+    `shared`: True where other gateways send requests to the same replicas.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RequestRouting:
         self._notifier = notifier
         self._wait_timeout = wait_timeout
         self._recall = recall
-        self.others = False
+        self.shared = False
         self._suspects = asyncio.Lock()  # suspect requests are sent again one at a time
 
     def serves(self, version: str) -> bool:
@@ -148,7 +148,7 @@ class RequestRouting:
         `_DeathSuspicion`. Raises EngineError and its kinds.
         """
         deadline = _now() + self._wait_timeout
-        suspicion = _DeathSuspicion(self._suspects, others=self.others)
+        suspicion = _DeathSuspicion(self._suspects, shared=self.shared)
         refused: set[RoutedReplica] = set()  # by these, which are said to serve the version
         try:
             while True:
