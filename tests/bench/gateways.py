@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -162,12 +163,10 @@ async def _ask(port: int, body: bytes) -> float:
     request = f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
     loop, left = asyncio.get_running_loop(), iter(range(REQUESTS))
     ends = [asyncio.Event() for _ in range(CONNECTIONS)]
-    asking = [
-        (await loop.create_connection(
-            lambda end=end: AskingConnection(request, left, end), "127.0.0.1", port
-        ))[1]
-        for end in ends
-    ]  # fmt: skip
+    asking = []
+    for end in ends:
+        connect = partial(AskingConnection, request, left, end)
+        asking.append((await loop.create_connection(connect, "127.0.0.1", port))[1])
     begun = time.perf_counter()
     for one in asking:
         one.ask()

@@ -269,6 +269,23 @@ async def test_gateways_share_a_port_and_one_that_is_killed_takes_only_its_own_r
         assert reply.status == 200
 
 
+async def test_a_gateway_without_its_starter_ends_when_another_platform_has_taken_over(
+    site: SharedSite,
+) -> None:
+    starter = await asyncio.create_subprocess_exec("true")
+    await starter.wait()
+    async with AsyncExitStack() as stack:
+        orphan = await site.further(stack, of=starter.pid)
+        site.gateways.remove(orphan)
+        assert (await orphan.ask("hello")).status == 200  # no other one has come yet
+        slow = asyncio.create_task(orphan.ask("a slow answer"))
+        await asyncio.sleep(0.2)
+        site.claim(site.controller.url, token="sk-another-platform")
+        assert await orphan.process.wait() == 0
+        assert (await slow).status == 200  # its requests ended first
+    site.claim(site.controller.url)
+
+
 async def name_of(http: aiohttp.ClientSession, url: str) -> str:
     """The label of the gateway that a session is connected to."""
     async with http.get(f"{url}/metrics") as response:

@@ -62,9 +62,9 @@ class SharedSite:
     def home(self) -> Home:
         return self.controller.services.home
 
-    def claim(self, url: str) -> None:
+    def claim(self, url: str, token: str = TOKEN) -> None:
         """Let further gateways believe that the controller has this address."""
-        info = {"url": url, "elsewhere": None, "host": socket.gethostname(), "token": TOKEN,
+        info = {"url": url, "elsewhere": None, "host": socket.gethostname(), "token": token,
                 "pid": os.getpid(), "name": "calc"}  # fmt: skip
         durable.replace_file(self.home.platform, checksums.with_crc(json.dumps(info).encode()))
 
@@ -74,11 +74,13 @@ class SharedSite:
         model = bare_model(self.folder / content.decode(), content)
         return registry.register("calc", *registry.import_checkpoint(model))
 
-    async def further(self, stack: AsyncExitStack, port: int = 0) -> FurtherGateway:
-        """Start one; it is killed when the stack is left."""
+    async def further(
+        self, stack: AsyncExitStack, port: int = 0, of: int | None = None
+    ) -> FurtherGateway:
+        """Start one; it is killed when the stack is left. `of`: who is said to have started it."""
         argv = [sys.executable, "-m", "cray_agents", "gateway", "--home", str(self.home.root)]
         process = await asyncio.create_subprocess_exec(
-            *argv, "--port", str(port), "--of", str(os.getpid()),
+            *argv, "--port", str(port), "--of", str(of or os.getpid()),
             cwd=self.folder, stderr=asyncio.subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
