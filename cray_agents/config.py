@@ -251,6 +251,13 @@ class Config(BaseModel):
         gt=0,
         description="seconds without a heartbeat after which another process takes over",
     )
+    gateways: int = Field(
+        1,
+        gt=0,
+        le=64,
+        description="gateway processes of the platform, which share its port: the platform's own, "
+        "and further ones that answer calls of models",
+    )
     scheduler: Literal["auto", "slurm", "local"] = Field(
         "auto", description="auto: a Slurm that answers, else a private one, else local processes"
     )

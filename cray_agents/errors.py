@@ -13,7 +13,9 @@ Each is also an error of the standard library.
     ├── EngineError (RuntimeError)       the model server answered with an error
     │   ├── EngineTimeout (TimeoutError)     ... or not in time
     │   └── EngineUnavailable (ConnectionError)  ... or not at all
-    │       └── NotLoaded                    ... because no replica has the version
+    │       ├── NotLoaded                    ... because no replica has the version
+    │       └── VersionClosed                ... because this one has another version now
+    ├── NoController (ConnectionError)   nobody decides for this root at the moment
     ├── ToolError (RuntimeError)         a tool failed; the model gets it, the run goes on
     ├── SubagentError (RuntimeError)     the infrastructure failed a sub-agent's run
     ├── HookError (RuntimeError)         a hook, an environment or an instructions function failed
@@ -139,6 +141,16 @@ class NotLoaded(EngineUnavailable):
     """No replica has the version, and loading it would displace a promoted version."""
 
     code = "model_not_loaded"
+
+
+class VersionClosed(EngineUnavailable):
+    """A replica does not answer with the expected version now: nothing was sampled. Look again."""
+
+
+class NoController(CrayError, ConnectionError):
+    """The process that decides for this shared root does not answer. Come again soon."""
+
+    code = "no_controller"
 
 
 class ToolError(CrayError, RuntimeError):

@@ -32,6 +32,7 @@
       exports/<id>/                    an export over HTTP, until it is sent
       replicas/<n>/<attempt>/          a replica as a Slurm job: spec.json, secret, lease.json, logs
       tls/                             the CA of replicas in Slurm: ca.pem, ca-key.pem
+      replicas/serving.json            addresses, versions and secrets, for further gateways
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
       ledger/<writer>.jsonl            who held which node when, and what came of it
       excluded_nodes/<node>.json       a node that failed, left out by jobs until a time is over
@@ -153,6 +154,10 @@ class Home:
     @property
     def replicas(self) -> Path:
         return self.root / "replicas"
+
+    @property
+    def serving(self) -> Path:
+        return self.replicas / "serving.json"
 
     @property
     def keys(self) -> Path:

@@ -124,6 +124,18 @@ class Engine(Protocol):
         """Answer requests under the weights last loaded, which are proven now."""
         ...
 
+    async def admit(self, version: str) -> None:
+        """Answer requests that expect a version, from whichever gateway. Raises EngineError."""
+        ...
+
+    async def refuse(self, version: str = "") -> dict[str, int]:
+        """Begin no more answers with a version ("": with any); those under way go on.
+
+        Returns the requests under way by version, of all gateways; empty where the caller is the
+        only one that can send any. May be repeated, to see if they have ended. Raises EngineError.
+        """
+        ...
+
     async def score(self, prompts: list[list[int]]) -> list[PromptScore]:
         """Score each prompt's tokens except its first, under the loaded weights."""
         ...

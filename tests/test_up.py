@@ -3,9 +3,14 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +62,8 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site = Site(tmp_path_factory.mktemp("up"))
-    done = site.cli("up", "--model", site.model, "--name", "tiny", "--port", 0, "--detach")
+    ways = ("--port", 0, "--gateways", 2, "--detach")
+    done = site.cli("up", "--model", site.model, "--name", "tiny", *ways)
     assert done.returncode == 0, done.stderr + (site.home / "logs" / "platform.log").read_text()
     yield site
     site.cli("down")
@@ -111,6 +117,37 @@ def test_run_uses_the_platform_that_runs(site: Site) -> None:
     assert site.cli("runs", "show", run["id"]).returncode == 0
 
 
+def gateways(url: str, count: int) -> set[int]:
+    """The pids of so many processes at one port: the kernel chooses one for each connection."""
+    found: set[int] = set()
+    deadline = time.monotonic() + 100
+    while len(found) < count:
+        assert time.monotonic() < deadline, found
+        with suppress(ConnectionError, urllib.error.URLError):  # of one that was just killed
+            with urllib.request.urlopen(f"{url}/metrics", timeout=20) as answer:
+                label = answer.read().decode().partition('gateway="')[2].partition('"')[0]
+            pid = int(label.rpartition(":")[2])
+            found |= {pid} if alive(pid) else set()
+    return found
+
+
+def test_two_gateways_at_the_port_answer_and_a_killed_one_comes_again(site: Site) -> None:
+    status = site.status()
+    url, controller = status["url"], status["pid"]
+    (further,) = gateways(url, 2) - {controller}
+    os.kill(further, signal.SIGKILL)
+    (again,) = gateways(url, 2) - {controller}
+    assert again != further
+    asked: Any = [{"role": "user", "content": "hello"}]
+    for number in range(20):  # each by a connection of its own
+        with openai.OpenAI(base_url=f"{url}/runs/run_of_both/v1", api_key="none") as client:
+            answer = client.chat.completions.create(model="tiny", messages=asked, max_tokens=5)
+            assert answer.model == "tiny@1", number
+    assert len(Store(Home(site.home)).run("run_of_both").calls) == 20
+    texts = [(site.home / "logs" / name).read_text() for name in ("gateway-1.log", "platform.log")]
+    assert "Traceback" not in "".join(texts)
+
+
 def test_nobody_else_may_read_what_platform_worker_and_commands_wrote(site: Site) -> None:
     for path in (site.home, *site.home.rglob("*")):
         assert not path.lstat().st_mode & 0o077 or path.is_symlink(), path
@@ -118,7 +155,7 @@ def test_nobody_else_may_read_what_platform_worker_and_commands_wrote(site: Site
 
 def test_down_leaves_nothing(site: Site) -> None:
     status = site.status()
-    pids = [status["pid"], *(replica["pid"] for replica in status["replicas"])]
+    pids = [*gateways(status["url"], 2), *(replica["pid"] for replica in status["replicas"])]
     assert site.cli("down").returncode == 0
     assert not [pid for pid in pids if alive(pid)]
     assert site.status() == {"running": False, "home": str(site.home)}

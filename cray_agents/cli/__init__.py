@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "demo": ("loop.demo",),
     "up": ("platform.platform",),
+    "gateway": ("platform.platform",),
     "down": ("platform.platform",),
     "status": ("platform.platform",),
     "run": ("agent.agents",),

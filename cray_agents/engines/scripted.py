@@ -165,6 +165,13 @@ class ScriptedEngine:
         """Continue the paused answers."""
         self._proven.set()
 
+    async def admit(self, version: str) -> None:
+        """Do nothing: only the pool that has this object sends it requests."""
+
+    async def refuse(self, version: str = "") -> dict[str, int]:
+        """Return {}: the pool knows its own requests."""
+        return {}
+
     async def sleep(self, level: int) -> None:
         """Answer nothing until `wake`."""
         self.asleep = level

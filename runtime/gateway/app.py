@@ -4,28 +4,33 @@
 are declared; model_calls/answer.py, the calls to models.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Protocol
 
 import orjson
 from starlette.applications import Starlette
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.http.auth import Access
 from cray_agents.runtime.gateway.http.error_envelope import HANDLERS
+from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.middleware import Middleware
 from cray_agents.runtime.gateway.http.openapi import document
 from cray_agents.runtime.gateway.http.routing import Declaration, Router, mount
 from cray_agents.runtime.gateway.http.shapes import ANY
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.routes import (
     batches,
     datasets,
     exports,
     files,
     fine_tuning,
+    gateways,
     jobs,
     loops,
     models,
@@ -55,6 +60,7 @@ ROUTERS = (
     fine_tuning.router,
     loops.router,
     platform.router,
+    gateways.router,
     batches.router,
     files.router,
     uploads.router,
@@ -62,10 +68,23 @@ ROUTERS = (
 )
 
 
+class Enclosed(Protocol):
+    """Parts that the layers around the routes need: `Services` | `FurtherServices`."""
+
+    admission: Admission
+    metrics: Metrics
+    body_timeout: float
+
+
 def create_app(services: Services) -> Starlette:
     """Return the ASGI application over these services, which stay their maker's to close."""
     access = Access(Keys(services.home), services.api_keys, services.token)
-    app = Starlette(routes=[*mount(declarations(), services, access)])
+    return enclose([*mount(declarations(), services, access)], services)
+
+
+def enclose(routes: Sequence[BaseRoute], services: "Enclosed") -> Starlette:
+    """Return the ASGI application of these routes, with what every answer has."""
+    app = Starlette(routes=routes)
     # a redirect is no error envelope, and clients drop the body on it
     app.router.redirect_slashes = False
     # only the layers that a request needs, without Starlette's own: each costs on every call

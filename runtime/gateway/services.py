@@ -15,6 +15,7 @@ from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.garbage import Sweeper
 from cray_agents.runtime.files.uploads import Uploads
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
+from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.auth import Mode
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
@@ -24,6 +25,7 @@ from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
@@ -41,6 +43,8 @@ class Services:
     parts. body_timeout: seconds that a request's body may stand still. model_roots: the folders
     whose directories keys of the role `train` may name. api_keys: see Access in http/auth.py.
     delta_checkpoints: the `changes_only` of jobs that leave it out.
+    shares: of this gateway and further ones in the engines' capacity. several_gateways: whether
+    further ones record to the same store.
     token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
     lease: of the controller, which decides; None in tests of the gateway alone.
     joining: taken while an upload's parts are put together. exports: the processes under way.
@@ -66,8 +70,10 @@ class Services:
     lease: ControllerLease | None = None
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
+    shares: GatewayShares = field(default_factory=GatewayShares)
     joining: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(JOINS))
     exports: set[Process] = field(default_factory=set)
+    several_gateways: bool = field(default=False, init=False)
     run_owners: RunOwners = field(init=False)
     idempotency_keys: IdempotencyKeys = field(init=False)
     files: Files = field(init=False)
@@ -79,6 +85,7 @@ class Services:
     versions: VersionSwitcher = field(init=False)
     tinker: TinkerFiles = field(init=False)
     tinker_samples: TinkerSamples = field(default_factory=TinkerSamples, init=False)
+    _publishing: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
@@ -97,8 +104,18 @@ class Services:
             self.home, self.store, self.registry, self.pool, self.admission, self.metrics
         )
 
+    def note_other_gateways(self) -> None:
+        """Let further gateways find the replicas, and reckon with what they record and send."""
+        if not self.several_gateways:
+            self.several_gateways = self.idempotency_keys.shared = True
+            self.pool.note_other_gateways()
+            self._publishing = asyncio.create_task(publish(self.pool, self.home.serving))
+
     async def close(self) -> None:
         """Close the parts made here; the other parts stay their maker's to close."""
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.gather(self._publishing, return_exceptions=True)
         await self.tinker_samples.close()
         await self.versions.close()
         await self.fine_tuning.close()

@@ -124,6 +124,7 @@ class Adapters:
         try:
             limits = self._probe_limits
             report = await prove(engine, new.version, list(new.probe), limits, base)
+            await engine.admit(new.version)
         except CrayError:
             await self._unload_adapter(name)
             raise
@@ -156,7 +157,20 @@ class Adapters:
     async def unload(self, kept: Collection[str] = ()) -> None:
         """Unload all adapters but `kept` and those with a request in flight."""
         for version in self._idle(kept):
-            await self._unload_adapter(self._adapters.pop(version).name)
+            if not await self._is_used_elsewhere(version):
+                await self._unload_adapter(self._adapters.pop(version).name)
+
+    async def _is_used_elsewhere(self, version: str) -> bool:
+        """Tell whether another gateway's request uses a version; if none does, none will."""
+        engine = self._adapters[version].engine
+        try:
+            used = bool((await engine.refuse(version)).get(version))
+            if used:
+                await engine.admit(version)
+        except EngineError as error:  # a process that is gone answers nobody
+            log.warning("%s may still be in use: %s", version, error)
+            return False
+        return used
 
     def clear(self) -> None:
         """Drop all entries: the process that held the adapters is gone."""

@@ -10,21 +10,18 @@ from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Callable,
     Collection,
     Coroutine,
     Iterator,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from cray_agents.errors import (
     CrayError,
     Displaces,
-    EngineError,
-    EngineUnavailable,
     NotLoaded,
     Overtaken,
     PoolBusy,
@@ -36,7 +33,9 @@ from cray_agents.runtime.logprob_limits import LogprobLimits
 from cray_agents.runtime.pool.engine_host import EngineHost
 from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE, LoadedVersion
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
+from cray_agents.runtime.pool.published_replicas import PublishedReplica
 from cray_agents.runtime.pool.replica_slot import ReplicaSlot
+from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
 from cray_agents.runtime.pool.rolling_swap import rolling_swap
 
 
@@ -94,49 +93,7 @@ def find_free_slots(slots: Sequence[ReplicaSlot], protected: Collection[str]) ->
     return sorted(free, key=lambda s: (bool(used[s]), s.state != "unproven", s.in_flight))
 
 
-Wanted = str | Callable[[], str]  # name@N, or a function that is called again at each attempt
 SwapMode = Literal["drain", "keep"]  # drain: requests in flight end before weights change
-
-_RETRY = 0.2  # seconds to wait for news of a replica's death before a request is sent again
-_DEATHS = 2  # of engines, with the same request in flight
-
-
-class _DeathSuspicion:
-    """A request's part in the deaths of engines.
-
-    A request that was in flight alone at two deaths killed those engines. A request that was in
-    flight with others at two deaths is a suspect. Suspects are sent again one at a time, under
-    `lock`; the one in flight at the next death killed that engine.
-    """
-
-    def __init__(self, lock: asyncio.Lock) -> None:
-        self._lock = lock
-        self._has_lock = False
-        self._deaths = 0
-        self._alone = 0
-
-    async def wait(self) -> None:
-        """Return when the request may be sent (again)."""
-        if self._deaths >= _DEATHS and not self._has_lock:
-            await self._lock.acquire()
-            self._has_lock = True
-
-    def add(self, alone: bool, why: str) -> None:
-        """Count a death with this request in flight. Raises EngineError if it is to blame."""
-        self._deaths += 1
-        self._alone += alone
-        if self._has_lock or self._alone >= _DEATHS:
-            raise EngineError(
-                f"the engine died {self._deaths} times while it answered this request, which is not"
-                f" sent to it again: {why}",
-                status=500,
-                code="engine_died",
-            )
-
-    def end(self) -> None:
-        """Let the next suspect be sent: this request has ended."""
-        if self._has_lock:
-            self._lock.release()
 
 
 def _note_slowest(seconds: dict[str, float], replica: dict[str, float]) -> None:
@@ -186,9 +143,9 @@ class Pool:
         self._incumbent = ""  # the version most recently loaded on all replicas
         self._former = ""  # the incumbent before, for a rollback
         self._candidate = ""  # the version most recently staged
+        self._router = RequestRouter(self._all, self._notifier, wait_timeout, self.recall)
         self._wait_timeout = wait_timeout
         self._silence_timeout = silence_timeout
-        self._suspects = asyncio.Lock()  # suspect requests are sent again one at a time
         self._swapping = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._turns: dict[str, float] | None = None
@@ -272,7 +229,24 @@ class Pool:
     @property
     def serving(self) -> int:
         """The number of replicas that can answer now."""
-        return sum(slot.state == "serving" for slot in self._all)
+        return self._router.serving
+
+    def note_other_gateways(self) -> None:
+        """Note that other gateways send requests to the same replicas."""
+        self._router.shared = True
+
+    async def wait_for_change(self) -> None:
+        """Return when a replica has changed, or a request may have ended."""
+        await self._notifier.wait()
+
+    def published(self) -> list[PublishedReplica]:
+        """Return a record of each replica for other gateways."""
+        return [slot.published() for slot in self._all]
+
+    def fail(self, number: int, losses: int, why: str) -> None:
+        """Note that another gateway found the engine of a replica, by its place, dead."""
+        if 0 <= number < len(self._all):
+            self._all[number].fail(losses, why)
 
     @property
     def away(self) -> int:
@@ -318,7 +292,7 @@ class Pool:
 
     def serves(self, version: str) -> bool:
         """Tell whether a replica can answer with a version now."""
-        return any(version in slot.versions for slot in self._all)
+        return self._router.serves(version)
 
     def expects(self, version: str) -> bool:
         """Tell whether a replica answers with a version now or after a change or a restart."""
@@ -437,38 +411,9 @@ class Pool:
             for woken in await asyncio.gather(*(slot.wake_up() for slot in sleeping)):
                 _note_slowest(seconds, woken)
 
-    async def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
-        """Answer a request: see `Engine.answer`. Sets the exchange's version to the answering one.
-
-        If a replica dies before anything was sent, the request is sent again: sampling again is
-        then safe. A request that may have killed the engine is not sent forever: see
-        `_DeathSuspicion`. Raises EngineError and its kinds.
-        """
-        deadline = self._deadline()
-        suspicion = _DeathSuspicion(self._suspects)
-        try:
-            while True:
-                sent, exchange.samples = False, []
-                await suspicion.wait()
-                async with self._admit(version, deadline) as (slot, exchange.version):
-                    losses, alone = slot.losses, slot.in_flight == 1
-                    try:
-                        answer = slot.engine(exchange.version).answer(exchange)
-                        async with aclosing(answer) as pieces:
-                            async for piece in pieces:
-                                sent = True
-                                yield piece
-                        return
-                    except EngineUnavailable as error:
-                        if error.status >= 500:  # the server lives, and reports a dead engine
-                            slot.fail(losses, "its engine died")
-                        if sent or self._now() > deadline:
-                            raise
-                        alone = alone and slot.in_flight == 1
-                if await slot.wait_for_loss(losses, _RETRY):
-                    suspicion.add(alone, slot.why_lost)
-        finally:
-            suspicion.end()
+    def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
+        """Answer a request: see `RequestRouter.answer`."""
+        return self._router.answer(version, exchange)
 
     async def stage(
         self,
@@ -611,50 +556,11 @@ class Pool:
         protected = {self._incumbent, self._former, self._candidate, *protected}
         await asyncio.gather(*(slot.unload_idle_adapters(protected) for slot in self._slots))
 
-    @asynccontextmanager
-    async def _admit(
-        self, version: Wanted, deadline: float
-    ) -> AsyncIterator[tuple[ReplicaSlot, str]]:
-        slot, name = await self._pick(version, deadline)
-        with slot.requests.track(name):
-            yield slot, name
-
-    async def _pick(self, version: Wanted, deadline: float) -> tuple[ReplicaSlot, str]:
-        """Return the least busy slot that serves the version, and the version's `name@N`.
-
-        There is no await between choice and return, so the slot still serves it.
-        """
-        while True:
-            wanted = version if isinstance(version, str) else version()
-            fit = [
-                (slot.in_flight, index)
-                for index, slot in enumerate(self._all)
-                if wanted in slot.versions
-            ]
-            if fit:
-                return self._all[min(fit)[1]], wanted
-            self.recall(wanted)
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._notifier.wait()
-            except TimeoutError:
-                states = ", ".join(
-                    f"{' and '.join(s.loaded.versions) if s.loaded else 'nothing'} ({s.state})"
-                    for s in self._slots
-                )
-                raise EngineUnavailable(
-                    f"no replica served {wanted} within {self._wait_timeout:g} s; "
-                    f"the replicas hold: {states}"
-                ) from None
-
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _deadline(self) -> float:
-        return self._now() + self._wait_timeout
 
     @staticmethod
     def _now() -> float:

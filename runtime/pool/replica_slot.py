@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Coroutine
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from cray_agents.errors import (
     CrayError,
@@ -30,28 +30,14 @@ from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
 from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
 from cray_agents.runtime.pool.lora_adapters import Adapters
 from cray_agents.runtime.pool.phase_seconds import timed
+from cray_agents.runtime.pool.published_replicas import PublishedReplica, State
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.weight_transfer import STUCK
 
 log = logging.getLogger(__name__)
 
-# down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
-# job trains on its GPU; unproven: it holds the weights of a job that has not published them;
-# waiting: Slurm has no place for it yet; leaving: Slurm takes its place away; away: it gave its
-# place back, as fewer replicas are needed
-State = Literal[
-    "starting",
-    "serving",
-    "swapping",
-    "down",
-    "out",
-    "sleeping",
-    "unproven",
-    "waiting",
-    "leaving",
-    "away",
-]
-
 _STARTS = 3  # tries of a first start
+_OTHERS_LOOK = 0.02  # seconds between two looks if other gateways' requests have ended
 _OFFER_CHECK = 0.5  # seconds between two looks if the job of received weights lives
 _LONGEST_UNPROVEN = 3600.0  # seconds for a job to publish what was received
 _LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
@@ -82,6 +68,7 @@ class ReplicaSlot:
         self._engine_host = engine_host
         self._probe_limits = probe_limits
         self._drain_timeout = drain_timeout
+        self._under_way = 0  # requests in flight, of all gateways, when the engine was last asked
         self._notifier = notifier
         self.requests = InFlightRequests(notifier)
         self._received = ""  # the job of the weights that it holds while unproven
@@ -126,6 +113,11 @@ class ReplicaSlot:
             return []
         return [self.loaded.version, *self._adapters.versions]
 
+    @property
+    def contents(self) -> str:
+        """Contents and state, for an error message."""
+        return f"{' and '.join(self.loaded.versions) if self.loaded else 'nothing'} ({self.state})"
+
     def engine(self, version: str) -> Engine:
         """Return the engine that answers with a version. Raises EngineUnavailable."""
         engine = self._engine_host.engine
@@ -134,6 +126,24 @@ class ReplicaSlot:
         if (adapter := self._adapters.get(version)) is None:
             raise EngineUnavailable(f"{version} is not held any more")
         return adapter.engine
+
+    def published(self) -> PublishedReplica:
+        """Return the record for other gateways. An engine without an address has no versions."""
+        names, url, secret = {}, "", ""
+        for version in self.versions:
+            engine = self.engine(version)
+            if isinstance(engine, VllmEngine):
+                url, secret = engine.url, engine.secret
+                names[version] = engine.model
+        return PublishedReplica(
+            url=url,
+            secret=secret,
+            names=names,
+            expected=self.loaded.versions if self.loaded is not None else [],
+            state=self.state,
+            losses=self.losses,
+            why_lost=self.why_lost,
+        )
 
     def select_version(self, version: str) -> ProbeReport | None:
         """Report a version as this slot's `version`; return its proof, or None if not served."""
@@ -428,7 +438,8 @@ class ReplicaSlot:
     async def shut_down(self) -> None:
         """End the process and clear the slot, unless requests are in flight."""
         async with self._changing:
-            if self.in_flight:
+            if self.in_flight or (self.loaded is not None and await self._refuse()):
+                await self._serve_on(self.state)
                 return
             self._set_state("down")
             self._adapters.clear()
@@ -614,6 +625,7 @@ class ReplicaSlot:
             if self._engine_host is host and self.state == "serving":
                 self._error = "its place is about to be taken away"
                 self._set_state("leaving")
+                await self._refuse()
 
     def _move_to(self, successor: EngineHost, adapters: Adapters) -> None:
         """Let a successor take the host's part."""
@@ -708,7 +720,7 @@ class ReplicaSlot:
         for attempt in tries:
             if stuck and attempt == reload:
                 continue
-            if attempt == start and self.in_flight and old is not None and not stuck:
+            if attempt == start and self._answering and old is not None and not stuck:
                 await self._drain_under_old(old, new)
             try:
                 return self._accept(new, await attempt(new))
@@ -731,7 +743,7 @@ class ReplicaSlot:
         try:
             report = await self._reload(old)
         except (CrayError, OSError) as error:
-            log.error("%d requests are lost with %s: %s", self.in_flight, old.version, error)
+            log.error("%d requests are lost with %s: %s", self._answering, old.version, error)
             return
         self._accept(old, report)
         self._set_state("swapping")
@@ -783,7 +795,8 @@ class ReplicaSlot:
 
     async def _reload(self, new: LoadedVersion) -> ProbeReport:
         """Load new weights in place of the old ones, and prove them."""
-        keep = self.in_flight > 0
+        await self._refuse()
+        keep = self._answering > 0
         await self._adapters.unload()
         seconds = await self._engine_host.engine.load(new.checkpoint, new.version, keep=keep)
         report = await self._prove_and_resume(new, seconds)
@@ -808,6 +821,7 @@ class ReplicaSlot:
         report = await prove(engine, new.version, list(new.probe), limits, before)
         started = time.monotonic()
         await engine.resume()
+        await engine.admit(new.version)
         seconds = seconds | report.seconds | {"resume": time.monotonic() - started}
         return report.model_copy(update={"seconds": seconds})
 
@@ -827,19 +841,25 @@ class ReplicaSlot:
     ) -> None:
         """Wait for the requests in flight to end, except those that `kept_version` answers.
 
-        Raises PoolBusy, with the slot in its state from `before`.
+        From now on the engine begins no others, from whichever gateway. Raises PoolBusy, with the
+        slot in its state from `before`.
         """
         try:
-            await self._notifier.wait_until(
-                lambda: self._is_drained(new, kept_version), self._drain_timeout
-            )
+            async with asyncio.timeout(self._drain_timeout):
+                await self._refuse()
+                await self._notifier.wait_until(
+                    lambda: self._is_drained(new, kept_version), self._drain_timeout
+                )
+                while await self._refuse(kept_version):
+                    self._notifier.abort_if_rollback_waits(new.version)
+                    await asyncio.sleep(_OTHERS_LOOK)
         except Overtaken:
-            self._set_state(before)
+            await self._serve_on(before)
             raise
         except TimeoutError:
-            self._set_state(before)
+            await self._serve_on(before)
             raise PoolBusy(
-                f"{self.in_flight} requests were still running after "
+                f"{self._answering} requests were still running after "
                 f"{self._drain_timeout:g} s; "
                 f"{failing or new.version + ' was not loaded'}"
             ) from None
@@ -850,6 +870,31 @@ class ReplicaSlot:
         if not drained:
             self._notifier.abort_if_rollback_waits(new.version)
         return drained
+
+    @property
+    def _answering(self) -> int:
+        """Requests that the engine answers, of all gateways, as far as they are known here."""
+        return max(self.in_flight, self._under_way)
+
+    async def _refuse(self, kept_version: str | None = None) -> int:
+        """Let the engine begin no more answers; return how many `kept_version` does not give."""
+        try:
+            under_way = await self._engine_host.engine.refuse()
+        except EngineError:  # it is gone, or answers nobody
+            under_way = {}
+        self._under_way = sum(under_way.values())
+        return self._under_way - under_way.get(kept_version or "", 0)
+
+    async def _serve_on(self, state: State) -> None:
+        """Take a state from before a change that did not come about."""
+        if state == "serving" and self.loaded is not None:
+            try:
+                for version in (self.loaded.version, *self._adapters.versions):
+                    await self._engine_host.engine.admit(version)
+            except EngineError as error:
+                self._mark_lost(f"it does not serve on: {error}")
+                return
+        self._set_state(state)
 
     def _set_state(self, state: State) -> None:
         self.state = state

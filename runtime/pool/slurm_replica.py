@@ -513,8 +513,9 @@ class SlurmReplica(VllmHost):
 
     async def release(self, *, drain: bool = False) -> None:
         """End the job: see `EngineHost.release`."""
-        while drain and self._engine is not None and self._engine.busy:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK)
+        with suppress(EngineError):  # an engine that is gone answers nobody
+            while drain and self._engine and await self._engine.refuse():  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK)
         await self._close_engine()
         supervisor, self._supervisor = self._supervisor, None
         attempt, self._attempt = self._attempt, None

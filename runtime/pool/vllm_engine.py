@@ -10,6 +10,7 @@ import asyncio
 import copy
 import logging
 import ssl
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -33,6 +34,7 @@ from cray_agents.runtime.pool.weight_transfer import (
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import changes_from
 from cray_agents.runtime.registry.weight_offers import WeightOffer, find_offers
+from cray_agents.runtime.vllm_plugins.lock import EXPECT, GUARD
 
 # these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
 CAPTURE = "x-cray-capture"
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _ERROR = b'data: {"error"'
 _ABORT_TIMEOUT = 5.0  # seconds
+_ADAPTERS_END, _ADAPTERS_LOOK = 30.0, 0.1  # seconds for requests of adapters; between two looks
+_GUARD_TIMEOUT = 10.0  # seconds; the server's own process answers, whatever the engine does
 _NO_SUCH_ROUTE = (404, 405, 501)  # statuses of a route that vLLM lacks for its model
 
 
@@ -88,9 +92,20 @@ class VllmEngine:
         return self._http.url
 
     @property
+    def secret(self) -> str:
+        """The value that the server requires in a header."""
+        return self._http.secret
+
+    @property
     def busy(self) -> bool:
-        """True while a request is under way."""
+        """True while a request of this process is under way."""
         return self._http.active > 0
+
+    def called(self, model: str) -> "VllmEngine":
+        """Return the engine of the same server that calls its model by this name."""
+        other = copy.copy(self)
+        other.model = model
+        return other
 
     def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Answer a request: see `Engine.answer`. Its path is the route on the server."""
@@ -134,6 +149,8 @@ class VllmEngine:
 
     def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"X-Request-Id": exchange.id}
+        if exchange.version:
+            headers[EXPECT] = exchange.version
         if exchange.capture:
             headers[CAPTURE] = exchange.id
         request = {**exchange.request, "model": self.model}
@@ -180,9 +197,15 @@ class VllmEngine:
     async def take_over(self, checkpoint: Path, version: str) -> None:
         """Name the weights that an earlier platform loaded; answer `score` alone until `resume`.
 
-        Requests of that platform are aborted, and its adapters unloaded.
+        Its adapters are unloaded. Requests of gateways that outlive that platform go on under the
+        same weights; those of an adapter end first, if they do so in time.
         """
-        await self._control("/pause?mode=abort&clear_cache=true")
+        under_way, until = await self.refuse(), time.monotonic() + _ADAPTERS_END
+        while under_way.keys() - {version} and time.monotonic() < until:
+            await asyncio.sleep(_ADAPTERS_LOOK)
+            under_way = await self.refuse()
+        mode = "keep" if under_way else "abort"
+        await self._control(f"/pause?mode={mode}&clear_cache=true")
         await self._reset_prefix_cache()
         async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
             models = orjson.loads(await response.read())["data"]
@@ -293,6 +316,20 @@ class VllmEngine:
         self._fetched = ("", False)
         await self._control("/resume")
 
+    async def admit(self, version: str) -> None:
+        """Answer requests that expect a version: see `Engine.admit`, and vllm_plugins/lock.py."""
+        await self._order({"admit": version})
+
+    async def refuse(self, version: str = "") -> dict[str, int]:
+        """Begin no more answers with a version: see `Engine.refuse`."""
+        in_flight: dict[str, int] = (await self._order({"refuse": version})).get("in_flight", {})
+        return in_flight
+
+    async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
+        async with self._http.answer("POST", GUARD, order, _GUARD_TIMEOUT) as response:
+            answer: dict[str, Any] = orjson.loads(await response.read())
+            return answer
+
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back: see `Engine.sleep`. vLLM for CPUs gives nothing back."""
         await self._control(f"/sleep?level={level}&mode=abort")
@@ -364,9 +401,7 @@ class VllmEngine:
         """
         body = {"lora_name": name, "lora_path": str(adapter)}
         await self._control("/v1/load_lora_adapter", body)
-        adapted = copy.copy(self)
-        adapted.model = name
-        return adapted
+        return self.called(name)
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter that has no request in flight."""

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, VersionClosed
+from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
 
 _INVALID = re.compile(  # one of pydantic's errors, as vLLM prints them
     r"""'loc': '(?:body\.?)?([^']*)', 'msg': (?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")"""
@@ -43,7 +43,7 @@ class Http:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self.active = 0  # requests under way
-        self._secret, self._tls = secret, tls
+        self.secret, self._tls = secret, tls
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class Http:
             connector = aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=_IDLE, ssl=True if self._tls is None else self._tls
             )
-            always = {HEADER: self._secret}
+            always = {HEADER: self.secret}
             self._session = aiohttp.ClientSession(connector=connector, headers=always)
         limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self.timeout)
         content = None if body is None else orjson.dumps(body)
@@ -119,6 +119,8 @@ def to_engine_error(
     error = content.get("error", content.get("detail")) if isinstance(content, dict) else content
     if not isinstance(error, dict):
         error = {"message": str(error or f"status {status}")}
+    if status == 409 and error.get("type") == CLOSED:
+        return VersionClosed(str(error["message"]))
     message, blamed = _simplify(str(error.get("message") or f"status {status}"))
     status = status or int(error.get("code") or 500)
     dead = "EngineDead" in str(error.get("type")) + message or "EngineCore" in message

@@ -57,6 +57,13 @@ class Conversations:
         if len(self._answers) > self._most:
             self._answers.popitem(last=False)
 
+    def learn_once(self, request: str, run_id: str, call_ids: Sequence[str], text: str) -> None:
+        """Remember an answer, unless it is known."""
+        known = self._answers.get(request, ())
+        answer = (run_id, tuple(call_ids), text)
+        if all((one.run_id, one.call_ids, one.text) != answer for one in known):
+            self.learn(request, run_id, call_ids, text)
+
     def find(self, hashes: Sequence[str], messages: Sequence[Message], scope: str) -> str | None:
         """Return the run that these messages continue; `hashes` is their `chain` in `scope`."""
         for end in range(len(messages) - 1, 0, -1):

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 PAGE = 256  # runs whose bodies are read at once
 FORGETTING = 1000  # runs forgotten in one append
+RECORDED_LATE = 10.0  # seconds from a call's time until it is in the index, at most
 TRIES = 5  # to read events that compaction moves meanwhile
 
 Calls = Literal["full", "none"]
@@ -61,7 +62,8 @@ class Store:
     ) -> None:
         self.conversations = Conversations()
         self.segments = Segments(home.segments)
-        self.index = Index(cache_of(home), identity_of(home))
+        self.identity = identity_of(home)
+        self.index = Index(cache_of(home), self.identity)
         self._indexing = Indexing(self.index, self._on_indexed)
         name = writer or new_id("segment")
         self._writer = SegmentWriter(home.segments, name, self._indexing.submit)
@@ -70,6 +72,7 @@ class Store:
         self._pending: dict[str, asyncio.Future[list[LinePlace]]] = {}
         self._acknowledged = 0  # events that are on the disk
         self._refreshing = threading.Lock()
+        self._conversations_until = time.time()  # those recorded before are known
         for conversation in self.index.conversations():
             self.conversations.learn(*conversation)
         self.refresh()
@@ -208,6 +211,19 @@ class Store:
             for placed in catch_up(self.segments, self.index):
                 for fact, _ in placed:
                     self._learn(fact)
+
+    def refresh_conversations(self) -> None:
+        """Learn the requests that other processes recorded, so that they can be continued here.
+
+        What this process reads from the segments it has learned already. The index also holds what
+        other processes of this host have read.
+        """
+        self.refresh()
+        since, newest = self._conversations_until - RECORDED_LATE, self._conversations_until
+        for at, request, run_id, call_ids, text in self.index.conversations_since(since):
+            newest = max(newest, at)
+            self.conversations.learn_once(request, run_id, call_ids, text)
+        self._conversations_until = newest
 
     def seal_orphans(self, older_than: float = ORPHANED) -> None:
         """Seal segments of writers gone for `older_than` seconds. Blocks. Raises StoreError."""

@@ -1,20 +1,71 @@
-"""Lock: let a vLLM server answer only the platform that started it.
+"""Lock and guard: who may use a vLLM server, and which versions it answers with now.
 
 vLLM's server lets everyone who reaches its port change weights; its own API keys protect `/v1`
 alone. runtime/pool/vllm_replica.py makes a secret per process and passes it in the environment,
 which only the same user can read. It starts vLLM with `Locked` as the outermost middleware, and
 runtime/pool/vllm_http.py sends the secret with each request.
+
+Several gateways may send requests to one server, and one controller changes its weights. A gateway
+may be late to hear of a change. So each sampling request names the version that it expects, and the
+server refuses those whose version it was not told to admit: the gateway then looks again. The
+server also counts what it answers, for the controller waits for the requests of all gateways.
+runtime/pool/replica_slot.py gives the orders.
 """
 
+import json
 import os
 import secrets
+from collections import Counter
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 VARIABLE = "CRAY_AGENTS_REPLICA_SECRET"  # in the server's environment
 HEADER = "x-cray-secret"  # in each request
+EXPECT = "x-cray-expect"  # in each request that samples: the `name@N` that is to answer it
+GUARD = "/cray/guard"  # takes the controller's orders
+CLOSED = "VersionClosed"  # type of the error for a version that is not admitted
 
-_REFUSAL = b'{"error": {"message": "only the platform that started this server may use it"}}'
+_REFUSAL = {"error": {"message": "only the platform that started this server may use it"}}
+
+
+class VersionGuard:
+    """The versions that a server answers with, and the requests that it answers, by version."""
+
+    def __init__(self) -> None:
+        self.admitted: set[str] = set()
+        self.in_flight: Counter[str] = Counter()
+
+    def follow(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Carry an order out, and return the requests in flight by version.
+
+        `admit`: a version to answer with. `refuse`: one to answer with no more, "" for all.
+        """
+        if "admit" in order:
+            self.admitted.add(str(order["admit"]))
+        if "refuse" in order:
+            version = str(order["refuse"])
+            self.admitted -= {version} if version else set(self.admitted)
+        return {"in_flight": dict(self.in_flight)}
+
+    def enter(self, version: str) -> bool:
+        """Count a request that expects this version; return False if it is not admitted."""
+        if version not in self.admitted:
+            return False
+        self.in_flight[version] += 1
+        return True
+
+    def leave(self, version: str) -> None:
+        """Count a request as ended."""
+        self.in_flight[version] -= 1
+        if not self.in_flight[version]:
+            del self.in_flight[version]
+
+
+def refusal_of(version: str) -> dict[str, Any]:
+    """Return the body of the refusal of a version that is not admitted; its status is 409."""
+    message = f"this server does not answer with {version} now: ask which one does"
+    return {"error": {"message": message, "type": CLOSED, "code": 409}}
 
 
 class Locked:
@@ -23,18 +74,47 @@ class Locked:
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self._secret = os.environ[VARIABLE].encode()
+        self._guard = VersionGuard()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._is_ours(scope):
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close"})  # becomes a 403: it was not accepted yet
+            return
+        headers = dict(scope["headers"])
+        if not secrets.compare_digest(headers.get(HEADER.encode(), b""), self._secret):
+            if scope["type"] == "websocket":
+                await receive()
+                await send({"type": "websocket.close"})  # becomes a 403: it was not accepted yet
+            else:
+                await _answer(send, 403, _REFUSAL)
+        elif scope["type"] == "http" and scope["path"] == GUARD:
+            await _answer(send, 200, self._guard.follow(json.loads(await _body(receive))))
+        elif (expected := headers.get(EXPECT.encode())) is None:
+            await self.app(scope, receive, send)
         else:
-            kind = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": 403, "headers": kind})
-            await send({"type": "http.response.body", "body": _REFUSAL})
+            await self._answer_with(expected.decode(), scope, receive, send)
 
-    def _is_ours(self, scope: Scope) -> bool:
-        secret = dict(scope["headers"]).get(HEADER.encode(), b"")
-        return secrets.compare_digest(secret, self._secret)
+    async def _answer_with(self, version: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._guard.enter(version):
+            await _body(receive)  # else the connection cannot be used again
+            await _answer(send, 409, refusal_of(version))
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._guard.leave(version)
+
+
+async def _body(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = bool(message.get("more_body"))
+    return body
+
+
+async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
+    kind = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": kind})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform import compose, platform_process, root_claim
+from cray_agents.cli.platform import compose, platform_process, root_claim, sockets
+from cray_agents.cli.platform.shared_port import Ports
 from cray_agents.config import Config
 from cray_agents.errors import ConfigError, SetupError
 from cray_agents.paths import Home
@@ -92,8 +93,8 @@ def test_only_its_user_reads_the_platforms_own_key(
     monkeypatch.setattr(durable, "os", Watched())
     before = os.umask(0)
     try:
-        with root_claim.listen("127.0.0.1", 0) as listener:
-            lease = root_claim.claim(Home(tmp_path), listener, "m")
+        with sockets.listen("127.0.0.1", 0) as listener:
+            lease = root_claim.claim(Home(tmp_path), Ports(listener), "m")
     finally:
         os.umask(before)
     info = json.loads((tmp_path / "platform.json").read_text())
@@ -118,6 +119,6 @@ def test_another_users_platform_is_named() -> None:
 
 def test_addresses(tmp_path: Path) -> None:
     for host, shown in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")):
-        with root_claim.listen(host, 0) as listener:
+        with sockets.listen(host, 0) as listener:
             port = listener.getsockname()[1]
-            assert root_claim.address(listener) == f"http://{shown}:{port}"
+            assert sockets.address(listener) == f"http://{shown}:{port}"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform import compose, platform_process, root_claim
+from cray_agents.cli.platform import compose, platform_process, root_claim, sockets
+from cray_agents.cli.platform.shared_port import Ports
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
@@ -36,8 +37,8 @@ def another_host(name: str = "node7") -> Iterator[None]:
 def claimed_elsewhere(home: Home) -> Iterator[str]:
     """A platform of another host on loopback, which nobody here can look at, but for its beat."""
     home.root.mkdir()
-    with another_host(), root_claim.listen("127.0.0.1", 0) as listener:
-        lease = root_claim.claim(home, listener, "m")
+    with another_host(), sockets.listen("127.0.0.1", 0) as listener:
+        lease = root_claim.claim(home, Ports(listener), "m")
     yield lease.token
     lease.give_back(hand_over=False)
 
@@ -101,18 +102,18 @@ def claim(home: Home) -> str:
 
 
 def claim_and_stop(home: Home) -> ControllerLease:
-    with root_claim.listen("127.0.0.1", 0) as listener:
-        lease = root_claim.claim(home, listener, "m")
+    with sockets.listen("127.0.0.1", 0) as listener:
+        lease = root_claim.claim(home, Ports(listener), "m")
     lease._stopped.set()
     return lease
 
 
 def test_where_others_reach_it() -> None:
-    with root_claim.listen("127.0.0.1", 0) as listener:
-        assert root_claim.address_elsewhere(listener) is None
-    with another_host("gpu1"), root_claim.listen("0.0.0.0", 0) as listener:
+    with sockets.listen("127.0.0.1", 0) as listener:
+        assert sockets.address_elsewhere(listener) is None
+    with another_host("gpu1"), sockets.listen("0.0.0.0", 0) as listener:
         port = listener.getsockname()[1]
-        assert root_claim.address_elsewhere(listener) == f"http://gpu1:{port}"
+        assert sockets.address_elsewhere(listener) == f"http://gpu1:{port}"
 
 
 def test_one_from_before_a_reboot_is_gone(tmp_path: Path) -> None:
@@ -151,7 +152,8 @@ CLAIMING = """
 import sys
 import time
 from pathlib import Path
-from cray_agents.cli.platform import root_claim
+from cray_agents.cli.platform import root_claim, sockets
+from cray_agents.cli.platform.shared_port import Ports
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home
 
@@ -163,11 +165,11 @@ def meet(place):
         time.sleep(0)
 
 leases = []
-with root_claim.listen("127.0.0.1", 0) as listener:
+with sockets.listen("127.0.0.1", 0) as listener:
     for root in sorted(folder.glob("root-*")):
         meet(f"before-{root.name}")
         try:
-            leases.append(root_claim.claim(Home(root), listener, "m"))
+            leases.append(root_claim.claim(Home(root), Ports(listener), "m"))
         except SetupError as error:
             assert "another platform was just started" in str(error) or "runs on" in str(error)
         else:

@@ -97,6 +97,8 @@ GET     /v1/platform                                    use     nothing
 GET     /v1/whoami                                      use     nothing
 GET     /v1/pool                                        admin   nothing
 POST    /v1/pool/lease                                  admin   shared
+POST    /v1/gateways                                    admin   shared
+POST    /v1/gateways/load                               admin   shared
 GET     /metrics                                        use     nothing
 GET     /openapi.json                                   use     nothing
 GET     /api/v1/healthz                                 open    nothing

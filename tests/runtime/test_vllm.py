@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from cray_agents.errors import EngineError, SwapError
+from cray_agents.errors import EngineError, SwapError, VersionClosed
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.processes import alive
@@ -92,6 +92,35 @@ async def test_nobody_without_the_secret_is_answered(serving: Serving) -> None:
             assert answer.status == 200
     _, sample = await serving.chat("m@1", GREEDY)  # nobody has paused it
     assert sample.token_ids
+
+
+async def test_another_gateway_is_answered_by_an_admitted_version_and_waited_for(
+    serving: Serving,
+) -> None:
+    await serving.swap("m@1")
+    begun, request = asyncio.Event(), GREEDY | {"max_tokens": 200, "ignore_eos": True}
+
+    def call(version: str) -> EngineCall:
+        streamed = request | {"stream": True}
+        return EngineCall("/v1/chat/completions", streamed, new_id("x")[2:], version)
+
+    async with serving.engine() as engine:
+
+        async def ask(asked: EngineCall) -> EngineCall:
+            async for _ in engine.answer(asked):
+                begun.set()
+            return asked
+
+        with pytest.raises(VersionClosed):
+            await ask(call("m@2"))
+        task = asyncio.create_task(ask(call("m@1")))
+        await begun.wait()
+        await serving.swap("m@2")
+        (sample,) = (await task).samples
+        assert (len(sample.token_ids), sample.version, sample.seams) == (200, "m@1", [])
+        with pytest.raises(VersionClosed):
+            await ask(call("m@1"))
+    await serving.swap("m@1")
 
 
 async def test_a_tool_call_is_parsed_and_the_next_turn_extends_its_tokens(serving: Serving) -> None:

@@ -1,14 +1,16 @@
 """The lock before a replica's server, set by vllm_replica.py; test_vllm.py asks vLLM itself."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cray_agents.errors import VersionClosed
 from cray_agents.runtime.pool.vllm_http import to_engine_error
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, command
-from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE, Locked
+from cray_agents.runtime.vllm_plugins.lock import EXPECT, GUARD, HEADER, VARIABLE, Locked
 
 OPEN = {"type": "opened"}
 SECRET = "s3cret"
@@ -49,6 +51,69 @@ async def test_one_with_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None
     for kind in ("http", "websocket"):
         assert await answers_to(monkeypatch, kind, SECRET.encode()) == [OPEN]
     assert await answers_to(monkeypatch, "lifespan") == [OPEN]
+
+
+class GuardedServer:
+    """A server whose requests last until `end`."""
+
+    def __init__(self) -> None:
+        self.end = asyncio.Event()
+        self.locked = Locked(self.app)
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        await send(OPEN)
+        await self.end.wait()
+
+    async def ask(self, path: str, body: bytes = b"{}", expect: str = "") -> list[Any]:
+        """What comes back."""
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(HEADER.encode(), SECRET.encode())]
+        headers += [(EXPECT.encode(), expect.encode())] if expect else []
+        await self.locked({"type": "http", "path": path, "headers": headers}, receive, send)
+        return sent
+
+    async def order(self, **order: str) -> dict[str, int]:
+        head, body = await self.ask(GUARD, json.dumps(order).encode())
+        assert head["status"] == 200
+        in_flight: dict[str, int] = json.loads(body["body"])["in_flight"]
+        return in_flight
+
+
+async def test_only_admitted_versions_are_answered_and_counted_to_their_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, SECRET)
+    server = GuardedServer()
+
+    async def refusal(version: str) -> None:
+        head, body = await server.ask("/v1/chat/completions", expect=version)
+        assert isinstance(to_engine_error(head["status"], body["body"]), VersionClosed)
+
+    await refusal("m@1")
+    for version in ("m@1", "m@2"):
+        assert await server.order(admit=version) == {}
+    asked = [
+        asyncio.create_task(server.ask("/v1/chat/completions", expect=version))
+        for version in ("m@1", "m@2", "m@2")
+    ]
+    while sum((await server.order()).values()) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert await server.order(refuse="m@2") == {"m@1": 1, "m@2": 2}
+    await refusal("m@2")
+    assert await server.order(refuse="") == {"m@1": 1, "m@2": 2}
+    await refusal("m@1")
+    asked.pop().cancel()  # its client has left
+    server.end.set()
+    assert await asyncio.gather(*asked) == [[OPEN], [OPEN]]
+    assert await server.order() == {}
+    assert await server.ask("/v1/completions") == [OPEN]  # a probe expects no version
 
 
 def test_without_a_secret_no_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:

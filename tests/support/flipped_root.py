@@ -207,7 +207,7 @@ def _jobs(home: Home) -> None:
     held.note_current(other.id)
     numbers = np.arange(NUMBERS, dtype=np.float32)
     (waiting.folder / "baselines").mkdir()
-    baselines._write(waiting.folder / "baselines" / "train-before", numbers)
+    baselines._keep(waiting.folder / "baselines" / "train-before", numbers)
     point = waiting.folder / "megatron" / "step-00000003"
     point.mkdir(parents=True)
     parts = {

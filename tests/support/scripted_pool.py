@@ -12,7 +12,8 @@ from cray_agents.errors import EngineUnavailable
 from cray_agents.ports import EngineCall
 from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.pool.engine_host import InProcessEngine
-from cray_agents.runtime.pool.pool import Pool, Wanted
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.request_router import Wanted
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "who?"}]}
 

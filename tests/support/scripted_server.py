@@ -3,7 +3,8 @@
     python -m tests.support.scripted_server PARENT_PID --model DIR --host H --port P ...
 
 It takes the place of vllm_plugins/server.py (`EngineSettings.program`). It says its version and the
-last message; "slow" in that makes it take its time. With `--headless` it only lives.
+last message; "slow" in that makes it take its time. A pause without `keep` breaks its answers off.
+With `--headless` it only lives.
 """
 
 import asyncio
@@ -18,10 +19,18 @@ from typing import Any
 from aiohttp import web
 
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
+from cray_agents.runtime.vllm_plugins.lock import (
+    EXPECT,
+    GUARD,
+    HEADER,
+    VARIABLE,
+    VersionGuard,
+    refusal_of,
+)
 
 # as in runtime/pool/vllm_engine.py, which imports half a second of numpy and more
 BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
+VERSION, EVENT = "x-cray-version", b"event: cray.samples\ndata: "
 PROGRAM = (sys.executable, "-m", "tests.support.scripted_server")
 SLOW = 1.0  # seconds
 
@@ -35,18 +44,35 @@ class ScriptedServer:
         self.label = ""
         self.proven = asyncio.Event()
         self.secret = os.environ[VARIABLE]
+        self.guard = VersionGuard()
+        self.answering: set[asyncio.Task[Any]] = set()
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get(HEADER) != self.secret:
             return web.json_response({"error": {"message": "not yours"}}, status=403)
         body: dict[str, Any] = await request.json() if request.can_read_body else {}
+        if (expected := request.headers.get(EXPECT)) is None:
+            return await self.route(request, body)
+        if not self.guard.enter(expected):
+            return web.json_response(refusal_of(expected), status=409)
+        try:
+            return await self.route(request, body)
+        finally:
+            self.guard.leave(expected)
+
+    async def route(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         match request.path:
+            case path if path == GUARD:
+                return web.json_response(self.guard.follow(body))
             case "/v1/models":
                 return web.json_response({"data": [{"id": self.names[0], "root": self.root}]})
             case "/collective_rpc":
                 if body["method"] == "reload_weights":
                     self.checkpoint = body["kwargs"]["weights_path"]
                 return web.json_response({"results": [None]})
+            case "/pause" if request.query["mode"] == "abort":
+                for task in self.answering:
+                    task.cancel()
             case "/update_weight_version":
                 self.label = body["new_version"]
                 self.proven.clear()
@@ -55,7 +81,10 @@ class ScriptedServer:
             case "/v1/completions":
                 return web.json_response({"choices": self.score(body)})
             case "/v1/chat/completions":
-                return await self.chat(body, request.headers)
+                task = asyncio.ensure_future(self.chat(body, request))
+                self.answering.add(task)
+                task.add_done_callback(self.answering.discard)
+                return await task
         return web.json_response({"success": True})
 
     def score(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -72,29 +101,55 @@ class ScriptedServer:
             for number, ids in enumerate(body["prompt"])
         ]  # fmt: skip
 
-    async def chat(self, body: dict[str, Any], headers: Any) -> web.Response:
+    async def chat(self, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         await self.proven.wait()
         text = body["messages"][-1]["content"]
-        if "slow" in text:
-            await asyncio.sleep(SLOW)
-        label, words = self.label, f"{self.label.partition(' ')[0]}: {text}"
-        message = {"role": "assistant", "content": words}
-        answer = json.dumps({
-            "id": f"chatcmpl-{headers['X-Request-Id']}", "object": "chat.completion", "created": 0,
-            "model": body["model"], "usage": {},
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-        }, separators=(",", ":")).encode()  # fmt: skip
-        if CAPTURE not in headers:
-            return web.Response(body=answer, content_type="application/json")
-        tokens = list(words.encode())
+        words = f"{self.label.partition(' ')[0]}: {text}".split(" ")
+        pause = SLOW / len(words) if "slow" in text else 0.0
+        name, tokens, versions = f"chatcmpl-{request.headers['X-Request-Id']}", 0, [[0, self.label]]
+        stream = None
+        if body.get("stream"):
+            stream = web.StreamResponse(
+                headers={"content-type": "text/event-stream", VERSION: self.label}
+            )
+            await stream.prepare(request)
+        said = []
+        for number, word in enumerate(words):
+            await self.proven.wait()
+            if versions[-1][1] != self.label:
+                versions.append([tokens, self.label])
+            said.append(word if not number else f" {word}")
+            tokens += len(said[-1].encode())
+            if stream is not None:
+                await stream.write(self.event(name, body["model"], {"content": said[-1]}, None))
+            await asyncio.sleep(pause)
         sample = {
-            "prompt_token_ids": [1], "token_ids": tokens, "logprobs": [-0.5] * len(tokens),
-            "finish_reason": "stop", "name": "x", "versions": [[0, label]],
+            "prompt_token_ids": [1], "token_ids": list("".join(said).encode()),
+            "logprobs": [-0.5] * tokens, "finish_reason": "stop", "name": "x", "versions": versions,
         }  # fmt: skip
+        samples = json.dumps([sample]).encode()
+        if stream is not None:
+            await stream.write(self.event(name, body["model"], {}, "stop") + b"data: [DONE]\n\n")
+            if CAPTURE in request.headers:
+                await stream.write(EVENT + samples + b"\n\n")
+            return stream
+        message = {"role": "assistant", "content": "".join(said)}
+        answer = json.dumps({
+            "id": name, "object": "chat.completion", "created": 0, "model": body["model"],
+            "usage": {}, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        }, separators=(",", ":")).encode()  # fmt: skip
+        if CAPTURE not in request.headers:
+            return web.Response(body=answer, content_type="application/json")
         return web.Response(
-            body=answer + json.dumps([sample]).encode(), headers={BODY: str(len(answer))},
-            content_type="application/json",
-        )  # fmt: skip
+            body=answer + samples, headers={BODY: str(len(answer))}, content_type="application/json"
+        )
+
+    def event(self, name: str, model: str, delta: dict[str, Any], finish: str | None) -> bytes:
+        chunk = {
+            "id": name, "object": "chat.completion.chunk", "created": 0, "model": model,
+            "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
+        }  # fmt: skip
+        return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from cray_agents.runtime.pool.engine_host import InProcessEngine
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
+from cray_agents.runtime.vllm_plugins.lock import GUARD, VersionGuard
 from cray_agents.trainers.checkpointing.weight_links import NcclLink
 
 Tensors = dict[str, torch.Tensor]
@@ -83,6 +84,7 @@ class ScriptedVllm:
         self.faults = set(faults)
         self.calls: list[str] = []
         self.came: list[str] = []  # the tensors that came directly
+        self.guard = VersionGuard()
         self.weights: Tensors = {}
         self.dead = True
         self._ended = asyncio.Event()
@@ -113,6 +115,8 @@ class ScriptedVllm:
             request.transport and request.transport.abort()
         if request.headers.get("x-cray-secret") != SECRET:
             return web.json_response({"error": {"message": "not yours"}}, status=403)
+        if request.path == GUARD:
+            return web.json_response(self.guard.follow(body))
         name = request.path.strip("/")
         name = body["method"] if name == "collective_rpc" else name
         self.calls.append(name)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import importlib.metadata
+import math
 import os
 import signal
 import socket
@@ -25,17 +26,14 @@ import uvloop
 
 from cray_agents.cli.platform.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
+from cray_agents.cli.platform.gateway_processes import keep_gateways
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.permissions import keep_private
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule
-from cray_agents.cli.platform.root_claim import (
-    address,
-    describe_inheritance,
-    say,
-    stand_by,
-    start_anew,
-)
+from cray_agents.cli.platform.root_claim import describe_inheritance, say, stand_by, start_anew
+from cray_agents.cli.platform.shared_port import Ports
+from cray_agents.cli.platform.sockets import address
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
@@ -44,8 +42,10 @@ from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
 from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.gateway.app import create_app
+from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import is_loopback
+from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
@@ -104,8 +104,8 @@ def serve(
     control = (stand_by if standby else start_anew)(config, name, str(replicas))
     if control is None:
         return
-    listener, lease = control.listener, control.lease
-    with listener, contextlib.ExitStack() as ending:
+    ports, lease = control.ports, control.lease
+    with contextlib.closing(ports), contextlib.ExitStack() as ending:
         ending.callback(lambda: lease.give_back(hand_over=lease.hands_over))
         if control.before is not None:
             name, replicas = lease.claim["name"], ReplicaCount.parse(lease.claim["replicas"])
@@ -153,7 +153,7 @@ def serve(
                 platform,
                 version,
                 pool,
-                listener,
+                ports,
                 lease,
                 training,
                 [*placement.replicas, *gpus_in_jobs(config, replicas.jobs)],
@@ -169,7 +169,7 @@ async def run(
     platform: dict[str, Any],
     version: ModelVersion,
     pool: Pool,
-    listener: socket.socket,
+    ports: Ports,
     lease: ControllerLease,
     training: TrainingSide | None = None,
     gpus: Sequence[Sequence[str]] = (),
@@ -180,10 +180,12 @@ async def run(
     `training`: the jobs that use the replicas' GPUs by turns. `gpus`: of each replica.
     `rule`: by which replicas come and go; None: all stay.
     """
+    listener = ports.listener
     sys.setswitchinterval(SWITCH)
     gc.set_threshold(*GC)
     home = config.root
     store = await open_store(config)
+    shares = GatewayShares()
     services = Services(
         home=home,
         store=store,
@@ -200,7 +202,9 @@ async def run(
         token=lease.token,
         lease=lease,
         reward_limit=config.reward_limit,
-        admission=make_admission(config, pool, registry, scales=rule is not None),
+        admission=make_admission(config, pool, registry, shares, scales=rule is not None),
+        shares=shares,
+        metrics=Metrics(f"{socket.gethostname()}:{os.getpid()}" if config.gateways > 1 else ""),
     )
     settings_http = uvicorn.Config(
         create_app(services),
@@ -212,7 +216,7 @@ async def run(
         timeout_keep_alive=config.idle_timeout,
     )
     server = Gateway(settings_http)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=ports.listeners))
     starting = asyncio.create_task(start_pool(pool, home, version, rule))
     log = home.logs / "batch-worker.log"
     batches = asyncio.create_task(keep_worker(home, address(listener), log, key=lease.token))
@@ -222,10 +226,14 @@ async def run(
     account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, gpus)
     background = [batches, upkeep, jobs, asyncio.create_task(account)]
     if rule is not None:
-        counting = keep_replica_count(pool, services.admission, rule)
+        counting = keep_replica_count(pool, services.admission, shares, rule)
         background.append(asyncio.create_task(counting))
+    if config.gateways > 1:
+        services.note_other_gateways()
+        port = listener.getsockname()[1]
+        background.append(asyncio.create_task(keep_gateways(config, port, config.gateways - 1)))
     if training is not None:
-        is_asked = partial(asks_for_replicas, pool, services.admission)
+        is_asked = partial(asks_for_replicas, pool, services.admission, shares)
         background.append(asyncio.create_task(take_turns(pool, training, is_asked, report=say)))
     await services.fine_tuning.start()
     try:
@@ -398,28 +406,37 @@ def check_serving(
         check_weights_fit(version.id, size, len(placement.replicas[0]), resources.gpus.gib)
 
 
-def asks_for_replicas(pool: Pool, admission: Admission) -> bool:
+def asks_for_replicas(pool: Pool, admission: Admission, shares: GatewayShares) -> bool:
     """Tell whether requests are under way or wait, or whether versions are being changed."""
-    counts = (admission.inside(batch) + admission.waiting(batch) for batch in (False, True))
-    return any(counts) or pool.swapping
+    return admission.demand > 0 or shares.demand > 0 or pool.swapping
 
 
 def make_admission(
-    config: Config, pool: Pool, registry: Registry, *, scales: bool = False
+    config: Config,
+    pool: Pool,
+    registry: Registry,
+    shares: GatewayShares,
+    *,
+    scales: bool = False,
 ) -> Admission:
     """Make the admission control; it admits a few more calls than vLLM runs at once.
 
-    So vLLM always has a next call. Where replicas come and go (`scales`), a request waits for as
-    long as one may take to start.
+    So vLLM always has a next call. With further gateways it admits its own share of them. Where
+    replicas come and go (`scales`), a request waits for as long as one may take to start.
     """
     each = config.max_num_seqs + config.max_num_seqs // 8
-    return Admission(
-        lambda: pool.serving * each,
-        config.max_queue,
+
+    def share_of(number: int) -> int:
+        return math.ceil(number * shares.own(admission.demand))
+
+    admission = Admission(
+        lambda: share_of(pool.serving * each),
+        lambda: share_of(config.max_queue),
         serves=lambda model: pool.serves(registry.resolve(model).id),
         swapping=lambda: pool.swapping,
         outage=config.swap_timeout + (config.start_timeout if scales else 0.0),
     )
+    return admission
 
 
 class Gateway(uvicorn.Server):

@@ -36,6 +36,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(up)
     app.command()(down)
     app.command()(status)
+    app.command()(gateway)
 
 
 def up(
@@ -61,6 +62,10 @@ def up(
     standby: Annotated[
         bool, typer.Option(help="Wait while another process controls the root; then follow it.")
     ] = False,
+    gateways: Annotated[
+        int | None,
+        typer.Option(help="Gateway processes that share the port \\[default: 1]."),
+    ] = None,
     detach: Annotated[
         bool, typer.Option(help="Return when it is ready; end it with down.")
     ] = False,
@@ -70,7 +75,7 @@ def up(
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run the platform: gateway, vLLM, store, scheduler and trainer. Ctrl-C ends it."""
-    flags = {"home": home, "port": port, "scheduler": scheduler}
+    flags = {"home": home, "port": port, "scheduler": scheduler, "gateways": gateways}
     config = load_config(flags)
     name = name or _only_name(config.root, model)
     count = ReplicaCount.parse(replicas)
@@ -122,6 +127,20 @@ def down(
         end_for_good(root, info.get("term", 0))
     stop(info["pid"])
     console.print(f"ended the platform on {root.root} (pid {info['pid']})")
+
+
+def gateway(
+    home: HomeOption = None,
+    host: Annotated[
+        str | None, typer.Option(help="The address it listens on \\[default: 127.0.0.1].")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="0 picks a free one \\[default: 8000].")] = None,
+    of: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run one more gateway on a root whose platform runs, as on another host. Ctrl-C ends it."""
+    from cray_agents.cli.platform.further_process import serve_further
+
+    serve_further(load_config({"home": home, "host": host, "port": port}), of)
 
 
 def status(home: HomeOption = None, as_json: JsonOption = False) -> None:

@@ -243,7 +243,7 @@ def start(
     home.logs.mkdir(mode=0o777 & ~umask, exist_ok=True)
     argv = [sys.executable, "-m", "cray_agents", "up", "--name", name, "--home", str(home.root)]
     argv += ["--port", str(config.port), "--replicas", str(replicas)]
-    argv += ["--scheduler", config.scheduler]
+    argv += ["--scheduler", config.scheduler, "--gateways", str(config.gateways)]
     argv += ["--model", str(model)] if model else []
     argv += ["--parent", str(os.getpid())] if with_parent else []
     argv += ["--standby"] if standby else []

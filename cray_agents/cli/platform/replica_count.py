@@ -12,6 +12,7 @@ import time
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.config import Config
 from cray_agents.errors import BadInput
+from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule
@@ -46,11 +47,16 @@ def replica_rule(config: Config, replicas: ReplicaCount) -> ServingRule | None:
 
 
 async def keep_replica_count(
-    pool: Pool, admission: Admission, rule: ServingRule, *, every: float = EVERY
+    pool: Pool,
+    admission: Admission,
+    shares: GatewayShares,
+    rule: ServingRule,
+    *,
+    every: float = EVERY,
 ) -> None:
-    """Start and end replicas as a rule says, until cancelled."""
+    """Start and end replicas as a rule says, until cancelled. `shares`: other gateways' load."""
     scaler = Scaler(ScalingRules((rule,), preempts=False))
-    load = _Load(pool, admission, rule.name)
+    load = _Load(pool, admission, shares, rule.name)
     while True:
         await asyncio.sleep(every)
         for action in scaler.decide(load.observe()):
@@ -63,8 +69,8 @@ async def keep_replica_count(
 class _Load:
     """The requests and replicas of a platform, as the controller sees them."""
 
-    def __init__(self, pool: Pool, admission: Admission, name: str) -> None:
-        self._pool, self._admission, self._name = pool, admission, name
+    def __init__(self, pool: Pool, admission: Admission, shares: GatewayShares, name: str) -> None:
+        self._pool, self._admission, self._shares, self._name = pool, admission, shares, name
         self._busy, self._time = 0.0, time.monotonic()
 
     def observe(self) -> Observed:
@@ -81,7 +87,7 @@ class _Load:
         view = ServingView(
             name=self._name,
             waiting=sum(waiting),
-            in_flight=sum(inside),
+            in_flight=sum(inside) + self._shares.demand,
             arrivals=at_once / seconds if seconds else 0.0,
             answer_seconds=seconds,
             serving=serving,

@@ -23,6 +23,8 @@ from cray_agents.cli.platform.platform_process import (
     pid_namespace,
     submitter,
 )
+from cray_agents.cli.platform.shared_port import Ports, open_ports
+from cray_agents.cli.platform.sockets import address, address_elsewhere
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.errors import SetupError
@@ -37,75 +39,38 @@ from cray_agents.runtime.controller_lease import (
     was_ended_for_good,
 )
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder
-from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.scheduler.supervised import boot_id, start_time
 from cray_agents.trainers.job.restarter import unfinished_jobs
 
 KILLED_SECONDS = 5.0  # that a silent predecessor may take to be gone
 SAY_AGAIN = 600.0  # seconds between two lines of a standby that waits
 
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address -> this host's own address
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises SetupError if the port is taken."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise SetupError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another port with --port "
-            "(0 picks a free one), or end what uses it"
-        ) from error
-    listener.listen(2048)
-    return listener
-
-
-def address(listener: socket.socket) -> str:
-    """Return the gateway's URL for clients on this host."""
-    host, port = listener.getsockname()[:2]
-    return _url(ANYWHERE.get(host, host), port)
-
-
-def address_elsewhere(listener: socket.socket) -> str | None:
-    """Return the gateway's URL for clients on other hosts; None if it is on loopback only."""
-    host, port = listener.getsockname()[:2]
-    if is_loopback(host):
-        return None
-    return _url(socket.gethostname() if host in ANYWHERE else host, port)
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
 
 @dataclass(frozen=True)
 class Controller:
-    """A root that this process controls: its gateway's socket, and its lease.
+    """A root that this process controls: its gateway's sockets, and its lease.
 
     `before`: the claim of the platform that a standby took over.
     """
 
-    listener: socket.socket
+    ports: Ports
     lease: ControllerLease
     before: dict[str, Any] | None = None
 
 
 def start_anew(config: Config, name: str, replicas: str) -> Controller:
     """Listen, and claim the root. Raises SetupError if the root has a platform."""
-    listener = listen(config.host, config.port)
+    ports = open_ports(config)
     try:
-        lease = claim(config.root, listener, name, replicas, config.lease_seconds)
+        lease = claim(config.root, ports, name, replicas, config.lease_seconds)
     except BaseException:
-        listener.close()
+        ports.close()
         raise
-    return Controller(listener, lease)
+    return Controller(ports, lease)
 
 
 def claim(
-    home: Home, listener: socket.socket, name: str, replicas: str = "1", seconds: float = LEASE
+    home: Home, ports: Ports, name: str, replicas: str = "1", seconds: float = LEASE
 ) -> ControllerLease:
     """Claim the root for a platform that is started. Raises SetupError if the root has a platform.
 
@@ -129,7 +94,7 @@ def claim(
     lease = ControllerLease.take(home, _who(name, replicas, seconds), watch.term)
     if lease is None:
         raise SetupError(f"another platform was just started on {home.root}: use it")
-    _start(lease, listener)
+    _start(lease, ports)
     return lease
 
 
@@ -181,10 +146,11 @@ def _who(name: str, replicas: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def _start(lease: ControllerLease, listener: socket.socket, token: str | None = None) -> None:
+def _start(lease: ControllerLease, ports: Ports, token: str | None = None) -> None:
     lease.start(
-        url=address(listener),
-        elsewhere=address_elsewhere(listener),
+        url=address(ports.listener),
+        elsewhere=address_elsewhere(ports.listener),
+        control=address(ports.control) if ports.control else None,
         token=token or f"sk-platform-{secrets.token_urlsafe(32)}",
     )
 
@@ -239,19 +205,19 @@ def _follow(config: Config, lease: ControllerLease, before: dict[str, Any] | Non
         while not is_gone(before) and time.monotonic() < deadline:
             time.sleep(0.02)
     try:
-        listener = listen(config.host, config.port)
+        ports = open_ports(config)
     except SetupError as error:
         if before is None:
             lease.give_back(hand_over=False)
             raise
         say(f"{error}; a free port is taken meanwhile")
-        listener = listen(config.host, 0)
+        ports = open_ports(config.model_copy(update={"port": 0}))
     try:
-        _start(lease, listener, before["token"] if before else None)
+        _start(lease, ports, before["token"] if before else None)
     except OSError:
-        listener.close()
+        ports.close()
         raise
-    return Controller(listener, lease, before)
+    return Controller(ports, lease, before)
 
 
 def describe_inheritance(home: Home, control: Controller) -> str:

@@ -85,13 +85,16 @@ class Access:
     """The keys of a home, and when a request needs one.
 
     mode: `required` always needs a key, `off` never. `auto` needs one as soon as any was ever made:
-    revoking the last key opens nothing. token: the running platform's own key, "" for none.
+    revoking the last key opens nothing. token: the running platform's own key, "" for none; a
+    callable where another process runs the platform.
     """
 
-    def __init__(self, keys: Keys, mode: Mode = "auto", token: str = "") -> None:
+    def __init__(
+        self, keys: Keys, mode: Mode = "auto", token: str | Callable[[], str] = ""
+    ) -> None:
         self._keys = keys
         self._mode = mode
-        self._token = token.encode()
+        self._token = token
 
     def caller(self, scope: Scope, role: Role) -> Caller:
         """Return the sender of a request, if it has at least this role. Raises AccessDenied."""
@@ -108,7 +111,8 @@ class Access:
         return caller
 
     def _caller_of(self, secret: str) -> Caller | None:
-        if self._token and hmac.compare_digest(secret.encode(), self._token):
+        token = self._token if isinstance(self._token, str) else self._token()
+        if token and hmac.compare_digest(secret.encode(), token.encode()):
             return PLATFORM
         record = self._keys.check(secret)
         return Caller(record.id, record.name, record.role) if record else None

@@ -33,6 +33,7 @@ from cray_agents.errors import (
     EngineTimeout,
     EngineUnavailable,
     JobError,
+    NoController,
     NotFound,
     SchedulerError,
     SetupError,
@@ -85,7 +86,7 @@ def status_of(error: CrayError) -> int:
     """Return the HTTP status of an error."""
     if isinstance(error, EngineTimeout):
         return 504
-    if isinstance(error, EngineUnavailable | SetupError | SchedulerError):
+    if isinstance(error, EngineUnavailable | NoController | SetupError | SchedulerError):
         return 503
     if isinstance(error, EngineError):
         return error.status if error.status in PASSED_ON else 502

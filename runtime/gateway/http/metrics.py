@@ -7,13 +7,13 @@ report through the methods here. routes/platform.py serves GET /metrics.
 """
 
 from collections import Counter as Counts
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.pool.replica_slot import State
+from cray_agents.runtime.pool.published_replicas import State
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 SWAP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -32,9 +32,13 @@ class _Series:
 
 
 class Metrics:
-    """The counters of one gateway."""
+    """The counters of one gateway.
 
-    def __init__(self) -> None:
+    `gateway`: its name, which is a label of every series where several gateways share a port.
+    """
+
+    def __init__(self, gateway: str = "") -> None:
+        self.gateway = gateway
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "cray_requests", "HTTP requests", ["route", "method", "status"], registry=registry
@@ -83,6 +87,16 @@ class Metrics:
             "cray_admission_capacity", "Requests the engines take at once", registry=registry
         )
         self._replicas = Gauge("cray_replicas", "Replicas by state", ["state"], registry=registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics, as a registry does."""
+        for metric in self.registry.collect():
+            if self.gateway:
+                metric.samples = [
+                    sample._replace(labels={**sample.labels, "gateway": self.gateway})
+                    for sample in metric.samples
+                ]
+            yield metric
 
     def request(self, route: str, method: str, status: int, first: float, total: float) -> None:
         """Count a request: seconds to its answer's head and end. Status 0: the client left."""

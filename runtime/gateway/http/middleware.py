@@ -26,6 +26,7 @@ from cray_agents.runtime.gateway.model_calls.admission import Admission
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 INTERNAL = "internal_error"
+REQUEST_ID = "cray_agents.request_id"  # in the scope: the request's id, as the answer has it
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -48,7 +49,7 @@ class Middleware:
             await self.app(scope, receive, send)
             return
         start = time.perf_counter()
-        request_id = _request_id(scope)
+        request_id = scope[REQUEST_ID] = _request_id(scope)
         status, first = 0, 0.0
 
         async def send_with_headers(message: Message) -> None:

@@ -105,7 +105,7 @@ class Admission:
         capacity: requests that the engines take together. A callable is called at each step; 0 from
             it means an outage, during which its last other value is used.
         queue: most interactive requests that wait, and most that are parked; `max_queue` in the
-            configuration.
+            configuration, or a callable for this gateway's share of it.
         serves: returns True if a replica can answer for a model, by the name in the request.
         swapping: returns True while weights are being changed.
         trickle: seconds after which a waiting batch request is let in before interactive ones.
@@ -115,7 +115,7 @@ class Admission:
     def __init__(
         self,
         capacity: Callable[[], int] | int = 256,
-        queue: int = 1024,
+        queue: Callable[[], int] | int = 1024,
         *,
         serves: Callable[[str], bool] | None = None,
         swapping: Callable[[], bool] | None = None,
@@ -187,6 +187,11 @@ class Admission:
         parked = sum(ticket.batch is batch for ticket in self._parked)
         return parked + (len(self._batch) if batch else self._waiting)
 
+    @property
+    def demand(self) -> int:
+        """Requests of both classes, at the engines and waiting."""
+        return self._inside + self._waiting + len(self._batch) + len(self._parked)
+
     def batch_room(self) -> int:
         """Return how many more batch requests would be let in at once.
 
@@ -198,7 +203,7 @@ class Admission:
 
     def room(self) -> Room:
         """Return the numbers for the rate-limit headers."""
-        limit = self._last_capacity + self._queue
+        limit = self._last_capacity + self._bound
         present = self._inside + self._waiting
         return Room(limit, max(0, limit - present), self._drain_seconds(present))
 
@@ -210,6 +215,10 @@ class Admission:
     def recheck(self) -> None:
         """Let requests in now, after a change of capacity. The next poll would do so, too."""
         self._grant()
+
+    @property
+    def _bound(self) -> int:
+        return self._queue if isinstance(self._queue, int) else max(1, self._queue())
 
     def _now_capacity(self) -> int:
         if isinstance(self._capacity, int):
@@ -359,7 +368,8 @@ class Admission:
 
         `counted` requests of `keys` keys wait, `mine` of them of the ticket's own key.
         """
-        if counted < self._queue or mine < max(1, self._queue // (keys + (not mine))):
+        bound = self._bound
+        if counted < bound or mine < max(1, bound // (keys + (not mine))):
             return
         if self._swapping is not None and self._swapping():
             ticket._extra = True
@@ -371,7 +381,7 @@ class Admission:
         seconds = min(most, max(least, seconds))
         raise TooManyRequests(
             f"{self._inside} requests are served and {waiting} wait, which is the most "
-            f"(max_queue = {self._queue}): come again in {seconds:.2g} s",
+            f"(max_queue = {bound}): come again in {seconds:.2g} s",
             retry_after=seconds,
         )
 

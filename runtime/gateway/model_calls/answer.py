@@ -34,7 +34,7 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 from cray_agents.runtime.gateway.model_calls.relay import EventStream, StreamRecorder
 from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.pool import Wanted
+from cray_agents.runtime.pool.request_router import Wanted
 from cray_agents.runtime.store.conversations import chain
 
 KEY_LENGTH = 255  # characters of an Idempotency-Key
@@ -49,7 +49,7 @@ T = TypeVar("T")
 async def answer_call(services: Services, request: Request, api: SamplingApi) -> Response:
     """Answer a request to a sampling API. Called by routes/sampling.py."""
     body = await read_json(request, services.max_body)
-    call = _parse_call(services, api, request, body)
+    call = await _parse_call(services, api, request, body)
     if _named_run(request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     if call.key is None:
@@ -122,7 +122,7 @@ async def start_call(
 
     Raises BadInput, NotFound, TooManyRequests; the task raises EngineError and its kinds.
     """
-    call = _parse_call(services, api, request, body)
+    call = await _parse_call(services, api, request, body)
     if _named_run(request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     wanted = resolve_version(services, call.exchange)
@@ -189,7 +189,7 @@ async def _record(services: Services, call: Call, events: list[Event]) -> None:
     services.metrics.recorded(prompt, sampled, len(events))
 
 
-def _parse_call(services: Services, api: SamplingApi, request: Request, body: Body) -> Call:
+async def _parse_call(services: Services, api: SamplingApi, request: Request, body: Body) -> Call:
     """Return the request as a call. Only fields that the record needs are checked here."""
     if not isinstance(body.get("model"), str):
         raise BadInput("model must be given as a string", param="model")
@@ -215,7 +215,7 @@ def _parse_call(services: Services, api: SamplingApi, request: Request, body: Bo
         if body.get("logprobs") is True:  # a number would be a completion's count of them
             del body["logprobs"]
     exchange = EngineCall(api.path, body, key or new_id("x")[2:])
-    run_id, conversation_hash = _find_run(services, request, api, messages, caller)
+    run_id, conversation_hash = await _find_run(services, request, api, messages, caller)
     return Call(
         api,
         exchange,
@@ -236,7 +236,7 @@ def _named_run(request: Request) -> str | None:
     return request.path_params.get("run_id") or request.headers.get("x-run-id")
 
 
-def _find_run(
+async def _find_run(
     services: Services, request: Request, api: SamplingApi, messages: list[Any], caller: str
 ) -> tuple[str, str | None]:
     """Return a request's run, and the hash by which the next request will find it."""
@@ -252,7 +252,19 @@ def _find_run(
         return new_id("run"), None
     prefixes = chain(messages, caller)
     known_run = services.store.conversations.find(prefixes, messages, caller)
+    if known_run is None and services.several_gateways and _is_continued(messages):
+        await asyncio.to_thread(services.store.refresh_conversations)
+        known_run = services.store.conversations.find(prefixes, messages, caller)
     return known_run or new_id("run"), prefixes[-1]
+
+
+def _is_continued(messages: list[Any]) -> bool:
+    """Tell whether messages repeat an answer, or the error of one that is not repeated."""
+    return any(
+        message.get("role") in ("assistant", "tool") or "Error:" in str(message.get("content"))
+        for message in messages
+        if isinstance(message, dict)
+    )
 
 
 def _session(request: Request, body: Body) -> str | None:

@@ -116,6 +116,12 @@ class CanaryTraffic:
             canary.add_answer(session, side, failed=failed)
             self._judge(canary)
 
+    def note_outcome(self, model: str, session: str, version: str, *, failed: bool) -> None:
+        """Count the outcome of an answer that another gateway gave."""
+        with contextlib.suppress(NotFound):
+            if (canary := self.canary(model)) is not None:
+                self._note_answer(canary, session, version, failed=failed)
+
     async def note_reward(self, run_id: str) -> None:
         """Count the reward of a live run, if it has one. A loop's own runs are not live."""
         if not self._loaded_all:  # after a restart no request may have come yet

@@ -5,16 +5,25 @@ crash a repeat either finds that record, or nothing was answered and it samples.
 first request that is still running. A call that failed, was cut off or was forgotten is not
 repeated: the request runs again. After a forgotten call the new one gets a new id, and later
 repeats of the key find that one. Called by answer.py.
+
+Where several gateways record to one store, a running request also holds a lock of this host, so
+that its repeats at other gateways of the host wait as well. Repeats at another host's gateway do
+not wait: they sample again while the first request runs, and the first record counts.
 """
 
 import asyncio
+import errno
 import hashlib
+import os
+import socket
 from typing import Any, NamedTuple
 
 import orjson
 
 from cray_agents.errors import BadInput
 from cray_agents.runtime.store import Store
+
+_LOCK_POLL = 0.02  # seconds between two looks if another gateway's request has ended
 
 
 class ReplayedAnswer(NamedTuple):
@@ -46,6 +55,7 @@ class InFlightKey:
     def __init__(self, running: "dict[str, InFlightKey]", call_id: str, name: str) -> None:
         self.ended = asyncio.Event()
         self.name = name
+        self.lock: socket.socket | None = None
         self._running = running
         self._call_id = call_id
 
@@ -54,13 +64,40 @@ class InFlightKey:
         if not self.ended.is_set():
             self.ended.set()
             del self._running[self._call_id]
+            if self.lock is not None:
+                self.lock.close()
+
+
+async def _lock_on_host(root: str, call_id: str) -> socket.socket:
+    """Wait until no other process of this host holds a call's lock, and return it.
+
+    It is a socket in no folder, which ends with its process.
+    """
+    digest = hashlib.blake2b(f"{root}\n{call_id}".encode(), digest_size=16).hexdigest()
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        while True:
+            try:
+                lock.bind(f"\0cray-agents-call-{os.getuid()}-{digest}")
+                return lock
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            await asyncio.sleep(_LOCK_POLL)
+    except BaseException:
+        lock.close()
+        raise
 
 
 class IdempotencyKeys:
-    """Keyed requests that are running or in the store. For use on one event loop."""
+    """Keyed requests that are running or in the store. For use on one event loop.
 
-    def __init__(self, store: Store) -> None:
+    `shared`: other gateways record to the same store.
+    """
+
+    def __init__(self, store: Store, *, shared: bool = False) -> None:
         self._store = store
+        self.shared = shared
         self._running: dict[str, InFlightKey] = {}
 
     async def enter(self, prefix: str, name: str, request: str) -> "ReplayedAnswer | InFlightKey":
@@ -73,6 +110,9 @@ class IdempotencyKeys:
             await running.ended.wait()
         in_flight = self._running[call_id] = InFlightKey(self._running, call_id, name)
         try:
+            if self.shared:
+                in_flight.lock = await _lock_on_host(self._store.identity, call_id)
+                await asyncio.to_thread(self._store.refresh)  # others may have recorded it
             record = await self._read_record(prefix, in_flight)
             if record is None:
                 return in_flight

@@ -127,10 +127,13 @@ async def renew_lease(services: Services, request: Request) -> Response:
 
 @router.get("/metrics", Role.use, media={"text/plain": {}, "application/openmetrics-text": {}})
 async def metrics(services: Services, request: Request) -> Response:
-    """Return the numbers for Prometheus, in its text format or OpenMetrics."""
+    """Return the numbers for Prometheus, in its text format or OpenMetrics.
+
+    They are of the process that answers. Where several share a port, `gateway` names it.
+    """
     states = [str(replica.get("state")) for replica in services.pool.status()]
     services.metrics.set_gauges(services.admission, states)
     encode, kind = choose_encoder(request.headers.get("accept", ""))
     # in a thread: a thousand series take some milliseconds
-    text = await asyncio.to_thread(encode, services.metrics.registry)
+    text = await asyncio.to_thread(encode, services.metrics)
     return Response(text, headers={"content-type": kind})

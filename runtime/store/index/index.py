@@ -290,6 +290,17 @@ class Index:
             if len(some) < PAGE:
                 return
 
+    def conversations_since(self, time: float) -> list[tuple[float, str, str, list[str], str]]:
+        """Return the calls since then, oldest first: their time, and as `conversations` has them.
+
+        The time is the calls' own, in unix seconds.
+        """
+        return [
+            (at, request, run_id, ids, text)
+            for at, _, request, run_id, answer in self._all(_CONVERSATIONS, (time, 0, -1))
+            for ids, text in [orjson.loads(answer)]
+        ]
+
     def stats(self, query: RunFilter, by: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Return counts and means of the matching runs, one row a group, largest group first.
 

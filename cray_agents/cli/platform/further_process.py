@@ -1,0 +1,167 @@
+"""Further gateway process: one more gateway on a root that another process decides for.
+
+`up` with `gateways` starts some at its own port (gateway_processes.py), and `cray-agents gateway`
+one by hand, as on another host. This module makes the parts and ends them; what such a gateway
+answers itself is in runtime/gateway/further_gateway.py.
+"""
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+
+import uvicorn
+import uvloop
+
+from cray_agents.cli.platform.compose import GC, SWITCH, Gateway, check_access, open_store
+from cray_agents.cli.platform.root_claim import say
+from cray_agents.cli.platform.shared_port import listen_together
+from cray_agents.cli.platform.sockets import address
+from cray_agents.config import Config
+from cray_agents.errors import NoController, SetupError
+from cray_agents.processes import alive
+from cray_agents.runtime.gateway.controller_link import ControllerLink
+from cray_agents.runtime.gateway.further_gateway import (
+    ControllerReports,
+    FurtherServices,
+    create_further_app,
+    share_of,
+)
+from cray_agents.runtime.gateway.http.api_keys import Keys
+from cray_agents.runtime.gateway.http.auth import is_loopback
+from cray_agents.runtime.gateway.http.metrics import Metrics
+from cray_agents.runtime.gateway.http.protocol import protocol
+from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.pool.published_replicas import FollowedPool
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.store import Store
+
+ORPHANED = 120.0  # seconds without a controller after which a gateway of `up` ends
+_LOOK = 0.5  # seconds between two looks if it is still needed
+
+
+def serve_further(config: Config, starter: int | None = None) -> None:
+    """Run a further gateway until SIGINT or SIGTERM. Raises SetupError.
+
+    `starter`: the pid of the platform that started it. Without that platform it ends when another
+    one of this host has taken over, or when none does.
+    """
+    check_access(config)
+    listener, seat = listen_together(config.root, config.host, config.port)
+    with listener, seat:
+        uvloop.run(run_further(config, listener, starter))
+
+
+async def run_further(config: Config, listener: socket.socket, starter: int | None) -> None:
+    """Run the gateway in the event loop until it is told to end. Raises SetupError."""
+    sys.setswitchinterval(SWITCH)
+    gc.set_threshold(*GC)
+    link = ControllerLink(config.root)
+    await link.look()
+    if not link.token:
+        await link.close()
+        raise SetupError(
+            f"no platform runs on {config.root.root}: start it with `cray-agents up`, and further "
+            "gateways then"
+        )
+    store = await open_store(config)
+    services = further_services(config, link, store)
+    try:
+        await services.reports.send()  # its share, before the first request
+    except NoController as error:
+        say(str(error))
+    settings = uvicorn.Config(
+        create_further_app(
+            services,
+            Keys(config.root),
+            config.api_keys if is_loopback(config.host) else "required",
+        ),
+        http=protocol(config.head_timeout),
+        ws="none",
+        log_level="warning",
+        lifespan="off",
+        proxy_headers=False,
+        timeout_keep_alive=config.idle_timeout,
+    )
+    await link.look()
+    await services.pool.look()
+    server = Gateway(settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    following = asyncio.create_task(services.follow())
+    say(f"further gateway: {address(listener)}/v1")
+    ending = asyncio.create_task(_wait_for_end(services, starter))
+    try:
+        done, _ = await asyncio.wait(
+            {serving, following, ending}, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()  # raises the error of the task
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)  # its requests end
+        following.cancel()
+        ending.cancel()
+        await asyncio.gather(following, ending, return_exceptions=True)
+        await services.close()
+        await store.close()
+
+
+def further_services(config: Config, link: ControllerLink, store: Store) -> FurtherServices:
+    """Make the parts of a further gateway."""
+    name = f"{socket.gethostname()}:{os.getpid()}"
+    registry = Registry(config.root)
+    reports = ControllerReports(name, link)
+    pool = FollowedPool(
+        config.root.serving,
+        wait_timeout=config.swap_timeout,
+        answer_timeout=config.engine_timeout,
+        on_failure=reports.note_failure,
+    )
+    each = config.max_num_seqs + config.max_num_seqs // 8
+    admission = Admission(
+        lambda: share_of(pool.serving * each, reports),
+        lambda: share_of(config.max_queue, reports),
+        serves=lambda model: pool.serves(registry.resolve(model).id),
+        swapping=lambda: pool.swapping,
+        outage=config.swap_timeout,
+    )
+    return FurtherServices(
+        store,
+        registry,
+        pool,
+        link,
+        reports,
+        admission,
+        keep_alive=config.keep_alive,
+        body_timeout=config.body_timeout,
+        reward_limit=config.reward_limit,
+        metrics=Metrics(gateway=name),
+    )
+
+
+async def _wait_for_end(services: FurtherServices, starter: int | None) -> None:
+    signalled = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, signalled.set)
+    first = services.link.token
+    while not signalled.is_set():
+        try:
+            await asyncio.wait_for(signalled.wait(), _LOOK)
+        except TimeoutError:
+            if starter is not None and not alive(starter) and _is_unneeded(services, first):
+                return
+
+
+def _is_unneeded(services: FurtherServices, first: str) -> bool:
+    """Tell whether a new platform of this host starts its own gateways, or none has come."""
+    silent = time.monotonic() - services.reports.answered
+    if silent > ORPHANED:
+        say(f"this gateway ends: no controller has answered for {silent:.0f} s")
+        return True
+    replaced = services.link.token != first and services.link.is_here and silent < _LOOK
+    if replaced:
+        say("this gateway ends: another platform has taken over, and starts its own")
+    return replaced

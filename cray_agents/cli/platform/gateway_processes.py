@@ -1,0 +1,62 @@
+"""Gateway processes: start the further gateways of `up`, and again when one dies.
+
+Called by compose.py. They do not die with the platform: where it is killed they answer models'
+calls on, as long as replicas do, until another process has taken over (further_process.py).
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from contextlib import suppress
+
+from cray_agents.config import Config
+
+PAUSE = 1.0  # seconds before one that died is started again
+STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
+
+log = logging.getLogger(__name__)
+
+
+async def keep_gateways(config: Config, port: int, count: int) -> None:
+    """Keep `count` further gateways running at a port, until cancelled."""
+    async with asyncio.TaskGroup() as group:
+        for number in range(1, count + 1):
+            group.create_task(_keep(config, port, number))
+
+
+async def _keep(config: Config, port: int, number: int) -> None:
+    home = config.root
+    argv = [sys.executable, "-m", "cray_agents", "gateway", "--home", str(home.root)]
+    argv += ["--host", config.host, "--port", str(port), "--of", str(os.getpid())]
+    path = home.logs / f"gateway-{number}.log"
+    while True:
+        with path.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            code = await process.wait()
+        finally:
+            await _stop(process)
+        log.warning("further gateway %d ended (%s), and is started again; see %s",
+                    number, code, path)  # fmt: skip
+        await asyncio.sleep(PAUSE)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Terminate the process, unless it has ended."""
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,243 @@
+"""Controller link: how a further gateway reaches the process that decides for the shared root.
+
+The claim of that process, `platform.json`, has its address and its key. It is read again several
+times a second, and whenever the address does not answer: after a takeover another process has
+claimed the root. Requests that a further gateway does not answer itself are forwarded as they are,
+with the caller's own key, so the controller decides who may do what. Read next: further_gateway.py.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+from starlette.types import Message, Receive, Scope, Send
+from yarl import URL
+
+from cray_agents.errors import Corrupt, NoController, NotFound, NotLoaded
+from cray_agents.paths import Home
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.gateway.http.middleware import REQUEST_ID
+
+LOOK = 0.25  # seconds between two looks at the claim
+CONNECT = 5.0  # seconds until a connection must stand
+_ANSWER = 10.0  # seconds for a report
+_HOP_BY_HOP = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
+        *(b"trailer", b"transfer-encoding", b"upgrade", b"proxy-connection"),
+    )
+)
+_OWN_HEADERS = frozenset((b"x-request-id", b"openai-processing-ms"))  # the middleware adds them
+
+Headers = list[tuple[bytes, bytes]]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ControllerClaim:
+    """The address of the controller, for this host, its key, and whether it is on this host."""
+
+    url: str
+    token: str
+    here: bool
+
+
+def read_claim(home: Home) -> ControllerClaim | None:
+    """Return the claim on a root; None without one. Raises OSError, of which Corrupt is one.
+
+    The address of a controller on another host, that only its own host reaches, is "".
+    """
+    try:
+        info = checksums.read_json(home.platform)
+    except FileNotFoundError:
+        return None
+    here = info["host"] == socket.gethostname()
+    url = info.get("control") or info["url"] if here else info["elsewhere"] or ""
+    return ControllerClaim(str(url), str(info["token"]), here)
+
+
+class ControllerLink:
+    """The way to the controller of a root. Close it when done."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._claim: ControllerClaim | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def token(self) -> str:
+        """The controller's key, as last read; "" without one."""
+        return "" if self._claim is None else self._claim.token
+
+    @property
+    def is_here(self) -> bool:
+        """True if the controller is on this host."""
+        return self._claim is not None and self._claim.here
+
+    async def follow(self) -> None:
+        """Read the claim again and again, until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK)
+
+    async def look(self) -> bool:
+        """Read the claim; return True if the controller is another one now."""
+        before = self._claim
+        try:
+            self._claim = await asyncio.to_thread(read_claim, self._home)
+        except (OSError, Corrupt, KeyError) as error:  # the last one known may still be right
+            log.warning("the controller is not known anew: %s", error)
+        return self._claim is not None and self._claim != before
+
+    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST to the controller as the platform itself. Raises NoController, NotLoaded, NotFound.
+
+        It may take as long as the loading of a version.
+        """
+        claim = self._known()
+        headers = {"authorization": f"Bearer {claim.token}", "content-type": "application/json"}
+        try:
+            async with self._http().post(
+                claim.url + path, data=orjson.dumps(body), headers=headers
+            ) as response:
+                answer: dict[str, Any] = orjson.loads(await response.read())
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            await self.look()
+            raise _nobody(error) from error
+        if response.status == 200:
+            return answer
+        failure = answer["error"]
+        for kind in (NotLoaded, NotFound):
+            if failure["code"] in (kind.code, "model_not_found" if kind is NotFound else ""):
+                raise kind(failure["message"])
+        raise NoController(f"the controller refused {path}: {failure['message']}")
+
+    async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the controller answer a request, as an ASGI application. Raises NoController.
+
+        The body and the answer pass in pieces. Nothing is sent twice: only a request that did not
+        reach the controller is sent to its successor.
+        """
+        body = _Body(scope, receive)
+        while True:
+            claim = self._known()
+            try:
+                response = await self._send(claim, scope, body)
+            except aiohttp.ClientConnectorError as error:
+                if not body.begun and await self.look():
+                    continue
+                raise _nobody(error) from error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise NoController(
+                    "the controller went away while it answered: look whether it has done what was"
+                    " asked, and ask again if not"
+                ) from error
+            break
+        try:
+            await _pass_on(response, body, send)
+        finally:
+            response.close()
+
+    async def _send(
+        self, claim: ControllerClaim, scope: Scope, body: "_Body"
+    ) -> aiohttp.ClientResponse:
+        path = scope.get("raw_path") or scope["path"].encode()
+        query = scope["query_string"]
+        target = claim.url + path.decode("latin-1") + (f"?{query.decode()}" if query else "")
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name not in _HOP_BY_HOP and name != b"x-request-id"
+        ]
+        headers.append(("x-request-id", scope[REQUEST_ID].decode()))
+        return await self._http().request(
+            scope["method"],
+            URL(target, encoded=True),
+            headers=headers,
+            data=body.pieces() if body.expected else None,
+            allow_redirects=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+
+    def _known(self) -> ControllerClaim:
+        if self._claim is None or not self._claim.url:
+            raise _nobody("it listens on loopback of another host" if self._claim else "")
+        return self._claim
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:  # made late because it belongs to the running loop
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+def _nobody(why: object) -> NoController:
+    because = f" ({why})" if why else ""
+    return NoController(
+        f"no controller answers for this root{because}: models are still asked, and everything else"
+        " is to be asked again in a few seconds; `cray-agents status` tells more"
+    )
+
+
+class _Body:
+    """The body of a request that is passed on, and the wait for its client to leave."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        names = {name for name, _ in scope["headers"]}
+        self.expected = bool(names & {b"content-length", b"transfer-encoding"})
+        self.begun = False
+        self._receive = receive
+        self._ended = not self.expected
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body."""
+        while not self._ended:
+            message = await self._receive()
+            self.begun = True
+            self._ended = not message.get("more_body")
+            if message.get("body"):
+                yield message["body"]
+
+    async def wait_until_left(self) -> None:
+        """Return when the client has left; a body that was not read is dropped."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+async def _pass_on(response: aiohttp.ClientResponse, body: _Body, send: Send) -> None:
+    headers: Headers = [
+        (name.lower(), value)
+        for name, value in response.raw_headers
+        if name.lower() not in _HOP_BY_HOP | _OWN_HEADERS
+    ]
+    start: Message = {"type": "http.response.start", "status": response.status, "headers": headers}
+    await send(start)
+    task = asyncio.current_task()
+    assert task is not None
+    left = asyncio.create_task(body.wait_until_left())
+    left.add_done_callback(lambda done: None if done.cancelled() else response.close())
+    try:
+        async for piece in response.content.iter_any():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+    except aiohttp.ClientError:
+        if not left.done():
+            raise  # the connection to the client is broken off, as the controller's was
+        return
+    finally:
+        left.cancel()
+    await send({"type": "http.response.body", "body": b""})

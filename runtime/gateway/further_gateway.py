@@ -1,0 +1,320 @@
+"""Further gateway: answers models' calls beside the controller's gateway, and forwards the rest.
+
+It keeps nothing that another gateway could not rebuild. It samples at the replicas that the
+controller publishes, records to the same store with a writer of its own, and reads versions and
+canaries from the registry. All that has to be decided once is asked of the controller: every other
+route is forwarded as it came. What happens here that the controller must know goes to it in reports
+(routes/gateways.py). Without a controller calls are answered on, the rest is 503 `no_controller`.
+
+Started by cli/platform/gateways.py. Read next: controller_link.py,
+runtime/pool/published_replicas.py.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from cray_agents.errors import EngineError, NoController, NotFound
+from cray_agents.ports import EngineCall
+from cray_agents.records import ModelVersion
+from cray_agents.runtime.gateway.app import declarations, enclose
+from cray_agents.runtime.gateway.controller_link import ControllerLink
+from cray_agents.runtime.gateway.http.api_keys import Keys
+from cray_agents.runtime.gateway.http.auth import Access, Mode
+from cray_agents.runtime.gateway.http.metrics import Metrics
+from cray_agents.runtime.gateway.http.routing import Declaration, mount
+from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
+from cray_agents.runtime.gateway.ownership import RunOwners
+from cray_agents.runtime.gateway.routes import platform, sampling, trajectories
+from cray_agents.runtime.pool.published_replicas import FollowedPool
+from cray_agents.runtime.registry.canary import Canary
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.feedback import REWARD_LIMIT
+
+REPORT = 0.25  # seconds between two reports
+MOST_NOTES = 10_000  # of a kind that wait for a controller; older ones are dropped
+
+#: The routes that need nothing but the store, the registry and the replicas.
+OWN_ROUTES = (
+    *sampling.router.declarations,
+    *(one for one in trajectories.router.declarations if one.method != "DELETE"),
+    *(
+        one
+        for one in platform.router.declarations
+        if one.path in ("/health", "/health/live", "/health/ready", "/metrics")
+    ),
+)
+
+
+class ControllerReports:
+    """Reports to the controller, and the share of the engines that it gives in return.
+
+    demand: returns the requests inside and waiting. share: of the capacity of all engines.
+    answered: when the controller last answered, in monotonic seconds.
+    """
+
+    def __init__(self, name: str, link: ControllerLink) -> None:
+        self.demand: Callable[[], int] = lambda: 0
+        self.share = 0.5
+        self.answered = time.monotonic()
+        self._name = name
+        self._link = link
+        self._outcomes, self._rewarded, self._failures = (
+            deque[Any](maxlen=MOST_NOTES) for _ in range(3)
+        )
+
+    def note_outcome(self, model: str, session: str, version: str, *, failed: bool) -> None:
+        """Let a canary's outcome be counted."""
+        outcome = {"model": model, "session": session, "version": version, "failed": failed}
+        self._outcomes.append(outcome)
+
+    def note_reward(self, run_id: str) -> None:
+        """Let a run's reward be counted."""
+        self._rewarded.append(run_id)
+
+    def note_failure(self, replica: int, losses: int, why: str) -> None:
+        """Tell of a dead engine."""
+        self._failures.append({"replica": replica, "losses": losses, "why": why})
+
+    async def send(self) -> None:
+        """Send a report. Raises NoController; what was to be told is then kept."""
+        kinds = {
+            "outcomes": self._outcomes,
+            "rewarded": self._rewarded,
+            "failures": self._failures,
+        }
+        notes_of = {kind: list(notes) for kind, notes in kinds.items()}
+        for notes in kinds.values():
+            notes.clear()
+        report = {"gateway": self._name, "demand": self.demand(), **notes_of}
+        try:
+            answer = await self._link.ask("/v1/gateways", report)
+        except NoController:
+            for kind, notes in kinds.items():
+                notes.extendleft(reversed(notes_of[kind]))
+            raise
+        self.share, self.answered = float(answer["share"]), time.monotonic()
+
+    async def keep_sending(self) -> None:
+        """Send reports, until cancelled."""
+        while True:
+            try:
+                await self.send()
+            except NoController:
+                await self._link.look()
+            await asyncio.sleep(REPORT)
+
+
+class FollowedCanaries:
+    """Versions of live sessions, as the controller's `CanaryTraffic` draws them.
+
+    Outcomes are reported to the controller, which alone judges. A canary whose version no replica
+    serves gets no sessions.
+    """
+
+    def __init__(self, registry: Registry, pool: FollowedPool, reports: ControllerReports) -> None:
+        self._registry = registry
+        self._pool = pool
+        self._reports = reports
+        self._canaries: dict[str, Canary] = {}
+
+    def _canary(self, name: str) -> Canary | None:
+        start = self._registry.canary(name)
+        if start is None:
+            self._canaries.pop(name, None)
+            return None
+        canary = self._canaries.get(name)
+        if canary is None or canary.start != start:
+            canary = self._canaries[name] = Canary(start)
+        return canary
+
+    def resolve(self, model: str, session: str) -> ModelVersion:
+        """Return the version that a model means now, in a session. Raises NotFound."""
+        version = self._registry.resolve(model)
+        if version.id == model or (canary := self._canary(model)) is None:
+            return version
+        drawn = canary.draws(session) and self._pool.serves(canary.version)
+        return self._registry.resolve(canary.version) if drawn else version
+
+    def count_outcome(
+        self,
+        model: str,
+        session: str,
+        exchange: EngineCall,
+        pieces: AsyncGenerator[bytes, None],
+        last_event: bytes | None,
+    ) -> AsyncGenerator[bytes, None]:
+        """Return the same pieces and, if a canary runs, report whether they end well."""
+        if model not in self._canaries:
+            return pieces
+        note = partial(self._reports.note_outcome, model, session)
+        return self._count(note, exchange, pieces, last_event)
+
+    async def _count(
+        self,
+        note: Callable[..., None],
+        exchange: EngineCall,
+        pieces: AsyncGenerator[bytes, None],
+        last_event: bytes | None,
+    ) -> AsyncGenerator[bytes, None]:
+        whole = last_event is None
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    whole = whole or (last_event is not None and last_event in piece)
+                    yield piece
+        except EngineError as error:
+            if not 400 <= error.status < 500:  # 4xx is the client's fault
+                note(exchange.version, failed=True)
+            raise
+        note(exchange.version, failed=not whole)
+
+    async def note_reward(self, run_id: str) -> None:
+        """Report the reward of a run."""
+        self._reports.note_reward(run_id)
+
+
+class FollowedVersions:
+    """Stand-in for the `VersionSwitcher`, as far as calls need one. Changes are the controller's.
+
+    `leases`: none are held here.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        pool: FollowedPool,
+        reports: ControllerReports,
+        link: ControllerLink,
+    ) -> None:
+        self.live = FollowedCanaries(registry, pool, reports)
+        self.leases = self
+        self.lease = None
+        self._pool = pool
+        self._link = link
+        self._loading: dict[str, asyncio.Task[None]] = {}
+
+    def missing(self) -> list[str]:
+        """Return the promoted version, if no replica can answer with it now."""
+        incumbent = self._pool.incumbent
+        return [] if not incumbent or self._pool.serves(incumbent) else [incumbent]
+
+    def load_on_demand(self, version_id: str) -> "asyncio.Task[None] | None":
+        """Return the task that lets the controller load a version; None if a replica has it.
+
+        The task raises NotLoaded if it cannot be loaded. Without a controller requests wait.
+        """
+        if self._pool.serves(version_id):
+            return None
+        task = self._loading.get(version_id)
+        if task is None:
+            task = self._loading[version_id] = asyncio.create_task(self._load(version_id))
+            task.add_done_callback(partial(self._end_loading, version_id))
+        return task
+
+    def _end_loading(self, version_id: str, task: "asyncio.Task[None]") -> None:
+        self._loading.pop(version_id, None)
+        if not task.cancelled():
+            task.exception()  # its waiters have it, if there are any left
+
+    async def _load(self, version_id: str) -> None:
+        try:
+            await self._link.ask("/v1/gateways/load", {"version": version_id})
+        except (NoController, NotFound):  # a version this young is not known there for a second
+            return
+
+    async def close(self) -> None:
+        """Stop waiting for the controller."""
+        for task in self._loading.values():
+            task.cancel()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+
+
+@dataclass
+class FurtherServices:
+    """The parts behind `OWN_ROUTES`, by the names that they have in `Services`."""
+
+    store: Store
+    registry: Registry
+    pool: FollowedPool
+    link: ControllerLink
+    reports: ControllerReports
+    admission: Admission
+    keep_alive: float = 2.0
+    max_body: int = 64 * 2**20
+    body_timeout: float = 60.0
+    reward_limit: float = REWARD_LIMIT
+    metrics: Metrics = field(default_factory=Metrics)
+    several_gateways: bool = field(default=True, init=False)
+    run_owners: RunOwners = field(init=False)
+    idempotency_keys: IdempotencyKeys = field(init=False)
+    versions: FollowedVersions = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the parts that consist of other parts."""
+        self.run_owners = RunOwners(self.store)
+        self.idempotency_keys = IdempotencyKeys(self.store, shared=True)
+        self.versions = FollowedVersions(self.registry, self.pool, self.reports, self.link)
+        self.reports.demand = lambda: self.admission.demand
+
+    async def follow(self) -> None:
+        """Follow the controller and its replicas, until cancelled."""
+        await self.link.look()
+        await self.pool.look()
+        async with asyncio.TaskGroup() as group:
+            for work in (self.link.follow, self.pool.follow, self.reports.keep_sending):
+                group.create_task(work())
+
+    async def close(self) -> None:
+        """Close the parts that reach the controller and the replicas."""
+        await self.versions.close()
+        await self.link.close()
+        await self.pool.close()
+
+
+def share_of(number: int, reports: ControllerReports) -> int:
+    """Return this gateway's share of a number that all gateways have together; at least 1 of it."""
+    return math.ceil(number * reports.share)
+
+
+def create_further_app(services: FurtherServices, keys: Keys, mode: Mode) -> Starlette:
+    """Return the ASGI application over these services. Keys and mode: see `Access`."""
+    access = Access(keys, mode, lambda: services.link.token)
+    app = enclose([*_routes(services, access)], services)
+    app.router.default = _Forwarder(services.link)  # the controller knows why a path is wrong
+    return app
+
+
+def _routes(services: FurtherServices, access: Access) -> Iterator[BaseRoute]:
+    for declaration in declarations():
+        if declaration in OWN_ROUTES:
+            yield from mount([declaration], services, access)
+        else:
+            yield from _forwarded(declaration, services.link)
+
+
+def _forwarded(declaration: Declaration, link: ControllerLink) -> Iterator[Route]:
+    for path in declaration.paths:
+        yield Route(path, _Forwarder(link), methods=[declaration.method])
+
+
+class _Forwarder:
+    """An ASGI application that forwards. Starlette would take a bound method for a handler."""
+
+    def __init__(self, link: ControllerLink) -> None:
+        self._link = link
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._link.forward(scope, receive, send)

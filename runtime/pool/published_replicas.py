@@ -1,0 +1,320 @@
+"""Published replicas: a further gateway's knowledge of the replicas that the controller changes.
+
+The controller writes one file on the shared root at each change (`publish`). A further gateway
+looks at it several times a second (`FollowedPool`), and sends requests on its own. The file may be
+old when it is read: on another host even by seconds. Nothing relies on its age, for each replica
+refuses a request whose version it does not serve any more (vllm_plugins/lock.py). Then, and when a
+replica is gone, the request waits for news and is sent again, as in the controller's own pool.
+Read next: request_router.py.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import Field
+
+from cray_agents.errors import Corrupt, EngineUnavailable
+from cray_agents.ports import EngineCall
+from cray_agents.records import Record
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
+from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+
+# down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
+# job trains on its GPU; unproven: it holds the weights of a job that has not published them;
+# waiting: Slurm has no place for it yet; leaving: Slurm takes its place away; away: it gave its
+# place back, as fewer replicas are needed
+State = Literal[
+    "starting",
+    "serving",
+    "swapping",
+    "down",
+    "out",
+    "sleeping",
+    "unproven",
+    "waiting",
+    "leaving",
+    "away",
+]
+
+LOOK = 0.25  # seconds between two looks at the file
+_GATHER = 0.05  # seconds between two writes, at least
+
+log = logging.getLogger(__name__)
+
+
+class PublishedReplica(Record):
+    """A replica. `names`: the server's name of each version that answers now.
+
+    `expected`: the versions that it holds now or after a change or a restart.
+    """
+
+    url: str
+    secret: str
+    names: dict[str, str]
+    expected: list[str]
+    state: State
+    losses: int = 0
+    why_lost: str = ""
+
+
+class PublishedPool(Record):
+    """The content of the file. `incumbent`: the version last loaded on all replicas."""
+
+    replicas: list[PublishedReplica] = Field(default_factory=list)
+    incumbent: str = ""
+    swapping: bool = False
+
+
+class Published(Protocol):
+    """The controller's pool, as `publish` uses it."""
+
+    @property
+    def incumbent(self) -> str: ...
+
+    @property
+    def swapping(self) -> bool: ...
+
+    def published(self) -> list[PublishedReplica]: ...
+
+    async def wait_for_change(self) -> None: ...
+
+
+async def publish(pool: Published, path: Path) -> None:
+    """Write the file at each change of the pool, until cancelled."""
+    last = b""
+    while True:
+        now = PublishedPool(
+            replicas=pool.published(), incumbent=pool.incumbent, swapping=pool.swapping
+        )
+        content = checksums.with_crc(now.model_dump_json().encode())
+        if content != last:
+            try:
+                await asyncio.to_thread(_write, path, content)
+                last = content
+            except OSError as error:
+                log.warning("other gateways do not hear of the replicas: %s", error)
+        await asyncio.sleep(_GATHER)
+        with suppress(TimeoutError):  # a swap begins without a notice
+            await asyncio.wait_for(pool.wait_for_change(), LOOK)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    durable.replace_file(path, content, 0o600)
+
+
+class FollowedReplica:
+    """A replica that the controller changes: see `RoutedReplica`.
+
+    `on_failure` is told of a dead engine: the replica's losses, and why.
+    """
+
+    def __init__(
+        self,
+        notifier: ChangeNotifier,
+        timeout: float,
+        on_failure: Callable[[int, str], None],
+    ) -> None:
+        self.requests = InFlightRequests(notifier)
+        self._notifier = notifier
+        self._timeout = timeout
+        self._on_failure = on_failure
+        self._latest = PublishedReplica(url="", secret="", names={}, expected=[], state="down")
+        self._failed_at = -1  # the losses at which an engine was found dead
+        self._server: VllmEngine | None = None
+        self._former: list[VllmEngine] = []
+        self._engines: dict[str, VllmEngine] = {}
+
+    async def follow(self, latest: PublishedReplica) -> None:
+        """Take what the controller says now."""
+        self._latest = latest
+        server, at = self._server, (latest.url, latest.secret)
+        if latest.url and (server is None or (server.url, server.secret) != at):
+            if server is not None:
+                self._former.append(server)  # it may still end what it has begun
+            self._server = VllmEngine(latest.url, "", latest.secret, timeout=self._timeout)
+        self._engines = {
+            version: self._server.called(name)
+            for version, name in latest.names.items()
+            if self._server is not None
+        }
+        for former in [one for one in self._former if not one.busy]:
+            self._former.remove(former)
+            await former.close()
+
+    @property
+    def losses(self) -> int:
+        """Lost processes, as far as the controller has said."""
+        return self._latest.losses
+
+    @property
+    def why_lost(self) -> str:
+        """The reason of the last loss."""
+        return self._latest.why_lost
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this gateway in flight."""
+        return self.requests.total
+
+    @property
+    def versions(self) -> list[str]:
+        """The versions that can answer, as far as the controller has said."""
+        latest = self._latest
+        serves = latest.state == "serving" and self._failed_at != latest.losses
+        return list(self._engines) if serves else []
+
+    @property
+    def state(self) -> str:
+        """The state, as far as the controller has said."""
+        return self._latest.state
+
+    @property
+    def contents(self) -> str:
+        """Contents and state, for an error message."""
+        return f"{' and '.join(self._latest.expected) or 'nothing'} ({self._latest.state})"
+
+    def engine(self, version: str) -> VllmEngine:
+        """Return the engine that answers with a version. Raises EngineUnavailable."""
+        if version not in self._engines:
+            raise EngineUnavailable(f"{version} is not held any more")
+        return self._engines[version]
+
+    def fail(self, since: int, why: str) -> None:
+        """Send no more requests to a dead engine, until the controller has started another."""
+        if self.losses == since:
+            self._failed_at = since
+            self._on_failure(since, why)
+
+    async def wait_for_loss(self, since: int, seconds: float) -> bool:
+        """Tell whether `losses` passes `since`; wait for it up to `seconds`."""
+        with suppress(TimeoutError):
+            await self._notifier.wait_until(lambda: self.losses != since, seconds)
+        return self.losses != since
+
+    async def close(self) -> None:
+        """Drop the connections; requests in flight fail."""
+        for server in (self._server, *self._former):
+            if server is not None:
+                await server.close()
+
+
+class FollowedPool:
+    """The controller's pool, for a further gateway.
+
+    Args:
+        path: the file that the controller writes.
+        wait_timeout: seconds that a request waits for its version.
+        answer_timeout: seconds without a byte of an answer.
+        on_failure: told of a dead engine: the replica's place, its losses, and why.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        wait_timeout: float,
+        answer_timeout: float,
+        on_failure: Callable[[int, int, str], None],
+    ) -> None:
+        self._path = path
+        self._answer_timeout = answer_timeout
+        self._on_failure = on_failure
+        self._notifier = ChangeNotifier()
+        self._replicas: list[FollowedReplica] = []
+        self._latest = PublishedPool()
+        self._seen: tuple[int, int] | None = None
+        self._router = RequestRouter(
+            self._replicas, self._notifier, wait_timeout, lambda version: None
+        )
+        self._router.shared = True
+
+    async def follow(self) -> None:
+        """Look at the file again and again, until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK)
+
+    async def look(self) -> None:
+        """Look at the file, and follow it if it has changed. A file that cannot be read is kept."""
+        try:
+            latest = await asyncio.to_thread(self._read)
+        except (OSError, Corrupt) as error:
+            log.warning("the replicas are not known anew: %s", error)
+            return
+        if latest is None:
+            return
+        self._latest = latest
+        while len(self._replicas) < len(latest.replicas):
+            self._replicas.append(self._new_replica(len(self._replicas)))
+        gone = self._replicas[len(latest.replicas) :]
+        del self._replicas[len(latest.replicas) :]
+        for replica, now in zip(self._replicas, latest.replicas, strict=True):
+            await replica.follow(now)
+        for replica in gone:
+            await replica.close()
+        self._notifier.notify()
+
+    def _read(self) -> PublishedPool | None:
+        try:
+            about = self._path.stat()
+        except FileNotFoundError:
+            return None
+        seen = (about.st_mtime_ns, about.st_ino)
+        if seen == self._seen:
+            return None
+        latest = checksums.read_record(PublishedPool, self._path)
+        self._seen = seen
+        return latest
+
+    def _new_replica(self, number: int) -> FollowedReplica:
+        def on_failure(losses: int, why: str) -> None:
+            self._on_failure(number, losses, why)
+
+        return FollowedReplica(self._notifier, self._answer_timeout, on_failure)
+
+    def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
+        """Answer a request: see `RequestRouter.answer`."""
+        return self._router.answer(version, exchange)
+
+    def serves(self, version: str) -> bool:
+        """Tell whether a replica can answer with a version, as far as is known here."""
+        return self._router.serves(version)
+
+    @property
+    def serving(self) -> int:
+        """The number of replicas that can answer, as far as is known here."""
+        return self._router.serving
+
+    @property
+    def ready(self) -> bool:
+        """True if a replica can answer now."""
+        return self.serving > 0
+
+    @property
+    def incumbent(self) -> str:
+        """The version most recently loaded on all replicas."""
+        return self._latest.incumbent
+
+    @property
+    def swapping(self) -> bool:
+        """True while weights are being changed."""
+        return self._latest.swapping
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return the state of each replica."""
+        return [
+            {"state": replica.state, "versions": replica.versions, "in_flight": replica.in_flight}
+            for replica in self._replicas
+        ]
+
+    async def close(self) -> None:
+        """Drop the connections; requests in flight fail."""
+        for replica in self._replicas:
+            await replica.close()

@@ -1,0 +1,222 @@
+"""Request router: send each request to a replica of its version, and again if that one is lost.
+
+The pool routes to the replicas that it changes (pool.py). A further gateway routes to those that
+the controller's pool publishes (published_replicas.py). No router relies on its own view: a
+replica refuses a request whose version it does not serve any more (vllm_plugins/lock.py).
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Protocol
+
+from cray_agents.errors import EngineError, EngineUnavailable, VersionClosed
+from cray_agents.ports import Engine, EngineCall
+from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
+
+Wanted = str | Callable[[], str]  # name@N, or a function that is called again at each attempt
+
+_RETRY = 0.2  # seconds to wait for news of a replica's death before a request is sent again
+_LOOK_AGAIN = 0.02  # seconds until a replica is picked anew, where one had changed its version
+_DEATHS = 2  # of engines, with the same request in flight
+
+
+class RoutedReplica(Protocol):
+    """`ReplicaSlot`, which this process changes | `FollowedReplica`, which the controller changes.
+
+    `losses` counts lost processes, and `why_lost` is the last reason.
+    """
+
+    requests: InFlightRequests
+
+    @property
+    def losses(self) -> int: ...
+
+    @property
+    def why_lost(self) -> str: ...
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this process in flight."""
+        ...
+
+    @property
+    def versions(self) -> list[str]:
+        """The versions that can answer requests now."""
+        ...
+
+    @property
+    def contents(self) -> str:
+        """Contents and state, for an error message."""
+        ...
+
+    def engine(self, version: str) -> Engine:
+        """Return the engine that answers with a version. Raises EngineUnavailable."""
+        ...
+
+    def fail(self, since: int, why: str) -> None:
+        """Note that the engine is dead, unless `losses` has passed `since`."""
+        ...
+
+    async def wait_for_loss(self, since: int, seconds: float) -> bool:
+        """Tell whether `losses` passes `since`; wait for it up to `seconds`."""
+        ...
+
+
+class _DeathSuspicion:
+    """A request's part in the deaths of engines.
+
+    A request that was in flight alone at two deaths killed those engines. A request that was in
+    flight with others at two deaths is a suspect. Suspects are sent again one at a time, under
+    `lock`; the one in flight at the next death killed that engine. Where engines are
+    `shared` with other gateways, none is known to be alone, and a suspect is sent once more.
+    """
+
+    def __init__(self, lock: asyncio.Lock, *, shared: bool) -> None:
+        self._lock = lock
+        self._has_lock = False
+        self._shared = shared
+        self._chances = 1 if shared else 0  # deaths under the lock that another may have caused
+        self._deaths = 0
+        self._alone = 0
+
+    async def wait(self) -> None:
+        """Return when the request may be sent (again)."""
+        if self._deaths >= _DEATHS and not self._has_lock:
+            await self._lock.acquire()
+            self._has_lock = True
+
+    def add(self, alone: bool, why: str) -> None:
+        """Count a death with this request in flight. Raises EngineError if it is to blame."""
+        self._deaths += 1
+        self._alone += alone and not self._shared
+        if self._has_lock and self._chances:
+            self._chances -= 1
+        elif self._has_lock or self._alone >= _DEATHS:
+            raise EngineError(
+                f"the engine died {self._deaths} times while it answered this request, which is not"
+                f" sent to it again: {why}",
+                status=500,
+                code="engine_died",
+            )
+
+    def end(self) -> None:
+        """Let the next suspect be sent: this request has ended."""
+        if self._has_lock:
+            self._lock.release()
+
+
+class RequestRouter:
+    """The router of requests to replicas.
+
+    Args:
+        replicas: may change at any time; `notifier` then fires, as at each of their own changes.
+        wait_timeout: seconds that a request waits for its version.
+        recall: called for a version that a request needs and no replica serves.
+
+    `shared`: True where other gateways send requests to the same replicas.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[RoutedReplica],
+        notifier: ChangeNotifier,
+        wait_timeout: float,
+        recall: Callable[[str], None],
+    ) -> None:
+        self._replicas = replicas
+        self._notifier = notifier
+        self._wait_timeout = wait_timeout
+        self._recall = recall
+        self.shared = False
+        self._suspects = asyncio.Lock()  # suspect requests are sent again one at a time
+
+    def serves(self, version: str) -> bool:
+        """Tell whether a replica can answer with a version now."""
+        return any(version in replica.versions for replica in self._replicas)
+
+    @property
+    def serving(self) -> int:
+        """The number of replicas that can answer now."""
+        return sum(bool(replica.versions) for replica in self._replicas)
+
+    async def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
+        """Answer a request: see `Engine.answer`. Sets the exchange's version to the answering one.
+
+        If a replica dies before anything was sent, the request is sent again: sampling again is
+        then safe. A request that may have killed the engine is not sent forever: see
+        `_DeathSuspicion`. Raises EngineError and its kinds.
+        """
+        deadline = _now() + self._wait_timeout
+        suspicion = _DeathSuspicion(self._suspects, shared=self.shared)
+        refused: set[RoutedReplica] = set()  # by these, which are said to serve the version
+        try:
+            while True:
+                sent, closed, exchange.samples = False, False, []
+                await suspicion.wait()
+                async with self._admit(version, deadline, refused) as (slot, exchange.version):
+                    losses, alone = slot.losses, slot.in_flight == 1
+                    try:
+                        answer = slot.engine(exchange.version).answer(exchange)
+                        async with aclosing(answer) as pieces:
+                            async for piece in pieces:
+                                sent = True
+                                yield piece
+                        return
+                    except VersionClosed:  # it changed its version since it was picked
+                        if _now() > deadline:
+                            raise
+                        closed = True
+                        refused.add(slot)
+                    except EngineUnavailable as error:
+                        if error.status >= 500:  # the server lives, and reports a dead engine
+                            slot.fail(losses, "its engine died")
+                        if sent or _now() > deadline:
+                            raise
+                        alone = alone and slot.in_flight == 1
+                if closed:
+                    await asyncio.sleep(_LOOK_AGAIN)
+                elif await slot.wait_for_loss(losses, _RETRY):
+                    suspicion.add(alone, slot.why_lost)
+        finally:
+            suspicion.end()
+
+    @asynccontextmanager
+    async def _admit(
+        self, version: Wanted, deadline: float, last: Collection[RoutedReplica]
+    ) -> AsyncIterator[tuple[RoutedReplica, str]]:
+        slot, name = await self._pick(version, deadline, last)
+        with slot.requests.track(name):
+            yield slot, name
+
+    async def _pick(
+        self, version: Wanted, deadline: float, last: Collection[RoutedReplica]
+    ) -> tuple[RoutedReplica, str]:
+        """Return the least busy slot that serves the version, and the version's `name@N`.
+
+        Those in `last` are taken only if no other fits.
+        There is no await between choice and return, so the slot still serves it.
+        """
+        while True:
+            wanted = version if isinstance(version, str) else version()
+            fit = [
+                (slot in last, slot.in_flight, index)
+                for index, slot in enumerate(self._replicas)
+                if wanted in slot.versions
+            ]
+            if fit:
+                return self._replicas[min(fit)[2]], wanted
+            self._recall(wanted)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._notifier.wait()
+            except TimeoutError:
+                states = ", ".join(replica.contents for replica in self._replicas)
+                raise EngineUnavailable(
+                    f"no replica served {wanted} within {self._wait_timeout:g} s; "
+                    f"the replicas hold: {states}"
+                ) from None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
