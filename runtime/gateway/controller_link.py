@@ -41,10 +41,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ControllerClaim:
-    """The address of the controller, for this host, its key, and whether it is on this host."""
+    """The address of the controller, for this host, its key and term, and if it is on this host."""
 
     url: str
     token: str
+    term: int
     here: bool
 
 
@@ -59,7 +60,7 @@ def read_claim(home: Home) -> ControllerClaim | None:
         return None
     here = info["host"] == socket.gethostname()
     url = info.get("control") or info["url"] if here else info["elsewhere"] or ""
-    return ControllerClaim(str(url), str(info["token"]), here)
+    return ControllerClaim(str(url), str(info["token"]), int(info.get("term", 0)), here)
 
 
 class ControllerLink:
@@ -74,6 +75,11 @@ class ControllerLink:
     def token(self) -> str:
         """The controller's key, as last read; "" without one."""
         return "" if self._claim is None else self._claim.token
+
+    @property
+    def term(self) -> int:
+        """The controller's term, as last read; 0 without one."""
+        return 0 if self._claim is None else self._claim.term
 
     @property
     def is_here(self) -> bool:

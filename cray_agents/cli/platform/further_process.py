@@ -146,7 +146,7 @@ async def _wait_for_end(services: FurtherServices, starter: int | None) -> None:
     signalled = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, signalled.set)
-    first = services.link.token
+    first = services.link.term
     while not signalled.is_set():
         try:
             await asyncio.wait_for(signalled.wait(), _LOOK)
@@ -155,13 +155,13 @@ async def _wait_for_end(services: FurtherServices, starter: int | None) -> None:
                 return
 
 
-def _is_unneeded(services: FurtherServices, first: str) -> bool:
+def _is_unneeded(services: FurtherServices, first: int) -> bool:
     """Tell whether a new platform of this host starts its own gateways, or none has come."""
     silent = time.monotonic() - services.reports.answered
     if silent > ORPHANED:
         say(f"this gateway ends: no controller has answered for {silent:.0f} s")
         return True
-    replaced = services.link.token != first and services.link.is_here and silent < _LOOK
+    replaced = services.link.term != first and services.link.is_here and silent < _LOOK
     if replaced:
         say("this gateway ends: another platform has taken over, and starts its own")
     return replaced
