@@ -1,4 +1,4 @@
-"""Who controls a root: by a lease with a term, in processes that are killed, stopped and go on."""
+"""The lease of a root's controller, in processes that are killed, stopped and go on."""
 
 import json
 import os
