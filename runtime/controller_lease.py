@@ -340,7 +340,7 @@ def was_ended_for_good(home: Home, term: int) -> bool:
 
 
 class ClaimWatch:
-    """What another process sees of a platform's claim, and for how long it stands still.
+    """A view of a platform's claim from another process, and for how long the claim stands still.
 
     `claim`: the newest one seen; None before the first. `term`: the highest one known; its process
     may not have written a claim yet. `silent`: seconds without a change. `missing`: there is no

@@ -230,8 +230,8 @@ def _explain_controller(home: Home) -> Answer:
     answer: Answer = {"what": CONTROLLER, "name": CONTROLLER}
     if (info := running(home)) is not None:
         controller = fetch(info, "/v1/platform").get("controller")
-        told = describe_controller(controller) if controller else "an older version controls it"
-        return answer | {"state": "running", "why": [_sentence(told)], "next": "nothing"}
+        words = describe_controller(controller) if controller else "an older version controls it"
+        return answer | {"state": "running", "why": [_sentence(words)], "next": "nothing"}
     step = "start `cray-agents up`"
     try:
         claim = checksums.read_json(home.platform)

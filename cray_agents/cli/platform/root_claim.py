@@ -165,7 +165,7 @@ def stand_by(config: Config, name: str, replicas: str) -> Controller | None:
     home = config.root
     watch, note = ClaimWatch(home, config.lease_seconds), StandbyNote(home, socket.gethostname())
     previous = signal.signal(signal.SIGTERM, _exit_cleanly)
-    told, next_line, led = 0, 0.0, False
+    said_of, next_line, led = 0, 0.0, False
     try:
         while True:
             with suppress(OSError):  # the root is away: so it is for the others
@@ -183,8 +183,8 @@ def stand_by(config: Config, name: str, replicas: str) -> Controller | None:
                     if lease is not None:
                         return _follow(config, lease, watch.claim)
                     watch.note_claimed()
-            if watch.claim is not None and (watch.term != told or time.monotonic() > next_line):
-                told, next_line = watch.term, time.monotonic() + SAY_AGAIN
+            if watch.claim is not None and (watch.term != said_of or time.monotonic() > next_line):
+                said_of, next_line = watch.term, time.monotonic() + SAY_AGAIN
                 say(_waits_for(watch.claim))
             time.sleep(watch.seconds)
     finally:
