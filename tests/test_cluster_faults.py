@@ -1,9 +1,9 @@
 """A platform over several nodes under random faults: nothing is lost, doubled or served unproven.
 
 Four replicas are Slurm jobs on four virtual nodes. Two gateways share a port, and a standby waits
-for the end of whoever controls the root. Clients ask, a batch is in the queue, and versions are promoted meanwhile. The
-engines are scripted servers. CRAY_TEST_FAULT_MINUTES: the length, in place of four faults;
-CRAY_TEST_SEED: of their order.
+for the end of whoever controls the root. Clients ask, a batch is in the queue, and versions are
+promoted meanwhile. The engines are scripted servers. CRAY_TEST_FAULT_MINUTES: the length, in place
+of four faults; CRAY_TEST_SEED: of their order.
 """
 
 import os
@@ -69,7 +69,7 @@ class Cluster:
 
     def _up(self, *words: object) -> None:
         argv = ["up", "--home", self.home.root, "--name", "m", "--port", 0, "--scheduler", "slurm",
-                "--replicas", f"slurm:{REPLICAS}", *words]  # fmt: skip
+                "--replicas", f"slurm:{REPLICAS}", "--gateways", 2, *words]  # fmt: skip
         with (self.folder / "up.log").open("ab") as log:
             self.processes.append(
                 subprocess.Popen(
@@ -96,7 +96,7 @@ class Cluster:
 
     def client(self) -> openai.OpenAI:
         url, token = self.controller().get("url", "http://127.0.0.1:1"), "none"
-        return openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0, timeout=20)
 
     def call(self, path: str, body: dict[str, Any]) -> Any:
         return self.client().post(path, body=body, cast_to=object)
@@ -203,7 +203,7 @@ class Faults:
         self._kinds = [
             self.kill_engine, self.kill_supervisor, self.stop_supervisor, self.cancel_job,
             self.lose_node, self.kill_slurmd, self.kill_slurmctld, self.kill_controller,
-            self.stop_controller, self.kill_standby, self.promote,
+            self.stop_controller, self.kill_standby, self.kill_gateway, self.promote,
         ]  # fmt: skip
         self._begun = 0.0
 
@@ -305,6 +305,14 @@ class Faults:
     def kill_standby(self) -> None:
         pid = self._cluster.controller().get("pid")
         self._kill(*(p.pid for p in self._cluster.processes if p.pid != pid))
+
+    def kill_gateway(self) -> None:
+        """A further one, of those that the controller keeps."""
+        pid = self._cluster.controller()["pid"]
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        for child in map(int, children.read_text().split()):
+            if b"gateway" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                self._kill(child)
 
     def promote(self) -> None:
         """A new version, while all goes on."""
