@@ -1,4 +1,4 @@
-"""How our programs end."""
+"""Processes: a program of ours ends at once, after its exit handlers."""
 
 import subprocess
 import sys
