@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Programs' ends: exit handlers run, and nothing is torn down."""
-=======
 """Processes: a program of ours ends at once, after its exit handlers."""
->>>>>>> x_fast
 
 import subprocess
 import sys
