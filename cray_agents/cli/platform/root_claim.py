@@ -47,7 +47,7 @@ SAY_AGAIN = 600.0  # seconds between two lines of a standby that waits
 
 
 @dataclass(frozen=True)
-class Controller:
+class ControlledRoot:
     """A root that this process controls: its gateway's sockets, and its lease.
 
     `before`: the claim of the platform that a standby took over.
@@ -58,7 +58,7 @@ class Controller:
     before: dict[str, Any] | None = None
 
 
-def start_anew(config: Config, name: str, replicas: str) -> Controller:
+def start_anew(config: Config, name: str, replicas: str) -> ControlledRoot:
     """Listen, and claim the root. Raises SetupError if the root has a platform."""
     ports = open_ports(config)
     try:
@@ -66,7 +66,7 @@ def start_anew(config: Config, name: str, replicas: str) -> Controller:
     except BaseException:
         ports.close()
         raise
-    return Controller(ports, lease)
+    return ControlledRoot(ports, lease)
 
 
 def claim(
@@ -155,7 +155,7 @@ def _start(lease: ControllerLease, ports: Ports, token: str | None = None) -> No
     )
 
 
-def stand_by(config: Config, name: str, replicas: str) -> Controller | None:
+def stand_by(config: Config, name: str, replicas: str) -> ControlledRoot | None:
     """Wait until this process controls the root. Return None when `down` ended the platform.
 
     It does so at once if nobody does, or if who did has ended on this host or said so; else when
@@ -192,7 +192,9 @@ def stand_by(config: Config, name: str, replicas: str) -> Controller | None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _follow(config: Config, lease: ControllerLease, before: dict[str, Any] | None) -> Controller:
+def _follow(
+    config: Config, lease: ControllerLease, before: dict[str, Any] | None
+) -> ControlledRoot:
     """Listen, as the controller that follows another one.
 
     A process of this host that lives and is silent would keep port, GPUs and a private Slurm. Its
@@ -217,7 +219,7 @@ def _follow(config: Config, lease: ControllerLease, before: dict[str, Any] | Non
     except OSError:
         ports.close()
         raise
-    return Controller(ports, lease, before)
+    return ControlledRoot(ports, lease, before)
 
 
 def describe_inheritance(home: Home, control: Controller) -> str:

@@ -30,7 +30,7 @@ class Ports:
 
     @property
     def listeners(self) -> list[socket.socket]:
-        """Where the platform's own gateway answers."""
+        """The sockets at which the platform's own gateway answers."""
         return [self.listener, *([self.control] if self.control else [])]
 
     def close(self) -> None:
