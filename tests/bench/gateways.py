@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PROCESSES = (1, 2, 4)
 REPLICAS = 2
 CONNECTIONS = 64
-REQUESTS = 4000
+REQUESTS = 2000
 ALIAS, LABEL = "m-abc", "m@1 0"
 WORDS = [
     "the",
