@@ -48,7 +48,7 @@ SAY_AGAIN = 600.0  # seconds between two lines of a standby that waits
 
 @dataclass(frozen=True)
 class ControlledRoot:
-    """A root that this process controls: its gateway's sockets, and its lease.
+    """State of a root that this process controls: its gateway's sockets, and its lease.
 
     `before`: the claim of the platform that a standby took over.
     """
@@ -222,7 +222,7 @@ def _follow(
     return ControlledRoot(ports, lease, before)
 
 
-def describe_inheritance(home: Home, control: Controller) -> str:
+def describe_inheritance(home: Home, control: ControlledRoot) -> str:
     """Say what a controller takes over from the one before."""
     assert control.before is not None
     jobs, tuning = len(unfinished_jobs(home, set())), len(TuningFolder(home).unfinished_ids())
