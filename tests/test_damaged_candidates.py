@@ -113,6 +113,9 @@ class Damaging:
     def status(self, job_id: str) -> JobStatus:
         return self.scripted.status(job_id)
 
+    def unchanged(self) -> set[str]:
+        return self.scripted.unchanged()
+
     def cancel(self, job_id: str) -> JobStatus:
         return self.scripted.cancel(job_id)
 

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cray_agents.errors import SetupError
 from cray_agents.runtime.disk import durable
@@ -95,9 +96,9 @@ def server_files(folder: Path, address: str, attempt: Path, days: float = DAYS) 
     except (OSError, ValueError, TypeError, AssertionError) as error:
         raise SetupError(f"{folder / CA} and {CA_KEY} cannot sign: {error}") from error
     key = ec.generate_private_key(ec.SECP256R1())
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     place = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-    purpose = x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH])
+    purpose = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
     certificate = (
         _builder(_name(f"replica at {address}"), authority.subject, key, days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

@@ -306,8 +306,13 @@ class Replica(VllmHost, LocalHost):
         with self.log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *command(
-                    *(checkpoint, (alias, self.model), port),
-                    *(self.settings, self.address, self.share, self.tls),
+                    checkpoint,
+                    (alias, self.model),
+                    port,
+                    self.settings,
+                    self.address,
+                    self.share,
+                    self.tls,
                 ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

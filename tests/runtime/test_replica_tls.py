@@ -21,8 +21,12 @@ from tests.support.scripted_server import PROGRAM
 @asynccontextmanager
 async def answering(files: TlsFiles) -> AsyncIterator[str]:
     """A server's place, without the scheme."""
+
+    async def show_headers(request: web.Request) -> web.Response:
+        return web.json_response(dict(request.headers))
+
     heard = web.Application()
-    heard.router.add_get("/secret", lambda request: web.json_response(dict(request.headers)))
+    heard.router.add_get("/secret", show_headers)
     runner = web.AppRunner(heard)
     await runner.setup()
     port = unused_port()

@@ -28,6 +28,9 @@ class TimedTrainer:
     def status(self, job_id: str) -> JobStatus:
         return self._moved_on(self.scripted.status(job_id))
 
+    def unchanged(self) -> set[str]:
+        return set()  # all jobs move on by the clock
+
     def cancel(self, job_id: str) -> JobStatus:
         return self.scripted.cancel(job_id)
 
