@@ -10,6 +10,7 @@ Read next: request_router.py.
 
 import asyncio
 import logging
+import ssl
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -112,7 +113,7 @@ def _write(path: Path, content: bytes) -> None:
 class FollowedReplica:
     """A replica that the controller changes: see `RoutedReplica`.
 
-    `on_failure` is told of a dead engine: the replica's losses, and why.
+    `on_failure` is told of a dead engine: the replica's losses, and why. `tls`: see `FollowedPool`.
     """
 
     def __init__(
@@ -120,11 +121,13 @@ class FollowedReplica:
         notifier: ChangeNotifier,
         timeout: float,
         on_failure: Callable[[int, str], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.requests = InFlightRequests(notifier)
         self._notifier = notifier
         self._timeout = timeout
         self._on_failure = on_failure
+        self._tls = tls
         self._latest = PublishedReplica(url="", secret="", names={}, expected=[], state="down")
         self._failed_at = -1  # the losses at which an engine was found dead
         self._server: VllmEngine | None = None
@@ -138,7 +141,9 @@ class FollowedReplica:
         if latest.url and (server is None or (server.url, server.secret) != at):
             if server is not None:
                 self._former.append(server)  # it may still end what it has begun
-            self._server = VllmEngine(latest.url, "", latest.secret, timeout=self._timeout)
+            self._server = VllmEngine(
+                latest.url, "", latest.secret, timeout=self._timeout, tls=self._tls
+            )
         self._engines = {
             version: self._server.called(name)
             for version, name in latest.names.items()
@@ -213,6 +218,7 @@ class FollowedPool:
         wait_timeout: seconds that a request waits for its version.
         answer_timeout: seconds without a byte of an answer.
         on_failure: told of a dead engine: the replica's place, its losses, and why.
+        tls: whom replicas with TLS are verified by.
     """
 
     def __init__(
@@ -222,8 +228,10 @@ class FollowedPool:
         wait_timeout: float,
         answer_timeout: float,
         on_failure: Callable[[int, int, str], None],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._path = path
+        self._tls = tls
         self._answer_timeout = answer_timeout
         self._on_failure = on_failure
         self._notifier = ChangeNotifier()
@@ -277,7 +285,7 @@ class FollowedPool:
         def on_failure(losses: int, why: str) -> None:
             self._on_failure(number, losses, why)
 
-        return FollowedReplica(self._notifier, self._answer_timeout, on_failure)
+        return FollowedReplica(self._notifier, self._answer_timeout, on_failure, self._tls)
 
     def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Answer a request: see `RequestRouter.answer`."""

@@ -10,12 +10,20 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from cray_agents.errors import EngineUnavailable, SetupError
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.pool.published_replicas import (
+    FollowedPool,
+    PublishedPool,
+    PublishedReplica,
+)
 from cray_agents.runtime.pool.replica_certificates import make_authority, server_files, tls_folder
 from cray_agents.runtime.pool.tls_files import TlsFiles, client_context
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import Http
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, command
 from tests.support.scripted_pool import checkpoint
 from tests.support.scripted_server import PROGRAM
+from tests.support.slurm_pool import ask
 
 
 @asynccontextmanager
@@ -74,6 +82,25 @@ async def test_only_the_ca_and_the_address_are_trusted(tmp_path: Path) -> None:
             await asked(f"https://{place}", files.ca)
 
 
+async def further_answer(server: VllmEngine, folder: Path, ca: Path) -> str:
+    """The answer to a further gateway, which trusts this CA."""
+    published = PublishedReplica(
+        url=server.url, secret=server.secret, names={"m@1": server.model}, expected=["m@1"],
+        state="serving",
+    )  # fmt: skip
+    content = PublishedPool(replicas=[published], incumbent="m@1").model_dump_json().encode()
+    (folder / "serving.json").write_bytes(checksums.with_crc(content))
+    pool = FollowedPool(
+        folder / "serving.json", wait_timeout=1, answer_timeout=60,
+        on_failure=lambda place, losses, why: None, tls=client_context(ca),
+    )  # fmt: skip
+    try:
+        await pool.look()
+        return await ask(pool, "m@1")
+    finally:
+        await pool.close()
+
+
 async def test_a_replica_serves_over_tls_alone(tmp_path: Path) -> None:
     folder = tls_folder("on", tmp_path / "tls")
     assert folder is not None
@@ -86,6 +113,12 @@ async def test_a_replica_serves_over_tls_alone(tmp_path: Path) -> None:
         await replica.check_alive()
         with pytest.raises(EngineUnavailable):
             await asked(replica.server.url.replace("https", "http"), None)
+        await replica.engine.resume()
+        await replica.engine.admit("m@1")
+        assert await further_answer(replica.engine, tmp_path, tls.ca) == "m@1: hello"
+        with pytest.raises(EngineUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            make_authority(tmp_path / "other")
+            await further_answer(replica.engine, tmp_path, tmp_path / "other" / "ca.pem")
     finally:
         await replica.stop()
 

@@ -11,6 +11,7 @@ from typing import Any
 from cray_agents.ports import Command, EngineCall
 from cray_agents.runtime.pool.job_lease import JobLease, ReplicaSpec, attempts, read_lease
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.published_replicas import FollowedPool
 from cray_agents.runtime.pool.request_router import Wanted
 from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica
 from cray_agents.runtime.pool.vllm_replica import EngineSettings
@@ -99,7 +100,7 @@ class Site:
         return self.run("squeue", "-h", "-t", "running", "-o", "%A").split()
 
 
-async def ask(pool: Pool, version: Wanted, text: str = "hello") -> str:
+async def ask(pool: Pool | FollowedPool, version: Wanted, text: str = "hello") -> str:
     """What is said; the answer and the samples name the version that says it."""
     request = {"messages": [{"role": "user", "content": text}]}
     call = EngineCall("/v1/chat/completions", request, os.urandom(6).hex())

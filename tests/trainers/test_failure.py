@@ -32,6 +32,11 @@ from cray_agents.trainers.training.progress_clock import ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\n"
+# as the driver writes them; made up after NVIDIA's documentation, not recorded on a machine of ours
+XID_79 = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', GPU has fallen off the bus."
+XID_94 = "NVRM: Xid (PCI:0000:c6:00): 94, pid=7194, name=python, Contained: CE User Channel (0x9)."
+XID_31 = "NVRM: Xid (PCI:0000:1a:00): 31, pid=7194, Ch 00000008, MMU Fault: ENGINE GRAPHICS"
+XID_45 = "NVRM: Xid (PCI:0000:1a:00): 45, pid=7194, Ch 00000008"
 RANK = BadEnd(rank=1, node="n7", how="died (exit code 1)")
 
 
@@ -51,6 +56,11 @@ def verdict_on(
     [
         ({"reason": "NODE_FAIL", "node": "n3"}, "node", "elsewhere"),
         ({"rank": "NVRM: Xid (PCI:0000:3b): 79, GPU has fallen off the bus"}, "gpu", "elsewhere"),
+        ({"rank": XID_79, "node": "n3"}, "gpu", "elsewhere"),
+        ({"rank": f"{TRACEBACK}ValueError: x\n{XID_94}"}, "gpu", "elsewhere"),
+        ({"rank": XID_31}, "program", "give_up"),
+        ({"rank": f"{TRACEBACK}torch.OutOfMemoryError: CUDA out of memory\n{XID_45}"},
+         "gpu_memory", "smaller"),
         ({"rank": "CUDA error: uncorrectable ECC error encountered"}, "gpu", "elsewhere"),
         ({"rank": "RuntimeError: ncclRemoteError: a peer went away"}, "network", "back_off"),
         (

@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 
@@ -36,6 +37,7 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.published_replicas import FollowedPool
+from cray_agents.runtime.pool.tls_files import CA, client_context
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 
@@ -119,6 +121,7 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         wait_timeout=config.swap_timeout,
         answer_timeout=config.engine_timeout,
         on_failure=reports.note_failure,
+        tls=replica_tls(config),
     )
     each = config.max_num_seqs + config.max_num_seqs // 8
     admission = Admission(
@@ -140,6 +143,18 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         reward_limit=config.reward_limit,
         metrics=Metrics(gateway=name),
     )
+
+
+def replica_tls(config: Config) -> ssl.SSLContext | None:
+    """Return the context that verifies replicas; None without TLS. Raises SetupError."""
+    if config.replica_tls == "off":
+        return None
+    # late, as cryptography takes a moment to import
+    from cray_agents.runtime.pool.replica_certificates import tls_folder
+
+    folder = tls_folder(config.replica_tls, config.root.tls)
+    assert folder is not None
+    return client_context(folder / CA)
 
 
 async def _wait_for_end(services: FurtherServices, starter: int | None) -> None:

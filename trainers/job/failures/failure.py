@@ -2,7 +2,7 @@
 
 megatron_trainer.py asks `judge` about every command that ended before its job. The answer rests on
 Slurm's state and reason, the exit code, the launcher's report (rank_monitor.py's BadEnd), and the
-end of the log since that start. Rules:
+end of the log since that start. An XID counts as gpu_errors.py says. Rules:
 
     elsewhere   start again, without the node for a while        node, gpu, stopped process
     back_off    start again after a pause that grows             network, storage, launcher, hang
@@ -21,6 +21,7 @@ from typing import Literal
 from cray_agents.config import Config
 from cray_agents.ports import CommandStatus
 from cray_agents.records import Record
+from cray_agents.trainers.job.failures.gpu_errors import GPU_SIGN, PROGRAM_SIGN
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
 
@@ -96,11 +97,12 @@ _SIGNS: list[tuple[FailureKind, str]] = [
     ("node", r"health gate: "),
     (
         "gpu",
-        r"\bXid\b|uncorrectable ECC|ECC error|fallen off the bus|GPU is lost"
+        GPU_SIGN + r"|uncorrectable ECC|ECC error|fallen off the bus|GPU is lost"
         r"|CUDA error: (hardware stack error|unspecified launch failure|unknown error)"
         r"|CUDA_ERROR_(ECC|HARDWARE|SYSTEM)|Unable to determine the device handle"
         r"|ERR_NVGPU|NVML: (Unknown Error|GPU is lost)|no CUDA-capable device",
     ),
+    ("program", PROGRAM_SIGN),
     (
         "gpu_memory",
         r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"

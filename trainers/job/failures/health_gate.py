@@ -18,12 +18,18 @@ from typing import Any
 
 from cray_agents.errors import FULL, SetupError
 from cray_agents.runtime.disk import durable
+from cray_agents.trainers.job.failures.gpu_errors import recent_xids
 from cray_agents.trainers.job.failures.rank_monitor import node_name
 
 ROOT_SECONDS = 60.0  # that the shared root may take for a small file
 GPU_SECONDS = 60.0  # that nvidia-smi may take
 SKEW_SECONDS = 10.0  # between a node's clock and the median: events and leases carry times
-QUERY = "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.failure"
+XID_SECONDS = 600.0  # for which an error of a GPU counts: it may have been reset since
+#: Fields of nvidia-smi; an older driver has fewer.
+QUERIES = (
+    "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.failure",
+    "--query-gpu=index,ecc.errors.uncorrected.volatile.total",
+)
 NUMBERS = 1 << 18  # float32, of the sum over all ranks
 
 
@@ -77,23 +83,34 @@ def check_root(root: Path, seconds: float = ROOT_SECONDS) -> None:
 
 
 def check_gpus(seconds: float = GPU_SECONDS) -> None:
-    """Ask nvidia-smi for memory errors of this node's GPUs. Raises SetupError."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", QUERY, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        problem = f"nvidia-smi did not answer within {seconds:g} s"
-        raise gate_error(node_name(), problem) from None
-    text = done.stdout + done.stderr
-    if done.returncode and "not a valid field" not in text:  # an older driver has fewer fields
-        raise gate_error(node_name(), f"nvidia-smi: {text.strip()[:300]}")
-    if problem := gpu_problem(done.stdout if done.returncode == 0 else ""):
+    """Look for memory errors of this node's GPUs, and for XIDs of the last minutes.
+
+    Raises SetupError.
+    """
+    rows = ""
+    for query in QUERIES:
+        try:
+            done = subprocess.run(
+                ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            problem = f"nvidia-smi did not answer within {seconds:g} s"
+            raise gate_error(node_name(), problem) from None
+        if done.returncode == 0:
+            rows = done.stdout
+            break
+        text = done.stdout + done.stderr
+        if "not a valid field" not in text:
+            raise gate_error(node_name(), f"nvidia-smi: {text.strip()[:300]}")
+    if problem := gpu_problem(rows):
         raise gate_error(node_name(), problem)
+    for xid in recent_xids(XID_SECONDS):
+        if xid.lost:
+            raise gate_error(node_name(), f"in the last {XID_SECONDS / 60:g} minutes: {xid}")
 
 
 def gpu_problem(text: str) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
+from cray_agents.trainers.job.failures.gpu_errors import recent_xids
 from cray_agents.trainers.job.failures.hang_report import culprit, report_hang, write_collectives
 from cray_agents.trainers.job.journal import tail
 from cray_agents.trainers.training.progress_clock import CLOCK
@@ -33,6 +34,7 @@ SPARE_LOOKS = 2  # of the limit: the first begins in between, one more asks the 
 # times the limit before the first step: without progress, as a compiler works or the network has
 # its first contact; and without a sign, as a library keeps the interpreter
 SLOW_START, SILENT_START = 5, 2.5
+XID_SECONDS = 300.0  # before a bad end, in which an error of a GPU may have caused it
 PATIENCE = 3.0  # seconds in which another node can report an earlier end
 GOOD_ENDS = (0, 75)
 HANGS = "hangs"
@@ -265,7 +267,11 @@ def first_end(note: Path | None, ours: BadEnd, patience: float = PATIENCE) -> Ba
 def describe(
     process: RankProcess, how: str, node_phrase: str, log: Path, *, waits: bool = False
 ) -> BadEnd:
-    """Build the report of a bad end, with the tail of the rank's log. `waits`: for other nodes."""
+    """Build the report of a bad end, with the tail of the rank's log. `waits`: for other nodes.
+
+    Errors of GPUs are in the kernel's log, and follow that tail.
+    """
+    xids = [str(xid) for xid in recent_xids(XID_SECONDS) if xid.blames(process.pid)]
     died = process.refusal is None and process.code is not None and process.code > 0
     return BadEnd(
         rank=process.rank,
@@ -275,7 +281,7 @@ def describe(
         how=how,
         followed=waits or died,
         refusal=process.refusal,
-        log_tail=tail(log),
+        log_tail="\n".join([tail(log), *xids]),
     )
 
 
