@@ -141,7 +141,10 @@ class LapseClock:
 
 
 class PlacedEngine(VllmEngine):
-    """An engine whose supervisor notes its weights, for the platform that may take it over."""
+    """An engine whose supervisor notes its weights, for the platform that may take it over.
+
+    Its guard and its supervisor obey no controller of a lower term than one before.
+    """
 
     def __init__(
         self,
@@ -173,6 +176,9 @@ class PlacedEngine(VllmEngine):
         await self._supervisor.order("note", version="", weights="")
         await super().receive(job, like)
 
+    async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
+        return await super()._order(order | {"term": self._supervisor.term})
+
 
 class SupervisorClient:
     """A supervisor over its HTTP. Close it when done.
@@ -194,6 +200,11 @@ class SupervisorClient:
         self._patience = patience
         self._term = term
 
+    @property
+    def term(self) -> int:
+        """The controller's term."""
+        return self._term()
+
     async def state(self, seen: int = -1, wait: float = STATE_SECONDS) -> dict[str, Any]:
         """Return the supervisor's state; `wait` so many seconds for news of the one `seen`."""
         path, limit = f"/state?seen={seen}&wait={wait:g}", wait + self._patience
@@ -212,7 +223,7 @@ class SupervisorClient:
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {TERM_HEADER: str(self._term())}
+        return {TERM_HEADER: str(self.term)}
 
     async def close(self) -> None:
         """Drop the connections."""

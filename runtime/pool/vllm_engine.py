@@ -19,7 +19,14 @@ from typing import Any
 import aiohttp
 import orjson
 
-from cray_agents.errors import CrayError, EngineError, EngineTimeout, EngineUnavailable, SwapError
+from cray_agents.errors import (
+    CrayError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    Superseded,
+    SwapError,
+)
 from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import WeightChange
 from cray_agents.runtime.pool.golden_probe import weights_of
@@ -328,7 +335,9 @@ class VllmEngine:
     async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
         async with self._http.answer("POST", GUARD, order, _GUARD_TIMEOUT) as response:
             answer: dict[str, Any] = orjson.loads(await response.read())
-            return answer
+        if (term := answer.get("superseded")) is not None:
+            raise Superseded(f"{self.url} follows a controller with term {term}")
+        return answer
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back: see `Engine.sleep`. vLLM for CPUs gives nothing back."""

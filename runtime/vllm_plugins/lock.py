@@ -30,9 +30,14 @@ _REFUSAL = {"error": {"message": "only the platform that started this server may
 
 
 class VersionGuard:
-    """The versions that a server answers with, and the requests that it answers, by version."""
+    """The versions that a server answers with, and the requests that it answers, by version.
+
+    An order may name the term of the controller that gives it. Orders of a lower term than the
+    highest one so far are not carried out: their controller was followed by another one.
+    """
 
     def __init__(self) -> None:
+        self.term = 0
         self.admitted: set[str] = set()
         self.in_flight: Counter[str] = Counter()
 
@@ -40,7 +45,12 @@ class VersionGuard:
         """Carry an order out, and return the requests in flight by version.
 
         `admit`: a version to answer with. `refuse`: one to answer with no more, "" for all.
+        Of an order that is not carried out the answer is `superseded`, the highest term.
         """
+        term = int(order.get("term", 0))
+        if term < self.term:
+            return {"superseded": self.term}
+        self.term = term
         if "admit" in order:
             self.admitted.add(str(order["admit"]))
         if "refuse" in order:

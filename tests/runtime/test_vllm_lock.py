@@ -10,7 +10,14 @@ import pytest
 from cray_agents.errors import VersionClosed
 from cray_agents.runtime.pool.vllm_http import to_engine_error
 from cray_agents.runtime.pool.vllm_replica import EngineSettings, command
-from cray_agents.runtime.vllm_plugins.lock import EXPECT, GUARD, HEADER, VARIABLE, Locked
+from cray_agents.runtime.vllm_plugins.lock import (
+    EXPECT,
+    GUARD,
+    HEADER,
+    VARIABLE,
+    Locked,
+    VersionGuard,
+)
 
 OPEN = {"type": "opened"}
 SECRET = "s3cret"
@@ -114,6 +121,16 @@ async def test_only_admitted_versions_are_answered_and_counted_to_their_end(
     assert await asyncio.gather(*asked) == [[OPEN], [OPEN]]
     assert await server.order() == {}
     assert await server.ask("/v1/completions") == [OPEN]  # a probe expects no version
+
+
+def test_orders_of_a_controller_that_was_followed_are_not_carried_out() -> None:
+    guard = VersionGuard()
+    guard.follow({"admit": "m@1", "term": 2})
+    for late in ({"refuse": "", "term": 1}, {"admit": "m@2"}):
+        assert guard.follow(late) == {"superseded": 2}
+    assert guard.enter("m@1") and not guard.enter("m@2")
+    assert guard.follow({"refuse": "m@1", "term": 3}) == {"in_flight": {"m@1": 1}}
+    assert not guard.enter("m@1")
 
 
 def test_without_a_secret_no_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
