@@ -52,9 +52,9 @@ PROGRAM = {
 CONSEQUENCE = 45
 
 _PLACE = r"(?: \([^)\n]*\):)?"
-_OTHERS = "|".join(str(number) for number in (*PROGRAM, CONSEQUENCE))
+_NO_GPU = "|".join(str(number) for number in (*PROGRAM, CONSEQUENCE))
 #: Of a text in which a GPU is blamed, also by a number that no table has, or the program.
-GPU_SIGN = rf"\bXid\b(?!{_PLACE} (?:{_OTHERS})\b)"
+GPU_SIGN = rf"\bXid\b(?!{_PLACE} (?:{_NO_GPU})\b)"
 PROGRAM_SIGN = rf"\bXid{_PLACE} (?:{'|'.join(map(str, PROGRAM))})\b"
 _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+),?(?: pid='?(\d+))?.*")
 
@@ -89,10 +89,10 @@ def recent_xids(seconds: float) -> list[Xid]:
 
 def find_xids(lines: Iterator[str]) -> list[Xid]:
     """Return the XIDs in lines of a kernel's log."""
-    found = (_LINE.search(line) for line in lines)
+    matches = (_LINE.search(line) for line in lines)
     return [
         Xid(int(match[2]), match[1], int(match[3]) if match[3] else None, match[0].strip())
-        for match in found
+        for match in matches
         if match
     ]
 
