@@ -280,7 +280,7 @@ async def test_a_gateway_without_its_starter_ends_when_another_platform_has_take
         assert (await orphan.ask("hello")).status == 200  # no other one has come yet
         slow = asyncio.create_task(orphan.ask("a slow answer"))
         await asyncio.sleep(0.2)
-        site.claim(site.controller.url, token="sk-another-platform")
+        site.claim(site.controller.url, term=2)
         assert await orphan.process.wait() == 0
         assert (await slow).status == 200  # its requests ended first
     site.claim(site.controller.url)

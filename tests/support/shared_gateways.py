@@ -62,10 +62,10 @@ class SharedSite:
     def home(self) -> Home:
         return self.controller.services.home
 
-    def claim(self, url: str, token: str = TOKEN) -> None:
+    def claim(self, url: str, term: int = 1) -> None:
         """Let further gateways believe that the controller has this address."""
-        info = {"url": url, "elsewhere": None, "host": socket.gethostname(), "token": token,
-                "pid": os.getpid(), "name": "calc"}  # fmt: skip
+        info = {"url": url, "elsewhere": None, "host": socket.gethostname(), "token": TOKEN,
+                "term": term, "pid": os.getpid(), "name": "calc"}  # fmt: skip
         durable.replace_file(self.home.platform, checksums.with_crc(json.dumps(info).encode()))
 
     def version(self, content: bytes) -> ModelVersion:
