@@ -2,16 +2,21 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cray_agents.cli.platform.sockets import listen
+from cray_agents.errors import SetupError
 from cray_agents.processes import alive
+from cray_agents.runtime.scheduler.private_cluster import PORTS
 from tests.support.bare_models import bare_model
 from tests.support.command_line import cli
 from tests.support.deciding_controller import controller
@@ -56,6 +61,14 @@ def until(condition: Callable[[], Any]) -> Any:
     return found
 
 
+def quiet_port() -> int:
+    """A free port that no outgoing connection is given."""
+    for port in random.sample(PORTS, 100):
+        with suppress(SetupError), listen("127.0.0.1", port):
+            return port
+    raise AssertionError("no port is free")
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Root]:
     root = Root(tmp_path)
@@ -68,10 +81,10 @@ def root(tmp_path: Path) -> Iterator[Root]:
 
 def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(root: Root) -> None:
     model = bare_model(root.folder / "model")
-    root.up("--model", model, "--port", 0)
+    port = quiet_port()
+    root.up("--model", model, "--port", port)
     first = root.status()
     assert "no standby waits" in root.command("down", "--hand-over").stderr
-    port = first["url"].rpartition(":")[2]
     root.up("--standby", "--port", port)
     second = until(lambda: next(iter(root.standbys()), None))
     until(lambda: [one["pid"] for one in root.status()["controller"]["standbys"]] == [second])

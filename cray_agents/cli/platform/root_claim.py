@@ -43,6 +43,7 @@ from cray_agents.runtime.scheduler.supervised import boot_id, start_time
 from cray_agents.trainers.job.restarter import unfinished_jobs
 
 KILLED_SECONDS = 5.0  # that a silent predecessor may take to be gone
+PORT_SECONDS = 2.0  # for which its threads may keep its port after that
 SAY_AGAIN = 600.0  # seconds between two lines of a standby that waits
 
 
@@ -207,7 +208,7 @@ def _follow(
         while not is_gone(before) and time.monotonic() < deadline:
             time.sleep(0.02)
     try:
-        ports = open_ports(config)
+        ports = _listen_after(config, PORT_SECONDS if before is not None else 0.0)
     except SetupError as error:
         if before is None:
             lease.give_back(hand_over=False)
@@ -220,6 +221,18 @@ def _follow(
         ports.close()
         raise
     return ControlledRoot(ports, lease, before)
+
+
+def _listen_after(config: Config, seconds: float) -> Ports:
+    """Listen; a process that was killed may keep its port for a moment. Raises SetupError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return open_ports(config)
+        except SetupError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def describe_inheritance(home: Home, control: ControlledRoot) -> str:
