@@ -15,7 +15,6 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from cray_agents.errors import EngineError, NoController, NotFound
+from cray_agents.errors import NoController, NotFound
 from cray_agents.ports import EngineCall
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.gateway.app import declarations, enclose
@@ -34,6 +33,7 @@ from cray_agents.runtime.gateway.http.auth import Access, Mode
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.routing import Declaration, mount
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.canary_traffic import tell_outcome
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
 from cray_agents.runtime.gateway.routes import platform, sampling, trajectories
@@ -160,26 +160,7 @@ class FollowedCanaries:
         if model not in self._canaries:
             return pieces
         note = partial(self._reports.note_outcome, model, session)
-        return self._count(note, exchange, pieces, last_event)
-
-    async def _count(
-        self,
-        note: Callable[..., None],
-        exchange: EngineCall,
-        pieces: AsyncGenerator[bytes, None],
-        last_event: bytes | None,
-    ) -> AsyncGenerator[bytes, None]:
-        whole = last_event is None
-        try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    whole = whole or (last_event is not None and last_event in piece)
-                    yield piece
-        except EngineError as error:
-            if not 400 <= error.status < 500:  # 4xx is the client's fault
-                note(exchange.version, failed=True)
-            raise
-        note(exchange.version, failed=not whole)
+        return tell_outcome(note, exchange, pieces, last_event)
 
     async def note_reward(self, run_id: str) -> None:
         """Report the reward of a run."""

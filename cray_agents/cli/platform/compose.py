@@ -23,6 +23,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from starlette.applications import Starlette
 
 from cray_agents.cli.platform.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
@@ -206,16 +207,7 @@ async def run(
         shares=shares,
         metrics=Metrics(f"{socket.gethostname()}:{os.getpid()}" if config.gateways > 1 else ""),
     )
-    settings_http = uvicorn.Config(
-        create_app(services),
-        http=protocol(config.head_timeout),
-        ws="none",
-        log_level="warning",
-        lifespan="off",
-        proxy_headers=False,
-        timeout_keep_alive=config.idle_timeout,
-    )
-    server = Gateway(settings_http)
+    server = make_server(create_app(services), config)
     serving = asyncio.create_task(server.serve(sockets=ports.listeners))
     starting = asyncio.create_task(start_pool(pool, home, version, rule))
     log = home.logs / "batch-worker.log"
@@ -437,6 +429,21 @@ def make_admission(
         outage=config.swap_timeout + (config.start_timeout if scales else 0.0),
     )
     return admission
+
+
+def make_server(app: Starlette, config: Config) -> "Gateway":
+    """Make the HTTP server of a gateway's application."""
+    return Gateway(
+        uvicorn.Config(
+            app,
+            http=protocol(config.head_timeout),
+            ws="none",
+            log_level="warning",
+            lifespan="off",
+            proxy_headers=False,
+            timeout_keep_alive=config.idle_timeout,
+        )
+    )
 
 
 class Gateway(uvicorn.Server):

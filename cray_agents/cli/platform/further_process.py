@@ -14,10 +14,9 @@ import ssl
 import sys
 import time
 
-import uvicorn
 import uvloop
 
-from cray_agents.cli.platform.compose import GC, SWITCH, Gateway, check_access, open_store
+from cray_agents.cli.platform.compose import GC, SWITCH, check_access, make_server, open_store
 from cray_agents.cli.platform.root_claim import say
 from cray_agents.cli.platform.shared_port import listen_together
 from cray_agents.cli.platform.sockets import address
@@ -34,7 +33,6 @@ from cray_agents.runtime.gateway.further_gateway import (
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.metrics import Metrics
-from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.published_replicas import FollowedPool
 from cray_agents.runtime.pool.tls_files import CA, client_context
@@ -75,22 +73,11 @@ async def run_further(config: Config, listener: socket.socket, starter: int | No
         await services.reports.send()  # its share, before the first request
     except NoController as error:
         say(str(error))
-    settings = uvicorn.Config(
-        create_further_app(
-            services,
-            Keys(config.root),
-            config.api_keys if is_loopback(config.host) else "required",
-        ),
-        http=protocol(config.head_timeout),
-        ws="none",
-        log_level="warning",
-        lifespan="off",
-        proxy_headers=False,
-        timeout_keep_alive=config.idle_timeout,
-    )
+    mode = config.api_keys if is_loopback(config.host) else "required"
+    app = create_further_app(services, Keys(config.root), mode)
     await link.look()
     await services.pool.look()
-    server = Gateway(settings)
+    server = make_server(app, config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     following = asyncio.create_task(services.follow())
     say(f"further gateway: {address(listener)}/v1")

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
 from cray_agents.errors import EngineError, NotFound
 from cray_agents.paths import Home
@@ -23,6 +24,23 @@ from cray_agents.runtime.store.index import RunFacts
 SAVE_SECONDS = 1.0  # between two writes of the counts to disk
 
 Pieces = AsyncGenerator[bytes, None]
+
+
+async def tell_outcome(
+    note: Callable[..., None], exchange: EngineCall, pieces: Pieces, last_event: bytes | None
+) -> Pieces:
+    """Yield the pieces, then call `note(version, failed=...)`; not for a client's own fault."""
+    whole = last_event is None
+    try:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                whole = whole or (last_event is not None and last_event in piece)
+                yield piece
+    except EngineError as error:
+        if not 400 <= error.status < 500:  # 4xx is the client's fault
+            note(exchange.version, failed=True)
+        raise
+    note(exchange.version, failed=not whole)
 
 
 class CanaryTraffic:
@@ -88,27 +106,8 @@ class CanaryTraffic:
         """
         if not self._canaries or model not in self._canaries:
             return pieces
-        return self._count_outcome(self._canaries[model], session, exchange, pieces, last_event)
-
-    async def _count_outcome(
-        self,
-        canary: Canary,
-        session: str,
-        exchange: EngineCall,
-        pieces: Pieces,
-        last_event: bytes | None,
-    ) -> Pieces:
-        whole = last_event is None
-        try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    whole = whole or (last_event is not None and last_event in piece)
-                    yield piece
-        except EngineError as error:
-            if not 400 <= error.status < 500:  # 4xx is the client's fault
-                self._note_answer(canary, session, exchange.version, failed=True)
-            raise
-        self._note_answer(canary, session, exchange.version, failed=not whole)
+        note = partial(self._note_answer, self._canaries[model], session)
+        return tell_outcome(note, exchange, pieces, last_event)
 
     def _note_answer(self, canary: Canary, session: str, version: str, *, failed: bool) -> None:
         side = self._side(canary, {version})
