@@ -441,6 +441,8 @@ class Manifest(Record):
 
     `agreement`: the trainer's distance from the engine for the parent's weights, before the first
     step. Recorded where training was in bfloat16.
+
+    `dtype`: what the job that trained these weights, and scored `probe`, computed in.
     """
 
     version: Literal[1, 2] = 1
@@ -452,6 +454,7 @@ class Manifest(Record):
     metrics: dict[str, Any] = Field(default_factory=dict)
     probe: list[ProbePrompt] = Field(default_factory=list)
     agreement: LogprobDistance | None = None
+    dtype: str | None = None
     delta: DeltaOf | None = None
     created: float = Field(default_factory=time.time)
 

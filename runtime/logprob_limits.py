@@ -82,6 +82,8 @@ class LogprobLimits:
         return ", ".join(f"{label} {limit:g}" for label, limit in given if limit is not None)
 
 
+#: Of a golden probe, where both sides compute in float32.
+FLOAT32_PROBE = LogprobLimits(max=1e-3)
 _JUDGED = {"max": "maximum", "mean": "mean", "p99": "99th percentile"}
 
 

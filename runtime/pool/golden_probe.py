@@ -16,7 +16,6 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.logprob_limits import LogprobLimits, measure
 from cray_agents.runtime.registry.checkpoints import ADAPTER, MANIFEST, verify
 
-FLOAT32_PROBE = LogprobLimits(max=1e-3)
 #: Files that a server reads at its start alone; weights can be replaced later.
 _READ_AT_START = (
     "tokenizer.json",

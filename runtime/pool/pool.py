@@ -29,9 +29,9 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
-from cray_agents.runtime.logprob_limits import LogprobLimits
+from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.engine_host import EngineHost
-from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE, LoadedVersion
+from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
 from cray_agents.runtime.pool.published_replicas import PublishedReplica
 from cray_agents.runtime.pool.replica_slot import ReplicaSlot

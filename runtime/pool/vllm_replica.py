@@ -23,9 +23,8 @@ from importlib import metadata
 from pathlib import Path
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
-from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
+from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
 from cray_agents.runtime.pool.engine_host import LocalHost
-from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
 from cray_agents.runtime.pool.load_format import AUTO
 from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.pool.tls_files import TlsFiles, client_context

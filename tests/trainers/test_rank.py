@@ -19,6 +19,7 @@ from cray_agents.records import Manifest
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256, weights_sha256
 from cray_agents.trainers.data.packer import samples_to_train_on, step_units
 from cray_agents.trainers.data.samples import Samples, read_samples
+from cray_agents.trainers.job.checks.weights_check import FailedEverywhere
 from cray_agents.trainers.job.rank import RECENT, JobTotals
 from cray_agents.trainers.training.train_step import StepReport
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
@@ -450,3 +451,40 @@ def test_what_travels_during_computation_arrives(
     assert overlapped == losses
     for weights, expected in zip(ours, plain, strict=True):
         assert all((weights[name] == expected[name]).all() for name in expected)
+
+
+# ---- what no loss shows
+def trained(lab: Any) -> Path:
+    """Return a checkpoint that a job made, with its golden probe."""
+    lab.dataset()
+    spec = lab.spec("qwen3", hyper={"steps": 2})
+    lab.run(spec)
+    return Path(lab.home.checkpoint(spec.id))
+
+
+def test_a_reference_that_computes_something_else_is_refused(lab: Any) -> None:
+    reference = trained(lab)
+    manifest = reference / "manifest.json"
+    record = Manifest.model_validate_json(manifest.read_bytes())
+    lab.dataset(method="dpo", name="pairs")
+    named = {"reference": str(reference), "reference_sha256": weights_sha256(reference)}
+    spec = lab.spec("qwen3", method="dpo", dataset="pairs", hyper={"steps": 1}, **named)
+    assert record.dtype == "float32"
+    assert events(lab.run(spec), "step")
+
+    probe = [
+        prompt.model_copy(update={"logprobs": [value + 0.01 for value in prompt.logprobs]})
+        for prompt in record.probe
+    ]
+    changed = record.model_copy(update={"probe": probe})
+    manifest.write_text(changed.model_dump_json())
+    again = lab.spec("qwen3", method="dpo", dataset="pairs", hyper={"steps": 2}, **named)
+    assert "not those of the reference" in lab.fail(again)
+
+
+def test_a_schedule_that_does_not_go_on_is_refused() -> None:
+    totals = JobTotals(learning_rate=1e-3)
+    totals.check_schedule(7, 1e-3 * (1 + 1e-12))
+    JobTotals().check_schedule(7, 5.0)  # a resume point of an older version says nothing
+    with pytest.raises(FailedEverywhere, match=r"step 7 had a learning rate of 0\.001.* 0\.01"):
+        totals.check_schedule(7, 0.01)

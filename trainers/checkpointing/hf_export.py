@@ -270,6 +270,7 @@ def publish(
                 for prompt, logprobs, top in zip(prompts, scores, tops, strict=True)
             ],
             agreement=agreement,
+            dtype=spec.hyperparameters.dtype,
             delta=delta if packed else None,
         )
         text = checksums.with_crc(manifest.model_dump_json(indent=1).encode())

@@ -20,6 +20,7 @@ from cray_agents.runtime.disk import durable
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
 from cray_agents.trainers.data.packer import Rows, samples_to_train_on
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
+from cray_agents.trainers.job.checks.probe_check import check_probe
 from cray_agents.trainers.job.checks.weights_check import check_parent, check_weights
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import scoring_way
@@ -138,6 +139,7 @@ class Baselines:
         def compute() -> list[Floats]:
             with check_weights(reference, self._spec.reference_sha256 or ""):
                 training.take_weights(reference)
+            check_probe(training, reference, "reference")
             rows = training.score(samples, places)
             with check_parent(training.parent, self._spec):
                 training.take_weights()
@@ -155,6 +157,7 @@ class Baselines:
                 layout = self._spec.layout
                 model = read_parent(teacher, way=scoring_way(layout), layout=layout)
                 scorer = self._training.scorer(model, teacher)
+            check_probe(scorer, teacher, "teacher")
             rows = scorer.score(samples, places)
             if scorer.shards is not None:  # FSDP's hooks refer to it in circles
                 del scorer

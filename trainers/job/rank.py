@@ -63,6 +63,7 @@ class JobTotals:
     seconds: float = 0.0  # spent in steps
     norms: list[float] = field(default_factory=list)  # of the last RECENT gradients
     evaluated: int = -1  # the step of the last evaluation
+    learning_rate: float | None = None  # of the last step
 
     def add(self, report: StepReport, seconds: float, before: int) -> None:
         """Count a step that follows `before` steps.
@@ -82,9 +83,22 @@ class JobTotals:
             raise _nonsense(problem, report, before)
         self.norms = [*self.norms[1 - RECENT :], report.grad_norm]
         self.loss_first = report.loss if self.loss_first is None else self.loss_first
-        self.loss_last = report.loss
+        self.loss_last, self.learning_rate = report.loss, report.learning_rate
         self.trained_tokens += report.tokens
         self.seconds += seconds
+
+    def check_schedule(self, step: int, rate: float) -> None:
+        """Raise FailedEverywhere if `step`, the last one, had another learning rate than `rate`.
+
+        The schedule would go on from another step, or with other settings, and no loss shows it.
+        """
+        before = self.learning_rate  # None: the resume point is an older version's
+        if before is not None and not math.isclose(rate, before, rel_tol=1e-9):
+            raise FailedEverywhere(
+                f"step {step} had a learning rate of {before:g}, and after the resume the schedule"
+                f" says {rate:g}: it does not go on from where the job stopped. Nothing was trained"
+                " with it. Run the code that the job began with, or submit a new job"
+            )
 
     def state(self) -> dict[str, Any]:
         """Plain data for a resume point."""
@@ -94,6 +108,7 @@ class JobTotals:
         """Return the totals for the checkpoint's manifest."""
         totals = {name: value for name, value in vars(self).items() if value is not None}
         del totals["norms"], totals["evaluated"]
+        totals.pop("learning_rate", None)
         return totals
 
 
@@ -261,7 +276,9 @@ def score_baselines(
 def restore(training: Training, work: JobInputs, optimizer_in_memory: bool = False) -> JobTotals:
     """Continue from a resume point of this job, or take another job's optimizer, or start anew."""
     if work.resume_from is not None:
-        return JobTotals(**resume.load(training, work.resume_from))
+        totals = JobTotals(**resume.load(training, work.resume_from))
+        totals.check_schedule(training.done, training.rate_at(training.done - 1))
+        return totals
     if optimizer_in_memory:
         return JobTotals()
     if work.optimizer_from is not None:

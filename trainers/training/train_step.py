@@ -290,7 +290,7 @@ class Training:
         costs = [samples.cost(i) for i in members]
         if self.method == "grpo":
             measures["reward"] = float(samples.rewards[members].mean())
-        rate, norm = learning_rate(self.hyper, self.done), math.nan
+        rate, norm = self.rate_at(self.done), math.nan
         if math.isfinite(loss):
             norm = self.update(rate)
             self.done += 1
@@ -304,6 +304,10 @@ class Training:
             stop=stops > 0,
             measures=measures,
         )
+
+    def rate_at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        return learning_rate(self.hyper, step)
 
     def update(self, rate: float, weight_decay: float | None = None) -> float:
         """Let the optimizer take a step; return the norm of the gradient before clipping."""

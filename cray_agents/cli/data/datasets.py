@@ -283,6 +283,12 @@ def _print_counts(manifest: dict[str, Any]) -> None:
         f"{manifest['demonstrations']:,} demonstrations",
         highlight=False,
     )
+    if split := manifest.get("split_runs"):
+        console.print(
+            f"{split:,} of these runs are several sequences: the chat template renders earlier turns "
+            "differently than they were sampled, or another agent went on",
+            highlight=False,
+        )
     left_out = Counter(manifest["rejected"]) + Counter(manifest["rejected_demonstrations"])
     for reason, count in left_out.most_common():
         console.print(f"  {reason:<22} {count:,}", highlight=False)

@@ -50,7 +50,7 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
+from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
 from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.load_format import load_format
 from cray_agents.runtime.pool.pool import Pool

@@ -81,6 +81,12 @@ cray-agents dataset build --recipe recipe.json
 """
 
 
+SPLIT_RUNS = (
+    "... that are several sequences: the chat template renders earlier turns differently than they"
+    " were sampled, or another agent went on"
+)
+
+
 def write_card(
     directory: Path, name: str, counts: BuildCounts, files: Mapping[str, Mapping[str, Any]]
 ) -> None:
@@ -189,6 +195,7 @@ def _counts(counts: BuildCounts) -> str:
         ("Trained tokens", counts.total("trained_tokens")),
         ("Runs considered", counts.considered),
         ("Runs accepted", counts.accepted),
+        (SPLIT_RUNS, counts.split_runs),
         ("Demonstrations accepted", counts.demonstrations),
     ]
     return _distribution("Counts", "What", "Count", rows)

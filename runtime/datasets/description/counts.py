@@ -35,11 +35,16 @@ class Removed(NamedTuple):
 
 @dataclass
 class BuildCounts:
-    """Counts of one build. `rejected` counts runs; `rejected_demonstrations` demonstrations."""
+    """Counts of one build. `rejected` counts runs; `rejected_demonstrations` demonstrations.
+
+    `split_runs`: accepted runs of which a later prompt does not repeat what was read and sampled
+    before, so that they are several sequences.
+    """
 
     recipe: DatasetRecipe
     considered: int = 0
     accepted: int = 0
+    split_runs: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     demonstrations: int = 0
     rejected_demonstrations: Counter[str] = field(default_factory=Counter)
@@ -53,6 +58,7 @@ class BuildCounts:
         facts = candidate.facts
         self.considered += 1
         self.accepted += line.accepted
+        self.split_runs += line.accepted and line.samples > 1
         if line.reason is not None:
             self.rejected[line.reason] += 1
         self.histograms.add_run(
@@ -111,6 +117,7 @@ class BuildCounts:
             "versions": self.versions,
             "accepted_runs": self.accepted,
             "considered_runs": self.considered,
+            "split_runs": self.split_runs,
             "rejected": dict(sorted(self.rejected.items())),
             "demonstrations": self.demonstrations,
             "rejected_demonstrations": dict(sorted(self.rejected_demonstrations.items())),

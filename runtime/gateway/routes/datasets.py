@@ -51,6 +51,7 @@ _SUMMARY = {
     "trained_tokens": WHOLE,
     "accepted_runs": WHOLE,
     "considered_runs": WHOLE,
+    "split_runs": WHOLE_OR_NONE,  # None: built by an older version
     "rejected": ANY,
 }
 SUMMARY = NamedShape("DatasetSummary", object_of(_SUMMARY))
@@ -114,7 +115,7 @@ async def build_dataset(services: Services, request: Request) -> Response:
         await asyncio.to_thread(_check_links, tokenizer)
         recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
     manifest = await services.datasets.build(recipe)
-    return json_response({name: manifest[name] for name in _SUMMARY})
+    return json_response({name: manifest.get(name) for name in _SUMMARY})
 
 
 @router.get("/v1/datasets/{dataset_id}", Role.train, answer=SUMMARY, fails="404 not_found")

@@ -186,6 +186,7 @@ async def test_a_swap_and_a_broken_prefix_in_one_run(tmp_path: Path) -> None:
     assert (second["input_ids"], second["version_index"]) == ([1, 9, 6, 7], [-1, -1, 0, 0])
     assert manifest["versions"] == {"calc@3": 1, "calc@4": 3}
     assert manifest["accepted_runs"] == 1 and manifest["samples"] == 2
+    assert manifest["split_runs"] == 1
 
 
 async def test_arrival_home_and_time_do_not_matter(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ async def test_built_listed_and_explained(site: Gateway) -> None:
         "trained_tokens": 3,
         "accepted_runs": 3,
         "considered_runs": 5,
+        "split_runs": 0,
         "rejected": {"low_reward": 2},
     }
     _, manifest = await site.call("GET", f"{PATH}/{made['id']}")
