@@ -30,13 +30,13 @@ from cray_agents.errors import (
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.logprob_limits import LogprobLimits
-from cray_agents.runtime.pool.engine_host import EngineHost
-from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE, LoadedVersion
+from cray_agents.runtime.pool.engine.engine_host import EngineHost
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
 from cray_agents.runtime.pool.published_replicas import PublishedReplica
-from cray_agents.runtime.pool.replica_slot import ReplicaSlot
 from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
 from cray_agents.runtime.pool.rolling_swap import rolling_swap
+from cray_agents.runtime.pool.slot.golden_probe import FLOAT32_PROBE, LoadedVersion
+from cray_agents.runtime.pool.slot.replica_slot import ReplicaSlot
 
 
 async def stage_on_one_slot(

@@ -21,11 +21,11 @@ from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.paths import Home
 from cray_agents.ports import Command
 from cray_agents.records import ModelVersion
-from cray_agents.runtime.pool import vllm_replica
-from cray_agents.runtime.pool.engine_host import InProcessEngine
+from cray_agents.runtime.pool.engine import vllm_replica
+from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.engine.vllm_replica import Replica
+from cray_agents.runtime.pool.engine.vllm_replica import command as vllm_command
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_replica import Replica
-from cray_agents.runtime.pool.vllm_replica import command as vllm_command
 from cray_agents.runtime.scheduler.gpu_placement import place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources

@@ -14,8 +14,8 @@ from cray_agents.errors import EngineError, EngineUnavailable, SwapError
 from cray_agents.ports import EngineCall
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport
 from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
-from cray_agents.runtime.pool.engine_host import InProcessEngine
-from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
+from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.slot.golden_probe import FLOAT32_PROBE
 from tests.support.scripted_pool import (
     Mortal,
     ask,

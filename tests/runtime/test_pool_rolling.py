@@ -14,10 +14,10 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable, Overtaken, SwapError
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
-from cray_agents.runtime.pool import replica_slot
-from cray_agents.runtime.pool.engine_host import InProcessEngine
+from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool, SwapMode
 from cray_agents.runtime.pool.rolling_swap import most_away
+from cray_agents.runtime.pool.slot import replica_slot
 from tests.support.scripted_gateway import Paced, echo, served
 from tests.support.scripted_pool import (
     Mortal,

@@ -10,9 +10,9 @@ import pytest
 from cray_agents.errors import PoolBusy, VersionClosed
 from cray_agents.ports import EngineCall
 from cray_agents.records import new_id
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool, SwapMode
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.scripted_server import PROGRAM
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rich.progress import MofNCompleteColumn
 
 from cray_agents.cli.option_groups import expand_groups, options_under
-from cray_agents.cli.platform.root_access import open_root
+from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.runs.filter_options import (
     AgentOption,
     GenerationOption,

@@ -31,8 +31,12 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.runtime.controller_lease import unguarded
-from cray_agents.runtime.pool.golden_probe import same_shape, weights_of
-from cray_agents.runtime.pool.job_lease import (
+from cray_agents.runtime.pool.engine.tls_files import CA, client_context
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_http import Http
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, VllmHost
+from cray_agents.runtime.pool.slot.golden_probe import same_shape, weights_of
+from cray_agents.runtime.pool.slurm.job_lease import (
     SECRET,
     STATE_SECONDS,
     TERM_HEADER,
@@ -42,16 +46,12 @@ from cray_agents.runtime.pool.job_lease import (
     read_lease,
     read_spec,
 )
-from cray_agents.runtime.pool.tls_files import CA, client_context
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.vllm_http import Http
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, VllmHost
 
 POLL = 2.0  # seconds between two questions to Slurm about all jobs together
 _ANSWERS = 10.0  # of all supervisors in a second, at most, while there is no news
 LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
 DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
-_SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
+_SUPERVISOR = "cray_agents.runtime.pool.slurm.replica_supervisor"
 _LONGEST_SLEEP = 60.0  # seconds until a task sees that its supervisor is lost
 _LOOK = 0.25  # seconds between two looks for a lease
 _ANSWER = 20.0  # seconds that a supervisor may take to carry out an order

@@ -25,14 +25,14 @@ from cray_agents.errors import (
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.logprob_limits import LogprobLimits
-from cray_agents.runtime.pool.engine_host import EngineHost
-from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
+from cray_agents.runtime.pool.engine.engine_host import EngineHost
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.weight_transfer import STUCK
 from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
-from cray_agents.runtime.pool.lora_adapters import Adapters
-from cray_agents.runtime.pool.phase_seconds import timed
 from cray_agents.runtime.pool.published_replicas import PublishedReplica, State
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.weight_transfer import STUCK
+from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion, prove
+from cray_agents.runtime.pool.slot.lora_adapters import Adapters
+from cray_agents.runtime.pool.slot.phase_seconds import timed
 
 log = logging.getLogger(__name__)
 
