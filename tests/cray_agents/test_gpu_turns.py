@@ -303,7 +303,7 @@ def test_a_replica_by_turns_is_started_so_that_it_can_sleep(
         placement = place_on_host(config, replicas=1, here=True, gpus=gpus)
         pool = compose.make_pool(config, "m", 1, placement)
         [slot] = pool._slots
-        replica = slot._engine_host
+        replica = slot.engine_host
         assert isinstance(replica, Replica) and replica.devices == "0"
         line = vllm_command(tmp_path, ("m",), 1, replica.settings)
         assert line.count("--enable-sleep-mode") == flags

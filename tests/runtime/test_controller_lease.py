@@ -22,7 +22,7 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
 from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec
 from cray_agents.runtime.pool.slurm.replica_supervisor import ReplicaSupervisor
-from cray_agents.runtime.pool.slurm.slurm_replica import SupervisorClient
+from cray_agents.runtime.pool.slurm.supervisor_client import SupervisorClient
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from tests.support.bare_models import bare_model

@@ -55,8 +55,9 @@ from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.engine.weight_transfer import FILES, TransferSettings, check_transfer
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.slot.golden_probe import FLOAT32_PROBE
+from cray_agents.runtime.pool.slurm.job_board import JobBoard
 from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec, package_version
-from cray_agents.runtime.pool.slurm.slurm_replica import JobBoard, SlurmReplica, cancel_surplus
+from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica, cancel_surplus
 from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
