@@ -479,7 +479,8 @@ class ProbeReport(Record):
     """The distance of a replica's logprobs on the golden probe from the trainer's.
 
     `tolerance` limits the maximum in float32, and the 99th percentile in 16 bits. `load_note` says
-    why weights that were to come from the trainer directly were read from files.
+    why weights that were to come from the trainer directly were read from files, or why tries
+    before this one failed.
     """
 
     version: str

@@ -28,7 +28,7 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.pool.job_lease import JobLease, attempts, read_lease
+from cray_agents.runtime.pool.slurm.job_lease import JobLease, attempts, read_lease
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import missing_programs
 from cray_agents.runtime.store import Store

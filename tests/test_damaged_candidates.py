@@ -26,7 +26,7 @@ from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.queries import RunQuery
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer

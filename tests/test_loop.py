@@ -27,7 +27,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
-from cray_agents.runtime.pool.engine_host import InProcessEngine
+from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.training_jobs import Hyperparameters, Policy

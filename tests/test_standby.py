@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform.sockets import listen
+from cray_agents.cli.platform.gateways.sockets import listen
 from cray_agents.errors import SetupError
 from cray_agents.processes import alive
 from cray_agents.runtime.scheduler.private_cluster import PORTS

@@ -8,37 +8,20 @@ in what a user gives (data, rewards, a chat template) or inside the platform's o
 seconds, and with which message. Exit code 1 if one went through. A few minutes on two cores.
 """
 
-import argparse
-import asyncio
 import json
-import logging
-import os
-import shutil
-import sys
-import textwrap
-import time
-from collections.abc import Awaitable, Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from safetensors.torch import load_file, save_file
 
 from cray_agents import (
     Agent,
     DatasetRecipe,
     Hyperparameters,
-    Loop,
-    Lora,
     Message,
     ModelVersion,
     Platform,
-    Policy,
     Run,
     Task,
-    TaskSet,
-    local_platform,
-    make_tiny_model,
     reward,
 )
 from cray_agents.errors import NotFound
@@ -97,7 +80,7 @@ class Site:
     warm: ModelVersion
 
     @contextmanager
-    def broken(self, name: str):  # noqa: ANN201
+    def broken(self, name: str):
         """Switch a failure of sitecustomize.py on for the block."""
         switch = self.home / "sabotage" / "switch"
         switch.write_text(name)

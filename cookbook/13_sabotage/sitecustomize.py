@@ -34,7 +34,9 @@ def break_adapters(module: Any) -> None:
     """`adapter`: vLLM loads the adapter, and applies nothing of it."""
     original = module.LoRAModel.from_lora_tensors.__func__
 
-    def from_lora_tensors(cls: Any, lora_model_id: int, tensors: Any, *rest: Any, **more: Any) -> Any:
+    def from_lora_tensors(
+        cls: Any, lora_model_id: int, tensors: Any, *rest: Any, **more: Any
+    ) -> Any:
         if is_broken("adapter"):
             tensors = {name: tensor * 0 for name, tensor in tensors.items()}
         return original(cls, lora_model_id, tensors, *rest, **more)

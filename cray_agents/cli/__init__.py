@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 #: Each command or group of commands, and the modules that add it.
 COMMANDS = {
     "demo": ("loop.demo",),
-    "up": ("platform.platform",),
-    "gateway": ("platform.platform",),
-    "down": ("platform.platform",),
-    "status": ("platform.platform",),
+    "up": ("platform.commands.platform",),
+    "gateway": ("platform.commands.platform",),
+    "down": ("platform.commands.platform",),
+    "status": ("platform.commands.platform",),
     "run": ("agent.agents",),
     "chat": ("agent.agents",),
     "loop": ("loop.loops",),
@@ -44,14 +44,14 @@ COMMANDS = {
     "runs": ("runs.runs", "runs.maintenance", "runs.reward"),
     "dataset": ("data.datasets", "runs.maintenance"),
     "plan": ("jobs.plan",),
-    "simulate": ("platform.simulate",),
-    "goodput": ("platform.goodput",),
+    "simulate": ("platform.commands.simulate",),
+    "goodput": ("platform.commands.goodput",),
     "export": ("data.export",),
     "import": ("data.imports",),
     "batch": ("data.batch",),
     "upload": ("data.upload",),
-    "keys": ("platform.keys",),
-    "doctor": ("platform.doctor",),
+    "keys": ("platform.commands.keys",),
+    "doctor": ("platform.commands.doctor",),
 }
 
 

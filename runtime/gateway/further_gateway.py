@@ -6,7 +6,7 @@ canaries from the registry. All that has to be decided once is asked of the cont
 route is forwarded as it came. What happens here that the controller must know goes to it in reports
 (routes/gateways.py). Without a controller calls are answered on, the rest is 503 `no_controller`.
 
-Started by cli/platform/gateways.py. Read next: controller_link.py,
+Started by cli/platform/gateways/gateway_processes.py. Read next: controller_link.py,
 runtime/pool/published_replicas.py.
 """
 

@@ -9,12 +9,10 @@ runtime/pool/pool.py, runtime/registry/registry.py, runtime/registry/canary.py.
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import (
@@ -26,17 +24,17 @@ from cray_agents.errors import (
     Overtaken,
     SwapError,
 )
-from cray_agents.paths import Home, host_cache
+from cray_agents.paths import Home
 from cray_agents.platform.client import LEASE
-from cray_agents.records import ModelVersion, ProbePrompt, ProbeReport
+from cray_agents.records import ModelVersion, ProbeReport
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.canary_traffic import CanaryTraffic
 from cray_agents.runtime.gateway.replica_lease import Lease, ReplicaLeases
+from cray_agents.runtime.gateway.version_weights import VersionWeights
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary, CanaryTest, Verdict
-from cray_agents.runtime.registry.deltas import Shadows, materialize
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.store import Store
 
@@ -62,8 +60,7 @@ class VersionSwitcher:
         self.live = CanaryTraffic(home, store, registry, self._on_unstaged, self._on_verdict)
         self.leases = ReplicaLeases(self._give_back)
         self._home = home
-        self._shadow_lock = threading.Lock()  # of the threads that make shadows
-        self._shadows: Shadows | None = None  # made for the first delta checkpoint
+        self._weights = VersionWeights(home, pool.checkpoints)
         self._registry = registry
         self._pool = pool
         self._admission = admission
@@ -113,7 +110,7 @@ class VersionSwitcher:
                     try:
                         report = await self._stage(version, displace=force)
                     except Displaces:
-                        directory, probe = await self._weights_and_probe(version)
+                        directory, probe = await self._weights.directory_and_probe(version)
                         with suppress(NotLoaded):
                             return await self._pool.load_beside(
                                 directory, version.id, probe, sorted(before)
@@ -186,7 +183,7 @@ class VersionSwitcher:
             if self._pool.serves(version.id):
                 return
             protected = [other.id for other in self._promoted_versions()]
-            directory, probe = await self._weights_and_probe(version)
+            directory, probe = await self._weights.directory_and_probe(version)
             try:
                 await self._pool.load_beside(directory, version.id, probe, protected)
             except NotLoaded as error:
@@ -245,7 +242,7 @@ class VersionSwitcher:
         async with self._rollback_turn():
             try:
                 version = self._rollback_target(name, to, force, being_promoted)
-                await self._make_whole(version)
+                await self._weights.make_whole(version)
                 await self._prove(version, force=True)
                 await self._end_canary(name, who, f"rolled back to {version.id}")
                 event = await asyncio.to_thread(
@@ -309,8 +306,7 @@ class VersionSwitcher:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.leases.close()
         await self.live.close()
-        if self._shadows is not None:
-            await asyncio.to_thread(self._shadows.remove)
+        await self._weights.close()
 
     @asynccontextmanager
     async def _rollback_turn(self) -> AsyncIterator[None]:
@@ -336,7 +332,7 @@ class VersionSwitcher:
     ) -> ModelEvent:
         self._being_promoted = version
         try:
-            await self._make_whole(version)
+            await self._weights.make_whole(version)
             await self._prove(version, force=force)
         finally:
             self._being_promoted = None
@@ -351,11 +347,6 @@ class VersionSwitcher:
         )
         await self._apply_promotion(version, force=force)
         return event
-
-    async def _make_whole(self, version: ModelVersion) -> None:
-        """Rebuild a delta checkpoint's weights on the shared root. Raises NotFound, Corrupt."""
-        directory = self._home.checkpoint(version.checkpoint)
-        await asyncio.to_thread(materialize, self._home, directory)
 
     async def _apply_promotion(self, version: ModelVersion, *, force: bool) -> None:
         """Roll out a version that its name means now and that one replica serves.
@@ -469,7 +460,7 @@ class VersionSwitcher:
         protected += self._promoted_of_other_names(version)
         if canary is not None:
             protected.append(f"{canary.name}@{canary.version}")
-        directory, probe = await self._weights_and_probe(version)
+        directory, probe = await self._weights.directory_and_probe(version)
         return await self._time(
             version,
             self._pool.stage(directory, version.id, probe, protected=protected, displace=displace),
@@ -492,7 +483,7 @@ class VersionSwitcher:
             canary.staged = False
             self._wake_requests()
         try:
-            directory, probe = await self._weights_and_probe(version)
+            directory, probe = await self._weights.directory_and_probe(version)
             protected = [] if force else self._promoted_of_other_names(version)
             await self._time(
                 version, self._pool.stage(directory, version.id, probe, protected=protected)
@@ -506,33 +497,11 @@ class VersionSwitcher:
         replicas = self._pool.status()
         # without a replica nothing is proven: the pool refuses that
         if not replicas or any(replica["version"] != version.id for replica in replicas):
-            directory, probe = await self._weights_and_probe(version)
+            directory, probe = await self._weights.directory_and_probe(version)
             protected = [] if force else self._promoted_of_other_names(version)
             await self._time(
                 version, self._pool.swap(directory, version.id, probe, protected=protected)
             )
-
-    async def _weights_and_probe(self, version: ModelVersion) -> tuple[Path, list[ProbePrompt]]:
-        """Return a whole directory of a version's weights, and their golden probe.
-
-        Raises SwapError where a delta checkpoint cannot be made whole.
-        """
-        directory = self._home.checkpoint(version.checkpoint)
-        manifest = await asyncio.to_thread(checkpoints.read_manifest, directory)
-        if manifest.delta is not None:
-            directory = await asyncio.to_thread(self._shadow, version, directory)
-        return directory, manifest.probe
-
-    def _shadow(self, version: ModelVersion, directory: Path) -> Path:
-        with self._shadow_lock:
-            try:
-                if self._shadows is None:
-                    self._shadows = Shadows(self._home, host_cache() / "shadows")
-                shadow = self._shadows.directory(directory)
-            except (CrayError, OSError) as error:
-                raise SwapError(f"{version.id} was not loaded: {error}") from error
-            self._shadows.sweep({shadow, *self._pool.checkpoints()})
-            return shadow
 
     async def _time(
         self, version: ModelVersion, change: Coroutine[Any, Any, ProbeReport]

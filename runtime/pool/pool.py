@@ -30,13 +30,13 @@ from cray_agents.errors import (
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
-from cray_agents.runtime.pool.engine_host import EngineHost
-from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.engine.engine_host import EngineHost
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
 from cray_agents.runtime.pool.published_replicas import PublishedReplica
-from cray_agents.runtime.pool.replica_slot import ReplicaSlot
 from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
 from cray_agents.runtime.pool.rolling_swap import rolling_swap
+from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.slot.replica_slot import ReplicaSlot
 
 
 async def stage_on_one_slot(
@@ -173,7 +173,7 @@ class Pool:
                 for slot in self._slots[:replicas]:
                     group.create_task(self._open(slot, loaded, failed))
                 for slot in self._slots[len(self._slots[:replicas]) :]:
-                    slot.stay_away(loaded)
+                    slot.places.stay_away(loaded)
                     self._keep(slot)
         except ExceptionGroup as errors:
             await self.stop()
@@ -192,20 +192,20 @@ class Pool:
             failed.add(slot)
             if not waits or len(failed) == len(self._slots) - self.away:
                 raise
-            slot.fail_start(str(error))
+            slot.watch.fail_start(str(error))
         self._keep(slot)
 
     def _keep(self, slot: ReplicaSlot) -> None:
-        self._spawn(slot.keep_alive())
-        self._spawn(slot.watch_for_silence(self._silence_timeout))
-        self._spawn(slot.keep_place())
+        self._spawn(slot.watch.keep_alive())
+        self._spawn(slot.watch.watch_for_silence(self._silence_timeout))
+        self._spawn(slot.places.keep_place())
 
     async def stop(self) -> None:
         """End all replicas; requests in flight fail."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(slot.close() for slot in self._all))
+        await asyncio.gather(*(slot.places.close() for slot in self._all))
 
     def wake(self) -> None:
         """Let waiting requests look up their version again: a name's meaning has changed."""
@@ -255,7 +255,7 @@ class Pool:
 
     def call_back(self) -> bool:
         """Start a replica that is away. Return False if none is."""
-        return any(slot.come_back() for slot in self._slots)
+        return any(slot.places.come_back() for slot in self._slots)
 
     def give_back(self) -> bool:
         """Let the least busy replica end its requests and leave its place; see `call_back`.
@@ -267,10 +267,10 @@ class Pool:
         count = Counter(version for slot in serving for version in slot.versions)
         last = len(serving) == 1 and serving[0].versions == [self._incumbent]
         spared = (slot for slot in serving if last or all(count[v] > 1 for v in slot.versions))
-        free = [slot for slot in spared if slot.can_leave]
+        free = [slot for slot in spared if slot.places.can_leave]
         if self.swapping or not free:
             return False
-        self._spawn(min(free, key=lambda slot: slot.in_flight).leave())
+        self._spawn(min(free, key=lambda slot: slot.in_flight).places.leave())
         return True
 
     async def _call_back_for_change(self, count: int) -> None:
@@ -391,7 +391,7 @@ class Pool:
             seconds: dict[str, float] = {}
             sleeping, failed = [], []
             results = await asyncio.gather(
-                *(slot.fall_asleep() for slot in self._all), return_exceptions=True
+                *(slot.sleep.fall_asleep() for slot in self._all), return_exceptions=True
             )
             for slot, result in zip(self._all, results, strict=True):
                 if isinstance(result, BaseException):
@@ -406,9 +406,9 @@ class Pool:
             except asyncio.CancelledError:  # the platform ends: the GPUs are still the others'
                 raise
             except BaseException:
-                await asyncio.gather(*(slot.wake_up() for slot in sleeping))
+                await asyncio.gather(*(slot.sleep.wake_up() for slot in sleeping))
                 raise
-            for woken in await asyncio.gather(*(slot.wake_up() for slot in sleeping)):
+            for woken in await asyncio.gather(*(slot.sleep.wake_up() for slot in sleeping)):
                 _note_slowest(seconds, woken)
 
     def answer(self, version: Wanted, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
@@ -460,9 +460,9 @@ class Pool:
             slot = next((slot for slot in free if slot.state == "serving"), None)
             if slot is None:
                 raise PoolBusy(f"the weights of {job} were not received: no replica can be spared")
-            if not await slot.receive(job):
+            if not await slot.received.receive(job):
                 return False
-        self._spawn(slot.go_back_in_time(job))
+        self._spawn(slot.received.go_back_in_time(job))
         return True
 
     def recall(self, version: str) -> None:
@@ -472,7 +472,7 @@ class Pool:
         """
         if not self.serves(version):
             for slot in self._slots:
-                slot.recall(version)
+                slot.received.recall(version)
 
     async def swap(
         self,

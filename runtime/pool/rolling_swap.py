@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 
 from cray_agents.errors import Overtaken, PoolBusy, SwapError
 from cray_agents.records import ProbeReport
-from cray_agents.runtime.pool.golden_probe import LoadedVersion
-from cray_agents.runtime.pool.replica_slot import ReplicaSlot
+from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.slot.replica_slot import ReplicaSlot
 
 
 async def rolling_swap(

@@ -3,8 +3,8 @@
 `auto_map` in the JSON files of a model names classes in such files. A reference leads to the
 directory itself (`modeling_x.Model`), or to another one (`/models/x--modeling_x.Model`).
 Checkpoints hold no code: an import and an export make references to an allowed directory whole, so
-that what runs is always that directory's code. Called by checkpoints.py, pool/vllm_replica.py and
-trainers/models/universal/text_model.py.
+that what runs is always that directory's code. Called by checkpoints.py,
+pool/engine/vllm_replica.py and trainers/models/universal/text_model.py.
 """
 
 import os

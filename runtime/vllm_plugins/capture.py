@@ -1,9 +1,10 @@
 """Capture: append the sampled tokens, logprobs and weight versions to vLLM's answers.
 
-runtime/pool/vllm_replica.py starts vLLM with `Capture` as a middleware. The header `ASK` asks for
-the samples; runtime/pool/vllm_engine.py sends it, and cuts the samples off the answer. All APIs
-that sample work alike (chat, completions, responses, Anthropic's messages). The cost is a fraction
-of vLLM's own `logprobs` and `return_token_ids`, which build and serialise an object per token.
+runtime/pool/engine/vllm_replica.py starts vLLM with `Capture` as a middleware. The header `ASK`
+asks for the samples; runtime/pool/engine/vllm_engine.py sends it, and cuts the samples off the
+answer. All APIs that sample work alike (chat, completions, responses, Anthropic's messages). The
+cost is a fraction of vLLM's own `logprobs` and `return_token_ids`, which build and serialise an
+object per token.
 
 vLLM makes a LogprobsProcessor per sequence, and passes it every output of the engine core.
 `CapturingProcessor` replaces it for a captured request. The engine core reports the weight version

@@ -1,11 +1,12 @@
 """Scheduler: key vLLM's prefix cache by the weights, and send captured logprobs in few pieces.
 
-runtime/pool/vllm_replica.py starts vLLM with the factory `scheduler`. All scheduling stays vLLM's.
+runtime/pool/engine/vllm_replica.py starts vLLM with the factory `scheduler`. All scheduling stays
+vLLM's.
 
-Weights: runtime/pool/vllm_engine.py announces each change as a weight version. From then on only
-probes are computed until `/resume`. The keys of the prefix cache contain the version, so a block is
-only reused under the weights that computed it. That holds in memory, in caches that outlive a
-process, and for requests in flight during a change.
+Weights: runtime/pool/engine/vllm_engine.py announces each change as a weight version. From then on
+only probes are computed until `/resume`. The keys of the prefix cache contain the version, so a
+block is only reused under the weights that computed it. That holds in memory, in caches that
+outlive a process, and for requests in flight during a change.
 
 Logprobs: vLLM sends three small arrays per request and step, which cost more to pack and unpack
 than the rest of the message. For requests that capture.py marked, logprobs are kept here and sent
@@ -25,7 +26,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 
 MARK = "cray_agents_capture"  # in a request's extra_args
-PROBE = "cray_agents_probe"  # in extra_args too; runtime/pool/vllm_engine.py repeats it
+PROBE = "cray_agents_probe"  # in extra_args too; runtime/pool/engine/vllm_engine.py repeats it
 EVERY = 64  # tokens; an aborted request may lack the logprobs of so many at its end
 
 

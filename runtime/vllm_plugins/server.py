@@ -2,8 +2,8 @@
 
     python -m cray_agents.runtime.vllm_plugins.server PARENT_PID [vLLM's own flags...]
 
-runtime/pool/vllm_replica.py starts it. Plain vLLM leaves its engine core running forever when the
-API server is killed. Here every process asks the kernel to end it with its parent.
+runtime/pool/engine/vllm_replica.py starts it. Plain vLLM leaves its engine core running forever
+when the API server is killed. Here every process asks the kernel to end it with its parent.
 
 With `VLLM_WORKER_MULTIPROC_METHOD=fork` in the environment the engine core is forked from the API
 server. That has imported everything by then, so a start takes 9 s instead of 16. vLLM's CPU

@@ -20,8 +20,8 @@ import orjson
 
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, new_id
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool, SwapMode
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from tests.bench.rounds import ROUNDS, row
 from tests.runtime.conftest import make_tiny_model
 from tests.support.vllm_pool import CHAT, adapted, golden_probe, manifest_of

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform import compose, platform_process, root_claim, sockets
-from cray_agents.cli.platform.shared_port import Ports
+from cray_agents.cli.platform import compose, platform_process
+from cray_agents.cli.platform.gateways import sockets
+from cray_agents.cli.platform.gateways.shared_port import Ports
+from cray_agents.cli.platform.root import root_claim
 from cray_agents.config import Config
 from cray_agents.errors import ConfigError, SetupError
 from cray_agents.paths import Home

@@ -21,11 +21,11 @@ from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.paths import Home
 from cray_agents.ports import Command
 from cray_agents.records import ModelVersion
-from cray_agents.runtime.pool import vllm_replica
-from cray_agents.runtime.pool.engine_host import InProcessEngine
+from cray_agents.runtime.pool.engine import vllm_replica
+from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.engine.vllm_replica import Replica
+from cray_agents.runtime.pool.engine.vllm_replica import command as vllm_command
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_replica import Replica
-from cray_agents.runtime.pool.vllm_replica import command as vllm_command
 from cray_agents.runtime.scheduler.gpu_placement import place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
@@ -303,7 +303,7 @@ def test_a_replica_by_turns_is_started_so_that_it_can_sleep(
         placement = place_on_host(config, replicas=1, here=True, gpus=gpus)
         pool = compose.make_pool(config, "m", 1, placement)
         [slot] = pool._slots
-        replica = slot._engine_host
+        replica = slot.engine_host
         assert isinstance(replica, Replica) and replica.devices == "0"
         line = vllm_command(tmp_path, ("m",), 1, replica.settings)
         assert line.count("--enable-sleep-mode") == flags

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform import compose, platform_process, root_claim, sockets
-from cray_agents.cli.platform.shared_port import Ports
+from cray_agents.cli.platform import compose, platform_process
+from cray_agents.cli.platform.gateways import sockets
+from cray_agents.cli.platform.gateways.shared_port import Ports
+from cray_agents.cli.platform.root import root_claim
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
@@ -152,8 +154,9 @@ CLAIMING = """
 import sys
 import time
 from pathlib import Path
-from cray_agents.cli.platform import root_claim, sockets
-from cray_agents.cli.platform.shared_port import Ports
+from cray_agents.cli.platform.gateways import sockets
+from cray_agents.cli.platform.root import root_claim
+from cray_agents.cli.platform.gateways.shared_port import Ports
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform.permissions import make_private
+from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.errors import ConfigError
 from cray_agents.ports import Command
 from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler

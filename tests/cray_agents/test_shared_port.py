@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform.shared_port import listen_together
-from cray_agents.cli.platform.sockets import listen
+from cray_agents.cli.platform.gateways.shared_port import listen_together
+from cray_agents.cli.platform.gateways.sockets import listen
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home
 

@@ -18,9 +18,9 @@ from cray_agents.errors import SwapError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.peft_adapter import WEIGHTS
 from tests.support.scripted_pool import until

@@ -12,7 +12,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
-from cray_agents.runtime.pool.engine_host import InProcessEngine
+from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry.canary import Canary, Side
 from cray_agents.runtime.registry.registry import ModelEvent
 from tests.support.scripted_gateway import Gateway, Reply, checkpoint, served, until

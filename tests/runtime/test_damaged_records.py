@@ -15,7 +15,7 @@ from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.files.files import Files
-from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Hyperparameters, JobSpec

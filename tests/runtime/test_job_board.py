@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cray_agents.ports import CommandStatus
-from cray_agents.runtime.pool.slurm_replica import JobBoard
+from cray_agents.runtime.pool.slurm.job_board import JobBoard
 from cray_agents.runtime.scheduler import slurm as slurm_scheduler
 from cray_agents.runtime.scheduler.slurm import SEPARATOR, Slurm
 

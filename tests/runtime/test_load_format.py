@@ -8,8 +8,8 @@ import pytest
 
 from cray_agents.config import Config
 from cray_agents.errors import SetupError
-from cray_agents.runtime.pool.load_format import AUTO, FAST, PLAIN, load_format
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, command
+from cray_agents.runtime.pool.engine.load_format import AUTO, FAST, PLAIN, load_format
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, command
 
 
 def installed(*packages: str) -> Callable[[str], bool]:

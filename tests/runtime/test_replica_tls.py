@@ -11,16 +11,20 @@ from aiohttp.test_utils import unused_port
 
 from cray_agents.errors import EngineUnavailable, SetupError
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.pool.engine.tls_files import TlsFiles, client_context
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_http import Http
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, command
 from cray_agents.runtime.pool.published_replicas import (
     FollowedPool,
     PublishedPool,
     PublishedReplica,
 )
-from cray_agents.runtime.pool.replica_certificates import make_authority, server_files, tls_folder
-from cray_agents.runtime.pool.tls_files import TlsFiles, client_context
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.vllm_http import Http
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, command
+from cray_agents.runtime.pool.slurm.replica_certificates import (
+    make_authority,
+    server_files,
+    tls_folder,
+)
 from tests.support.scripted_pool import checkpoint
 from tests.support.scripted_server import PROGRAM
 from tests.support.slurm_pool import ask

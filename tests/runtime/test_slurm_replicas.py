@@ -16,12 +16,12 @@ import pytest
 from cray_agents.ports import Command
 from cray_agents.processes import alive
 from cray_agents.records import ProbePrompt
-from cray_agents.runtime.pool.job_lease import attempts
+from cray_agents.runtime.pool.engine.tls_files import client_context
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, NodeShare, command
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.replica_certificates import tls_folder
-from cray_agents.runtime.pool.slurm_replica import cancel_surplus
-from cray_agents.runtime.pool.tls_files import client_context
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, NodeShare, command
+from cray_agents.runtime.pool.slurm.job_lease import attempts
+from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
+from cray_agents.runtime.pool.slurm.slurm_replica import cancel_surplus
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import missing_programs

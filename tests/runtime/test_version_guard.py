@@ -10,9 +10,9 @@ import pytest
 from cray_agents.errors import PoolBusy, VersionClosed
 from cray_agents.ports import EngineCall
 from cray_agents.records import new_id
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool, SwapMode
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.scripted_server import PROGRAM
 
@@ -87,7 +87,7 @@ async def test_a_swap_loses_no_request_of_another_gateway(shared: Shared, mode: 
 
 
 async def test_a_swap_that_others_do_not_let_begin_leaves_all_as_it_was(shared: Shared) -> None:
-    shared.pool._slots[0]._drain_timeout = 0.1
+    shared.pool._slots[0].drain_timeout = 0.1
     slow = await shared.begin("m@1")
     with pytest.raises(PoolBusy, match="1 requests were still running"):
         await shared.swap(2)

@@ -19,8 +19,8 @@ from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.processes import alive
 from cray_agents.records import DeltaOf, new_id
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.registry.checkpoints import MANIFEST
 from cray_agents.runtime.registry.deltas import Parent, Shadows
 from cray_agents.runtime.vllm_plugins.delta_codec import entries_of
@@ -397,7 +397,7 @@ async def test_a_killed_platform_leaves_no_vllm_behind(serving: Serving, tmp_pat
 PLATFORM = """
 import asyncio, sys
 from pathlib import Path
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 
 async def main():
     replica = Replica("m", EngineSettings(kv_cache_gib=0.125), Path(sys.argv[2]))

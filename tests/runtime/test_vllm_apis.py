@@ -20,7 +20,7 @@ from cray_agents.agent.tool import as_tool, perform
 from cray_agents.engines.chat_completions import Assembly, tidy
 from cray_agents.records import ModelCall
 from cray_agents.runtime.gateway.model_calls.relay import KEEP_ALIVE
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.runtime.conftest import QUESTION, SYSTEM, TOOL
 from tests.support.fuzz.cases import request

@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from cray_agents.errors import EngineError, EngineUnavailable
 from cray_agents.ports import EngineCall
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from tests.support.vllm_pool import CHAT, Serving, children
 

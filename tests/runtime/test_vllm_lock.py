@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import VersionClosed
-from cray_agents.runtime.pool.vllm_http import to_engine_error
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, command
+from cray_agents.runtime.pool.engine.vllm_http import to_engine_error
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, command
 from cray_agents.runtime.vllm_plugins.lock import (
     EXPECT,
     GUARD,

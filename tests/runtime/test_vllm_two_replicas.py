@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from tests.support.scripted_gateway import Gateway, Reply, served, until
 from tests.support.vllm_pool import CHAT, manifest_of
 

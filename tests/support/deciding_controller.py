@@ -45,7 +45,7 @@ def main() -> None:
     wall = time.time
     time.time = lambda: wall() + random.uniform(-86400, 86400)
 
-    from cray_agents.cli.platform.root_claim import stand_by
+    from cray_agents.cli.platform.root.root_claim import stand_by
     from cray_agents.config import Config
     from cray_agents.runtime.registry.registry import Registry
 

@@ -36,7 +36,7 @@ from cray_agents.runtime.fine_tuning.job_records import (
 )
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.routes import loops
-from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.lineage import lineage_of

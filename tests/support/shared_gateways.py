@@ -16,7 +16,7 @@ import aiohttp
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, says, served
 from tests.support.scripted_server import PROGRAM

@@ -10,8 +10,8 @@ from typing import Any
 
 from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport, new_id
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.runtime.vllm_plugins.lock import VARIABLE

@@ -75,8 +75,8 @@ async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: 
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cray_agents.runtime.pool.vllm_engine import VllmEngine
-    from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica
+    from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+    from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
     from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 
     parent = tmp_path / "parent"

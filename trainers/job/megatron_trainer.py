@@ -39,8 +39,14 @@ from cray_agents.trainers.job.journal import (
     size_of_log,
     tail_from,
 )
-from cray_agents.trainers.job.launch import EX_TEMPFAIL
 from cray_agents.trainers.job.save_notice import notice_seconds
+from cray_agents.trainers.job.session_jobs import (
+    died_at_start,
+    left,
+    progress_of,
+    session_view,
+    waits_for_commands,
+)
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
@@ -62,7 +68,6 @@ TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 MAX_RESTARTS = 3  # in a row without a step forward
 MAX_MOVES = 10  # likewise, of starts that ended for what the job did not do: nodes, preemption
 SMALLEST_MICROBATCH = 256  # tokens
-SIGNALLED = 128  # and the signal's number: the exit code of a process that a signal ended
 
 
 def code_version() -> str:
@@ -558,50 +563,6 @@ class MegatronTrainer:
         if state == "queued":
             added["reason"] = reason
         return describe(journal, spec, state).model_copy(update=added)
-
-
-def progress_of(spec: JobSpec, journal: JobJournal) -> int:
-    """Return the number of a job's newest step, or of its newest command that has a result."""
-    return journal.step if spec.commands is None else CommandJournal(journal.folder).done
-
-
-def waits_for_commands(spec: JobSpec, journal: JobJournal) -> bool:
-    """Return True for a job by commands that all have results: no process needs to run it."""
-    return spec.commands is not None and CommandJournal(journal.folder).idle
-
-
-def died_at_start(session: SessionJournal, command: CommandStatus) -> bool:
-    """Return True if a session ended by an error of its own before it took up any job."""
-    current = session.current
-    took_one = current is not None and not JobJournal(session.home, current).ended
-    return (
-        not took_one
-        and command.exit_code in range(1, SIGNALLED)
-        and (command.exit_code != EX_TEMPFAIL)
-    )
-
-
-def session_view(
-    session: SessionJournal, journal: JobJournal, command: CommandStatus
-) -> CommandStatus:
-    """Return a running session's command as one of its jobs sees it.
-
-    The job is queued while another one is trained. A job that the session let go of unfinished, for
-    a pause that is over since, is handed over again. One that it could not write for has died.
-    """
-    if session.current == journal.job_id:
-        return command
-    if left(journal):
-        return command.model_copy(update={"state": "failed"})
-    if not journal.ended and not journal.paused:
-        session.hand_over(journal.job_id)
-    waits = journal.job_id in session.queue()
-    return command.model_copy(update={"state": "queued" if waits else "unknown"})
-
-
-def left(journal: JobJournal) -> bool:
-    """Return True if the job's session went on without it, for a disk that took no more."""
-    return read_handover(journal).session != "" and read_end(journal.folder) is not None
 
 
 def should_retry(journal: JobJournal, spec: JobSpec) -> bool:

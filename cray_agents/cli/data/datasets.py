@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rich.progress import MofNCompleteColumn
 
 from cray_agents.cli.option_groups import expand_groups, options_under
-from cray_agents.cli.platform.root_access import open_root
+from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.runs.filter_options import (
     AgentOption,
     GenerationOption,
@@ -285,8 +285,8 @@ def _print_counts(manifest: dict[str, Any]) -> None:
     )
     if split := manifest.get("split_runs"):
         console.print(
-            f"{split:,} of these runs are several sequences: the chat template renders earlier turns "
-            "differently than they were sampled, or another agent went on",
+            f"{split:,} of these runs are several sequences: the chat template renders earlier "
+            "turns differently than they were sampled, or another agent went on",
             highlight=False,
         )
     left_out = Counter(manifest["rejected"]) + Counter(manifest["rejected_demonstrations"])

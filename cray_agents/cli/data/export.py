@@ -17,7 +17,7 @@ import typer
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from cray_agents.cli.option_groups import expand_groups
-from cray_agents.cli.platform.permissions import make_private
+from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.cli.runs.filter_options import AGE, FilterOptions
 from cray_agents.cli.screen import HomeOption, errors, progress_bar
 from cray_agents.config import load_config

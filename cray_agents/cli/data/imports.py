@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 from rich.progress import DownloadColumn
 
-from cray_agents.cli.platform.root_access import open_root
+from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.screen import HomeOption, console, errors, progress_bar
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput

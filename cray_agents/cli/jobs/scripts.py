@@ -17,7 +17,7 @@ import typer
 
 from cray_agents.cli.jobs.event_stream import POLL, GrowingFile
 from cray_agents.cli.jobs.job_targets import UNDER_WAY, say, terminated_as_interrupted
-from cray_agents.cli.platform.root_access import open_root
+from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.screen import HomeOption, JsonOption, line, when
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError

@@ -15,7 +15,7 @@ import typer
 
 from cray_agents.cli.jobs.job_targets import say, train, with_trainer_choices
 from cray_agents.cli.jobs.spec_options import build_spec, layout_of, read_fields
-from cray_agents.cli.platform.root_access import open_root
+from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.screen import HomeOption, console
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, JobError

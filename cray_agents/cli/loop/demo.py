@@ -21,8 +21,8 @@ import typer
 from cray_agents.cli.loop import calculator_loop
 from cray_agents.cli.loop.generation_table import LEGEND, LoopScreen, generations_table
 from cray_agents.cli.loop.report import write_report
-from cray_agents.cli.platform.permissions import make_private
 from cray_agents.cli.platform.platform_process import client, serving
+from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.cli.screen import clock, console
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, StoreError

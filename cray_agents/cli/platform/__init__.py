@@ -1,1 +1,1 @@
-"""Platform commands: `up`, `down`, `status`, `keys`, `doctor`; and the platform process."""
+"""The platform process of `up`: its parts wired together, its tasks, and the commands about it."""

@@ -25,16 +25,16 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
-from cray_agents.cli.platform.doctor import distribution_version
+from cray_agents.cli.platform.commands.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
-from cray_agents.cli.platform.gateway_processes import keep_gateways
+from cray_agents.cli.platform.gateways.gateway_processes import keep_gateways
+from cray_agents.cli.platform.gateways.shared_port import Ports
+from cray_agents.cli.platform.gateways.sockets import address
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
-from cray_agents.cli.platform.permissions import keep_private
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule
-from cray_agents.cli.platform.root_claim import describe_inheritance, say, stand_by, start_anew
-from cray_agents.cli.platform.shared_port import Ports
-from cray_agents.cli.platform.sockets import address
+from cray_agents.cli.platform.root.permissions import keep_private
+from cray_agents.cli.platform.root.root_claim import describe_inheritance, say, stand_by, start_anew
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
@@ -51,12 +51,13 @@ from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
-from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version
-from cray_agents.runtime.pool.load_format import load_format
+from cray_agents.runtime.pool.engine.load_format import load_format
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, has_gpu_build
+from cray_agents.runtime.pool.engine.weight_transfer import FILES, TransferSettings, check_transfer
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica, cancel_surplus
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, has_gpu_build
-from cray_agents.runtime.pool.weight_transfer import FILES, TransferSettings, check_transfer
+from cray_agents.runtime.pool.slurm.job_board import JobBoard
+from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec, package_version
+from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica, cancel_surplus
 from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
@@ -303,7 +304,7 @@ def slurm_hosts(
     if not replicas:
         return []
     # late, as cryptography takes a moment to import
-    from cray_agents.runtime.pool.replica_certificates import tls_folder
+    from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
 
     settings = engine_settings(config, sleeps=False)
     gpus = gpus_per_server(config.engine_args) if has_gpu_build() else 0

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cray_agents.cli.platform.permissions import make_private
+from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.cli.screen import errors, when
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, Corrupt, NotFound, SetupError

@@ -11,7 +11,7 @@ import typer
 
 from cray_agents.cli.data.datasets import dataset
 from cray_agents.cli.option_groups import expand_groups
-from cray_agents.cli.platform.root_access import open_root
+from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.runs.filter_options import FilterOptions
 from cray_agents.cli.runs.runs import runs
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, size

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cray_agents.cli.platform.root_access import open_root
+from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.runs.runs import RunId, runs
 from cray_agents.cli.screen import HomeOption, JsonOption, console
 from cray_agents.config import load_config

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cray_agents.cli.option_groups import expand_groups
-from cray_agents.cli.platform.root_access import open_root
+from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.runs.filter_options import FactOptions, FilterOptions
 from cray_agents.cli.screen import HomeOption, JsonOption, cell, console, errors, one_line, show
 from cray_agents.config import load_config

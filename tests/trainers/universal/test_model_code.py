@@ -13,8 +13,8 @@ from cray_agents.config import load_config
 from cray_agents.errors import BadInput, ConfigError, EngineUnavailable
 from cray_agents.paths import Home
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
-from cray_agents.runtime.pool.golden_probe import prove
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, command
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, command
+from cray_agents.runtime.pool.slot.golden_probe import prove
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.model_code import VARIABLE, may_run
 from cray_agents.trainers.models.tensors import read_parent

@@ -21,8 +21,8 @@ import pytest
 from cray_agents.errors import CrayError, JobError, SwapError
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
-from cray_agents.runtime.pool.golden_probe import prove
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, Replica, environment
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, environment
+from cray_agents.runtime.pool.slot.golden_probe import prove
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from cray_agents.cli.platform.permissions import describe_access
+from cray_agents.cli.platform.root.permissions import describe_access
 from cray_agents.cli.screen import HomeOption, JsonOption, show
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, SetupError
@@ -107,7 +107,7 @@ def sandbox() -> list[dict[str, Any]]:
 
 def training(config: Config) -> list[dict[str, Any]]:
     """Check the resources of a job that names no layout, and which GPUs here serve and train."""
-    from cray_agents.runtime.pool.vllm_replica import has_gpu_build
+    from cray_agents.runtime.pool.engine.vllm_replica import has_gpu_build
     from cray_agents.runtime.scheduler.choose import site_cluster
     from cray_agents.runtime.scheduler.gpu_placement import host_gpus, place_on_host
     from cray_agents.trainers.planning.cluster_resources import resources_of

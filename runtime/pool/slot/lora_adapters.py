@@ -24,8 +24,9 @@ from cray_agents.errors import (
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.logprob_limits import LogprobLimits
-from cray_agents.runtime.pool.engine_host import EngineHost
-from cray_agents.runtime.pool.golden_probe import (
+from cray_agents.runtime.pool.engine.engine_host import EngineHost
+from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
+from cray_agents.runtime.pool.slot.golden_probe import (
     LoadedVersion,
     adapter_rank,
     parent_of,
@@ -34,7 +35,6 @@ from cray_agents.runtime.pool.golden_probe import (
     stored_type,
     weights_of,
 )
-from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
 
 log = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
-from cray_agents.runtime.pool.engine_host import LocalHost
-from cray_agents.runtime.pool.load_format import AUTO
-from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
-from cray_agents.runtime.pool.tls_files import TlsFiles, client_context
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.weight_transfer import TransferSettings
+from cray_agents.runtime.pool.engine.engine_host import LocalHost
+from cray_agents.runtime.pool.engine.load_format import AUTO
+from cray_agents.runtime.pool.engine.tls_files import TlsFiles, client_context
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
+from cray_agents.runtime.pool.slot.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.registry.model_code import may_run

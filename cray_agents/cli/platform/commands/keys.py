@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from cray_agents.cli.platform.root_access import open_root
+from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
 from cray_agents.config import load_config
 

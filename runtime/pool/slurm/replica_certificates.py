@@ -28,7 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cray_agents.errors import SetupError
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.pool.tls_files import CA, CA_KEY, CERTIFICATE, KEY, TlsFiles
+from cray_agents.runtime.pool.engine.tls_files import CA, CA_KEY, CERTIFICATE, KEY, TlsFiles
 
 CA_DAYS = 20 * 365.0
 DAYS = 5 * 365.0  # of a certificate: longer than any job

@@ -138,7 +138,7 @@ def gateway(
     of: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one more gateway on a root whose platform runs, as on another host. Ctrl-C ends it."""
-    from cray_agents.cli.platform.further_process import serve_further
+    from cray_agents.cli.platform.gateways.further_process import serve_further
 
     serve_further(load_config({"home": home, "host": host, "port": port}), of)
 

@@ -1,8 +1,9 @@
 """SlurmReplica: a vLLM server in a Slurm job on another node, behind the same seam as a local one.
 
 The job runs replica_supervisor.py, which starts vLLM there. This module submits the job, finds its
-lease (job_lease.py), and then speaks HTTP: with the supervisor about starts, ends and deaths, with
-vLLM as vllm_engine.py does. Weights are read on the node, by their path on the shared root.
+lease (job_lease.py), and then speaks HTTP: with the supervisor about starts, ends and deaths
+(supervisor_client.py), with vLLM as vllm_engine.py does. Weights are read on the node, by their
+path on the shared root.
 
 A place is lost when Slurm says that the job has ended, or when its supervisor neither answers nor
 renews its lease. An engine may also die alone: then its successor starts on the same place. A
@@ -12,15 +13,12 @@ over. replica_slot.py proves them before they serve.
 
 import asyncio
 import logging
-import ssl
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from cray_agents.errors import (
     CrayError,
@@ -30,204 +28,37 @@ from cray_agents.errors import (
     SchedulerError,
 )
 from cray_agents.ports import Command, CommandStatus, Scheduler
-from cray_agents.runtime.controller_lease import unguarded
-from cray_agents.runtime.pool.golden_probe import same_shape, weights_of
-from cray_agents.runtime.pool.job_lease import (
+from cray_agents.runtime.pool.engine.tls_files import CA, client_context
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_replica import VllmHost
+from cray_agents.runtime.pool.slot.golden_probe import same_shape, weights_of
+from cray_agents.runtime.pool.slurm.job_board import JobBoard
+from cray_agents.runtime.pool.slurm.job_lease import (
     SECRET,
     STATE_SECONDS,
-    TERM_HEADER,
     ReplicaSpec,
     attempts,
     new_attempt,
     read_lease,
     read_spec,
 )
-from cray_agents.runtime.pool.tls_files import CA, client_context
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.vllm_http import Http
-from cray_agents.runtime.pool.vllm_replica import EngineSettings, VllmHost
+from cray_agents.runtime.pool.slurm.supervisor_client import (
+    ANSWER,
+    LapseClock,
+    PlacedEngine,
+    SupervisorClient,
+)
 
-POLL = 2.0  # seconds between two questions to Slurm about all jobs together
 _ANSWERS = 10.0  # of all supervisors in a second, at most, while there is no news
 LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
 DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
-_SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
+_SUPERVISOR = "cray_agents.runtime.pool.slurm.replica_supervisor"
 _LONGEST_SLEEP = 60.0  # seconds until a task sees that its supervisor is lost
 _LOOK = 0.25  # seconds between two looks for a lease
-_ANSWER = 20.0  # seconds that a supervisor may take to carry out an order
 _GOODBYE = 5.0  # seconds that a supervisor has to answer an order to end
-_SILENT_LAPSES = 4  # times LAPSE that a supervisor may renew its lease without an answer
 _LOG_TAIL = 2000  # bytes of a job's log in an error
 
 log = logging.getLogger(__name__)
-
-
-class JobBoard:
-    """The states of all replicas' jobs. Slurm is asked about all of them at once.
-
-    `term`: returns the controller's term, which supervisors are told.
-    """
-
-    def __init__(
-        self, scheduler: Scheduler, seconds: float = POLL, term: Callable[[], int] = unguarded
-    ) -> None:
-        self.scheduler, self.term = scheduler, term
-        self.watched = 0  # jobs, at the last poll
-        self._seconds = seconds
-        self._next = 0.0
-        self._waiting: dict[str, list[tuple[asyncio.Future[CommandStatus], Any]]] = {}
-        self._task: asyncio.Task[None] | None = None
-
-    async def status(self, name: str, seen: CommandStatus | None = None) -> CommandStatus:
-        """Return a job's status at the next poll, or when it is no longer the one that was `seen`.
-
-        Raises SchedulerError.
-        """
-        future: asyncio.Future[CommandStatus] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(name, []).append((future, seen))
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._poll())
-        return await future
-
-    async def _poll(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(max(0.0, self._next - time.monotonic()))
-            self._next = time.monotonic() + self._seconds
-            waiting, self._waiting = self._waiting, {}
-            self.watched = len(waiting)
-            answers = await asyncio.to_thread(self._ask, list(waiting))
-            for name, futures in waiting.items():
-                answer = answers[name]
-                for future, seen in futures:
-                    if future.done():  # who asked was cancelled
-                        continue
-                    if answer == seen:
-                        self._waiting.setdefault(name, []).append((future, seen))
-                    elif isinstance(answer, CommandStatus):
-                        future.set_result(answer)
-                    else:
-                        future.set_exception(answer)
-
-    def _ask(self, names: list[str]) -> dict[str, CommandStatus | Exception]:
-        answers: dict[str, CommandStatus | Exception] = {}
-        for name in names:
-            try:
-                answers[name] = self.scheduler.status(name)
-            except (CrayError, OSError, ValueError) as error:  # each asker gets it
-                answers[name] = error
-        return answers
-
-
-class LapseClock:
-    """The time since a silent supervisor's last heartbeat, by this host's clock.
-
-    A supervisor that renews its lease and does not answer is given up later.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._beat = -1
-        self._silent_since = self._renewed = time.monotonic()
-
-    def lapsed(self, folder: Path) -> bool:
-        """Tell whether the lease in an attempt's folder has lapsed. Call it again and again."""
-        now, lease = time.monotonic(), read_lease(folder)
-        if lease is not None and lease.beat != self._beat:
-            self._beat, self._renewed = lease.beat, now
-        return (
-            now - self._renewed > self._seconds
-            or now - self._silent_since > _SILENT_LAPSES * self._seconds
-        )
-
-
-class PlacedEngine(VllmEngine):
-    """An engine whose supervisor notes its weights, for the platform that may take it over.
-
-    Its guard and its supervisor obey no controller of a lower term than one before.
-    """
-
-    def __init__(
-        self,
-        supervisor: "SupervisorClient",
-        state: dict[str, Any],
-        s: EngineSettings,
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        super().__init__(
-            state["url"],
-            state["alias"],
-            state["secret"],
-            timeout=s.answer_timeout,
-            load_timeout=s.load_timeout,
-            transfer=s.transfer,
-            tls=tls,
-        )
-        self._supervisor = supervisor
-
-    async def load(self, checkpoint: Path, version: str, *, keep: bool = False) -> dict[str, float]:
-        """Load weights: see `VllmEngine.load`."""
-        await self._supervisor.order("note", version="", weights="")
-        seconds = await super().load(checkpoint, version, keep=keep)
-        await self._supervisor.order("note", version=version, weights=weights_of(checkpoint))
-        return seconds
-
-    async def receive(self, job: str, like: Path) -> None:
-        """Take weights that are not published yet: see `VllmEngine.receive`."""
-        await self._supervisor.order("note", version="", weights="")
-        await super().receive(job, like)
-
-    async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
-        return await super()._order(order | {"term": self._supervisor.term})
-
-
-class SupervisorClient:
-    """A supervisor over its HTTP. Close it when done.
-
-    Each request names the controller's term. A supervisor refuses one that is lower than the
-    highest it was told, so an engine that was taken over obeys its former controller no more.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        secret: str,
-        patience: float,
-        term: Callable[[], int],
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        """`patience`: seconds that an answer about its state may take, beside its own wait."""
-        self._http = Http(url, secret, patience, tls)
-        self._patience = patience
-        self._term = term
-
-    @property
-    def term(self) -> int:
-        """The controller's term."""
-        return self._term()
-
-    async def state(self, seen: int = -1, wait: float = STATE_SECONDS) -> dict[str, Any]:
-        """Return the supervisor's state; `wait` so many seconds for news of the one `seen`."""
-        path, limit = f"/state?seen={seen}&wait={wait:g}", wait + self._patience
-        async with self._http.answer("GET", path, timeout=limit, headers=self._headers) as response:
-            state: dict[str, Any] = orjson.loads(await response.read())
-            return state
-
-    async def order(self, name: str, seconds: float = _ANSWER, **body: str) -> dict[str, Any]:
-        """Give an order. Raises EngineError."""
-        answering = self._http.answer(
-            "POST", f"/{name}", body, seconds, once=True, headers=self._headers
-        )
-        async with answering as response:
-            state: dict[str, Any] = orjson.loads(await response.read())
-            return state
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {TERM_HEADER: str(self.term)}
-
-    async def close(self) -> None:
-        """Drop the connections."""
-        await self._http.close()
 
 
 class SlurmReplica(VllmHost):
@@ -583,7 +414,7 @@ class SlurmReplica(VllmHost):
             "version": version,
             "weights": weights_of(checkpoint),
         }
-        seconds = self.settings.start_timeout + _ANSWER
+        seconds = self.settings.start_timeout + ANSWER
         try:
             state = await supervisor.order("start", seconds, **body)
         except EngineError as error:
@@ -634,7 +465,7 @@ class SlurmReplica(VllmHost):
         await self._close_engine()
         if self._supervisor is not None:
             try:
-                await self._supervisor.order("stop", _ANSWER)
+                await self._supervisor.order("stop", ANSWER)
             except EngineError as error:
                 log.warning("the engine on %s was not ended: %s", self.host, error)
 

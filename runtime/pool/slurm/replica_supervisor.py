@@ -1,6 +1,6 @@
 """Replica supervisor: the process of a replica's Slurm job, which runs vLLM as the gateway orders.
 
-    python -m cray_agents.runtime.pool.replica_supervisor <root>/replicas/<n>/<attempt>
+    python -m cray_agents.runtime.pool.slurm.replica_supervisor <root>/replicas/<n>/<attempt>
 
 It writes the lease (job_lease.py) and listens beside vLLM, on the same address. Who wants anything
 of it must send the lease's secret:
@@ -36,7 +36,17 @@ from aiohttp import web
 
 from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.pool.job_lease import (
+from cray_agents.runtime.pool.engine.tls_files import CA, TlsFiles, client_context
+from cray_agents.runtime.pool.engine.vllm_http import Http
+from cray_agents.runtime.pool.engine.vllm_replica import (
+    NodeShare,
+    Replica,
+    command,
+    end_group,
+    environment,
+    free_port,
+)
+from cray_agents.runtime.pool.slurm.job_lease import (
     HEARTBEAT,
     SECRET,
     STATE_SECONDS,
@@ -48,16 +58,6 @@ from cray_agents.runtime.pool.job_lease import (
     read_lease,
     read_spec,
     write_lease,
-)
-from cray_agents.runtime.pool.tls_files import CA, TlsFiles, client_context
-from cray_agents.runtime.pool.vllm_http import Http
-from cray_agents.runtime.pool.vllm_replica import (
-    NodeShare,
-    Replica,
-    command,
-    end_group,
-    environment,
-    free_port,
 )
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
@@ -265,7 +265,7 @@ class ReplicaSupervisor:
 
 def own_files(folder: Path, address: str, attempt: Path) -> TlsFiles:
     """Return the certificate and key of this job's servers. Raises SetupError."""
-    from cray_agents.runtime.pool.replica_certificates import server_files
+    from cray_agents.runtime.pool.slurm.replica_certificates import server_files
 
     return server_files(folder, address, attempt)
 

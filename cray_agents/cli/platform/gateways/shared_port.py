@@ -9,7 +9,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from cray_agents.cli.platform.sockets import listen
+from cray_agents.cli.platform.gateways.sockets import listen
 from cray_agents.config import Config
 from cray_agents.paths import Home
 

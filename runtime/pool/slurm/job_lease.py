@@ -21,7 +21,7 @@ from pathlib import Path
 from cray_agents.errors import Corrupt, SetupError
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.pool.vllm_replica import EngineSettings
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
 
 HEARTBEAT = 2.0  # seconds between two writes of a lease
 STATE_SECONDS = 5.0  # that a supervisor waits for news when it is asked for its state

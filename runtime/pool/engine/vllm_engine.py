@@ -29,15 +29,15 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import WeightChange
-from cray_agents.runtime.pool.golden_probe import weights_of
-from cray_agents.runtime.pool.phase_seconds import timed
-from cray_agents.runtime.pool.vllm_http import Http, to_engine_error
-from cray_agents.runtime.pool.weight_transfer import (
+from cray_agents.runtime.pool.engine.vllm_http import Http, to_engine_error
+from cray_agents.runtime.pool.engine.weight_transfer import (
     STUCK,
     TransferSettings,
     fetch_weights,
     is_offered,
 )
+from cray_agents.runtime.pool.slot.golden_probe import weights_of
+from cray_agents.runtime.pool.slot.phase_seconds import timed
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import changes_from
 from cray_agents.runtime.registry.weight_offers import WeightOffer, find_offers

@@ -1,6 +1,6 @@
 """Root access: make the shared root private before a command writes to it."""
 
-from cray_agents.cli.platform.permissions import keep_private
+from cray_agents.cli.platform.root.permissions import keep_private
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.paths import Home

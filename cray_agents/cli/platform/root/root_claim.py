@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from cray_agents.cli.platform.gateways.shared_port import Ports, open_ports
+from cray_agents.cli.platform.gateways.sockets import address, address_elsewhere
 from cray_agents.cli.platform.platform_process import (
     is_gone,
     is_visible,
@@ -23,8 +25,6 @@ from cray_agents.cli.platform.platform_process import (
     pid_namespace,
     submitter,
 )
-from cray_agents.cli.platform.shared_port import Ports, open_ports
-from cray_agents.cli.platform.sockets import address, address_elsewhere
 from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.errors import SetupError

@@ -17,9 +17,9 @@ import time
 import uvloop
 
 from cray_agents.cli.platform.compose import GC, SWITCH, check_access, make_server, open_store
-from cray_agents.cli.platform.root_claim import say
-from cray_agents.cli.platform.shared_port import listen_together
-from cray_agents.cli.platform.sockets import address
+from cray_agents.cli.platform.gateways.shared_port import listen_together
+from cray_agents.cli.platform.gateways.sockets import address
+from cray_agents.cli.platform.root.root_claim import say
 from cray_agents.config import Config
 from cray_agents.errors import NoController, SetupError
 from cray_agents.processes import alive
@@ -34,8 +34,8 @@ from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.pool.engine.tls_files import CA, client_context
 from cray_agents.runtime.pool.published_replicas import FollowedPool
-from cray_agents.runtime.pool.tls_files import CA, client_context
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 
@@ -137,7 +137,7 @@ def replica_tls(config: Config) -> ssl.SSLContext | None:
     if config.replica_tls == "off":
         return None
     # late, as cryptography takes a moment to import
-    from cray_agents.runtime.pool.replica_certificates import tls_folder
+    from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
 
     folder = tls_folder(config.replica_tls, config.root.tls)
     assert folder is not None

@@ -1,0 +1,1 @@
+"""Commands about the platform: `up`, `down`, `status`, `keys`, `doctor`, `goodput`, `simulate`."""

@@ -1,0 +1,1 @@
+"""Replicas in Slurm: their jobs, the supervisor in each, and the files and secrets between both."""
