@@ -60,7 +60,7 @@ def break_parser(module: Any) -> None:
 def break_training(module: Any) -> None:
     """Break the trainer's steps.
 
-    `nan`: a step's loss is not a number. `resume`: the learning rate's schedule begins anew.
+    `nan`: a step's loss is not a number. `rate`: the learning rate's schedule begins anew.
     `reference`: the reference's weights are not loaded, and the policy judges itself.
     """
     training = module.Training
@@ -71,7 +71,7 @@ def break_training(module: Any) -> None:
         return (float("nan") if is_broken("nan") and self.done == 2 else loss), measures
 
     def new_rate_at(self: Any, step: int) -> float:
-        return float(rate_at(self, 0 if is_broken("resume") else step))
+        return float(rate_at(self, 0 if is_broken("rate") else step))
 
     def new_take_weights(self: Any, checkpoint: Path | None = None) -> None:
         if checkpoint is None or not is_broken("reference"):

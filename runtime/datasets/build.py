@@ -140,8 +140,10 @@ def _check_filled(counts: BuildCounts) -> None:
     cause = ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items()))
     if counts.splits:
         cause = f"all {counts.total('samples')} samples fell to the validation split"
-    hint = ""
-    if reasons and reasons.most_common(1)[0][0] == "contaminated":
+    hint, most = "", reasons.most_common(1)[0][0] if reasons else None
+    if most == "reward_error":
+        hint = f": `cray-agents runs show {counts.failed_reward}` has the error of one"
+    if most == "contaminated":
         hint = (
             ": most are taken for held-out tasks; where all tasks share a long text, put it into "
             "the agent's instructions, or raise decontamination.threshold"

@@ -45,6 +45,7 @@ class BuildCounts:
     considered: int = 0
     accepted: int = 0
     split_runs: int = 0
+    failed_reward: str | None = None  # the first run that a reward failed on
     rejected: Counter[str] = field(default_factory=Counter)
     demonstrations: int = 0
     rejected_demonstrations: Counter[str] = field(default_factory=Counter)
@@ -61,6 +62,8 @@ class BuildCounts:
         self.split_runs += line.accepted and line.samples > 1
         if line.reason is not None:
             self.rejected[line.reason] += 1
+            if line.reason == "reward_error":
+                self.failed_reward = self.failed_reward or facts.run_id
         self.histograms.add_run(
             reward=candidate.reward,
             turns=facts.turns,

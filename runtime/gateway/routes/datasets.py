@@ -53,6 +53,7 @@ _SUMMARY = {
     "considered_runs": WHOLE,
     "split_runs": WHOLE_OR_NONE,  # None: built by an older version
     "rejected": ANY,
+    "rejected_demonstrations": ANY,
 }
 SUMMARY = NamedShape("DatasetSummary", object_of(_SUMMARY))
 CONSIDERED_RUN = NamedShape(
