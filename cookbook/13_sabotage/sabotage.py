@@ -215,9 +215,7 @@ async def template(site: Site) -> str:
     made = await site.platform.build_dataset(DatasetRecipe(loop="stripping"))
     if not made["split_runs"]:
         return ""
-    return (
-        f"{made['split_runs']} of {made['accepted_runs']} runs are several sequences (split_runs)"
-    )
+    return f"{made['split_runs']} of {made['accepted_runs']} runs are several sequences"
 
 
 async def equal(site: Site) -> str:
