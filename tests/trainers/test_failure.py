@@ -2,6 +2,7 @@
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -164,6 +165,24 @@ def test_a_node_knows_whether_ranks_of_others_move(tmp_path: Path) -> None:
     alone = NodeClocks(tmp_path, "end-2", 0, 1)
     alone.write()
     assert not alone.others_move()
+
+
+def test_clocks_of_nodes_are_written_at_once_and_without_a_root(tmp_path: Path) -> None:
+    """Slurm's step id has a dot: what follows it names the node."""
+    nodes = [NodeClocks(tmp_path, "job-7.0.123", node, 2) for node in (0, 1)]
+
+    def write(clocks: NodeClocks) -> None:
+        for _ in range(500):
+            clocks.write()
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(write, nodes))
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written == {f"clock-job-7.0.123-{node}": "500" for node in (0, 1)}
+    assert nodes[0].others_move()
+    away = NodeClocks(tmp_path / "away", "job-7.0.123", 0, 2)
+    away.write()  # the shared root does not answer
+    assert not list(tmp_path.glob("away*"))
 
 
 def test_the_rank_that_keeps_the_others_waiting_is_the_culprit() -> None:

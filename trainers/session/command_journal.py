@@ -3,10 +3,14 @@
     commands/<sequence>   a command, created exclusively: two clients cannot both write one
     results/<sequence>    its result, created exclusively by rank 0 of the newest attempt
 
+A name is opened only after its folder listed it. A host that looked for a name and did not find it
+may believe for 30 s that it is absent (NFS), and commands would take as long.
+
 A command is done when it has a result. After a death the commands since the last resume point are
 done again, in memory alone. Written by the trainer that a client asks, read by command_run.py.
 """
 
+import os
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -45,16 +49,16 @@ class CommandJournal:
     @property
     def last(self) -> int:
         """The number of the newest command; 0 without one."""
-        return max((int(path.name) for path in _files(self._commands)), default=0)
+        return max(map(int, _names(self._commands)), default=0)
 
     def exists(self, sequence: int) -> bool:
         """Return True if a command was added."""
-        return (self._commands / str(sequence)).exists()
+        return str(sequence) in _names(self._commands)
 
     @property
     def done(self) -> int:
         """The number of the newest command that has a result; 0 without one."""
-        return max((int(path.name) for path in _files(self._results)), default=0)
+        return max(map(int, _names(self._results)), default=0)
 
     @property
     def idle(self) -> bool:
@@ -77,7 +81,8 @@ class CommandJournal:
     def result(self, sequence: int) -> CommandResult | None:
         """Return a command's result; None if it has none yet. Raises Corrupt."""
         path = self._results / str(sequence)
-        return checksums.read_record(CommandResult, path) if path.exists() else None
+        listed = path.name in _names(self._results)
+        return checksums.read_record(CommandResult, path) if listed else None
 
     def write_result(self, result: CommandResult) -> None:
         """Record a result, unless the command has one."""
@@ -85,7 +90,8 @@ class CommandJournal:
         durable.create_file(self._results / str(result.sequence), content)
 
 
-def _files(folder: Path) -> list[Path]:
-    if not folder.exists():
-        return []
-    return [path for path in folder.iterdir() if path.name.isdigit()]
+def _names(folder: Path) -> set[str]:
+    try:
+        return {entry.name for entry in os.scandir(folder) if entry.name.isdigit()}
+    except FileNotFoundError:
+        return set()
