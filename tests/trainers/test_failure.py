@@ -28,6 +28,7 @@ from cray_agents.trainers.job.job_status import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.planning.cluster_resources import Resources, this_host
 from cray_agents.trainers.training import progress_clock
 from cray_agents.trainers.training.progress_clock import ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
@@ -277,6 +278,15 @@ def test_a_node_that_failed_is_left_out_for_a_time_and_told(tmp_path: Path) -> N
     assert site.scheduler.commands[-1].exclude == ["n7", "n3"]  # the newest first
     told = " ".join(explain(site.home, site.id)["why"])
     assert "its node failed (n3)" in told and "n7 is left out until" in told
+
+
+def test_nothing_is_said_of_other_nodes_where_all_jobs_run_on_one_host(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.trainer.resources = Resources(host=this_host())
+    assert site.end("NODE_FAIL", node="n3").state == "queued"
+    assert site.scheduler.commands[-1].exclude == [] and len(site.scheduler.commands) == 2
+    told = " ".join(explain(site.home, site.id)["why"])
+    assert "(n3): NODE_FAIL; started again here" in told and "left out" not in told
 
 
 def test_an_exclusion_ends(tmp_path: Path) -> None:

@@ -3,14 +3,10 @@
     commands/<sequence>   a command, created exclusively: two clients cannot both write one
     results/<sequence>    its result, created exclusively by rank 0 of the newest attempt
 
-A name is opened only after its folder listed it. A host that looked for a name and did not find it
-may believe for 30 s that it is absent (NFS), and commands would take as long.
-
 A command is done when it has a result. After a death the commands since the last resume point are
 done again, in memory alone. Written by the trainer that a client asks, read by command_run.py.
 """
 
-import os
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -49,16 +45,16 @@ class CommandJournal:
     @property
     def last(self) -> int:
         """The number of the newest command; 0 without one."""
-        return max(map(int, _names(self._commands)), default=0)
+        return _newest(self._commands)
 
     def exists(self, sequence: int) -> bool:
         """Return True if a command was added."""
-        return str(sequence) in _names(self._commands)
+        return str(sequence) in durable.names_in(self._commands)
 
     @property
     def done(self) -> int:
         """The number of the newest command that has a result; 0 without one."""
-        return max(map(int, _names(self._results)), default=0)
+        return _newest(self._results)
 
     @property
     def idle(self) -> bool:
@@ -81,7 +77,7 @@ class CommandJournal:
     def result(self, sequence: int) -> CommandResult | None:
         """Return a command's result; None if it has none yet. Raises Corrupt."""
         path = self._results / str(sequence)
-        listed = path.name in _names(self._results)
+        listed = path.name in durable.names_in(self._results)
         return checksums.read_record(CommandResult, path) if listed else None
 
     def write_result(self, result: CommandResult) -> None:
@@ -90,8 +86,5 @@ class CommandJournal:
         durable.create_file(self._results / str(result.sequence), content)
 
 
-def _names(folder: Path) -> set[str]:
-    try:
-        return {entry.name for entry in os.scandir(folder) if entry.name.isdigit()}
-    except FileNotFoundError:
-        return set()
+def _newest(folder: Path) -> int:
+    return max((int(name) for name in durable.names_in(folder) if name.isdigit()), default=0)
