@@ -13,7 +13,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
 
 PR_SET_PDEATHSIG = 1
 
@@ -43,6 +46,22 @@ def alive(pid: int) -> bool:
         return stat.rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+async def end_child(process: "Process", seconds: float) -> None:
+    """Send SIGTERM to a child, and SIGKILL after `seconds`; return when it has ended."""
+    import asyncio  # not above: processes with few imports use this module
+
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(seconds):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 @contextmanager

@@ -45,6 +45,10 @@ class Root:
         self.pids += [found["pid"]] if found.get("pid") else []
         return found if found.get("running") else {}
 
+    def doctor(self) -> dict[str, str]:
+        rows = json.loads(self.command("doctor", "--json").stdout)
+        return {row["check"]: row["found"] for row in rows}
+
     def standbys(self) -> list[int]:
         notes = (self.home / "controller/standbys").glob("standby_*.json")
         return [json.loads(note.read_text())["pid"] for note in notes]
@@ -90,6 +94,9 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
     until(lambda: [one["pid"] for one in root.status()["controller"]["standbys"]] == [second])
     assert (first["controller"]["term"], first["controller"]["pid"]) == (1, first["pid"])
     assert f"(pid {first['pid']})" in root.why() and f"(pid {second})" in root.why()
+    rows = root.doctor()
+    assert rows["controller"].startswith(f"{os.uname().nodename} (pid {first['pid']}), term 1, ")
+    assert rows["standbys"] == f"{os.uname().nodename} (pid {second})" and rows["gateways"] == "1"
 
     os.kill(first["pid"], signal.SIGKILL)
     said = root.why()
@@ -115,3 +122,4 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
         assert fourth.wait() == 0
     assert not alive(third) and not (root.home / "platform.json").exists()
     assert root.why().startswith("No platform runs on this root: the last one gave it back.")
+    assert root.doctor()["controller"].startswith("none; the last term was ")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from cray_agents.paths import Home
+from cray_agents.processes import end_child
 
 PAUSE_SECONDS = (0.5, 30.0)  # seconds before a restart: at first, and at most after repeated deaths
 STEADY_SECONDS = 60.0  # seconds of life that reset the pause
@@ -28,7 +29,7 @@ async def keep(home: Home, url: str, log_file: Path, *, key: str | None = None) 
         try:
             code = await process.wait()
         finally:
-            await _stop(process)
+            await end_child(process, STOP_SECONDS)
         pause = (
             PAUSE_SECONDS[0]
             if time.monotonic() - started_at > STEADY_SECONDS
@@ -54,16 +55,3 @@ async def _start(
             stderr=output,
             env=environment,
         )
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Terminate the process, unless it has ended."""
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        async with asyncio.timeout(STOP_SECONDS):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()

@@ -39,6 +39,18 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def names_in(folder: Path) -> set[str]:
+    """Return the names in a folder; none where it does not exist.
+
+    To wait for a file of another host, look here before opening it. A host that looked for a name
+    itself, and did not find it, may believe for 30 s that it is absent (NFS).
+    """
+    try:
+        return {entry.name for entry in os.scandir(folder)}
+    except FileNotFoundError:
+        return set()
+
+
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write and fsync a file that nobody reads yet: readers could see half of it.
 

@@ -22,6 +22,12 @@ class GatewayShares:
         self._demands[gateway] = (demand, time.monotonic())
 
     @property
+    def gateways(self) -> list[str]:
+        """The names of the further gateways that report."""
+        self._forget()
+        return sorted(self._demands)
+
+    @property
     def demand(self) -> int:
         """The requests that further gateways have."""
         self._forget()

@@ -237,7 +237,7 @@ class FollowedPool:
         self._notifier = ChangeNotifier()
         self._replicas: list[FollowedReplica] = []
         self._latest = PublishedPool()
-        self._seen: tuple[int, int] | None = None
+        self._seen = b""
         self._router = RequestRouter(
             self._replicas, self._notifier, wait_timeout, lambda version: None
         )
@@ -270,15 +270,14 @@ class FollowedPool:
         self._notifier.notify()
 
     def _read(self) -> PublishedPool | None:
-        try:
-            about = self._path.stat()
-        except FileNotFoundError:
+        # opened anew for each look: a host may believe in attributes that are 30 s old (NFS)
+        if self._path.name not in durable.names_in(self._path.parent):
             return None
-        seen = (about.st_mtime_ns, about.st_ino)
-        if seen == self._seen:
+        content = self._path.read_bytes()
+        if content == self._seen:
             return None
-        latest = checksums.read_record(PublishedPool, self._path)
-        self._seen = seen
+        latest = checksums.parse_as(PublishedPool, content, self._path)
+        self._seen = content
         return latest
 
     def _new_replica(self, number: int) -> FollowedReplica:

@@ -21,6 +21,15 @@ from cray_agents.runtime.batches import chunks, validation
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.batches.results import ResultWriter, fetch
+from cray_agents.runtime.controller_lease import (
+    ControllerLease,
+    StandbyNote,
+    end_for_good,
+    holder_of,
+    newest_term,
+    standby_notes,
+    was_ended_for_good,
+)
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, list_datasets, shards
 from cray_agents.runtime.datasets.exclusion.decontamination import _journal_texts
 from cray_agents.runtime.datasets.reader import CARD, RECIPE, file_in
@@ -36,12 +45,24 @@ from cray_agents.runtime.fine_tuning.job_records import (
 )
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.routes import loops
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
+from cray_agents.runtime.pool.published_replicas import PublishedPool, PublishedReplica
 from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.slurm.job_lease import (
+    JobLease,
+    ReplicaSpec,
+    new_attempt,
+    read_lease,
+    read_spec,
+    write_lease,
+)
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.retention.references import reasons_to_keep
+from cray_agents.runtime.scaling.ledger import LedgerFile, read_ledger
+from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.reader import Damage, Segments
 from cray_agents.trainers.checkpointing import resume
@@ -57,6 +78,7 @@ from tests.support.scripted_platform import PROBE, bare_model
 from tests.support.store.writer_process import events_of
 
 NUMBERS = 16
+DOWN = 7  # the term that `down` ended
 Reader = Callable[[Home], Any]
 
 
@@ -74,13 +96,40 @@ def make(root: Path) -> Home:
     durable.replace_file(home.canary("m", start.number), Canary(start).to_bytes())
     _files_and_batches(home)
     _jobs(home)
+    _cluster(home)
     Keys(home).create("one", Role.train)
     Keys(home).create("two")
     Keys(home).revoke("two")
     demo.claim(root / "demo.json", {"seed": 1})
     info = {"url": "http://127.0.0.1:1", "pid": os.getpid(), "name": "m", "token": "secret"}
+    lease = ControllerLease.take(home, info | {"host": "a", "lease": 12.0}, 1)
+    assert lease is not None
+    lease.renew()
+    lease.give_back(hand_over=True)
     durable.write_file(home.platform, checksums.with_crc(json.dumps(info).encode()))
     return home
+
+
+def _cluster(home: Home) -> None:
+    """What controllers, standbys, replicas in Slurm and the ledger leave."""
+    assert ControllerLease.take(home, {"host": "a", "pid": 1, "lease": 12.0}, 0) is not None
+    StandbyNote(home, "b").beat(1)
+    end_for_good(home, DOWN)
+    replica = PublishedReplica(
+        url="http://127.0.0.1:2", secret="s", names={"m@1": "m"}, expected=["m@1"], state="serving"
+    )
+    pool = PublishedPool(replicas=[replica], incumbent="m@1")
+    home.replicas.mkdir()
+    durable.write_file(home.serving, checksums.with_crc(pool.model_dump_json().encode()))
+    order = ReplicaSpec(
+        model="m", number=0, attempt=0, settings=EngineSettings(), gateway="a", package="1"
+    )
+    attempt = home.replicas / "0" / str(new_attempt(home.replicas / "0", order).attempt)
+    write_lease(attempt, JobLease(address="127.0.0.1", port=3, host="a", pid=1, attempt=1))
+    exclude_node(home.excluded_nodes, "n1", 60, "it failed", "job-1")
+    file = LedgerFile(home.ledger, "platform")
+    file.note(event="served", kind="platform", holder="platform", tokens=7)
+    file.close()
 
 
 async def _runs(home: Home) -> None:
@@ -248,6 +297,14 @@ def readers(home: Home) -> dict[str, Reader]:
         ],
         "datasets": lambda h: list_datasets(h).manifests,
         "platform": lambda h: platform_process.owner(h),
+        "terms": lambda h: [newest_term(h), _known(holder_of(h, 1)), holder_of(h, 2)],
+        "standbys": lambda h: _all(standby_notes(h)),
+        "down": lambda h: _all([DOWN] if was_ended_for_good(h, DOWN) else []),
+        "serving": lambda h: checksums.read_record(PublishedPool, h.serving),
+        "order of a replica": lambda h: _all(_some(read_spec(h.replicas / "0" / "1"))),
+        "lease of a replica": lambda h: _all(_some(read_lease(h.replicas / "0" / "1"))),
+        "excluded": lambda h: _all(excluded_nodes(h.excluded_nodes)),
+        "ledger": lambda h: _all([one for lines in read_ledger(h.ledger) for one in lines]),
         "demo": lambda h: demo.claim(h.root / "demo.json", {"seed": 1}),
         "held out": lambda h: list(_journal_texts(h, "faults")),
         "generations": lambda h: loops._read(h.loop("faults") / "generations"),
@@ -380,6 +437,24 @@ def _segments(home: Home) -> Any:
 
 class Told(OSError):
     """A reader was told of damage, by what it got."""
+
+
+def _all(found: list[Any]) -> list[Any]:
+    """Return the one record of a kind, which is left out where it is damaged: see its reader."""
+    if len(found) != 1:
+        raise Told("a damaged record counts as one that is not there")
+    return found
+
+
+def _some(record: Any) -> list[Any]:
+    return [] if record is None else [record]
+
+
+def _known(holder: Any) -> Any:
+    """Return the holder of a term that was not given back."""
+    if holder == {"host": "", "pid": 0}:
+        raise Told("a damaged term is of a process that may live anywhere")
+    return holder
 
 
 def _told(items: Iterator[Any], stem: str) -> Iterator[bytes]:

@@ -92,19 +92,30 @@ async def command(session: TrainingSession, number: int) -> TrainingCommand:
     return Publish() if step % 2 else Save()
 
 
-async def train(platform: Platform) -> list[str]:
-    """Give all commands, from the first that was not given; return the versions' names."""
-    hyper, layout = Hyperparameters(steps=1, seed=3), Layout(data=RANKS)
+async def train(
+    platform: Platform,
+    name: str = "mine",
+    *,
+    model: str = "m",
+    ranks: int = RANKS,
+    pause: float = 0.0,
+) -> list[str]:
+    """Give all commands, from the first that was not given; return the versions' names.
+
+    `name`: of the session. `pause`: seconds before each command.
+    """
+    hyper, layout = Hyperparameters(steps=1, seed=3), Layout(data=ranks)
     session = await platform.training_session(
-        "mine", parent="m@1", hyperparameters=hyper, layout=layout
+        name, parent=f"{model}@1", hyperparameters=hyper, layout=layout
     )
     while session.sequence <= STEPS * len(ONE_STEP):
+        await asyncio.sleep(pause)
         result = await session.do(await command(session, session.sequence + 1))
         assert result.error is None
     versions = []
     for number in range(1, session.sequence + 1):  # also those that an earlier client published
         if (checkpoint := (await session.result(number)).checkpoint) is not None:
-            versions.append((await platform.register("m", checkpoint)).id)
+            versions.append((await platform.register(model, checkpoint)).id)
     await platform.wait_for(await platform.job(session.job_id), lambda status: None)
     return versions
 

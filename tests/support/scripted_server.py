@@ -3,8 +3,8 @@
     python -m tests.support.scripted_server PARENT_PID --model DIR --host H --port P ...
 
 It takes the place of vllm_plugins/server.py (`EngineSettings.program`). It says its version and the
-last message; "slow" in that makes it take its time. A pause without `keep` breaks its answers off.
-With `--headless` it only lives.
+last message; "slow" in that makes it take its time. "call NAME ARGUMENTS" asks for a tool's call. A
+pause without `keep` breaks its answers off. With `--headless` it only lives.
 """
 
 import asyncio
@@ -134,9 +134,18 @@ class ScriptedServer:
                 await stream.write(EVENT + samples + b"\n\n")
             return stream
         message = {"role": "assistant", "content": "".join(said)}
+        word, _, wanted = text.partition(" ")
+        if body.get("tools") and word == "call":
+            name_of_tool, _, arguments = wanted.partition(" ")
+            function = {"name": name_of_tool, "arguments": arguments}
+            call = {"id": f"call_{name}", "type": "function", "function": function}
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
         answer = json.dumps({
             "id": name, "object": "chat.completion", "created": 0, "model": body["model"],
-            "usage": {}, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {}, "choices": [
+                {"index": 0, "message": message,
+                 "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
+            ],
         }, separators=(",", ":")).encode()  # fmt: skip
         if CAPTURE not in request.headers:
             return web.Response(body=answer, content_type="application/json")

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ from cray_agents.trainers.job.job_status import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.planning.cluster_resources import Resources, this_host
 from cray_agents.trainers.training import progress_clock
 from cray_agents.trainers.training.progress_clock import ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
@@ -166,6 +168,24 @@ def test_a_node_knows_whether_ranks_of_others_move(tmp_path: Path) -> None:
     assert not alone.others_move()
 
 
+def test_clocks_of_nodes_are_written_at_once_and_without_a_root(tmp_path: Path) -> None:
+    """Slurm's step id has a dot: what follows it names the node."""
+    nodes = [NodeClocks(tmp_path, "job-7.0.123", node, 2) for node in (0, 1)]
+
+    def write(clocks: NodeClocks) -> None:
+        for _ in range(500):
+            clocks.write()
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(write, nodes))
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written == {f"clock-job-7.0.123-{node}": "500" for node in (0, 1)}
+    assert nodes[0].others_move()
+    away = NodeClocks(tmp_path / "away", "job-7.0.123", 0, 2)
+    away.write()  # the shared root does not answer
+    assert not list(tmp_path.glob("away*"))
+
+
 def test_the_rank_that_keeps_the_others_waiting_is_the_culprit() -> None:
     waits = [RankStack(n, "", "all_reduce 7 of group g", waits=True) for n in (0, 1, 3)]
     late = RankStack(2, "", "all_reduce 6 of group g", waits=True)
@@ -258,6 +278,15 @@ def test_a_node_that_failed_is_left_out_for_a_time_and_told(tmp_path: Path) -> N
     assert site.scheduler.commands[-1].exclude == ["n7", "n3"]  # the newest first
     told = " ".join(explain(site.home, site.id)["why"])
     assert "its node failed (n3)" in told and "n7 is left out until" in told
+
+
+def test_nothing_is_said_of_other_nodes_where_all_jobs_run_on_one_host(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.trainer.resources = Resources(host=this_host())
+    assert site.end("NODE_FAIL", node="n3").state == "queued"
+    assert site.scheduler.commands[-1].exclude == [] and len(site.scheduler.commands) == 2
+    told = " ".join(explain(site.home, site.id)["why"])
+    assert "(n3): NODE_FAIL; started again here" in told and "left out" not in told
 
 
 def test_an_exclusion_ends(tmp_path: Path) -> None:

@@ -409,6 +409,8 @@ class MegatronTrainer:
         self, journal: JobJournal, verdict: FailureVerdict, tokens: int | None, restarts: int
     ) -> str:
         """Prepare the next start as a verdict's rule says; return in words what was done."""
+        if verdict.rule == "elsewhere" and self.resources.host is not None:
+            return "started again here, as there is no other node"
         if verdict.rule == "elsewhere" and verdict.node:
             minutes = self.failures.exclude_minutes
             folder, why = self.home.excluded_nodes, str(verdict)

@@ -6,6 +6,7 @@ Called by launch.py.
 """
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from cray_agents.errors import Corrupt, SetupError
@@ -38,12 +39,11 @@ def await_rendezvous(file: Path, attempt: int, seconds: float) -> Rendezvous:
     """
     deadline = time.monotonic() + seconds
     while True:
-        try:
-            rendezvous = checksums.read_record(Rendezvous, file)
-            if rendezvous.attempt >= attempt:
-                return rendezvous
-        except (FileNotFoundError, Corrupt):
-            pass  # not written yet, or not seen whole yet from this node
+        if file.name in durable.names_in(file.parent):
+            with suppress(FileNotFoundError, Corrupt):  # not seen whole yet from this node
+                rendezvous = checksums.read_record(Rendezvous, file)
+                if rendezvous.attempt >= attempt:
+                    return rendezvous
         if time.monotonic() > deadline:
             raise SetupError(
                 f"the first node did not say within {seconds:.0f} s where the ranks connect: {file}"

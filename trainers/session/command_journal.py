@@ -45,16 +45,16 @@ class CommandJournal:
     @property
     def last(self) -> int:
         """The number of the newest command; 0 without one."""
-        return max((int(path.name) for path in _files(self._commands)), default=0)
+        return _newest(self._commands)
 
     def exists(self, sequence: int) -> bool:
         """Return True if a command was added."""
-        return (self._commands / str(sequence)).exists()
+        return str(sequence) in durable.names_in(self._commands)
 
     @property
     def done(self) -> int:
         """The number of the newest command that has a result; 0 without one."""
-        return max((int(path.name) for path in _files(self._results)), default=0)
+        return _newest(self._results)
 
     @property
     def idle(self) -> bool:
@@ -77,7 +77,8 @@ class CommandJournal:
     def result(self, sequence: int) -> CommandResult | None:
         """Return a command's result; None if it has none yet. Raises Corrupt."""
         path = self._results / str(sequence)
-        return checksums.read_record(CommandResult, path) if path.exists() else None
+        listed = path.name in durable.names_in(self._results)
+        return checksums.read_record(CommandResult, path) if listed else None
 
     def write_result(self, result: CommandResult) -> None:
         """Record a result, unless the command has one."""
@@ -85,7 +86,5 @@ class CommandJournal:
         durable.create_file(self._results / str(result.sequence), content)
 
 
-def _files(folder: Path) -> list[Path]:
-    if not folder.exists():
-        return []
-    return [path for path in folder.iterdir() if path.name.isdigit()]
+def _newest(folder: Path) -> int:
+    return max((int(name) for name in durable.names_in(folder) if name.isdigit()), default=0)

@@ -60,9 +60,13 @@ async def ready(services: Services, request: Request) -> Response:
 
 @router.get("/v1/platform", Role.use, answer=ANY)
 async def platform(services: Services, request: Request) -> Response:
-    """Return the platform's engine, trainer, scheduler, home and version, and who controls it."""
+    """Return the platform's engine, trainer, scheduler, home and version, and who controls it.
+
+    `gateways`: the further gateways that report to it.
+    """
     controller = {} if services.lease is None else {"controller": services.lease.describe()}
-    return json_response(services.platform | controller)
+    gateways = {"gateways": services.shares.gateways}
+    return json_response(services.platform | controller | gateways)
 
 
 @router.get(

@@ -129,6 +129,8 @@ def read_spec(folder: Path) -> ReplicaSpec | None:
 
 def read_lease(folder: Path) -> JobLease | None:
     """Return the lease in an attempt's folder; None before its first heartbeat."""
+    if LEASE not in durable.names_in(folder):
+        return None
     try:
         return checksums.read_record(JobLease, folder / LEASE)
     except (OSError, Corrupt):

@@ -148,23 +148,26 @@ class NodeClocks:
     def __init__(self, logs: Path, start: str, node: int, nodes: int) -> None:
         self._files = [logs / f"clock-{start}-{one}" for one in range(nodes)] if nodes > 1 else []
         self._node, self._count = node, 0
-        self._seen: dict[Path, str] = {}
+        self._seen: dict[Path, str | None] = {}
 
     def write(self) -> None:
         """Say that a rank of this node has moved."""
         if self._files:
             self._count += 1
             mine = self._files[self._node]
-            draft = mine.with_suffix(".draft")
-            draft.write_text(str(self._count))
-            draft.replace(mine)
+            draft = mine.with_name(f"{mine.name}.draft")
+            with suppress(OSError):  # the shared root may be away for a moment
+                draft.write_text(str(self._count))
+                draft.replace(mine)
 
     def others_move(self) -> bool:
         """Return True if another node's file has changed since the last call."""
         changed = False
         for number, path in enumerate(self._files):
             if number != self._node:
-                text = path.read_text() if path.exists() else ""
+                text = self._seen.get(path)
+                with suppress(OSError):
+                    text = path.read_text() if path.exists() else ""
                 changed |= self._seen.get(path) != text
                 self._seen[path] = text
         return changed

@@ -1,4 +1,4 @@
-"""`doctor` command: check this machine, and say how to install anything missing."""
+"""`doctor` command: check this machine and its shared root, and say how to mend anything."""
 
 import importlib.metadata
 import importlib.util
@@ -10,10 +10,13 @@ from typing import Any
 
 import typer
 
+from cray_agents.cli.platform.platform_process import fetch, owner, running
 from cray_agents.cli.platform.root.permissions import describe_access
-from cray_agents.cli.screen import HomeOption, JsonOption, show
+from cray_agents.cli.screen import HomeOption, JsonOption, show, when
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, SetupError
+from cray_agents.paths import Home
+from cray_agents.runtime.controller_lease import newest_term, standby_notes
 
 PINNED = "make setup, or pip install 'cray-agents[cpu]' (README, Install)"
 PACKAGES = {"vllm": PINNED, "torch": PINNED, "transformers": PINNED, "megatron": PINNED}
@@ -32,7 +35,7 @@ def doctor(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Check this machine. Exit code 2 when something needed is missing."""
     config = load_config({"home": home})
     rows = [*python(), *packages(), *slurm(), *sandbox(), *training(config)]
-    rows += machine(config.root.root)
+    rows += [*machine(config.root.root), *control(config.root)]
     show(rows, ["check", "state", "found", "to mend it"], as_json=as_json)
     if any(row["state"] == "missing" for row in rows):
         raise typer.Exit(2)
@@ -175,4 +178,33 @@ def machine(home: Path) -> list[dict[str, Any]]:
             f"chmod 700 {home}, or cray-agents up; to share it: group in cray-agents.toml",
         ),
         check("cores", True, str(os.cpu_count()), ""),
+    ]
+
+
+def control(home: Home) -> list[dict[str, Any]]:
+    """Show who controls the shared root, who waits to follow, and its gateways; [] for a new root.
+
+    A root that nobody controls is no fault of this machine.
+    """
+    if not home.controller.is_dir():
+        return []
+    try:
+        info = running(home)
+        about = fetch(info, "/v1/platform") if info is not None else {}
+        starts = info is None and owner(home) is not None
+    except (SetupError, OSError) as error:
+        return [check("controller", False, "-", str(error), required=False)]
+    if (holder := about.get("controller")) is None:
+        state = "starts or ends" if starts else f"none; the last term was {newest_term(home)}"
+        names = [f"{note['host']} (pid {note['pid']})" for note in standby_notes(home)]
+        waits = f"; standbys, unless they were killed: {', '.join(names)}" if names else ""
+        return [check("controller", starts, state + waits, "cray-agents up", required=False)]
+    who = f"{holder['host']} (pid {holder['pid']}), term {holder['term']}"
+    waiting = [f"{one['host']} (pid {one['pid']})" for one in holder["standbys"]]
+    further = about.get("gateways", [])
+    gateways = f"1 and {len(further)} further: {', '.join(further)}" if further else "1"
+    return [
+        check("controller", True, f"{who}, since {when(holder['since'])}", ""),
+        check("standbys", True, ", ".join(waiting) or "none", ""),
+        check("gateways", True, gateways, ""),
     ]

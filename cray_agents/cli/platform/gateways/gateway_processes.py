@@ -8,9 +8,9 @@ import asyncio
 import logging
 import os
 import sys
-from contextlib import suppress
 
 from cray_agents.config import Config
+from cray_agents.processes import end_child
 
 PAUSE = 1.0  # seconds before one that died is started again
 STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -42,21 +42,7 @@ async def _keep(config: Config, port: int, number: int) -> None:
         try:
             code = await process.wait()
         finally:
-            await _stop(process)
+            await end_child(process, STOP_SECONDS)
         log.warning("further gateway %d ended (%s), and is started again; see %s",
                     number, code, path)  # fmt: skip
         await asyncio.sleep(PAUSE)
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Terminate the process, unless it has ended."""
-    if process.returncode is not None:
-        return
-    with suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        async with asyncio.timeout(STOP_SECONDS):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
