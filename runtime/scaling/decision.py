@@ -119,7 +119,7 @@ class Scaler:
 
     def __init__(self, rules: ScalingRules) -> None:
         self.rules = rules
-        self.short: dict[str, int] = {}  # replicas by class that the last decision found no node for
+        self.short: dict[str, int] = {}  # replicas by class for which the last decision had no node
         self._memories: dict[str, _Memory] = {}
 
     def grows(self, seen: Observed) -> bool:

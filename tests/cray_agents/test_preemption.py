@@ -67,8 +67,8 @@ async def test_nodes_are_taken_and_given_back_as_in_the_simulator(tmp_path: Path
         assert real == simulated_decisions(rules, levels, PERIODS, 3, jobs)
         assert real[0]["preempt", "cheap"] == 0 and real[1]["preempt", "cheap"] == 1
         # told in words, in the job's record, by `why` and in the ledger; no step was lost
-        cheap = cluster.journal("cheap")
-        assert cheap.attempts == 2 and cluster.journal("dear").attempts == 2
+        cheap, dear = cluster.journal("cheap"), cluster.journal("dear")
+        await until(lambda: cheap.attempts == 2 and dear.attempts == 2)
         (verdict,) = (event for event in cheap.events() if event["event"] == "verdict")
         assert verdict["cause"] == "preempted" and verdict["done"] == "started again"
         assert "serving is 1 nodes short (0 requests wait" in verdict["message"]
@@ -101,7 +101,7 @@ async def check_refusals(cluster: VirtualCluster) -> None:
             await asyncio.to_thread(act)
     scheduler.guard = lambda: None
     assert scheduler.status("job-new").state == "unknown"
-    assert scheduler.status(job_id).state == "running"
+    assert await asyncio.to_thread(lambda: scheduler.status(job_id).state) == "running"
     assert not scheduler.preempt("job-new", "it does not run")
     name = scheduler.job_name("job-stray")
     cluster.site.run("sbatch", f"--job-name={name}", "--wrap", "sleep 600")

@@ -2,8 +2,8 @@
 
     python -m tests.support.scripted_job HOME/jobs/ID/spec.json
 
-`CRAY_TEST_STEP`: seconds of a step, `CRAY_TEST_SAVE`: of a save. `ScriptedJobs` is the trainer whose
-jobs they are; all else of it is real.
+`CRAY_TEST_STEP`: seconds of a step, `CRAY_TEST_SAVE`: of a save. `ScriptedJobs` is the trainer
+whose jobs they are; all else of it is real.
 """
 
 import os
@@ -30,12 +30,13 @@ SAVE = float(os.environ.get("CRAY_TEST_SAVE", "0"))
 class ScriptedJobs(MegatronTrainer):
     """A trainer whose jobs run this module."""
 
-    variables: dict[str, str] = {}
-
     def _command(self, name: str, log: Path, module: str, argument: Path, spec: JobSpec) -> Command:
         command = super()._command(name, log, module, argument, spec)
         argv = [sys.executable, "-m", "tests.support.scripted_job", str(argument.resolve())]
-        variables = command.environment | {"PYTHONPATH": str(ROOT)} | self.variables
+        variables = command.environment | {"PYTHONPATH": str(ROOT)} | {
+            name: os.environ[name] for name in ("CRAY_TEST_STEP", "CRAY_TEST_SAVE")
+            if name in os.environ
+        }  # fmt: skip
         return command.model_copy(update={"argv": argv, "environment": variables})
 
 

@@ -15,6 +15,7 @@ from cray_agents.cli.platform.replica_count import PlatformLoad, ReplicaControll
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.pool.job_lease import JOB_PREFIX
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ScalingRules
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
@@ -37,6 +38,7 @@ class VirtualCluster:
         self.trainer = ScriptedJobs(self.home, self.site.scheduler, Resources(nodes=8, ranks=8))
         self.pool: Pool
         self.admission: Admission
+        self.slots = 1
         self.jobs: dict[str, str] = {}  # name -> id
         self._parent = folder / "parent"
         self._requests: list[asyncio.Task[Any]] = []
@@ -68,6 +70,7 @@ class VirtualCluster:
 
     async def open(self, replicas: int, slots: int, started: int = 0, slow: float = 1e6) -> None:
         """Start the pool, so that `started` replicas serve. `slow`: seconds of an answer."""
+        self.slots = slots
         hosts = self.site.hosts(replicas, environment={"CRAY_TEST_SLOW": str(slow)})
         self.pool = self.site.pool(hosts, wait_timeout=600.0)
         await self.pool.start(checkpoint(self.folder, 1), "m@1", probe(1), max(1, started))
@@ -104,7 +107,12 @@ class VirtualCluster:
             request.cancel()
         await asyncio.gather(*gone, return_exceptions=True)
         inside, waiting = self.admission.inside, self.admission.waiting
-        await until(lambda: inside() + waiting() == count)
+        await until(
+            lambda: (
+                inside() + waiting() == count
+                and inside() == min(count, self.slots * self.pool.serving)
+            )
+        )
 
     @property
     def _places_of_replicas(self) -> list[str]:
@@ -125,7 +133,9 @@ class VirtualCluster:
         queued = any(job.state == "queued" for job in live.values())
         begun = all(self.journal(name).attempts for name in self.training)
         moving = set(self._places_of_replicas) - {"serving", "waiting"}
-        coming = "waiting" in self._places_of_replicas and not queued
+        calls = sum(name.startswith(JOB_PREFIX) for name, job in live.items()
+                    if job.state == "queued")  # fmt: skip
+        coming = self._places_of_replicas.count("waiting") != calls
         return begun and not (leaving or restarting or moving or coming or (queued and free))
 
     async def close(self) -> None:

@@ -4,8 +4,8 @@ replica_count.py looks through it while requests need more replicas than there a
 preempt. The unit is a place: what one replica takes of a node, in GPUs, or in cores without any. So
 a node of eight GPUs has four places for replicas of two. Only training of this root is preempted.
 
-All state is Slurm's and in the jobs' folders: a controller that takes over sees the same, also which
-jobs save already. All methods block: call them in a thread.
+All state is Slurm's and in the jobs' folders. So a controller that takes over sees the same, also
+which jobs save already. All methods block: call them in a thread.
 """
 
 import logging
@@ -35,8 +35,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ClusterState:
-    """Places of a cluster at one moment: see `Observed`, whose fields these are."""
+    """Places of a cluster at one moment: see `Observed`, whose fields these are.
 
+    `waiting`, `replicas`: replicas whose job is in Slurm's queue, and those whose job runs.
+    """
+
+    waiting: int = 0
+    replicas: int = 0
     nodes: int = 0
     free: int = 0
     leaving: int = 0
@@ -64,8 +69,11 @@ class ClusterView:
         past, stuck = time.time() - now, False
         free = {room.name: self._free(room) for room in rooms}
         for name, job in self._scheduler.live().items():
+            if name.startswith(JOB_PREFIX):
+                state.replicas += job.state == "running"
+                state.waiting += job.state == "queued"
+                stuck |= job.state == "queued" and job.reason not in ROOM_REASONS
             if job.state == "queued":
-                stuck |= name.startswith(JOB_PREFIX) and job.reason not in ROOM_REASONS
                 continue
             view = self._view(name, job, past, free.get(job.nodes, 0))
             if view is None or not view.nodes:

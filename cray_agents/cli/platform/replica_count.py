@@ -3,8 +3,8 @@
 `--replicas slurm:MIN-MAX`. Once a second it looks at the pool and the queue of requests, and does
 what decision.py says: a replica that is needed is submitted as a job, one that is not gives its
 place back. Where Slurm has no free place for a needed replica, training jobs are preempted
-(cluster_view.py). They are queued again at once, and Slurm starts them when a place is free: that is
-what the simulator calls `admit`. Called by compose.py.
+(cluster_view.py). They are queued again at once, and Slurm starts them when a place is free: the
+simulator's `admit`. Called by compose.py.
 """
 
 import asyncio
@@ -79,7 +79,9 @@ async def keep_replica_count(
 
     `cluster`: whose training gives way; None: nobody does.
     """
-    controller = ReplicaController(pool, PlatformLoad(pool, admission, shares, rules), rules, cluster, look)
+    controller = ReplicaController(
+        pool, PlatformLoad(pool, admission, shares, rules), rules, cluster, look
+    )
     try:
         while True:
             await asyncio.sleep(every)
@@ -107,6 +109,7 @@ class ReplicaController:
         self._cluster = cluster if rules.preempts else None
         self._state: ClusterState | None = None
         self._next_look = float("-inf")
+        self._submitted = 0  # replicas without a place that were called already
 
     async def step(self) -> list[ScalingAction]:
         """Look, decide, and do it; return what was decided."""
@@ -114,13 +117,12 @@ class ReplicaController:
         cluster, rule = self._cluster, self.scaler.rules.serving[0]
         if cluster is not None:
             await self._see_cluster(cluster, seen)
-        actions = self.scaler.decide(seen)
+        actions = self._postpone(self.scaler.decide(seen), seen.time)
         jobs = {job.name: job for job in seen.running}
         missing = sum(action.count for action in actions if action.kind in ("start", "wake"))
         missing += self.scaler.short.get(rule.name, 0)
-        waiting = 0 if self._state is None else self._load.waiting
         # those that find no free place are submitted too: a place that is left is theirs then
-        self._change("start", missing - waiting, actions)
+        self._change("start", missing - self._submitted, actions)
         for action in actions:
             if action.kind == "end":
                 self._change("end", action.count, actions)
@@ -128,6 +130,17 @@ class ReplicaController:
                 why = f"{action.why} ({self._load.words})"
                 await asyncio.to_thread(cluster.preempt, jobs[action.name], why)
         return actions
+
+    def _postpone(self, actions: list[ScalingAction], now: float) -> list[ScalingAction]:
+        """Leave preemptions out until the jobs of the missing replicas are in Slurm's queue.
+
+        Else a node that is left may be given to the next training job, or to the same one.
+        """
+        missing = self.scaler.short.get(self.scaler.rules.serving[0].name, 0)
+        if self._state is None or self._state.waiting >= missing:
+            return actions
+        self._next_look = now
+        return [action for action in actions if action.kind != "preempt"]
 
     def _change(self, kind: str, count: int, actions: list[ScalingAction]) -> None:
         change = self._pool.call_back if kind == "start" else self._pool.give_back
@@ -153,10 +166,15 @@ class ReplicaController:
                 log.warning("the cluster is not seen: %s", error)
                 state = None
             self._next_look = seen.time + self._look
-        self._state = state
+        self._state, self._submitted = state, 0
         if state is None:
             view.starting = coming
             return
+        # a job that runs is no replica of the pool before its supervisor has been found
+        begun = state.replicas - view.serving - view.draining - view.starting
+        begun = max(0, min(begun, self._load.waiting))
+        view.starting += begun
+        self._submitted = self._load.waiting - begun
         seen.nodes, seen.free = state.nodes, state.free
         seen.leaving = state.leaving + view.draining * self.scaler.rules.serving[0].nodes
         seen.running = state.running if fresh else []
