@@ -1,8 +1,8 @@
 """Just in time on a private Slurm cluster of virtual nodes, beside static splits of the same nodes.
 
-A bursty hour of traces.py, six times as fast, thinned to what scripted replicas of four slots answer.
-Slurm, pool, admission, trainer and controller are real; engines and jobs are scripted processes. By
-`CRAY_BENCH_SPLITS` and `CRAY_BENCH_MINUTES` other splits and shorter times.
+A bursty trace of traces.py, six times as fast, thinned to what scripted replicas of four slots
+answer. Slurm, pool, admission, trainer and controller are real; engines and jobs are scripted
+processes. `CRAY_BENCH_SPLITS`, `CRAY_BENCH_MINUTES` and `CRAY_BENCH_SEED` change it.
 """
 
 import asyncio

@@ -205,6 +205,8 @@ class PlatformLoad:
         busy = sum(replica["busy_seconds"] for replica in replicas)
         # requests that came and went between two looks show in the seconds that replicas were busy
         at_once = (busy - self._busy) / max(1e-3, now - self._time)
+        # a process that stood still between two clocks is no load
+        at_once = min(at_once, len(replicas) - self._pool.away)
         self._busy, self._time = busy, now
         serving = sum(replica["state"] == "serving" for replica in replicas)
         self.waiting = sum(replica["state"] == "waiting" for replica in replicas)
