@@ -36,6 +36,7 @@ HELP_SECONDS = 2.0  # between checks for drained nodes while jobs wait
 CLIENT_SECONDS = 60.0  # that one client may take
 PATIENCE_SECONDS = 20.0  # that a controller may be away
 
+LEDGER = "ledger"  # folder of claims, exit codes and orders to leave
 PREEMPTED = ".preempted"  # in the ledger: how the name of a job ends that was asked to leave
 SIGNALLED = 128  # and the signal's number: the exit code of a process that a signal ended
 TOP_PRIORITY = "--priority=4294901760"  # above that of all jobs of a private cluster
@@ -129,7 +130,7 @@ class Slurm:
         self.reason = reason
         self.settings = settings or JobSettings()
         self.cluster = cluster
-        self._ledger = directory.resolve() / "ledger"
+        self._ledger = directory.resolve() / LEDGER
         self._options = options
         self.guard: Guard = unguarded
         self._suffix = f".{hashlib.sha256(root.encode()).hexdigest()[:8]}" if root else ""
