@@ -117,7 +117,7 @@ class ReplicaController:
         cluster, rule = self._cluster, self.scaler.rules.serving[0]
         if cluster is not None:
             await self._see_cluster(cluster, seen)
-        actions = self._postpone(self.scaler.decide(seen), seen.time)
+        actions = self._postpone(self.scaler.decide(seen), seen)
         jobs = {job.name: job for job in seen.running}
         missing = sum(action.count for action in actions if action.kind in ("start", "wake"))
         missing += self.scaler.short.get(rule.name, 0)
@@ -131,16 +131,24 @@ class ReplicaController:
                 await asyncio.to_thread(cluster.preempt, jobs[action.name], why)
         return actions
 
-    def _postpone(self, actions: list[ScalingAction], now: float) -> list[ScalingAction]:
-        """Leave preemptions out until the jobs of the missing replicas are in Slurm's queue.
+    def _postpone(self, actions: list[ScalingAction], seen: Observed) -> list[ScalingAction]:
+        """Leave out preemptions for replicas whose jobs are not in Slurm's queue yet.
 
         Else a node that is left may be given to the next training job, or to the same one.
         """
-        missing = self.scaler.short.get(self.scaler.rules.serving[0].name, 0)
-        if self._state is None or self._state.waiting >= missing:
+        if self._state is None:
             return actions
-        self._next_look = now
-        return [action for action in actions if action.kind != "preempt"]
+        nodes = {job.name: job.nodes for job in seen.running}
+        room = self._state.waiting * self.scaler.rules.serving[0].nodes - seen.leaving
+        kept = []
+        for action in actions:
+            if action.kind == "preempt":
+                if room <= 0:
+                    self._next_look = seen.time
+                    continue
+                room -= nodes[action.name]
+            kept.append(action)
+        return kept
 
     def _change(self, kind: str, count: int, actions: list[ScalingAction]) -> None:
         change = self._pool.call_back if kind == "start" else self._pool.give_back
