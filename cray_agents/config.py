@@ -86,6 +86,7 @@ SLURM_PER_JOB = (
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MODULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+:/-]*")
+HOURS = re.compile(r"(1?[0-9]|2[0-4])-(1?[0-9]|2[0-4])")
 MOUNT = re.compile(r"/[^:,]*(:/[^:,]*(:[A-Za-z+]+)?)?")
 
 
@@ -361,6 +362,25 @@ class Config(BaseModel):
         description="with --replicas slurm:0-MAX: minutes without a request before the last replica"
         " gives its place back",
     )
+    preempt_training: bool = Field(
+        True,
+        description="with --replicas slurm:MIN-MAX: jobs and sessions of this root save, leave and "
+        "are queued again when requests need a replica and no node is free",
+    )
+    preempt_after_minutes: float = Field(
+        5, ge=0, description="minutes that a job runs before it gives way, each time that it starts"
+    )
+    preempt_keep_nodes: int = Field(
+        0,
+        ge=0,
+        description="training that is never preempted, in nodes; of nodes that hold several "
+        "replicas, in replicas",
+    )
+    preempt_quiet_hours: list[str] = Field(
+        default_factory=list,
+        description='hours of the day, as ["22-6"], in which training gives way to a first replica '
+        "only",
+    )
     replica_interface: str | None = Field(
         None,
         description="network interface on which replicas in Slurm listen, as ib0; default: the one "
@@ -440,6 +460,20 @@ class Config(BaseModel):
     redact_patterns: dict[str, str] = Field(
         default_factory=dict, description="your own regular expressions of such texts, by name"
     )
+
+    @field_validator("preempt_quiet_hours")
+    @classmethod
+    def _check_quiet_hours(cls, spans: list[str]) -> list[str]:
+        for span in spans:
+            if not HOURS.fullmatch(span):
+                raise ValueError(f"{span!r} is no span of hours: write it as 22-6")
+        return spans
+
+    @property
+    def quiet_hours(self) -> list[tuple[float, float]]:
+        """`preempt_quiet_hours` as (from, to)."""
+        spans = (span.partition("-") for span in self.preempt_quiet_hours)
+        return [(float(begin), float(end)) for begin, _, end in spans]
 
     @field_validator("slurm_options")
     @classmethod

@@ -41,12 +41,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ControllerClaim:
-    """The address of the controller, for this host, its key and term, and if it is on this host."""
+    """The address of the controller, for this host, its key and term, and if it is on this host.
+
+    `replicas`: as `up --replicas` takes it; "" from a platform that did not tell.
+    """
 
     url: str
     token: str
     term: int
     here: bool
+    replicas: str = ""
 
 
 def read_claim(home: Home) -> ControllerClaim | None:
@@ -60,7 +64,8 @@ def read_claim(home: Home) -> ControllerClaim | None:
         return None
     here = info["host"] == socket.gethostname()
     url = info.get("control") or info["url"] if here else info["elsewhere"] or ""
-    return ControllerClaim(str(url), str(info["token"]), int(info.get("term", 0)), here)
+    replicas = str(info.get("replicas", ""))
+    return ControllerClaim(str(url), str(info["token"]), int(info.get("term", 0)), here, replicas)
 
 
 class ControllerLink:
@@ -80,6 +85,11 @@ class ControllerLink:
     def term(self) -> int:
         """The controller's term, as last read; 0 without one."""
         return 0 if self._claim is None else self._claim.term
+
+    @property
+    def replicas(self) -> str:
+        """The controller's `--replicas`, as last read; "" if unknown."""
+        return "" if self._claim is None else self._claim.replicas
 
     @property
     def is_here(self) -> bool:

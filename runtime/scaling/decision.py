@@ -9,7 +9,8 @@ arrivals a second x seconds of an answer), with what it takes to answer the wait
 It grows at once. It shrinks to the most that it needed within `calm` seconds. So a replica that
 was started for a burst is not given back within that time, and need that goes up and down moves
 nothing. Nodes come from the free ones, then from jobs: those of low priority first, as few nodes
-more than needed as possible. simulation.py runs the same code.
+more than needed as possible, and of the same size the one that has least to lose. simulation.py
+runs the same code.
 """
 
 from bisect import bisect_right, insort
@@ -118,7 +119,17 @@ class Scaler:
 
     def __init__(self, rules: ScalingRules) -> None:
         self.rules = rules
+        self.short: dict[str, int] = {}  # replicas by class for which the last decision had no node
         self._memories: dict[str, _Memory] = {}
+
+    def grows(self, seen: Observed) -> bool:
+        """Tell whether a class needs more replicas than it has; `decide` says what follows."""
+        views = {view.name: view for view in seen.serving}
+        return any(
+            self._need(rule, views[rule.name], seen.time)[0] > _have(views[rule.name])
+            for rule in self.rules.serving
+            if rule.name in views
+        )
 
     def decide(self, seen: Observed) -> list[ScalingAction]:
         """Return what is to be done now. The same observations give the same actions."""
@@ -131,6 +142,7 @@ class Scaler:
         limits = share_nodes(rules, keeps, room)
         actions: list[ScalingAction] = []
         free, short, urgent = seen.free, 0, 0
+        self.short = {}
         # a class without any replica comes first, then the one that has waited longest
         for rule in sorted(
             rules, key=lambda r: (_have(views[r.name]) > 0, -views[r.name].waited, r.name)
@@ -140,6 +152,7 @@ class Scaler:
             if grow > 0:
                 rest = self._grow(rule, view, grow, free, actions)
                 free -= (grow - rest) * rule.nodes
+                self.short[rule.name] = rest
                 short += rest * rule.nodes
                 if rest == grow and not _have(view):
                     urgent += rule.nodes  # its first replica
@@ -217,11 +230,12 @@ class Scaler:
     def _preempt(self, seen: Observed, missing: int, classes: set[str]) -> list[ScalingAction]:
         """Choose jobs whose nodes serving gets once they have saved."""
         spare = sum(job.nodes for job in seen.running) - self.rules.training_nodes
-        by_priority: dict[int, list[tuple[int, int, float, str]]] = {}
+        by_priority: dict[int, list[tuple[int, int, float, float, str]]] = {}
         for job in seen.running:
             if job.preemptible and seen.time - job.since >= self.rules.least_run:
                 sleepers = sum(count for name, count in job.sleepers.items() if name in classes)
-                order = (job.nodes, -sleepers, job.save_seconds, job.name)
+                lost = job.unsaved(seen.time)
+                order = (job.nodes, -sleepers, lost, job.save_seconds, job.name)
                 insort(by_priority.setdefault(job.priority, []), order)
         actions = []
         for priority in sorted(by_priority):
@@ -231,8 +245,8 @@ class Scaler:
                 at = max(0, bisect_right(jobs, missing, key=lambda job: job[0]) - 1)
                 nodes = jobs[at][0]
                 while at and jobs[at - 1][0] == nodes:
-                    at -= 1  # of the same size: with the most sleepers, the quickest save
-                nodes, _, _, name = jobs.pop(at)
+                    at -= 1  # of the same size: with the most sleepers, then the least to lose
+                nodes, *_, name = jobs.pop(at)
                 if nodes > spare:
                     continue
                 why = f"serving is {missing} nodes short"

@@ -10,6 +10,7 @@ Lines are facts with their time, so files may be read in any order, also while t
     steps   the steps that an attempt of a job trained so far; the newest line counts
     busy    seconds in which a replica answered requests, since its last such line
     served  tokens that the platform recorded, since its last such line
+    preempt a job or session was asked to leave its nodes for a replica, and why (`what`)
 
 The ledger is an account, not a state: nothing is decided by it, and what cannot be written is
 left out. Read next: goodput.py, which adds it up.
@@ -46,7 +47,7 @@ class LedgerLine(Record):
     """
 
     time: float
-    event: Literal["hold", "leave", "steps", "busy", "served"]
+    event: Literal["hold", "leave", "steps", "busy", "served", "preempt"]
     kind: HolderKind
     holder: str
     attempt: int = 0

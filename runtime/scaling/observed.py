@@ -50,6 +50,8 @@ class TrainingView:
         since: when it began to run, or to wait.
         save_seconds: seconds from the request to stop until its state is saved.
         sleepers: sleeping replicas on its nodes, by class of serving.
+        saved_at: when its newest resume point was made; None: when it began.
+        save_every: seconds from there to each further resume point; 0: none is known of.
     """
 
     name: str
@@ -59,6 +61,13 @@ class TrainingView:
     preemptible: bool = True
     save_seconds: float = 60.0
     sleepers: dict[str, int] = field(default_factory=dict)
+    saved_at: float | None = None
+    save_every: float = 0.0
+
+    def unsaved(self, time: float) -> float:
+        """Return the seconds of work that would be lost if it could not save once more."""
+        seconds = max(0.0, time - (self.since if self.saved_at is None else self.saved_at))
+        return seconds % self.save_every if self.save_every else seconds
 
 
 @dataclass(slots=True)

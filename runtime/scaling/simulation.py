@@ -343,6 +343,7 @@ class Simulation:
             self.holder[node] = job
         job.nodes, job.began = nodes, self.now + job.trace.load
         job.view.since = self.now
+        job.view.saved_at, job.view.save_every = job.began, job.trace.save_every
         job.view.sleepers = {}
         for node in nodes:
             if node in self.sleepers:

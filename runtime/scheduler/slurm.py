@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cray_agents.config import JobSettings
+from cray_agents.config import JobKind, JobSettings
 from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandState, CommandStatus
+from cray_agents.records import canonical
 from cray_agents.runtime.controller_lease import Guard, unguarded
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.batch_script import REFUSED, batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment
@@ -33,6 +35,13 @@ PRIVATE_QUEUE_SECONDS = 0.3  # ... of a private cluster's, which nobody else ask
 HELP_SECONDS = 2.0  # between checks for drained nodes while jobs wait
 CLIENT_SECONDS = 60.0  # that one client may take
 PATIENCE_SECONDS = 20.0  # that a controller may be away
+
+LEDGER = "ledger"  # folder of claims, exit codes and orders to leave
+PREEMPTED = ".preempted"  # in the ledger: how the name of a job ends that was asked to leave
+SIGNALLED = 128  # and the signal's number: the exit code of a process that a signal ended
+TOP_PRIORITY = "--priority=4294901760"  # above that of all jobs of a private cluster
+NODE_COLUMNS = ("NodeList", "StateCompact", "CPUsState", "Gres", "GresUsed")
+GPU_COUNT = re.compile(r"\bgpu(?::[^:,()]+)?:([0-9]+)")
 
 #: Slurm's job states by our names. Any other state holds resources and counts as running.
 QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
@@ -72,6 +81,26 @@ class Job:
     reason: str
     name: str
     nodes: str = ""  # as Slurm abbreviates several
+    since: float = 0.0  # unix seconds of its start; 0 before
+
+
+@dataclass(frozen=True)
+class NodeRoom:
+    """A node that takes jobs: its cores and GPUs, and those that no job has."""
+
+    name: str
+    cores: int
+    free_cores: int
+    gpus: int = 0
+    free_gpus: int = 0
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """The time (unix seconds) at which a job was asked to leave its nodes, and the reason."""
+
+    time: float
+    why: str
 
 
 class Slurm:
@@ -101,7 +130,7 @@ class Slurm:
         self.reason = reason
         self.settings = settings or JobSettings()
         self.cluster = cluster
-        self._ledger = directory.resolve() / "ledger"
+        self._ledger = directory.resolve() / LEDGER
         self._options = options
         self.guard: Guard = unguarded
         self._suffix = f".{hashlib.sha256(root.encode()).hexdigest()[:8]}" if root else ""
@@ -144,6 +173,8 @@ class Slurm:
         if not NAME.fullmatch(command.name):
             raise SchedulerError(f"{command.name!r} is no job's name: it must match {NAME.pattern}")
         script, options = self.script(command), self._exclusions(command)
+        if self.cluster and command.kind == "replica":
+            options.append(TOP_PRIORITY)  # a node that training leaves for it is not training's
         with self._lock:
             (self._ledger / command.name).mkdir(parents=True, exist_ok=True)
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -179,6 +210,8 @@ class Slurm:
         if job.state in ("queued", "running"):
             return CommandStatus(state=job.state, id=str(job.id), reason=job.reason)
         code = self._exit_code(job)
+        if code != 0 and (why := self._preempted(name, job.id, code)):
+            return CommandStatus(state="failed", id=str(job.id), exit_code=code, reason=why)
         if job.state == "cancelled" and self.cluster and not self._we_cancelled(name, job):
             # a controller killed before it saved a job's start cancels the job on its return
             lost = self._status_from_ledger(name)
@@ -204,10 +237,52 @@ class Slurm:
         with self._lock:
             if ids := [str(job.id) for job in self._live_jobs(name)]:
                 self.guard()
+                (self._ledger / name).mkdir(parents=True, exist_ok=True)
                 for job_id in ids:
                     (self._ledger / name / f"{job_id}.cancelled").touch()
                 self._call("scancel", *ids)
                 self._queue_time = float("-inf")
+
+    def preempt(self, name: str, why: str, *, at_once: bool = False) -> bool:
+        """Ask a running command to save and leave its nodes; `status` then says that it failed.
+
+        Its reason is PREEMPTED and `why`, unless the command comes to its end meanwhile. Its tasks
+        get SIGTERM, without a limit of time; `at_once`: and SIGKILL after the cluster's KillWait.
+        Return False if it does not run. Raises SchedulerError.
+        """
+        with self._lock:
+            running = [job for job in self._live_jobs(name) if job.state == "running"]
+            if not running:
+                return False
+            self.guard()
+            note = checksums.with_crc(canonical({"why": why, "time": time.time()}))
+            for job in running:
+                durable.create_file(self._ledger / name / f"{job.id}{PREEMPTED}", note)
+                self._call("scancel", *(() if at_once else ("--signal=TERM",)), str(job.id))
+            self._queue_time = float("-inf")
+            return True
+
+    def live(self) -> dict[str, Job]:
+        """Return the newest job of each command of this root that waits or runs, by name."""
+        live: dict[str, Job] = {}
+        for name, jobs in self._jobs().items():
+            job = max(jobs, key=lambda job: job.id)
+            if name.endswith(self._suffix) and not has_ended(job):
+                live[name.removesuffix(self._suffix)] = job
+        return live
+
+    def preemption(self, name: str, job_id: int | str) -> Preemption | None:
+        """Return when and why a job was asked to leave its nodes; None if it was not."""
+        return read_preemption(self._ledger, name, job_id)
+
+    def room(self, kind: JobKind) -> list[NodeRoom]:
+        """Return the nodes on which commands of a kind may run. Raises SchedulerError."""
+        given = [*self._options, *self.settings.slurm_options.get(kind, [])]
+        partition = [option for option in given if option.startswith("--partition=")][-1:]
+        columns = ",".join(f"{name}:250" for name in NODE_COLUMNS)
+        rows = self._call("sinfo", "-h", "-N", *partition, "-O", columns).splitlines()
+        nodes = [read_node(row) for row in rows]
+        return list({node.name: node for node in nodes if node is not None}.values())
 
     def _exclusions(self, command: Command) -> list[str]:
         """Return sbatch's option for the nodes to leave out, if enough others are left.
@@ -258,7 +333,7 @@ class Slurm:
         with self._lock:
             now = time.monotonic()
             if fresh or now - self._queue_time > self._queue_seconds:
-                columns = SEPARATOR.join(("%A", "%T", "%r", "%j", "%N"))
+                columns = SEPARATOR.join(("%A", "%T", "%r", "%j", "%N", "%S"))
                 me = f"--user={os.getuid()}"
                 listing = self._call("squeue", "-h", "-a", "-t", "all", me, "-o", columns)
                 self._queue = {}
@@ -289,6 +364,17 @@ class Slurm:
     def _we_cancelled(self, name: str, job: Job) -> bool:
         return (self._ledger / name / f"{job.id}.cancelled").exists()
 
+    def _preempted(self, name: str, job_id: int | str, code: int | None) -> str:
+        """Return the reason of a job that saved and left when it was asked to, or was killed then.
+
+        "" for others: also one that failed by itself meanwhile, or that somebody cancelled.
+        """
+        if code is not None and 0 < code < SIGNALLED and code != REFUSED:
+            return ""
+        preemption = self.preemption(name, job_id)
+        cancelled = (self._ledger / name / f"{job_id}.cancelled").exists()
+        return f"PREEMPTED: {preemption.why}" if preemption and not cancelled else ""
+
     def _status_from_ledger(self, name: str) -> CommandStatus:
         """Return the status of a job that Slurm has forgotten, from the jobs' own files."""
         files = list((self._ledger / name).glob("*.ended"))
@@ -299,8 +385,12 @@ class Slurm:
             code = int(newest.read_text())
         except ValueError as error:
             raise Corrupt(f"{newest} is damaged: it holds no exit code") from error
+        job_id = newest.name.split(".")[0]
         return CommandStatus(
-            state="failed" if code else "succeeded", id=newest.name.split(".")[0], exit_code=code
+            state="failed" if code else "succeeded",
+            id=job_id,
+            exit_code=code,
+            reason=self._preempted(name, job_id, code) if code else "",
         )
 
     def _call(self, *argv: str) -> str:
@@ -372,7 +462,7 @@ def has_ended(job: Job) -> bool:
 
 def read_job(line: str) -> Job:
     """Parse a line of squeue's output."""
-    number, word, reason, name, nodes = line.split(SEPARATOR)
+    number, word, reason, name, nodes, *start = line.split(SEPARATOR)
     word = word.split()[0]
     state: CommandState = "running"
     if word in QUEUED:
@@ -383,4 +473,26 @@ def read_job(line: str) -> Job:
         state = "succeeded"
     elif word.startswith("CANCELLED"):
         state = "cancelled"
-    return Job(int(number), state, word, "" if reason == "None" else reason, name, nodes)
+    since = float(start[0]) if start and start[0].isdecimal() and state != "queued" else 0.0
+    return Job(int(number), state, word, "" if reason == "None" else reason, name, nodes, since)
+
+
+def read_node(line: str) -> NodeRoom | None:
+    """Parse a line of sinfo's output by NODE_COLUMNS; None for a node that takes no job."""
+    name, state, cores, gpus, used_gpus = line.split()
+    if state.startswith(UNUSABLE):
+        return None
+    taken, _, _, every = map(int, cores.split("/"))  # allocated/idle/other/total
+    has, used = (sum(map(int, GPU_COUNT.findall(text))) for text in (gpus, used_gpus))
+    return NodeRoom(name, every, every - taken, has, has - used)
+
+
+def read_preemption(ledger: Path, name: str, job_id: int | str) -> Preemption | None:
+    """Return what `Slurm.preempt` noted of a job; None if it was not asked to leave."""
+    try:
+        noted = checksums.read_json(ledger / name / f"{job_id}{PREEMPTED}")
+    except FileNotFoundError:
+        return None
+    except Corrupt as error:
+        return Preemption(time.time(), str(error))
+    return Preemption(float(noted["time"]), str(noted["why"]))

@@ -17,7 +17,7 @@ from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.scaling.decision import ServingRule
+from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
 from tests.support.scripted_gateway import Paced, echo, served
 from tests.support.scripted_pool import (
     Mortal,
@@ -123,7 +123,9 @@ async def test_under_load_replicas_come_and_without_they_all_go(tmp_path: Path) 
     async with served(tmp_path, paced, others=others, admission=admission) as gateway:
         pools.append(gateway.pool)
         counting = asyncio.create_task(
-            keep_replica_count(gateway.pool, admission, GatewayShares(), QUICK, every=0.02)
+            keep_replica_count(
+                gateway.pool, admission, GatewayShares(), ScalingRules((QUICK,)), every=0.02
+            )
         )
         await until(lambda: states(gateway.pool) == ["away"] * 3)
         assert (await gateway.call("GET", "/health/ready"))[0] == 200

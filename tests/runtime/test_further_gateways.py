@@ -4,16 +4,24 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
+from cray_agents.cli.platform.compose import outage_seconds
+from cray_agents.cli.platform.gateways.further_process import further_services
+from cray_agents.config import Config
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.pool.pool import SwapMode
 from cray_agents.runtime.registry.canary import Canary
+from cray_agents.runtime.store import Store
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, says, until
 from tests.support.shared_gateways import FurtherGateway, SharedSite, shared_site
 
@@ -291,3 +299,23 @@ async def name_of(http: aiohttp.ClientSession, url: str) -> str:
     async with http.get(f"{url}/metrics") as response:
         text = await response.text()
     return text.partition('gateway="')[2].partition('"')[0]
+
+
+async def test_a_first_replica_is_waited_for_as_long_as_by_the_controller(tmp_path: Path) -> None:
+    """By the controller's claim, also after a takeover by one whose replicas all stay."""
+    config = Config(home=tmp_path, swap_timeout=100.0, start_timeout=500.0)
+    claim = {"url": "http://127.0.0.1:1", "elsewhere": None, "host": socket.gethostname(),
+             "token": "t", "term": 1}  # fmt: skip
+    link, store = ControllerLink(config.root), Store(config.root)
+    services = further_services(config, link, store)
+    try:
+        for replicas, seconds in (("slurm:0-4", 600), ("2", 100), ("slurm:4", 100), (None, 100)):
+            told = claim if replicas is None else claim | {"replicas": replicas}
+            text = checksums.with_crc(json.dumps(told).encode())
+            durable.replace_file(config.root.platform, text)
+            await link.look()
+            assert services.admission._outage == seconds, replicas
+        assert outage_seconds(config, scales=True) == 600
+    finally:
+        await services.close()
+        await store.close()

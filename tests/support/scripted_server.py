@@ -32,7 +32,7 @@ from cray_agents.runtime.vllm_plugins.lock import (
 BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
 VERSION, EVENT = "x-cray-version", b"event: cray.samples\ndata: "
 PROGRAM = (sys.executable, "-m", "tests.support.scripted_server")
-SLOW = 1.0  # seconds
+SLOW = float(os.environ.get("CRAY_TEST_SLOW", "1"))  # seconds
 
 
 class ScriptedServer:

@@ -13,8 +13,11 @@ from cray_agents.cli.jobs.job_page import job_report, sentence
 from cray_agents.cli.jobs.why import explain
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
+from cray_agents.records import canonical
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
+from cray_agents.runtime.scheduler.slurm import LEDGER
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
 from cray_agents.trainers.job.failures.hang_report import RankStack, culprit
 from cray_agents.trainers.job.failures.rank_monitor import (
@@ -357,6 +360,21 @@ def test_slurm_that_cancels_a_job_for_another_is_no_user_who_does(tmp_path: Path
     assert [event["cause"] for event in site.verdicts] == ["preempted"]
     site.scheduler.end = CommandStatus(state="cancelled", exit_code=143)  # nothing new in its log
     assert site.trainer.status(site.id).state == "cancelled"
+
+
+def test_a_job_that_is_asked_to_leave_says_so_until_it_has_left(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.journal.claim_attempt()
+    site.scheduler.end = CommandStatus(state="running", id="1")
+    site.trainer.status(site.id)
+    order = site.home.slurm / LEDGER / site.id / "1.preempted"
+    why = {"why": "serving is 2 nodes short", "time": time.time()}
+    durable.create_file(order, checksums.with_crc(canonical(why)))
+    told = " ".join(explain(site.home, site.id)["why"])
+    assert "to save and leave its nodes: serving is 2 nodes short." in told
+    assert site.end("PREEMPTED: serving is 2 nodes short", code=75).state == "queued"
+    (noted,) = site.verdicts
+    assert noted["cause"] == "preempted" and "serving is 2 nodes short" in noted["message"]
 
 
 def test_the_pending_reason_reaches_status_and_why(tmp_path: Path) -> None:

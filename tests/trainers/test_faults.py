@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from cray_agents.cli.platform.cluster_view import ClusterView
 from cray_agents.paths import Home
-from cray_agents.ports import CommandStatus
+from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
@@ -329,6 +330,36 @@ def test_a_job_on_two_nodes_survives_a_killed_rank(lab: Any, tmp_path: Path) -> 
     assert starts[0] == 0 and starts[1] >= 10
     assert "rank 1 on node 1 of 2" in journal.log.read_text()
     assert [e["step"] for e in journal.events() if e["event"] == "step"] == list(range(1, 61))
+
+
+@pytest.mark.slurm
+@needs_slurm
+def test_a_job_gives_its_nodes_to_a_replica_and_loses_no_step(lab: Any, tmp_path: Path) -> None:
+    lab.dataset()
+    spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 60}, save_every=50)
+    cluster, resources = PrivateCluster(tmp_path / "slurm", nodes=2, cpus=1), Resources(nodes=2)
+    cluster.start()
+    home = Home(lab.home.root)
+    with Slurm(tmp_path / "slurm", cluster) as scheduler:
+        trainer = MegatronTrainer(home, scheduler, resources)
+        trainer.submit(spec)
+        journal = JobJournal(lab.home, spec.id)
+        until(lambda: journal.step >= 3, journal.log_tail, 120)
+        replica = Command(name="replica", argv=[], directory="", log="", kind="replica")
+        view = ClusterView(home, scheduler, resources, replica)
+        state = view.look(time.monotonic())
+        (running,) = state.running
+        assert (running.name, running.nodes, state.nodes, state.free) == (spec.id, 2, 2, 0)
+        assert view.preempt(running, "serving is 1 nodes short")
+        until(lambda: trainer.status(spec.id).state not in ("queued", "running"), journal.log_tail)
+        view.close()
+    status = trainer.status(spec.id)
+    assert (status.state, status.step, status.attempts) == ("succeeded", 60, 2), journal.log_tail()
+    first, second = (e["from_step"] for e in journal.events() if e["event"] == "started")
+    steps = [e["step"] for e in journal.events() if e["event"] == "step"]
+    assert first == 0 and 3 <= second < 50 and steps == list(range(1, 61))
+    (verdict,) = (e for e in journal.events() if e["event"] == "verdict")
+    assert verdict["cause"] == "preempted" and "serving is 1 nodes short" in verdict["message"]
 
 
 def rank_on_node(node: int, folder: Path) -> int:

@@ -48,6 +48,7 @@ def write_log(path: Path, lines: str, ages: float) -> None:
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The log of a node with a driver, which has no /dev/kmsg that can be read."""
+    gpu_errors.own_gpus.cache_clear()
     monkeypatch.setattr(gpu_errors, "DRIVER", tmp_path)
     monkeypatch.setattr(gpu_errors, "KERNEL_LOG", tmp_path / "missing")
     monkeypatch.setattr(gpu_errors, "LOG_FILES", [tmp_path / "none", tmp_path / "kern.log"])
@@ -108,3 +109,24 @@ def test_a_bad_end_carries_the_xids_that_explain_it(files: Path, tmp_path: Path)
     said = describe(ended, "died", "", tmp_path / "rank.txt").log_tail.splitlines()
     assert said[0].startswith("RuntimeError") and len(said) == 5
     assert sum("Xid" in line and "31, pid=7195" in line for line in said) == 1
+
+
+def test_a_neighbours_gpu_on_the_same_node_blames_nobody_here(
+    files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """nvidia-smi is a script that prints what the real one does for the GPUs it is asked for."""
+    asks = tmp_path / "bin" / "nvidia-smi"
+    asks.parent.mkdir()
+    asks.write_text(
+        '#!/bin/sh\ncase "$1 $4" in *pci.bus_id*1,2*)'
+        " echo 00000000:C6:00.0; echo 00000000:1A:00.0;; *) exit 6;; esac\n"
+    )
+    asks.chmod(0o755)
+    monkeypatch.setenv("PATH", str(asks.parent), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    write_log(files, LOG, 60)
+    assert [xid.number for xid in recent_xids(600)] == [94, 31, 45]
+    gpu_errors.own_gpus.cache_clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-9a")  # not known: all of the node's count
+    assert len(recent_xids(600)) == 5
+    gpu_errors.own_gpus.cache_clear()

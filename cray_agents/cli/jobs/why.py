@@ -96,6 +96,10 @@ def _explain_job(home: Home, job_id: str) -> Answer:
         cause = verdicts[-1]["cause"] if verdicts else ""
         step = WORDS[cause][1] if cause in WORDS else "mend the cause, and submit it again"
     elif status.state == "running":
+        if (order := _preemption(home, journal)) is not None:
+            sentences.append(
+                f"It was asked at {when(order.time)} to save and leave its nodes: {order.why}."
+            )
         silent = time.time() - max((event["time"] for event in events), default=time.time())
         if silent > SILENT:
             sentences.append(
@@ -127,6 +131,15 @@ def _explain_job(home: Home, job_id: str) -> Answer:
     if hangs := sorted((journal.folder / "hangs").glob("*.txt")):
         sentences.append(f"The stacks of its last hang are in {hangs[-1]}.")
     return {"what": "job", "name": job_id, "state": status.state, "why": sentences, "next": step}
+
+
+def _preemption(home: Home, journal: Any) -> Any:
+    """Return the order to leave its nodes that a running job or its session has; else None."""
+    from cray_agents.runtime.scheduler.slurm import LEDGER, read_preemption
+    from cray_agents.trainers.job.job_status import read_handover
+
+    last = read_handover(journal)
+    return read_preemption(home.slurm / LEDGER, last.session or journal.job_id, last.id)
 
 
 def _explain_loop(home: Home, name: str) -> Answer:

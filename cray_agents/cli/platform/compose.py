@@ -25,6 +25,7 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
+from cray_agents.cli.platform.cluster_view import ClusterView
 from cray_agents.cli.platform.commands.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
 from cray_agents.cli.platform.gateways.gateway_processes import keep_gateways
@@ -32,7 +33,7 @@ from cray_agents.cli.platform.gateways.shared_port import Ports
 from cray_agents.cli.platform.gateways.sockets import address
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.platform_process import ReplicaCount
-from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule
+from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule, scaling_rules
 from cray_agents.cli.platform.root.permissions import keep_private
 from cray_agents.cli.platform.root.root_claim import describe_inheritance, say, stand_by, start_anew
 from cray_agents.config import Config
@@ -160,6 +161,7 @@ def serve(
                 training,
                 [*placement.replicas, *gpus_in_jobs(config, replicas.jobs)],
                 rule,
+                cluster_view(config, scheduler, resources, rule),
             )
             uvloop.run(platform_run)
 
@@ -176,11 +178,12 @@ async def run(
     training: TrainingSide | None = None,
     gpus: Sequence[Sequence[str]] = (),
     rule: ServingRule | None = None,
+    cluster: ClusterView | None = None,
 ) -> None:
     """Run the replicas and the gateway in the event loop until the platform ends.
 
     `training`: the jobs that use the replicas' GPUs by turns. `gpus`: of each replica.
-    `rule`: by which replicas come and go; None: all stay.
+    `rule`: by which replicas come and go; None: all stay. `cluster`: whose training gives way.
     """
     listener = ports.listener
     sys.setswitchinterval(SWITCH)
@@ -219,7 +222,8 @@ async def run(
     account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, gpus)
     background = [batches, upkeep, jobs, asyncio.create_task(account)]
     if rule is not None:
-        counting = keep_replica_count(pool, services.admission, shares, rule)
+        rules = scaling_rules(config, rule)
+        counting = keep_replica_count(pool, services.admission, shares, rules, cluster)
         background.append(asyncio.create_task(counting))
     if config.gateways > 1:
         services.note_other_gateways()
@@ -306,29 +310,7 @@ def slurm_hosts(
     # late, as cryptography takes a moment to import
     from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
 
-    settings = engine_settings(config, sleeps=False)
-    gpus = gpus_per_server(config.engine_args) if has_gpu_build() else 0
-    nodes = config.replica_nodes
-    ranks = gpus or nodes
-    if ranks % nodes:
-        raise BadInput(
-            f"a replica of {gpus} GPUs (engine_args) does not divide over replica_nodes = {nodes}",
-            param="replica_nodes",
-        )
-    cores = config.replica_cpus or (4 * gpus or 2 * nodes)
-    trusted = os.pathsep.join(map(str, model_code.allowed_directories()))
-    command = Command(
-        name="replica",
-        kind="replica",
-        argv=[],
-        directory="",
-        log="",
-        environment={model_code.VARIABLE: trusted} if trusted else {},
-        nodes=nodes,
-        ranks=ranks,
-        cpus_per_rank=-(-cores // ranks),
-        gpus=gpus > 0,
-    )
+    settings, command = engine_settings(config, sleeps=False), replica_command(config)
     spec = ReplicaSpec(
         model=name,
         number=0,
@@ -338,7 +320,7 @@ def slurm_hosts(
         package=package_version(),
         interface=config.replica_interface,
         tls=tls_folder(config.replica_tls, config.root.tls),
-        nodes=nodes,
+        nodes=command.nodes,
         minutes=config.replica_minutes,
         keep_minutes=config.replica_keep_minutes,
     )
@@ -352,10 +334,48 @@ def slurm_hosts(
     ]
 
 
+def replica_command(config: Config) -> Command:
+    """Return what all replicas' jobs ask Slurm for. Raises BadInput for nodes that do not fit."""
+    gpus = gpus_per_server(config.engine_args) if has_gpu_build() else 0
+    nodes = config.replica_nodes
+    ranks = gpus or nodes
+    if ranks % nodes:
+        raise BadInput(
+            f"a replica of {gpus} GPUs (engine_args) does not divide over replica_nodes = {nodes}",
+            param="replica_nodes",
+        )
+    cores = config.replica_cpus or (4 * gpus or 2 * nodes)
+    trusted = os.pathsep.join(map(str, model_code.allowed_directories()))
+    return Command(
+        name="replica",
+        kind="replica",
+        argv=[],
+        directory="",
+        log="",
+        environment={model_code.VARIABLE: trusted} if trusted else {},
+        nodes=nodes,
+        ranks=ranks,
+        cpus_per_rank=-(-cores // ranks),
+        gpus=gpus > 0,
+    )
+
+
 def gpus_in_jobs(config: Config, replicas: int) -> list[list[str]]:
     """Return the GPUs of each replica that is a Slurm job, as numbered within its job."""
     each = gpus_per_server(config.engine_args) if has_gpu_build() else 0
     return [[str(number) for number in range(each)]] * replicas
+
+
+def cluster_view(
+    config: Config,
+    scheduler: Slurm | LocalProcesses,
+    resources: Resources,
+    rule: ServingRule | None,
+) -> ClusterView | None:
+    """Return the cluster whose training gives way to replicas; None where none does."""
+    if rule is None or not config.preempt_training or not isinstance(scheduler, Slurm):
+        return None
+    return ClusterView(config.root, scheduler, resources, replica_command(config))
 
 
 def make_pool(
@@ -404,6 +424,14 @@ def asks_for_replicas(pool: Pool, admission: Admission, shares: GatewayShares) -
     return admission.demand > 0 or shares.demand > 0 or pool.swapping
 
 
+def outage_seconds(config: Config, *, scales: bool) -> float:
+    """Return how long a request waits without a replica. `scales`: the first one may have to start.
+
+    The same for the platform's own gateway and for further ones.
+    """
+    return config.swap_timeout + (config.start_timeout if scales else 0.0)
+
+
 def make_admission(
     config: Config,
     pool: Pool,
@@ -427,7 +455,7 @@ def make_admission(
         lambda: share_of(config.max_queue),
         serves=lambda model: pool.serves(registry.resolve(model).id),
         swapping=lambda: pool.swapping,
-        outage=config.swap_timeout + (config.start_timeout if scales else 0.0),
+        outage=outage_seconds(config, scales=scales),
     )
     return admission
 

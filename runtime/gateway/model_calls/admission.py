@@ -109,7 +109,8 @@ class Admission:
         serves: returns True if a replica can answer for a model, by the name in the request.
         swapping: returns True while weights are being changed.
         trickle: seconds after which a waiting batch request is let in before interactive ones.
-        outage: seconds without capacity after which no request is kept waiting.
+        outage: seconds without capacity after which no request is kept waiting; a callable is
+            called at each look.
     """
 
     def __init__(
@@ -120,14 +121,14 @@ class Admission:
         serves: Callable[[str], bool] | None = None,
         swapping: Callable[[], bool] | None = None,
         trickle: float = 5.0,
-        outage: float = 120.0,
+        outage: Callable[[], float] | float = 120.0,
     ) -> None:
         self._capacity = capacity
         self._queue = queue
         self._serves = serves
         self._swapping = swapping
         self._trickle = trickle
-        self._outage = outage
+        self._given_outage = outage
         self._last_capacity = capacity if isinstance(capacity, int) else 64
         self._dark_since: float | None = None  # start of an outage, as far as it was checked
         self._last_check = 0.0
@@ -384,6 +385,11 @@ class Admission:
             f"(max_queue = {bound}): come again in {seconds:.2g} s",
             retry_after=seconds,
         )
+
+    @property
+    def _outage(self) -> float:
+        given = self._given_outage
+        return given if isinstance(given, int | float) else given()
 
     def _check_outage(self) -> None:
         if self._dark_since is None or time.monotonic() - self._dark_since < self._outage:

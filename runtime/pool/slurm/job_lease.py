@@ -27,6 +27,7 @@ HEARTBEAT = 2.0  # seconds between two writes of a lease
 STATE_SECONDS = 5.0  # that a supervisor waits for news when it is asked for its state
 SPEC, SECRET, LEASE = "spec.json", "secret", "lease.json"
 TERM_HEADER = "x-cray-term"  # the term of the controller that asks a supervisor
+JOB_PREFIX = "replica-"  # of the names of replicas' jobs
 ATTEMPTS_KEPT = 5  # folders of a replica
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, of Linux
 
@@ -61,7 +62,7 @@ class ReplicaSpec(Record):
     @property
     def job_name(self) -> str:
         """The unique name of the attempt's job."""
-        return f"replica-{self.number}-{self.attempt}"
+        return f"{JOB_PREFIX}{self.number}-{self.attempt}"
 
     def serves_like(self, other: "ReplicaSpec") -> bool:
         """Tell whether two specs differ in attempt and submitting host alone."""

@@ -10,16 +10,19 @@ tables. All of it was run on recorded texts alone.
 import errno
 import os
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 KERNEL_LOG = Path("/dev/kmsg")
 #: The same lines where syslog writes them to files, the first that can be read.
 LOG_FILES = [Path("/var/log") / name for name in ("kern.log", "messages", "syslog")]
 DRIVER = Path("/proc/driver/nvidia")
+SMI_SECONDS = 30.0  # for nvidia-smi's answer
 _RECORD = 8192  # bytes of one of the kernel's records, at most
 _TAIL = 2**20  # bytes of a log file
 
@@ -56,6 +59,7 @@ _NO_GPU = "|".join(str(number) for number in (*PROGRAM, CONSEQUENCE))
 #: Of a text in which a GPU is blamed, also by a number that no table has, or the program.
 GPU_SIGN = rf"\bXid\b(?!{_PLACE} (?:{_NO_GPU})\b)"
 PROGRAM_SIGN = rf"\bXid{_PLACE} (?:{'|'.join(map(str, PROGRAM))})\b"
+_BUS_ID = re.compile(r"[0-9A-Fa-f]*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})\.[0-9A-Fa-f]")
 _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([^)]*)\): (\d+),?(?: pid='?(\d+))?.*")
 
 
@@ -83,8 +87,34 @@ class Xid:
 
 
 def recent_xids(seconds: float) -> list[Xid]:
-    """Return the XIDs of the last seconds on this node; none where the log cannot be read."""
-    return find_xids(line for age, line in _recent_lines() if age <= seconds)
+    """Return the XIDs of the last seconds on this job's GPUs; none where no log can be read.
+
+    Where the job's GPUs are not known, those of all of the node's count.
+    """
+    xids = find_xids(line for age, line in _recent_lines() if age <= seconds)
+    ours = own_gpus() if DRIVER.exists() else frozenset[str]()
+    return [xid for xid in xids if not ours or xid.gpu.lower() in ours]
+
+
+@cache
+def own_gpus() -> frozenset[str]:
+    """Return the PCI addresses of this job's GPUs, as XIDs name them; none if unknown.
+
+    Asked once, when the job begins: a GPU that is lost later is not listed any more.
+    """
+    argv = ["nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
+    if devices := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        argv += ["-i", devices]
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=SMI_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return frozenset()
+    rows = [_BUS_ID.fullmatch(row.strip()) for row in done.stdout.splitlines()]
+    if done.returncode or not all(rows):
+        return frozenset()
+    return frozenset(row[1].lower() for row in rows if row)
 
 
 def find_xids(lines: Iterator[str]) -> list[Xid]:

@@ -16,9 +16,17 @@ import time
 
 import uvloop
 
-from cray_agents.cli.platform.compose import GC, SWITCH, check_access, make_server, open_store
+from cray_agents.cli.platform.compose import (
+    GC,
+    SWITCH,
+    check_access,
+    make_server,
+    open_store,
+    outage_seconds,
+)
 from cray_agents.cli.platform.gateways.shared_port import listen_together
 from cray_agents.cli.platform.gateways.sockets import address
+from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.root.root_claim import say
 from cray_agents.config import Config
 from cray_agents.errors import NoController, SetupError
@@ -116,7 +124,7 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         lambda: share_of(config.max_queue, reports),
         serves=lambda model: pool.serves(registry.resolve(model).id),
         swapping=lambda: pool.swapping,
-        outage=config.swap_timeout,
+        outage=lambda: outage_seconds(config, scales=replicas_scale(link)),
     )
     return FurtherServices(
         store,
@@ -130,6 +138,11 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         reward_limit=config.reward_limit,
         metrics=Metrics(gateway=name),
     )
+
+
+def replicas_scale(link: ControllerLink) -> bool:
+    """Tell whether the controller's replicas come and go with the load, by its claim."""
+    return bool(link.replicas) and ReplicaCount.parse(link.replicas).least is not None
 
 
 def replica_tls(config: Config) -> ssl.SSLContext | None:

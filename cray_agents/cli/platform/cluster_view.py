@@ -1,0 +1,170 @@
+"""Cluster view: the nodes of a Slurm cluster and the training on them, as the controller sees them.
+
+replica_count.py looks through it while requests need more replicas than there are, and lets it
+preempt. The unit is a place: what one replica takes of a node, in GPUs, or in cores without any. So
+a node of eight GPUs has four places for replicas of two. Only training of this root is preempted.
+
+All state is Slurm's and in the jobs' folders. So a controller that takes over sees the same, also
+which jobs save already. All methods block: call them in a thread.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cray_agents.errors import CrayError
+from cray_agents.paths import Home
+from cray_agents.ports import Command
+from cray_agents.runtime.pool.slurm.job_lease import JOB_PREFIX
+from cray_agents.runtime.scaling.ledger import LedgerFile
+from cray_agents.runtime.scaling.observed import TrainingView
+from cray_agents.runtime.scheduler.slurm import Job, NodeRoom, Slurm
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.trainers.session.session_journal import SessionJournal
+from cray_agents.training_jobs import JobSpec, Layout
+
+LEAVE_SECONDS = 600.0  # that a job may take to save before Slurm ends it
+#: Why Slurm lets a job wait that nodes would help; "": it has not looked yet.
+ROOM_REASONS = ("", "Resources", "Priority", "BeginTime", "ReqNodeNotAvail")
+IDLE_SESSION = -(10**6)  # priority of a session without a job: it has nothing to lose
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ClusterState:
+    """Places of a cluster at one moment: see `Observed`, whose fields these are.
+
+    `waiting`, `replicas`: replicas whose job is in Slurm's queue, and those whose job runs.
+    """
+
+    waiting: int = 0
+    replicas: int = 0
+    nodes: int = 0
+    free: int = 0
+    leaving: int = 0
+    running: list[TrainingView] = field(default_factory=list)
+
+
+class ClusterView:
+    """The cluster of a scheduler, in places of `replica` (a replica's command)."""
+
+    def __init__(
+        self, home: Home, scheduler: Slurm, resources: Resources, replica: Command
+    ) -> None:
+        self._home, self._scheduler, self._resources = home, scheduler, resources
+        self._gpus = replica.gpus
+        self._need = replica.ranks // replica.nodes * (1 if self._gpus else replica.cpus_per_rank)
+        self._ledger = LedgerFile(home.ledger, "preemptions")
+
+    def look(self, now: float) -> ClusterState:
+        """Return the present state; `now` is the controller's clock. Raises SchedulerError."""
+        rooms = self._scheduler.room("replica")
+        state = ClusterState(
+            nodes=sum(self._places(room.gpus if self._gpus else room.cores) for room in rooms),
+            free=sum(self._places(self._free(room)) for room in rooms),
+        )
+        past, stuck = time.time() - now, False
+        free = {room.name: self._free(room) for room in rooms}
+        for name, job in self._scheduler.live().items():
+            if name.startswith(JOB_PREFIX):
+                state.replicas += job.state == "running"
+                state.waiting += job.state == "queued"
+                stuck |= job.state == "queued" and job.reason not in ROOM_REASONS
+            if job.state == "queued":
+                continue
+            view = self._view(name, job, past, free.get(job.nodes, 0))
+            if view is None or not view.nodes:
+                continue
+            if (order := self._scheduler.preemption(name, job.id)) is None:
+                state.running.append(view)
+                continue
+            state.leaving += view.nodes
+            if time.time() - order.time > LEAVE_SECONDS:
+                log.warning("%s has not left in %g s: Slurm ends it", name, LEAVE_SECONDS)
+                self._scheduler.preempt(name, order.why, at_once=True)
+        if stuck:  # a replica's job waits for a limit or a hold: nodes would not help it
+            state.running.clear()
+        return state
+
+    def preempt(self, view: TrainingView, why: str) -> bool:
+        """Ask a job or session to save and leave; record it. Return False if it has ended."""
+        if not self._scheduler.preempt(view.name, why):
+            return False
+        log.info("%s is asked to save and leave: %s", view.name, why)
+        kind = "session" if (self._home.sessions / view.name).is_dir() else "job"
+        self._ledger.note(event="preempt", kind=kind, holder=view.name, what=why)
+        return True
+
+    def close(self) -> None:
+        """Close the ledger's file."""
+        self._ledger.close()
+
+    def _free(self, room: NodeRoom) -> int:
+        return room.free_gpus if self._gpus else room.free_cores
+
+    def _places(self, units: int) -> int:
+        return units // self._need
+
+    def _view(self, name: str, job: Job, past: float, free: int) -> TrainingView | None:
+        """Return a running job or session of this root; None for another command, or a broken one.
+
+        `past`: to be subtracted from unix seconds. `free`: units of its node that no job has.
+        """
+        try:
+            if (self._home.job(name) / "spec.json").exists():
+                journal = JobJournal(self._home, name)
+                spec = journal.spec()
+                return self._training(name, job, spec.layout, spec, journal, past, free)
+            if (self._home.sessions / name / "spec.json").exists():
+                session = SessionJournal(self._home, name)
+                current = session.current
+                current_job = JobJournal(self._home, current) if current else None
+                spec_of_job = current_job.spec() if current_job else None
+                layout = session.spec().layout
+                return self._training(name, job, layout, spec_of_job, current_job, past, free)
+        except (CrayError, OSError) as error:
+            log.warning("%s is not preempted: %s", name, error)
+        return None
+
+    def _training(
+        self,
+        name: str,
+        job: Job,
+        layout: Layout,
+        spec: JobSpec | None,
+        journal: JobJournal | None,
+        past: float,
+        free: int,
+    ) -> TrainingView:
+        world = layout.world
+        nodes = self._resources.nodes_for(world)
+        units = world // nodes * (1 if self._gpus else self._resources.cpus_per_rank)
+        began = job.since or time.time()
+        saved = time.time()  # of an idle session: it has nothing to save
+        if journal is not None:
+            saved = max([began, *map(_made_at, journal.resume_points[:1])])
+        return TrainingView(
+            name=name,
+            # with what is free on its node; of several nodes that is not looked at
+            nodes=nodes * (self._places(units + free) - self._places(free)),
+            since=began - past,
+            priority=IDLE_SESSION if spec is None else priority_of(spec),
+            saved_at=saved - past,
+        )
+
+
+def priority_of(spec: JobSpec) -> int:
+    """Return the priority of a job: 0, or less by its own `--nice`."""
+    nice = [option.partition("=")[2] for option in spec.slurm_options if "--nice" in option]
+    value = nice[-1] if nice else "0"
+    return -int(value) if value.removeprefix("-").isdecimal() else 0
+
+
+def _made_at(point: Path) -> float:
+    try:
+        return point.stat().st_mtime
+    except FileNotFoundError:  # a newer one has replaced it
+        return time.time()

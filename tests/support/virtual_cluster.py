@@ -1,0 +1,177 @@
+"""A platform's pool, trainer and controller on a private Slurm cluster of several virtual nodes.
+
+Slurm, pool, admission, trainer and controller are real. Engines and jobs are scripted processes. A
+node has one core, which a replica takes, and so does a rank of a job.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from cray_agents.cli.platform.cluster_view import ClusterView
+from cray_agents.cli.platform.replica_count import PlatformLoad, ReplicaController
+from cray_agents.paths import Home
+from cray_agents.runtime.gateway.gateway_shares import GatewayShares
+from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.slurm.job_lease import JOB_PREFIX
+from cray_agents.runtime.scaling.decision import ScalingRules
+from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.restarter import restart_unfinished_jobs
+from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
+from tests.support.scripted_job import ScriptedJobs
+from tests.support.scripted_pool import checkpoint, probe
+from tests.support.slurm_pool import Site, ask
+
+
+class VirtualCluster:
+    """Replicas and training on a cluster; `controller` decides when its `step` is called."""
+
+    def __init__(self, cluster: PrivateCluster, folder: Path) -> None:
+        self.folder, self.home = folder, Home(folder)
+        self.site = Site(cluster, folder)
+        self.trainer = ScriptedJobs(self.home, self.site.scheduler, Resources(nodes=8, ranks=8))
+        self.pool: Pool
+        self.admission: Admission
+        self.slots = 1
+        self.jobs: dict[str, str] = {}  # name -> id
+        self._parent = folder / "parent"
+        self._requests: list[asyncio.Task[Any]] = []
+
+    def submit(self, name: str, nodes: int = 1, steps: int = 10**6, nice: int = 0) -> str:
+        """Submit a job. Its name is that of its dataset."""
+        if not self._parent.exists():
+            make_seed_model(self._parent, seed=0, corpus=["What is 1 + 1?"])
+        spec = JobSpec(
+            dataset=name, parent=str(self._parent), parent_sha256="0" * 64,
+            hyperparameters=Hyperparameters(steps=steps), layout=Layout(data=nodes),
+            slurm_options=[f"--nice={nice}"] if nice else [],
+        )  # fmt: skip
+        self.jobs[name] = self.trainer.submit(spec).id
+        return self.jobs[name]
+
+    def journal(self, name: str) -> JobJournal:
+        return JobJournal(self.home, self.jobs[name])
+
+    @property
+    def training(self) -> set[str]:
+        """The jobs whose steps go on."""
+        live = self.site.scheduler.live()
+        return {
+            name for name, job_id in self.jobs.items()
+            if job_id in live and live[job_id].state == "running"
+            and self.site.scheduler.preemption(job_id, live[job_id].id) is None
+        }  # fmt: skip
+
+    async def open(self, replicas: int, slots: int, started: int = 0, slow: float = 1e6) -> None:
+        """Start the pool, so that `started` replicas serve. `slow`: seconds of an answer."""
+        self.slots = slots
+        hosts = self.site.hosts(replicas, environment={"CRAY_TEST_SLOW": str(slow)})
+        self.pool = self.site.pool(hosts, wait_timeout=600.0)
+        await self.pool.start(checkpoint(self.folder, 1), "m@1", probe(1), max(1, started))
+        self.admission = Admission(
+            lambda: slots * self.pool.serving, 10**6, serves=self.pool.serves, outage=600.0
+        )
+        if not started:
+            self.pool.give_back()
+            await until(lambda: not self._places_of_replicas)
+
+    def controller(self, rules: ScalingRules, clock: Callable[[], float] | None = None,
+                   **options: Any) -> ReplicaController:  # fmt: skip
+        replica = self.site.hosts(1)[0]._command
+        view = ClusterView(self.home, self.site.scheduler, self.trainer.resources, replica)
+        clocks = {} if clock is None else {"clock": clock}
+        load = PlatformLoad(self.pool, self.admission, GatewayShares(), rules, **clocks)
+        return ReplicaController(self.pool, load, rules, view, **options)
+
+    async def ask(self) -> float:
+        """Ask for an answer that takes its time; return the seconds until it began."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        async with self.admission.enter(model="m@1"):
+            waited = loop.time() - begun
+            await ask(self.pool, lambda: "m@1", "slow answer")
+        return waited
+
+    async def hold(self, count: int) -> None:
+        """Let so many requests be under way, each of which lasts until fewer are wanted."""
+        while len(self._requests) < count:
+            self._requests.append(asyncio.create_task(self.ask()))
+        gone, self._requests = self._requests[count:], self._requests[:count]
+        for request in gone:
+            request.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        inside, waiting = self.admission.inside, self.admission.waiting
+        await until(
+            lambda: (
+                inside() + waiting() == count
+                and inside() == min(count, self.slots * self.pool.serving)
+            )
+        )
+
+    @property
+    def _places_of_replicas(self) -> list[str]:
+        """The states of the replicas that have a node, or could have one soon."""
+        return [one["state"] for one in self.pool.status() if one["state"] != "away" or one["host"]]
+
+    def settled(self) -> bool:
+        """True if nothing moves until the controller decides again."""
+        scheduler = self.site.scheduler
+        scheduler._queue_time = float("-inf")
+        live = scheduler.live()
+        leaving = any(
+            scheduler.preemption(name, job.id) for name, job in live.items()
+            if job.state == "running"
+        )  # fmt: skip
+        restarting = len(live.keys() & set(self.jobs.values())) < len(self.jobs)
+        free = sum(room.free_cores for room in scheduler.room("replica"))
+        queued = any(job.state == "queued" for job in live.values())
+        begun = all(self.journal(name).attempts for name in self.training)
+        moving = set(self._places_of_replicas) - {"serving", "waiting"}
+        calls = sum(name.startswith(JOB_PREFIX) for name, job in live.items()
+                    if job.state == "queued")  # fmt: skip
+        coming = self._places_of_replicas.count("waiting") != calls
+        return begun and not (leaving or restarting or moving or coming or (queued and free))
+
+    async def close(self) -> None:
+        await self.hold(0)
+        await self.site.close()
+        for job_id in self.jobs.values():
+            self.trainer.cancel(job_id)
+
+
+@asynccontextmanager
+async def virtual_cluster(folder: Path, nodes: int) -> AsyncIterator[VirtualCluster]:
+    """A cluster of virtual nodes, with a platform whose jobs go on by themselves."""
+    slurm = PrivateCluster(folder / "slurm", nodes=nodes, cpus=1, gpus=[])
+    await asyncio.to_thread(slurm.start)
+    cluster = VirtualCluster(slurm, folder)
+    restarting = asyncio.create_task(
+        restart_unfinished_jobs(cluster.home, cluster.trainer, every=0.2)
+    )
+    try:
+        yield cluster
+    finally:
+        restarting.cancel()
+        with suppress(asyncio.CancelledError):
+            await restarting
+        await cluster.close()
+        await asyncio.to_thread(slurm.close)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait until a condition holds, also on a machine that has much else to do."""
+    async with asyncio.timeout(180):
+        while not condition():  # noqa: ASYNC110 - there is no event for what the tests look at
+            await asyncio.sleep(0.1)
+
+
+def names_of(ids: Iterable[str], cluster: VirtualCluster) -> list[str]:
+    """The jobs' names of their ids."""
+    names = {job_id: name for name, job_id in cluster.jobs.items()}
+    return [names.get(job_id, job_id) for job_id in ids]
