@@ -434,14 +434,6 @@ class BatchErrors(Record):
     data: list[LineErrors]
 
 
-class TraceFile(Record):
-    """A timeline in the Chrome trace format, which Perfetto opens; times are microseconds."""
-
-    traceEvents: list[dict[str, Any]]
-    displayTimeUnit: Literal["ms"] = "ms"
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-
 class HealthWarning(Record):
     """A failure that raises no error: `kind` names the rule, `count` of `of` met it.
 
