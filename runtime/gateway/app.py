@@ -26,12 +26,14 @@ from cray_agents.runtime.gateway.http.shapes import ANY
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.routes import (
     batches,
+    changes,
     datasets,
     exports,
     files,
     fine_tuning,
     gateways,
     jobs,
+    keys,
     loops,
     models,
     platform,
@@ -62,6 +64,8 @@ ROUTERS = (
     fine_tuning.router,
     loops.router,
     platform.router,
+    keys.router,
+    changes.router,
     gateways.router,
     batches.router,
     files.router,
