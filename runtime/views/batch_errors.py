@@ -26,7 +26,7 @@ def batch_errors(batches: BatchQueue, files: Files, batch_id: str, examples: int
     batch = batches.get(batch_id)
     counts: Counter[str] = Counter()
     statuses: dict[str, int | None] = {}
-    shown: dict[str, list[dict[str, Any]]] = {}
+    first_lines: dict[str, list[dict[str, Any]]] = {}
     if batch.error_file_id is not None:
         lines = _lines_of_file(files, batch.error_file_id)
     else:
@@ -41,7 +41,7 @@ def batch_errors(batches: BatchQueue, files: Files, batch_id: str, examples: int
         code = str(error.get("code") or error.get("type") or status or "unknown")
         counts[code] += 1
         statuses.setdefault(code, status)
-        known = shown.setdefault(code, [])
+        known = first_lines.setdefault(code, [])
         if len(known) < examples:
             message = str(error.get("message") or "")[:LONGEST]
             known.append({"custom_id": result.get("custom_id"), "message": message})
@@ -51,7 +51,7 @@ def batch_errors(batches: BatchQueue, files: Files, batch_id: str, examples: int
         "lines": done.completed + done.failed,
         "failed": done.failed,
         "data": [
-            {"code": code, "status": statuses[code], "lines": count, "examples": shown[code]}
+            {"code": code, "status": statuses[code], "lines": count, "examples": first_lines[code]}
             for code, count in counts.most_common()
         ],
     }

@@ -87,7 +87,7 @@ def sample_page(home: Home, dataset_id: str, split: str, at: int, limit: int) ->
                 if first < before + count and len(samples) < limit:
                     table = file.read_row_group(group, columns=list(SAMPLE_COLUMNS))
                     rows = table.slice(first - before, limit - len(samples)).to_pylist()
-                    samples += [_shown(row, split, first + n) for n, row in enumerate(rows)]
+                    samples += [_sample_fields(row, split, first + n) for n, row in enumerate(rows)]
                 before += count
     end = at + len(samples)
     return {
@@ -106,7 +106,7 @@ def add_texts(sample: dict[str, Any], vocabulary: Vocabulary | None) -> None:
         sample["texts"], sample["bytes"] = decoded.texts, decoded.bytes
 
 
-def _shown(row: dict[str, Any], split: str, at: int) -> dict[str, Any]:
+def _sample_fields(row: dict[str, Any], split: str, at: int) -> dict[str, Any]:
     mask, sampled = row["loss_mask"], row["version_index"]
     return {
         "at": at,

@@ -70,7 +70,7 @@ class LoopSummary(Record):
 
 
 class UsageRow(Record):
-    """What was used by one group: of keys, models or buckets of time, as asked.
+    """The usage of a key, a model or a bucket of time, or of a group of these.
 
     `key` is the id of the API key that began the runs, "" without one; `name` is its name. `model`
     is the version that ended a run, and gets all of its tokens. `time` is the bucket's beginning.
@@ -355,7 +355,7 @@ class JobSeries(Record):
 
 
 class Funnel(Record):
-    """How many runs a dataset considered, took, and left out by reason."""
+    """Counts of the runs that a dataset considered, took, and left out by reason."""
 
     considered: int
     accepted: int

@@ -165,7 +165,7 @@ async def list_dataset_runs(services: Services, request: Request) -> Response:
 @router.get(
     "/v1/datasets/{dataset_id}/histograms",
     Role.train,
-    query={"bins": count_up_to(MOST_BINS)},
+    query={"bins": {**COUNT, "minimum": 1, "maximum": MOST_BINS}},
     answer=DatasetHistograms,
     fails="404 not_found",
 )

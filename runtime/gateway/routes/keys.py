@@ -59,7 +59,7 @@ async def list_keys(services: Services, request: Request) -> Response:
     params = query(request)
     limit, after = number(params, "limit", 100, PAGE_LIMIT), params.get("after")
     pairs = await asyncio.to_thread(lambda: Keys(services.home).list())
-    rows = [_shown(record, revoked) for record, revoked in reversed(pairs)]
+    rows = [_key_fields(record, revoked) for record, revoked in reversed(pairs)]
     if after is not None:
         ids = [row["id"] for row in rows]
         if after not in ids:
@@ -87,7 +87,7 @@ async def create_key(services: Services, request: Request) -> Response:
     except BadInput as error:
         raise BadInput(str(error), param="role") from error
     record, secret = await asyncio.to_thread(lambda: Keys(services.home).create(name, wanted))
-    return json_response({**_shown(record, False), "secret": secret})
+    return json_response({**_key_fields(record, False), "secret": secret})
 
 
 @router.delete("/v1/keys/{key}", Role.admin, answer=data_of(ShownKey), fails="404 not_found")
@@ -95,7 +95,7 @@ async def revoke_key(services: Services, request: Request) -> Response:
     """End the key of this id, or every key of this name. It stops working within a second."""
     key = path_id(request, "key", "key")
     records = await asyncio.to_thread(lambda: Keys(services.home).revoke(key))
-    return json_response({"data": [_shown(record, True) for record in records]})
+    return json_response({"data": [_key_fields(record, True) for record in records]})
 
 
 @router.get(
@@ -165,6 +165,6 @@ def _usage_rows(rows: list[dict[str, Any]], names: dict[str, str]) -> list[dict[
     return sorted(usage, key=order)
 
 
-def _shown(record: KeyRecord, revoked: bool) -> dict[str, Any]:
-    shown = {"id": record.id, "name": record.name, "role": record.role.name}
-    return {**shown, "created": record.created, "revoked": revoked}
+def _key_fields(record: KeyRecord, revoked: bool) -> dict[str, Any]:
+    fields = {"id": record.id, "name": record.name, "role": record.role.name}
+    return {**fields, "created": record.created, "revoked": revoked}

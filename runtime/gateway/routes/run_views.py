@@ -78,7 +78,7 @@ router = Router("Training")
             TEXT, "With commas: agent, model, loop, generation, split, stop_reason, error, tag."
         ),
         "histograms": Described(TEXT, "With commas: reward, seconds, turns, tokens."),
-        "bins": count_up_to(BINS),
+        "bins": {**COUNT, "minimum": 1, "maximum": BINS},
         "percentiles": Described(FLAG, "Without them a million runs take a fraction of the time."),
     },
     answer=RunStats,

@@ -40,6 +40,13 @@ async def get(gateway: Gateway, path: str, **options: Any) -> Any:
     return answer
 
 
+async def answers(gateway: Gateway, status: int, **options: Any) -> None:
+    """Wait until keys are looked at again, which they are within half a second."""
+    async with asyncio.timeout(120):
+        while (await gateway.call("GET", "/v1/whoami", **options))[0] != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 async def describe(gateway: Gateway, run_id: str, **fields: Any) -> None:
     body = {"agent": "a", "model": "calc@1", "input": "q", "stop_reason": "completed", **fields}
     events = {"events": [{"kind": "run", "body": body}]}
@@ -121,14 +128,10 @@ async def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
         )
         boss = {"authorization": f"Bearer {NewKey.model_validate(made).secret}"}
         assert status == 200
-        async with asyncio.timeout(120):  # keys are looked at again within half a second
-            while (await gateway.call("GET", "/v1/keys"))[0] != 401:
-                await asyncio.sleep(0.05)
+        await answers(gateway, 401)
         _, user = await gateway.call("POST", "/v1/keys", json={"name": "user"}, headers=boss)
         me = {"authorization": f"Bearer {user['secret']}"}
-        async with asyncio.timeout(120):
-            while (await gateway.call("GET", "/v1/whoami", headers=me))[0] != 200:
-                await asyncio.sleep(0.05)
+        await answers(gateway, 200, headers=me)
         await gateway.ask("mine", headers=me)
         await gateway.ask("not mine", headers=boss)
         mine = await get(gateway, "/v1/usage?by=key", headers=me)

@@ -108,6 +108,8 @@ BODIES: dict[str, dict[str, Any]] = {
         "turn": 0,
         "comment": "c",
     },
+    "/v1/trajectories/{run_id}/turns/{number}/score": {"model": "m", "top": 5},
+    "/v1/keys": {"name": "k", "role": "use"},
     "/v1/datasets": RECIPE,
     "/v1/jobs": {
         "method": "sft",
