@@ -91,12 +91,16 @@ class Transport:
         options: Any = {"timeout": openai.Timeout(None, connect=CONNECT_SECONDS)}
         try:
             with self.engine.connections.borrow() as client:
-                request = client.with_streaming_response.get(
-                    _with_query(path, query), cast_to=object, options=options
+                stream = await client.get(
+                    _with_query(path, query),
+                    cast_to=object,
+                    options=options,
+                    stream=True,
+                    stream_cls=openai.AsyncStream[object],
                 )
                 cursor = ""
-                async with request as response:
-                    async for line in response.iter_lines():
+                async with stream:
+                    async for line in stream.response.aiter_lines():
                         if line.startswith("id: "):
                             cursor = line[4:]
                         elif line.startswith("data: "):
