@@ -11,6 +11,8 @@ from pydantic import Field
 from cray_agents.records import Message, Split, StopReason, StrictRecord
 from cray_agents.text_words import SIMILAR
 
+LARGEST = 2**53  # that JSON counts to
+
 
 class RunFilter(StrictRecord):
     """A filter of runs: each given field must match.
@@ -18,7 +20,7 @@ class RunFilter(StrictRecord):
     `model` is a `name@N`, or a `name` in any version. `error` is the type of the run's error, `*`
     any error. `since` and `until` bound its start, in unix seconds. A run must have all `tags`.
     `text` is searched in its input, output and messages, ignoring case. A run without a reward
-    matches no range of rewards.
+    matches no range of rewards. `tokens` are those of all its calls' prompts and answers.
     """
 
     loop: str | None = None
@@ -31,6 +33,12 @@ class RunFilter(StrictRecord):
     model: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
+    min_seconds: float | None = None
+    max_seconds: float | None = None
+    min_turns: int | None = Field(None, ge=0, lt=LARGEST)
+    max_turns: int | None = Field(None, ge=0, lt=LARGEST)
+    min_tokens: int | None = Field(None, ge=0, lt=LARGEST)
+    max_tokens: int | None = Field(None, ge=0, lt=LARGEST)
     error: str | None = None
     since: float | None = None
     until: float | None = None

@@ -26,15 +26,18 @@ from cray_agents.runtime.gateway.http.shapes import ANY
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.routes import (
     batches,
+    changes,
     datasets,
     exports,
     files,
     fine_tuning,
     gateways,
     jobs,
+    keys,
     loops,
     models,
     platform,
+    run_views,
     sampling,
     tinker,
     tinker_models,
@@ -45,12 +48,13 @@ from cray_agents.runtime.gateway.routes import (
 from cray_agents.runtime.gateway.services import Services
 
 router = Router("Platform")
-#: Exports stand before trajectories: the first route that matches a path serves it.
+#: Exports and views of runs stand before trajectories: the first route that matches serves it.
 ROUTERS = (
     sampling.router,
     models.models_router,
     models.router,
     exports.router,
+    run_views.router,
     trajectories.router,
     datasets.router,
     jobs.router,
@@ -60,6 +64,8 @@ ROUTERS = (
     fine_tuning.router,
     loops.router,
     platform.router,
+    keys.router,
+    changes.router,
     gateways.router,
     batches.router,
     files.router,

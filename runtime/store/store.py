@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -41,6 +41,7 @@ RECORDED_LATE = 10.0  # seconds from a call's time until it is in the index, at 
 TRIES = 5  # to read events that compaction moves meanwhile
 
 Calls = Literal["full", "none"]
+Tell = Callable[[Iterable[tuple[str, str]]], None]
 
 
 class Appended(NamedTuple):
@@ -72,6 +73,7 @@ class Store:
         self._pending: dict[str, asyncio.Future[list[LinePlace]]] = {}
         self._acknowledged = 0  # events that are on the disk
         self._refreshing = threading.Lock()
+        self._watcher: Tell | None = None
         self._conversations_until = time.time()  # those recorded before are known
         for conversation in self.index.conversations():
             self.conversations.learn(*conversation)
@@ -128,6 +130,31 @@ class Store:
             raise Corrupt(f"the events of run {run_id!r} cannot be read: `cray-agents runs fsck`")
         return runs[0]
 
+    def run_state(self, run_id: str) -> bytes:
+        """Return bytes that change with every event of a run. Raises NotFound."""
+        self.refresh()
+        state = self.index.run_state(run_id)
+        if state is None:
+            raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
+        return state
+
+    def places(self, run_id: str) -> tuple[RunFacts, Places]:
+        """Return the facts of a run and the places of its events. Raises NotFound."""
+        self.refresh()
+        facts = self.index.run(run_id)
+        if facts is None:
+            raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
+        return facts, self.index.places([run_id]).get(run_id, Places(None, (), ()))
+
+    def bodies(self, places: Sequence[LinePlace]) -> Iterator[dict[str, Any]]:
+        """Yield the bodies of events at some places, in their order, as they were appended.
+
+        Raises Moved if compaction has moved one: ask for the places again. Raises Corrupt.
+        """
+        for at in range(0, len(places), PAGE):
+            for line in self.segments.fetch(places[at : at + PAGE]):
+                yield event_in(line)["body"]
+
     def runs(self, query: RunQuery | None = None, calls: Calls = "full") -> list[Run]:
         """Return the matching runs, in the query's order and up to its limit.
 
@@ -166,15 +193,27 @@ class Store:
             return self.index.count(query)
         return sum(1 for _ in self.facts(RunQuery(**query.model_dump())))
 
-    def stats(self, query: RunFilter, by: Sequence[str] = ()) -> list[dict[str, Any]]:
+    def stats(
+        self, query: RunFilter, by: Sequence[str] = (), **options: Any
+    ) -> list[dict[str, Any]]:
         """Return counts, rewards, tokens and times of the matching runs by group (see Index.stats).
 
         Raises BadInput for a query with a text, which the index does not have.
         """
-        if query.text is not None:
-            raise BadInput("statistics cannot look for a text: only bodies tell", param="text")
-        self.refresh()
-        return self.index.stats(query, by)
+        self._check_without_text(query)
+        return self.index.stats(query, by, **options)
+
+    def facets(self, query: RunFilter, by: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """Return the values of fields and how many matching runs have each. Raises BadInput."""
+        self._check_without_text(query)
+        return self.index.facets(query, by)
+
+    def histograms(
+        self, query: RunFilter, of: Sequence[str], bins: int
+    ) -> dict[str, dict[str, Any]]:
+        """Return histograms of reward, seconds, turns, tokens of matching runs. Raises BadInput."""
+        self._check_without_text(query)
+        return self.index.histograms(query, of, bins)
 
     @property
     def problems(self) -> list[Problem]:
@@ -211,6 +250,14 @@ class Store:
             for placed in catch_up(self.segments, self.index):
                 for fact, _ in placed:
                     self._learn(fact)
+                self._tell([fact for fact, _ in placed])
+
+    def watch(self, tell: Tell | None) -> None:
+        """Call `tell` with (run, "appended" or "forgotten") of new events; None ends it.
+
+        It is called on the event loop for this store's own events, in any thread for others'.
+        """
+        self._watcher = tell
 
     def refresh_conversations(self) -> None:
         """Learn the requests that other processes recorded, so that they can be continued here.
@@ -245,6 +292,12 @@ class Store:
         self.index.close()
         self.segments.close()
 
+    def _check_without_text(self, query: RunFilter) -> None:
+        """Refresh for statistics. Raises BadInput for a query with a text."""
+        if query.text is not None:
+            raise BadInput("statistics cannot look for a text: only bodies tell", param="text")
+        self.refresh()
+
     def _submit(self, events: list[Event]) -> "asyncio.Future[list[LinePlace]]":
         if self._redactor is not None:
             events = [self._redactor.apply(event) for event in events]
@@ -264,6 +317,12 @@ class Store:
         self._acknowledged += len(facts)
         for fact in facts:
             self._learn(fact)
+        self._tell(facts)
+
+    def _tell(self, facts: Sequence[Fact]) -> None:
+        if (tell := self._watcher) is not None:
+            forgotten = ("appended", "forgotten")
+            tell((fact.run_id, forgotten[fact.kind == "forget"]) for fact in facts)
 
     def _on_indexed(self, placed: list[Placed]) -> None:
         """Forget the writes of indexed events; runs in the index thread."""
