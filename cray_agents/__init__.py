@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cray_agents.agent.agent import Agent as Agent
     from cray_agents.agent.environment import Environment as Environment
+    from cray_agents.agent.environment import WorkerEnvironment as WorkerEnvironment
     from cray_agents.agent.hooks import Hooks as Hooks
     from cray_agents.agent.run_context import RunContext as RunContext
     from cray_agents.agent.sessions import FileSession as FileSession
@@ -108,6 +109,7 @@ _MODULES = {
     "warm_up": "loop.loop",
     "WarmUp": "loop.warmup",
     "Watch": "loop.live.schedule",
+    "WorkerEnvironment": "agent.environment",
 }
 __all__ = sorted(_MODULES)
 

@@ -21,6 +21,7 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
+from cray_agents.runtime.gateway.rollout_queue import RolloutQueue
 from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
@@ -80,6 +81,7 @@ class Services:
     uploads: Uploads = field(init=False)
     sweeper: Sweeper = field(init=False)
     batches: BatchQueue = field(init=False)
+    rollouts: RolloutQueue = field(init=False)
     fine_tuning: FineTuning = field(init=False)
     datasets: BuildProcess = field(init=False)
     versions: VersionSwitcher = field(init=False)
@@ -95,6 +97,7 @@ class Services:
         self.uploads = Uploads(self.files)
         self.sweeper = Sweeper(self.files, self.uploads)
         self.batches = BatchQueue(self.home, self.files)
+        self.rollouts = RolloutQueue(self.store)
         self.tinker = TinkerFiles(self.home)
         self.datasets = BuildProcess(self.home)
         self.fine_tuning = FineTuning(
