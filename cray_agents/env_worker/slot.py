@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from cray_agents.env_worker.adapters import make_adapter
-from cray_agents.env_worker.rollout import Adapter, Rollout, UsageError
+from cray_agents.env_worker.rollout import Adapter, EnvironmentFailed, Rollout, UsageError
 from cray_agents.processes import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -72,7 +72,8 @@ def blamed(error: BaseException | None) -> str:
 
 
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MESSAGE_CHARS]
+    own = isinstance(error, EnvironmentFailed)
+    return (str(error) if own else f"{type(error).__name__}: {error}")[:MESSAGE_CHARS]
 
 
 def _write(out: IO[str], value: Any) -> None:

@@ -45,7 +45,7 @@ def brevity(completions: list[Any], environments: list[Any], a: list[int], **row
 class Nasty(Adder):
     """Fails as its row's `nasty` says."""
 
-    def reset(self, a: int = 1, b: int = 2, nasty: str = "", **row: Any) -> str:
+    def reset(self, a: int = 0, b: int = 2, nasty: str = "", **row: Any) -> str:
         self.nasty = nasty
         if nasty == "reset":
             raise RuntimeError("no world today")
