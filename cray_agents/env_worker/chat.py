@@ -1,4 +1,4 @@
-"""Conversation: model calls and tool calls in turn, for adapters whose framework brings no client.
+"""Model conversation: model calls and tool calls in turn, where the framework has no client.
 
 The calls go to the run's own base URL, where the platform records them with their tokens.
 """
@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cray_agents.env_worker.http_client import HttpClient, Refused
+from cray_agents.env_worker.http_client import HttpClient, RequestRefused
 from cray_agents.env_worker.rollout import MAX_OBSERVATION, EnvironmentFailed, Rollout
 
 TOO_LONG = ("context length", "context_length", "maximum model length", "longer than")
@@ -17,7 +17,7 @@ class ServerFailed(Exception):
     """The model's server did not answer, after retries."""
 
 
-class Conversation:
+class ModelConversation:
     """The messages of a run, and its model."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Conversation:
         key = f"{self._run_id}/{self._calls}"
         try:
             answer = self._client.post("/chat/completions", body, key=key)
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status == 400 and any(words in refused.message for words in TOO_LONG):
                 return None
             if refused.status >= 500 or refused.status == 429:
@@ -81,5 +81,5 @@ class Conversation:
                 f"tool {call['function']['name']} returned {size} characters: "
                 f"at most {MAX_OBSERVATION}"
             )
-        told = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
-        self.messages.append({**told, "content": content})
+        message = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
+        self.messages.append({**message, "content": content})

@@ -1,7 +1,7 @@
 """HTTP client of the environment worker: JSON by urllib, with retries.
 
-It takes no package, so that it runs beside any pins. Used by worker.py, and by adapters that ask
-the model themselves.
+It takes no package, so that it runs beside any pins. Used by leased_runs.py, and by adapters that
+ask the model themselves.
 """
 
 import json
@@ -15,7 +15,7 @@ RETRIES = 6
 BUSY = (408, 429, 500, 502, 503, 504)
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The server refused a request: `status`, and the `code` of the error's envelope."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
@@ -23,7 +23,7 @@ class Refused(Exception):
         self.status, self.code, self.message = status, code, message
 
 
-class Unreachable(Exception):
+class ServerUnreachable(Exception):
     """No server answers."""
 
 
@@ -38,7 +38,7 @@ class HttpClient:
     def post(
         self, path: str, body: dict[str, Any], *, key: str | None = None, retries: int = RETRIES
     ) -> dict[str, Any]:
-        """Post JSON; return the answer. Raises Refused, Unreachable.
+        """Post JSON; return the answer. Raises RequestRefused, ServerUnreachable.
 
         key: an Idempotency-Key, under which a repeated request is answered and recorded once.
         """
@@ -55,14 +55,14 @@ class HttpClient:
                     raise refused from None
             except (OSError, HTTPException) as error:
                 if turn == retries:
-                    raise Unreachable(f"{self.base_url} does not answer: {error}") from None
+                    raise ServerUnreachable(f"{self.base_url} does not answer: {error}") from None
             time.sleep(min(8.0, 0.25 * 2**turn))
         raise AssertionError
 
 
-def _refused(error: urllib.error.HTTPError) -> Refused:
+def _refused(error: urllib.error.HTTPError) -> RequestRefused:
     try:
-        told = json.loads(error.read())["error"]
-        return Refused(error.code, str(told["message"]), str(told.get("code")))
+        envelope = json.loads(error.read())["error"]
+        return RequestRefused(error.code, str(envelope["message"]), str(envelope.get("code")))
     except (ValueError, KeyError, TypeError, OSError):
-        return Refused(error.code, str(error.reason), "")
+        return RequestRefused(error.code, str(error.reason), "")

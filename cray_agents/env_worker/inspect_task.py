@@ -18,7 +18,7 @@ from inspect_ai.scorer import value_to_float
 
 from cray_agents.env_worker.adapters import load_object
 from cray_agents.env_worker.chat import ServerFailed
-from cray_agents.env_worker.rollout import EnvironmentFailed, Outcome, Rollout, UsageError
+from cray_agents.env_worker.rollout import EnvironmentFailed, Rollout, RolloutOutcome, UsageError
 
 SERVICE = "cray"  # Inspect's name for the model's server
 SERVER_WORDS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
@@ -52,7 +52,7 @@ class InspectAdapter:
                 "identity": ["sample"],
             }
 
-    def run(self, rollout: Rollout) -> Outcome:
+    def run(self, rollout: Rollout) -> RolloutOutcome:
         """Carry out a run."""
         name = str(rollout.metadata.get("sample"))
         if name not in self._ids:
@@ -75,7 +75,7 @@ class InspectAdapter:
             sample = _sample_of(logs)  # it may be read from the log only now
             limit = LIMITS.get(sample.limit.type, "max_turns") if sample.limit else "completed"
             output = sample.output.completion or None
-            return Outcome(self._rewards(sample), output, stop_reason=limit)
+            return RolloutOutcome(self._rewards(sample), output, stop_reason=limit)
 
     def _rewards(self, sample: EvalSample) -> dict[str, float]:
         """Return the scores as numbers. Raises EnvironmentFailed for one that is none."""
@@ -86,8 +86,8 @@ class InspectAdapter:
         rewards: dict[str, float] = {}
         for name in self._scores or scores:
             value = scores[name].value
-            parts = value if isinstance(value, Mapping) else {"": value}
-            for key, part in parts.items():
+            numbers = value if isinstance(value, Mapping) else {"": value}
+            for key, part in numbers.items():
                 rewards[f"{name}.{key}" if key else name] = _number(name, part)
         return rewards
 

@@ -26,6 +26,6 @@ def provide_package() -> None:
 
 if __name__ == "__main__":
     provide_package()
-    from cray_agents.env_worker.worker import main
+    from cray_agents.env_worker.leased_runs import main
 
     sys.exit(main(sys.argv[1:]))

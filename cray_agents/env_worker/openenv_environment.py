@@ -17,12 +17,12 @@ from openenv.core.env_server.mcp_types import CallToolAction
 from openenv.core.generic_client import GenericEnvClient
 from openenv.core.mcp_client import MCPToolClient
 
-from cray_agents.env_worker.chat import Conversation
+from cray_agents.env_worker.chat import ModelConversation
 from cray_agents.env_worker.rollout import (
     MAX_TOOLS,
     EnvironmentFailed,
-    Outcome,
     Rollout,
+    RolloutOutcome,
     UsageError,
 )
 
@@ -46,20 +46,20 @@ class OpenEnvAdapter:
         for seed in range(int(self._options.get("seeds", "100"))):
             yield {"input": prompt, "metadata": {"seed": seed}, "identity": ["seed"]}
 
-    def run(self, rollout: Rollout) -> Outcome:
+    def run(self, rollout: Rollout) -> RolloutOutcome:
         """Carry out a run."""
         kind: Any = MCPToolClient if self._calls_tools else GenericEnvClient
         client = kind(base_url=self._url, message_timeout_s=rollout.seconds).sync()
         with client:
             begun = client.reset(**rollout.metadata)
-            first = "\n\n".join(filter(None, [rollout.task["input"], _shown(begun.observation)]))
+            first = "\n\n".join(filter(None, [rollout.task["input"], _as_text(begun.observation)]))
             tools = [] if self._text else self._tools(client)
-            talk = Conversation(rollout, [{"role": "user", "content": first}], tools)
+            talk = ModelConversation(rollout, [{"role": "user", "content": first}], tools)
             episode = _Episode(client, self._calls_tools)
             stop = self._played(talk, episode)
         if episode.reward is None:
             raise EnvironmentFailed("no step had a reward")
-        return Outcome({"return": episode.reward}, talk.output, stop_reason=stop)
+        return RolloutOutcome({"return": episode.reward}, talk.output, stop_reason=stop)
 
     def _tools(self, client: Any) -> list[dict[str, Any]]:
         if not self._calls_tools:
@@ -69,16 +69,16 @@ class OpenEnvAdapter:
             raise EnvironmentFailed(f"the environment has {len(listed)} tools: at most {MAX_TOOLS}")
         return [_schema(tool.name, tool.description, tool.input_schema) for tool in listed]
 
-    def _played(self, talk: Conversation, episode: "_Episode") -> str:
+    def _played(self, talk: ModelConversation, episode: "_Episode") -> str:
         """Let the model act until the episode is done. Returns the stop reason."""
         for _ in range(self._max_turns):
             message = talk.ask()
             if message is None:
                 return "max_tokens"
             if self._text:
-                shown = episode.step({self._text: message["content"]})
+                observation = episode.step({self._text: message["content"]})
                 if not episode.done:
-                    talk.messages.append({"role": "user", "content": shown})
+                    talk.messages.append({"role": "user", "content": observation})
             elif not message.get("tool_calls"):
                 return "completed"
             for call in message.get("tool_calls", ()):
@@ -104,7 +104,7 @@ class _Episode:
         if result.reward is not None:
             self.reward = (self.reward or 0.0) + float(result.reward)
         self.done = bool(result.done)
-        return _shown(result.observation)
+        return _as_text(result.observation)
 
     def called(self, call: Mapping[str, Any]) -> str:
         """Take the step that a tool call asks for; a call that makes no sense is told so."""
@@ -136,19 +136,21 @@ def make(environment: str, options: Mapping[str, str]) -> OpenEnvAdapter:
 
 
 def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    shown = dict(parameters)
+    schema = dict(parameters)
     if name == ACT:
-        properties = dict(shown.get("properties", {}))
+        properties = dict(schema.get("properties", {}))
         properties.pop("metadata", None)  # OpenEnv's own
-        shown["properties"] = properties
-    function = {"name": name, "description": description, "parameters": shown}
+        schema["properties"] = properties
+    function = {"name": name, "description": description, "parameters": schema}
     return {"type": "function", "function": function}
 
 
-def _shown(observation: Any) -> str:
+def _as_text(observation: Any) -> str:
     """Return an observation as the model reads it, without reward, done and metadata."""
     fields = observation if isinstance(observation, dict) else observation.model_dump(mode="json")
-    own = {k: v for k, v in fields.items() if k not in ("reward", "done", "metadata") and v is not None}
+    own = {
+        k: v for k, v in fields.items() if k not in ("reward", "done", "metadata") and v is not None
+    }
     if set(own) == {"tool_name", "result"}:
         own = {"result": own["result"]}
     values = list(own.values())

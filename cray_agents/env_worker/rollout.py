@@ -1,6 +1,6 @@
 """Rollout: a run that a loop asks for, its outcome, and the failures that are not the agent's.
 
-Used by adapters; worker.py and slot.py carry them as JSON.
+Used by adapters; leased_runs.py and slot.py carry them as JSON.
 """
 
 import math
@@ -45,7 +45,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RolloutOutcome:
     """The end of a run: rewards by name, and the answer if there is one."""
 
     rewards: Mapping[str, float]
@@ -81,5 +81,5 @@ class Adapter(Protocol):
     def tasks(self) -> Iterable[dict[str, Any]]:
         """Yield the environment's tasks as a TaskSet reads them: input, target, metadata."""
 
-    def run(self, rollout: Rollout) -> Outcome:
+    def run(self, rollout: Rollout) -> RolloutOutcome:
         """Carry out a run."""

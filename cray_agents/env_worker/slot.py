@@ -26,7 +26,7 @@ SERVER_ERRORS = {
     "InternalServerError",
     "RateLimitError",
     "ServerFailed",
-    "Unreachable",
+    "ServerUnreachable",
 }
 
 
@@ -46,7 +46,7 @@ def serve(adapter: str, environment: str, options: Mapping[str, str], answers: i
             return
         except Exception as error:  # noqa: BLE001 - code of the user's
             traceback.print_exc()
-            _write(out, {"unusable": f"{environment}: {_told(error)}"})
+            _write(out, {"unusable": f"{environment}: {_message_of(error)}"})
             return
         _write(out, {"ready": True})
         for line in requests:
@@ -59,7 +59,7 @@ def _result(adapter: Adapter, rollout: Rollout) -> dict[str, Any]:
         return adapter.run(rollout).checked()
     except Exception as error:  # noqa: BLE001 - whatever the environment raises
         traceback.print_exc()
-        return {"error": {"type": blamed(error), "message": _told(error)}}
+        return {"error": {"type": blamed(error), "message": _message_of(error)}}
 
 
 def blamed(error: BaseException | None) -> str:
@@ -71,7 +71,7 @@ def blamed(error: BaseException | None) -> str:
     return "EnvironmentFailed"
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     own = isinstance(error, EnvironmentFailed)
     return (str(error) if own else f"{type(error).__name__}: {error}")[:MESSAGE_CHARS]
 

@@ -1,7 +1,7 @@
 """Slot process: start, ask and end a slot with all processes that its environments left behind.
 
 A slot has a session of its own, so that it is ended with what it started. Whoever left that session
-too is found as its descendant. Called by worker.py.
+too is found as its descendant. Called by leased_runs.py.
 """
 
 import json

@@ -19,12 +19,12 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from cray_agents.env_worker.adapters import load_object
-from cray_agents.env_worker.chat import Conversation
+from cray_agents.env_worker.chat import ModelConversation
 from cray_agents.env_worker.rollout import (
     MAX_TOOLS,
     EnvironmentFailed,
-    Outcome,
     Rollout,
+    RolloutOutcome,
     UsageError,
 )
 
@@ -55,7 +55,7 @@ class TrlAdapter:
                 "identity": sorted(columns),
             }
 
-    def run(self, rollout: Rollout) -> Outcome:
+    def run(self, rollout: Rollout) -> RolloutOutcome:
         """Carry out a run."""
         row = rollout.metadata
         if rollout.task.get("target") is not None:
@@ -73,11 +73,11 @@ class TrlAdapter:
         if observation is not None:
             prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + observation}
         tools = methods_of(environment)
-        talk = Conversation(rollout, prompt, schemas(tools))
+        talk = ModelConversation(rollout, prompt, schemas(tools))
         stop = talk.go_on(lambda call: _called(tools, call), self._max_turns)
         completion = talk.messages[len(prompt) :]
         rewards = self._scored(row, prompt, completion, environment)
-        return Outcome(rewards, talk.output, stop_reason=stop)
+        return RolloutOutcome(rewards, talk.output, stop_reason=stop)
 
     def _scored(
         self, row: Mapping[str, Any], prompt: Any, completion: Any, environment: Any

@@ -22,7 +22,7 @@ from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from cray_agents.env_worker.chat import ServerFailed
-from cray_agents.env_worker.rollout import EnvironmentFailed, Outcome, Rollout, UsageError
+from cray_agents.env_worker.rollout import EnvironmentFailed, Rollout, RolloutOutcome, UsageError
 
 KEY_VARIABLE = "CRAY_AGENTS_WORKER_KEY"
 SERVER_STATUS = (408, 429)  # beside 500 and above: the model's server is to blame
@@ -51,7 +51,7 @@ class VerifiersAdapter:
         self._read += itertools.islice(self._tasks, max(0, more))
         return self._read[place] if place < len(self._read) else None
 
-    def run(self, rollout: Rollout) -> Outcome:
+    def run(self, rollout: Rollout) -> RolloutOutcome:
         """Carry out a run."""
         place = rollout.metadata.get("idx")
         task = self._task(place) if isinstance(place, int) and place >= 0 else None
@@ -73,7 +73,7 @@ class VerifiersAdapter:
                 if reward is None:
                     raise EnvironmentFailed(f"reward {name} was not given")
                 rewards[before + name] = reward.value
-        return Outcome(rewards, episode.traces[-1].last_reply or None)
+        return RolloutOutcome(rewards, episode.traces[-1].last_reply or None)
 
     async def _episode(self, task: Any, context: ModelContext) -> Any:
         async with self._environment.serving():

@@ -20,7 +20,7 @@ ENVIRONMENT_ERRORS = ("EnvironmentFailed", "EnvironmentTimeout", "EnvironmentDie
 TELL_EVERY = 60.0  # seconds between warnings that no worker is there
 
 log = logging.getLogger(__name__)
-_told: dict[str, float] = {}  # by environment: when the last warning was
+_warned: dict[str, float] = {}  # by environment: when the last warning was
 
 
 async def run_by_worker(platform: Platform, spec: dict[str, Any]) -> Run:
@@ -45,8 +45,8 @@ async def run_by_worker(platform: Platform, spec: dict[str, Any]) -> Run:
 
 def _tell(environment: str) -> None:
     now = time.monotonic()
-    if now - _told.get(environment, -TELL_EVERY) >= TELL_EVERY:
-        _told[environment] = now
+    if now - _warned.get(environment, -TELL_EVERY) >= TELL_EVERY:
+        _warned[environment] = now
         log.warning(
             "no worker of environment %r asks for runs: start `cray-agents env-worker --name %s`, "
             "see docs/environments.md",

@@ -113,9 +113,9 @@ async def lease_rollout(services: Services, request: Request) -> Response:
 
     Its model calls go to the base URL `/runs/RUN/v1`.
     """
-    asked = parse(LeaseRequest, await read_json(request, services.max_body))
+    wanted = parse(LeaseRequest, await read_json(request, services.max_body))
     leased = await services.rollouts.lease(
-        asked.environment, asked.worker, asked.seconds, asked.wait
+        wanted.environment, wanted.worker, wanted.seconds, wanted.wait
     )
     return json_response({"rollout": leased})
 

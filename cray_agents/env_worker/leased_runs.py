@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.env_worker.adapters import ADAPTERS, make_adapter
-from cray_agents.env_worker.http_client import HttpClient, Refused, Unreachable
+from cray_agents.env_worker.http_client import HttpClient, RequestRefused, ServerUnreachable
 from cray_agents.env_worker.rollout import UsageError
 from cray_agents.env_worker.slot import serve, write_tasks
 from cray_agents.env_worker.slot_process import SlotDied, SlotProcess
@@ -30,7 +30,7 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 @dataclass
-class Worker:
+class EnvironmentWorker:
     """The slots of one environment. `lease`: seconds of a lease, renewed at a third of them."""
 
     name: str
@@ -68,7 +68,7 @@ class Worker:
                 if slot is not None and leased is not None and not self._carry_out(slot, leased):
                     slot.end()
                     slot = None
-        except Refused as error:
+        except RequestRefused as error:
             self._give_up(str(error))
         finally:
             if slot is not None:
@@ -94,10 +94,10 @@ class Worker:
         body = {"environment": self.name, "worker": self._label, "seconds": self.lease}
         try:
             answer = self._client.post("/lease", {**body, "wait": WAIT}, retries=0)
-        except Unreachable:
+        except ServerUnreachable:
             self.stopping.wait(1.0)
             return None
-        except Refused as error:
+        except RequestRefused as error:
             if error.status < 500 and error.status != 429:
                 raise
             self.stopping.wait(1.0)
@@ -137,12 +137,14 @@ class Worker:
         path = f"/{leased['run_id']}/result"
         try:
             self._client.post(path, {"lease": leased["lease"], **answer}, retries=10)
-        except Refused as refused:
+        except RequestRefused as refused:
             _log(f"{leased['run_id']}: {refused}")
             if refused.code != "lease_lost" and error is None:  # such as a reward above the limit
-                told = _error("EnvironmentFailed", f"the platform refused the outcome: {refused}")
-                self._post(leased, told)
-        except Unreachable as lost:
+                failure = _error(
+                    "EnvironmentFailed", f"the platform refused the outcome: {refused}"
+                )
+                self._post(leased, failure)
+        except ServerUnreachable as lost:
             _log(f"{leased['run_id']}: {lost}")
 
 
@@ -163,9 +165,9 @@ class _Renewal:
         self._next = time.monotonic() + self._seconds / 3
         try:
             self._client.post(self._path, self._body, retries=0)
-        except Refused as refused:
+        except RequestRefused as refused:
             self.lost = refused.code in ("lease_lost", "not_found")
-        except Unreachable:
+        except ServerUnreachable:
             pass
 
 
@@ -215,7 +217,7 @@ def main(words: list[str]) -> int:
 def _serve_until_stopped(given: argparse.Namespace) -> None:
     command = [str(LAUNCHER), "--adapter", given.adapter, "--env", given.env]
     command += [word for option in given.option for word in ("--option", option)]
-    worker = Worker(
+    worker = EnvironmentWorker(
         name=given.name or given.adapter,
         command=[*command, "--slot"],
         url=given.url.rstrip("/").removesuffix("/v1"),
