@@ -102,7 +102,7 @@ class RolloutQueue:
         self._store = store
         self._queue: OrderedDict[str, _Queued] = OrderedDict()  # by run, oldest first
         self._workers: dict[tuple[str, str], float] = {}  # (environment, worker) -> last seen
-        self._ended: OrderedDict[str, str] = OrderedDict()  # run -> the lease that ended it
+        self._ended: OrderedDict[str, str] = OrderedDict()  # run -> the lease that told its end, if one did
         self._changed = asyncio.Event()
 
     async def submit(self, spec: RolloutSpec, owner: str) -> RolloutState:
@@ -200,6 +200,7 @@ class RolloutQueue:
         error = result.error
         if error is not None:
             await self._record_failure(queued, error.type, error.message)
+            self._ended[run_id] = result.lease
             return
         if not result.rewards:
             raise BadInput("rewards is empty: give a reward or an error", param="rewards")
@@ -211,6 +212,7 @@ class RolloutQueue:
             rewards=rewards,
             tags=result.tags,
         )
+        self._ended[run_id] = result.lease
 
     def workers(self) -> Counter[str]:
         """Count the workers that asked for runs of late, by environment."""
@@ -277,7 +279,7 @@ class RolloutQueue:
             await self._store.append([event])
         finally:
             queued.ending = False
-        self._ended[run_id] = queued.lease
+        self._ended[run_id] = ""  # by no worker
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
         self._queue.pop(run_id, None)

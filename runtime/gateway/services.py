@@ -47,6 +47,7 @@ class Services:
     shares: of this gateway and further ones in the engines' capacity. several_gateways: whether
     further ones record to the same store.
     token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
+    run_headers: headers that name a request's run, beside X-Run-Id.
     lease: of the controller, which decides; None in tests of the gateway alone.
     joining: taken while an upload's parts are put together. exports: the processes under way.
     """
@@ -68,6 +69,7 @@ class Services:
     api_keys: Mode = "auto"
     token: str = ""
     reward_limit: float = REWARD_LIMIT
+    run_headers: tuple[str, ...] = ()
     lease: ControllerLease | None = None
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
