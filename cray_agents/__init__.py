@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cray_agents.agent.sessions import MemorySession as MemorySession
     from cray_agents.agent.sessions import PlatformSession as PlatformSession
     from cray_agents.agent.tool import tool as tool
+    from cray_agents.agent.trl_class import as_trl as as_trl
     from cray_agents.cli.platform.platform_process import local_platform as local_platform
     from cray_agents.engines.json_tool_calls import ConstrainedEngine as ConstrainedEngine
     from cray_agents.engines.no_real_models import no_real_models as no_real_models
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Agent": "agent.agent",
+    "as_trl": "agent.trl_class",
     "Budget": "loop.stop_rules",
     "ConstrainedEngine": "engines.json_tool_calls",
     "Curriculum": "loop.curriculum",
