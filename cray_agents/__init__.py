@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cray_agents.agent.agent import Agent as Agent
     from cray_agents.agent.environment import Environment as Environment
+    from cray_agents.agent.environment import WorkerEnvironment as WorkerEnvironment
     from cray_agents.agent.hooks import Hooks as Hooks
     from cray_agents.agent.run_context import RunContext as RunContext
     from cray_agents.agent.sessions import FileSession as FileSession
     from cray_agents.agent.sessions import MemorySession as MemorySession
     from cray_agents.agent.sessions import PlatformSession as PlatformSession
     from cray_agents.agent.tool import tool as tool
+    from cray_agents.agent.trl_class import as_trl as as_trl
     from cray_agents.cli.platform.platform_process import local_platform as local_platform
     from cray_agents.engines.json_tool_calls import ConstrainedEngine as ConstrainedEngine
     from cray_agents.engines.no_real_models import no_real_models as no_real_models
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Agent": "agent.agent",
+    "as_trl": "agent.trl_class",
     "Budget": "loop.stop_rules",
     "ConstrainedEngine": "engines.json_tool_calls",
     "Curriculum": "loop.curriculum",
@@ -108,6 +111,7 @@ _MODULES = {
     "warm_up": "loop.loop",
     "WarmUp": "loop.warmup",
     "Watch": "loop.live.schedule",
+    "WorkerEnvironment": "agent.environment",
 }
 __all__ = sorted(_MODULES)
 

@@ -442,6 +442,11 @@ class Config(BaseModel):
     reward_limit: float = Field(
         1e6, gt=0, allow_inf_nan=False, description="largest absolute value of a reward"
     )
+    run_headers: list[str] = Field(
+        default_factory=list,
+        description="headers that name the run of a model call, beside X-Run-Id, such as "
+        "x-session-id of a client that sends a new one for each run",
+    )
     model_roots: list[Path] = Field(
         default_factory=list,
         description="folders whose model directories keys of the role train may name; those of "
@@ -474,6 +479,14 @@ class Config(BaseModel):
         """`preempt_quiet_hours` as (from, to)."""
         spans = (span.partition("-") for span in self.preempt_quiet_hours)
         return [(float(begin), float(end)) for begin, _, end in spans]
+
+    @field_validator("run_headers")
+    @classmethod
+    def _check_run_headers(cls, headers: list[str]) -> list[str]:
+        for header in headers:
+            if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", header):
+                raise ValueError(f"{header!r} is no name of a header")
+        return [header.lower() for header in headers]
 
     @field_validator("slurm_options")
     @classmethod
@@ -540,7 +553,7 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
 
 def _parse_variable(key: str, value: str) -> Any:
     """Parse a variable: lists by spaces, paths by colons, JSON, else the text as it is."""
-    if key in ("engine_args", "redact", "slurm_options"):
+    if key in ("engine_args", "redact", "run_headers", "slurm_options"):
         return value.split()
     if key in ("model_roots", "trust_remote_code"):
         return [path for path in value.split(os.pathsep) if path]

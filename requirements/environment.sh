@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME at the root of the checkout from requirements/NAME.txt, with the Python of .venv: an environment for
-# programs whose pins clash with ours.     requirements/environment.sh foreign|litellm|tinker
+# programs whose pins clash with ours.     requirements/environment.sh foreign|inspect|litellm|openenv|tinker|verifiers
 # Safe to run again at any time, also twice at once: a finished one is recognised by its stamp in no time, a half-finished
-# or outdated one is made anew. Called by the tests (foreign, tinker) and the benchmark (litellm); after `make setup`.
+# or outdated one is made anew. Called by the tests (all but litellm) and the benchmark (litellm); after `make setup`.
 # .venv-tinker also sees the packages of .venv below its own: torch and transformers are too large to have twice.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-name=${1:?"name an environment: foreign, litellm or tinker"}
+name=${1:?"name an environment: foreign, inspect, litellm, openenv, tinker or verifiers"}
 file=requirements/$name.txt
 venv=.venv-$name
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }

@@ -99,6 +99,24 @@ def test_code_inside_vllm_stands_alone() -> None:
         ]
 
 
+def test_code_beside_other_frameworks_stands_alone() -> None:
+    """It may be imported where nothing that cray-agents depends on is installed."""
+    alone = {"cray_agents.processes", "cray_agents.env_worker"}
+    theirs = {
+        "trl_environment.py": {"transformers"},
+        "inspect_task.py": {"inspect_ai"},
+        "verifiers_taskset.py": {"verifiers"},
+        "openenv_environment.py": {"openenv"},
+    }
+    for file in [ROOT / "cray_agents" / "processes.py",
+                 *(ROOT / "cray_agents" / "env_worker").glob("*.py")]:  # fmt: skip
+        for module in imports(file):
+            top = module.partition(".")[0]
+            ours = any(module == one or module.startswith(f"{one}.") for one in alone)
+            known = top in sys.stdlib_module_names or top in theirs.get(file.name, ())
+            assert ours or known, f"{file.name} imports {module}"
+
+
 @pytest.mark.parametrize("folder", ROOMS)
 def test_the_ground_floor_is_small(folder: str) -> None:
     flat = [file.name for file in (ROOT / folder).glob("*.py") if not file.name.startswith("__")]

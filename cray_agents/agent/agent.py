@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, Unpack, cast
 from cray_agents.agent import user_code
 from cray_agents.agent.arguments import check_arguments, check_kinds
 from cray_agents.agent.conversation import execute
-from cray_agents.agent.environment import Environment, declared_tools
+from cray_agents.agent.environment import (
+    EnvironmentMaker,
+    WorkerEnvironment,
+    declared_tools,
+)
 from cray_agents.agent.handoffs import agent_tool, handoff_tool, tool_name
 from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.output_types import OutputReader
@@ -58,7 +62,7 @@ class Changes(TypedDict, total=False):
     output_type: Any
     description: str
     handoffs: Sequence["Agent"]
-    environment: Callable[[], Environment] | None
+    environment: EnvironmentMaker | None
     engine: ChatEngine | None
     base_url: str | None
     max_turns: int
@@ -93,7 +97,8 @@ class Agent(Generic[Output]):
         handoffs: agents that may take over: a tool `transfer_to_<name>` for each switches to its
             instructions, tools, model, output type and, beside this one's, hooks, within the same
             run: its limits and environment stay.
-        environment: makes the Environment of each run; its tools are the run's.
+        environment: makes the Environment of each run; its tools are the run's. Or a
+            WorkerEnvironment, for loops alone: another framework's, in processes of its own.
         engine: answers the requests; default: OpenAIEngine at `base_url`.
         base_url: of the server, default $CRAY_AGENTS_URL, else http://127.0.0.1:8000/v1.
         max_turns: model calls in a run, at most.
@@ -125,7 +130,7 @@ class Agent(Generic[Output]):
     output_type: "type[Output] | UnionType | _SpecialForm" = _TEXT
     description: str = ""
     handoffs: Sequence["Agent"] = ()
-    environment: Callable[[], Environment] | None = None
+    environment: EnvironmentMaker | None = None
     engine: ChatEngine | None = None
     base_url: str | None = None
     max_turns: int = 8
@@ -262,10 +267,17 @@ class Agent(Generic[Output]):
         return user_code.iterate_sync(self.stream(input, **options))
 
     def _start(self, given: str | Task, options: RunOptions) -> RunState:
+        environment = self.environment
+        if isinstance(environment, WorkerEnvironment):
+            raise BadInput(
+                f"agent {self.name!r} lives in workers of {environment.name!r}: only a Loop runs "
+                "it, through `cray-agents env-worker`",
+                param="environment",
+            )
         settings = RunSettings(
             engine=self._engine,
             hooks=self.hooks,
-            environment=self.environment,
+            environment=environment,
             max_turns=self.max_turns,
             max_total_tokens=self.max_total_tokens,
             timeout=self.timeout,

@@ -17,9 +17,10 @@ Called by conversation.py.
 
 import functools
 import logging
+import re
 import types
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cray_agents.agent import hooks, user_code
@@ -30,6 +31,7 @@ from cray_agents.records import Task
 
 Answer = str | Awaitable[str | None] | None  # the return value of a sync or async method
 
+WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 TEARDOWN = 30.0  # seconds that the end of an environment may take
 
 log = logging.getLogger(__name__)
@@ -60,12 +62,34 @@ class Environment:
         return None
 
 
-def declared_tools(make: Callable[[], Environment] | None) -> list[Tool]:
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """An environment of another framework, whose runs processes of its own carry out.
+
+    A Loop asks for each run, and `cray-agents env-worker --name NAME` takes it: see
+    docs/environments.md. The agent's model, temperature, max_tokens and sampling go with the run;
+    its `timeout` (default: 600 seconds) ends it. Instructions, tools and turns are the framework's.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not WORKER_NAME.fullmatch(self.name):
+            raise BadInput(
+                f"WorkerEnvironment({self.name!r}): a name has letters, digits and '._-'",
+                param="environment",
+            )
+
+
+EnvironmentMaker = Callable[[], Environment] | WorkerEnvironment
+
+
+def declared_tools(make: EnvironmentMaker | None) -> list[Tool]:
     """The tools of an environment, for their schemas; each run has its own (`begin`).
 
     Raises BadInput if `make` makes no environment.
     """
-    if make is None:
+    if make is None or isinstance(make, WorkerEnvironment):
         return []
     if not callable(make):
         raise BadInput(f"{make!r} is not an Environment: give a class of one", param="environment")

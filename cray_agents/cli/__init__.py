@@ -38,6 +38,7 @@ COMMANDS = {
     "chat": ("agent.agents",),
     "loop": ("loop.loops",),
     "mcp": ("agent.mcp",),
+    "env-worker": ("agent.environments",),
     "models": ("models.models",),
     "jobs": ("jobs.jobs",),
     "why": ("jobs.why",),

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from cray_agents.agent.agent import Agent
+from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.errors import BadInput
 from cray_agents.loop.curriculum import Curriculum
 from cray_agents.loop.live.schedule import Watch
@@ -166,7 +167,8 @@ def _check_keys(loop: LoopSettings) -> None:
 def check(loop: LoopSettings) -> None:
     """Check a loop's settings. Raises BadInput for nonsense, and for what would have no effect."""
     methods = {stage.method for stage in loop.stages}
-    if not loop.rewards and (loop.watch is None or loop.tasks):
+    own = isinstance(loop.agent.environment, WorkerEnvironment)  # which gives rewards itself
+    if not loop.rewards and not own and (loop.watch is None or loop.tasks):
         raise BadInput("a loop needs at least one reward function", param="rewards")
     for split in ("train", "holdout"):
         if loop.watch is None and not loop.tasks.split(split):

@@ -15,6 +15,7 @@ from cray_agents.generation import Generation, decisions_in
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts, failed_by_infrastructure, success
 from cray_agents.loop.version_gate import VersionGate
+from cray_agents.loop.worker_runs import ENVIRONMENT_ERRORS
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import (
     WHOLE,
@@ -32,6 +33,7 @@ from cray_agents.records import ModelVersion, ProbeReport, Run, Split, Task
 from cray_agents.tasks.task_set import TaskSet
 
 OnDone = Callable[[int], None]
+SET_OFF = (HookError.__name__, *ENVIRONMENT_ERRORS)  # errors that a version may set off
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,8 @@ def _by_task(runs: Sequence[Run]) -> dict[str, Run]:
 def _let_down(run: Run) -> bool:
     """Tell whether a run says nothing of its version.
 
-    A failed hook of ours does say something: the version set it off, and may not gain by that.
+    A failed hook or environment does say something: the version set it off, and may not gain by
+    that.
     """
-    hooked = run.error is not None and run.error.type == HookError.__name__
+    hooked = run.error is not None and run.error.type in SET_OFF
     return failed_by_infrastructure(run) and not hooked

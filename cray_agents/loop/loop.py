@@ -70,7 +70,8 @@ class Loop:
     Args:
         agent: its `model` is the name whose versions are made.
         tasks: with a train and a holdout split; a test split is only ever measured at the ends.
-        rewards: functions marked with @reward; their sum is a run's reward.
+        rewards: functions marked with @reward; their sum is a run's reward. A WorkerEnvironment
+            gives rewards itself, to which these are added; there may be none.
         method: `rft`, `grpo`, `dpo`, `kto`, `sft` or `distill` (see Stage), or a sequence of
             Stages.
         attempts: runs per task and generation.

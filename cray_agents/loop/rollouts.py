@@ -13,15 +13,20 @@ each run is stored when it ends, in the background.
 """
 
 import asyncio
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from cray_agents.agent.agent import Agent
+from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.errors import EngineUnavailable
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
+from cray_agents.loop.worker_runs import SECONDS, run_by_worker
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion, Run, Split, Task, digest
 from cray_agents.rewards.llm_judge import bind_engine
@@ -261,19 +266,36 @@ class Rollouts:
         waits = [BACKOFF * 4**number for number in range(RETRIES)]
         for wait in waits if tried else [0.0, *waits]:
             await asyncio.sleep(wait)
-            going.engine = GatedEngine(self.platform.engine(), self.gate, version)
-            run = await agent.through(going.engine).run(
-                item.task,
-                run_id=going.attempt(len(tried)),
-                loop=self.loop,
-                generation=item.generation,
-                attempt=item.attempt,
-                seed=seed,
-            )
+            run_id = going.attempt(len(tried))
+            run = await self._carried_out(agent, version, item, going, run_id, seed)
             tried.append(await self._scored(run))
             if not failed_by_infrastructure(tried[-1]):
                 break
         return tried[-1]
+
+    async def _carried_out(
+        self,
+        agent: Agent,
+        version: ModelVersion,
+        item: RolloutRequest,
+        going: ActiveRollout,
+        run_id: str,
+        seed: int | None,
+    ) -> Run:
+        """Carry out a run here, or let a worker of the agent's environment do it."""
+        if isinstance(agent.environment, WorkerEnvironment):
+            spec = worker_spec(agent, agent.environment, item, self.loop, run_id, seed)
+            async with self.gate.passing(version, nullcontext()):
+                return await run_by_worker(self.platform, spec)
+        going.engine = GatedEngine(self.platform.engine(), self.gate, version)
+        return await agent.through(going.engine).run(
+            item.task,
+            run_id=run_id,
+            loop=self.loop,
+            generation=item.generation,
+            attempt=item.attempt,
+            seed=seed,
+        )
 
     async def _scored(self, run: Run, *, again: bool = False) -> Run:
         """Score a run and record it. A reward that fails is tried again alone.
@@ -288,6 +310,31 @@ class Rollouts:
         if not (again and needs_scoring(done)):
             await self.platform.record([done])
         return done
+
+
+def worker_spec(
+    agent: Agent,
+    environment: WorkerEnvironment,
+    item: RolloutRequest,
+    loop: str,
+    run_id: str,
+    seed: int | None,
+) -> dict[str, Any]:
+    """The request for a run by a worker, as POST /v1/rollouts takes it."""
+    given = {"temperature": agent.temperature, "max_tokens": agent.max_tokens, "seed": seed}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    return {
+        "run_id": run_id,
+        "environment": environment.name,
+        "agent": agent.name,
+        "model": agent.model,
+        "task": item.task.model_dump(mode="json"),
+        "loop": loop,
+        "generation": item.generation,
+        "attempt": item.attempt,
+        "sampling": {**agent.sampling, **sampling},
+        "seconds": SECONDS if agent.timeout in (None, math.inf) else agent.timeout,
+    }
 
 
 def patience(started: Sequence[ActiveRollout], close_at: float) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from cray_agents.agent.agent import Agent
+from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.agent.handoffs import handoff_tool
 from cray_agents.agent.tool import Tool
 from cray_agents.errors import BadInput
@@ -128,6 +129,7 @@ def _agent(agent: Agent) -> dict[str, Any]:
         "instructions": instructions,
         "tools": _fingerprint(agent.tool_schemas),
         **{name: getattr(agent, name) for name in VERBATIM},
+        **_worker_environment(agent),
         "timeout": None if agent.timeout == math.inf else agent.timeout,
         "sampling": canonical(dict(agent.sampling)).decode(),
         "output_type": _fingerprint(_output_schema(agent)),
@@ -137,6 +139,11 @@ def _agent(agent: Agent) -> dict[str, Any]:
             if other is not None
         },
     }
+
+
+def _worker_environment(agent: Agent) -> dict[str, str]:
+    named = agent.environment
+    return {"environment": named.name} if isinstance(named, WorkerEnvironment) else {}
 
 
 def _task(task: Task) -> dict[str, Any]:

@@ -416,6 +416,18 @@ class Platform:
         query = {"who": who or None, "reason": reason or None}
         return await self._http.delete(f"/models/{name}/canary", query, patient=True)
 
+    async def ask_for_rollout(self, spec: dict[str, Any]) -> str:
+        """Ask for a run by a worker of an environment; return queued, running or done."""
+        return str((await self._http.post("/rollouts", spec))["state"])
+
+    async def wait_for_rollout(self, run_id: str, seconds: int) -> tuple[str, int]:
+        """Wait for the end of such a run; return its state, and the number of workers.
+
+        Raises NotFound where the platform was restarted since.
+        """
+        answer = await self._http.get(f"/rollouts/{run_id}", {"wait": seconds})
+        return str(answer["state"]), int(answer["workers"])
+
     async def generations(self, loop: str) -> list[dict[str, Any]]:
         """Return the finished generations of a loop, in order."""
         return list((await self._http.get(f"/loops/{loop}/generations"))["data"])

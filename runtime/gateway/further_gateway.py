@@ -237,6 +237,7 @@ class FurtherServices:
     max_body: int = 64 * 2**20
     body_timeout: float = 60.0
     reward_limit: float = REWARD_LIMIT
+    run_headers: tuple[str, ...] = ()
     metrics: Metrics = field(default_factory=Metrics)
     several_gateways: bool = field(default=True, init=False)
     run_owners: RunOwners = field(init=False)

@@ -21,6 +21,7 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
+from cray_agents.runtime.gateway.rollout_queue import RolloutQueue
 from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
@@ -49,6 +50,7 @@ class Services:
     shares: of this gateway and further ones in the engines' capacity. several_gateways: whether
     further ones record to the same store.
     token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
+    run_headers: headers that name a request's run, beside X-Run-Id.
     lease: of the controller, which decides; None in tests of the gateway alone.
     joining: taken while an upload's parts are put together. exports: the processes under way.
     """
@@ -70,6 +72,7 @@ class Services:
     api_keys: Mode = "auto"
     token: str = ""
     reward_limit: float = REWARD_LIMIT
+    run_headers: tuple[str, ...] = ()
     lease: ControllerLease | None = None
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
@@ -83,6 +86,7 @@ class Services:
     uploads: Uploads = field(init=False)
     sweeper: Sweeper = field(init=False)
     batches: BatchQueue = field(init=False)
+    rollouts: RolloutQueue = field(init=False)
     fine_tuning: FineTuning = field(init=False)
     datasets: BuildProcess = field(init=False)
     run_pages: RunPages = field(init=False)
@@ -101,6 +105,7 @@ class Services:
         self.uploads = Uploads(self.files)
         self.sweeper = Sweeper(self.files, self.uploads)
         self.batches = BatchQueue(self.home, self.files)
+        self.rollouts = RolloutQueue(self.store)
         self.tinker = TinkerFiles(self.home)
         self.datasets = BuildProcess(self.home)
         self.run_pages = RunPages(self.store)

@@ -90,6 +90,21 @@ async def test_a_run_id_must_be_plain(gateway: Gateway) -> None:
     assert (status, answer["error"]["param"]) == (400, "X-Run-Id")
 
 
+async def test_a_header_of_the_client_may_name_the_run(tmp_path: Path) -> None:
+    body = {"model": "calc", "messages": says("a")}
+    async with served(tmp_path, run_headers=("x-trace", "x-session-id")) as gateway:
+        for turn in ("first", "second"):
+            asked = {**body, "messages": says(turn)}
+            await gateway.call("POST", CHAT, json=asked, headers={"X-Session-ID": "trace-7"})
+        both = {"X-Session-ID": "trace-7", "X-Run-Id": "run_own"}
+        await gateway.call("POST", CHAT, json=body, headers=both)
+        await gateway.call("POST", CHAT, json=body)
+        refused = await gateway.call("POST", CHAT, json=body, headers={"X-Session-ID": "a b"})
+        calls = [len(gateway.calls(name)) for name in ("trace-7", "run_own")]
+    assert calls == [2, 1]
+    assert (refused[0], refused[1]["error"]["param"]) == (400, "x-session-id")
+
+
 async def test_trajectories_page_and_join(gateway: Gateway) -> None:
     for number in range(5):
         run_id = f"run_{number}"

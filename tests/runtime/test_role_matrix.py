@@ -103,6 +103,12 @@ GET     /v1/loops/{loop}/journal/{entry}                train   nothing
 POST    /v1/loops/{loop}/journal/{entry}                train   shared
 GET     /v1/loops/{loop}/generations                    train   nothing
 POST    /v1/loops/{loop}/generations/{number}           train   shared
+GET     /v1/rollouts                                    train   nothing
+POST    /v1/rollouts                                    train   shared
+GET     /v1/rollouts/{run_id}                           train   nothing
+POST    /v1/rollouts/lease                              train   shared
+POST    /v1/rollouts/{run_id}/renew                     train   shared
+POST    /v1/rollouts/{run_id}/result                    train   shared
 GET     /health                                         open    nothing
 GET     /health/live                                    open    nothing
 GET     /health/ready                                   open    nothing

@@ -207,6 +207,7 @@ async def run(
         token=lease.token,
         lease=lease,
         reward_limit=config.reward_limit,
+        run_headers=tuple(config.run_headers),
         admission=make_admission(config, pool, registry, shares, scales=rule is not None),
         shares=shares,
         metrics=Metrics(f"{socket.gethostname()}:{os.getpid()}" if config.gateways > 1 else ""),

@@ -50,7 +50,7 @@ async def answer_call(services: Services, request: Request, api: SamplingApi) ->
     """Answer a request to a sampling API. Called by routes/sampling.py."""
     body = await read_json(request, services.max_body)
     call = await _parse_call(services, api, request, body)
-    if _named_run(request) is not None:
+    if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     if call.key is None:
         return await _answer(services, request, call, None)
@@ -123,7 +123,7 @@ async def start_call(
     Raises BadInput, NotFound, TooManyRequests; the task raises EngineError and its kinds.
     """
     call = await _parse_call(services, api, request, body)
-    if _named_run(request) is not None:
+    if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     wanted = resolve_version(services, call.exchange)
     ticket = take_ticket(services, request, body["model"])
@@ -231,21 +231,26 @@ async def _parse_call(services: Services, api: SamplingApi, request: Request, bo
     )
 
 
-def _named_run(request: Request) -> str | None:
-    """Return the run that the client names for its request."""
-    return request.path_params.get("run_id") or request.headers.get("x-run-id")
+def _named_run(services: Services, request: Request) -> str | None:
+    """Return the run that the client names: by its URL, by X-Run-Id, or by a header of its own."""
+    named = request.path_params.get("run_id") or request.headers.get("x-run-id")
+    if named is None and services.run_headers:
+        headers = request.headers
+        named = next((headers[name] for name in services.run_headers if name in headers), None)
+    return named
 
 
 async def _find_run(
     services: Services, request: Request, api: SamplingApi, messages: list[Any], caller: str
 ) -> tuple[str, str | None]:
     """Return a request's run, and the hash by which the next request will find it."""
-    run_id = _named_run(request)
+    run_id = _named_run(services, request)
     if run_id is not None:
         if not ID.fullmatch(run_id):
+            own = next((n for n in services.run_headers if request.headers.get(n) == run_id), None)
             raise BadInput(
                 f"{run_id[:200]!r} cannot name a run: letters, digits and '._:@-', at most 200",
-                param="X-Run-Id",
+                param=own or "X-Run-Id",
             )
         return str(run_id), None
     if api is COMPLETIONS:  # no conversation

@@ -136,6 +136,7 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         keep_alive=config.keep_alive,
         body_timeout=config.body_timeout,
         reward_limit=config.reward_limit,
+        run_headers=tuple(config.run_headers),
         metrics=Metrics(gateway=name),
     )
 

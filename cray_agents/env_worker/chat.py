@@ -1,0 +1,85 @@
+"""Model conversation: model calls and tool calls in turn, where the framework has no client.
+
+The calls go to the run's own base URL, where the platform records them with their tokens.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cray_agents.env_worker.http_client import HttpClient, RequestRefused
+from cray_agents.env_worker.rollout import MAX_OBSERVATION, EnvironmentFailed, Rollout
+
+TOO_LONG = ("context length", "context_length", "maximum model length", "longer than")
+
+
+class ServerFailed(Exception):
+    """The model's server did not answer, after retries."""
+
+
+class ModelConversation:
+    """The messages of a run, and its model."""
+
+    def __init__(
+        self, rollout: Rollout, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    ) -> None:
+        self.messages = list(messages)
+        self._client = HttpClient(rollout.base_url, rollout.api_key, timeout=rollout.seconds)
+        self._request = {"model": rollout.model, **rollout.sampling}
+        if tools:
+            self._request["tools"] = tools
+        self._run_id, self._calls = rollout.run_id, 0
+
+    @property
+    def output(self) -> str | None:
+        """The model's last answer, if it has said one."""
+        last = self.messages[-1]
+        return last.get("content") if last["role"] == "assistant" else None
+
+    def ask(self) -> dict[str, Any] | None:
+        """Add the model's next message; None if the conversation is too long for the model."""
+        self._calls += 1
+        body = {**self._request, "messages": self.messages}
+        if isinstance(seed := body.get("seed"), int):
+            body["seed"] = seed + self._calls - 1
+        key = f"{self._run_id}/{self._calls}"
+        try:
+            answer = self._client.post("/chat/completions", body, key=key)
+        except RequestRefused as refused:
+            if refused.status == 400 and any(words in refused.message for words in TOO_LONG):
+                return None
+            if refused.status >= 500 or refused.status == 429:
+                raise ServerFailed(str(refused)) from None
+            raise
+        given = answer["choices"][0]["message"]
+        kept = {name: given[name] for name in ("role", "content", "tool_calls") if given.get(name)}
+        message: dict[str, Any] = {"content": "", **kept}
+        self.messages.append(message)
+        return message
+
+    def go_on(self, called: Callable[[Mapping[str, Any]], Any], max_turns: int) -> str:
+        """Let the model call tools until it answers. Returns the stop reason.
+
+        Raises EnvironmentFailed for an observation beyond MAX_OBSERVATION.
+        """
+        for _ in range(max_turns):
+            message = self.ask()
+            if message is None:
+                return "max_tokens"
+            if not message.get("tool_calls"):
+                return "completed"
+            for call in message["tool_calls"]:
+                self.observe(call, called(call))
+        return "max_turns"
+
+    def observe(self, call: Mapping[str, Any], result: Any) -> None:
+        """Add the result of a tool call. Raises EnvironmentFailed if it is too long."""
+        content = result if isinstance(result, list) else str(result)
+        size = len(content) if isinstance(content, str) else len(json.dumps(content))
+        if size > MAX_OBSERVATION:
+            raise EnvironmentFailed(
+                f"tool {call['function']['name']} returned {size} characters: "
+                f"at most {MAX_OBSERVATION}"
+            )
+        message = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
+        self.messages.append({**message, "content": content})

@@ -1,0 +1,1 @@
+"""Environments of other frameworks, their Pythons, and workers that carry out runs in them."""

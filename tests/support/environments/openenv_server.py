@@ -1,0 +1,95 @@
+"""Servers of OpenEnv: `python openenv_server.py tools|number`; prints the port."""
+
+import socket
+import sys
+from typing import Any
+
+import uvicorn
+from fastmcp import FastMCP
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Guess(Action):
+    number: int | str
+
+
+class Hint(Observation):
+    text: str
+
+
+class Sum(Environment):
+    """A number is to be guessed; the seed decides it."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **rest: Any) -> Hint:
+        if seed == 3:
+            raise RuntimeError("no world today")
+        self.a, self.steps = int(seed or 0), 0
+        return Hint(text=f"What is {self.a} + 1?")
+
+    def step(self, action: Guess, timeout_s: float | None = None, **rest: Any) -> Hint:
+        self.steps += 1
+        right = str(action.number).rpartition(" ")[2] == str(self.a + 1)
+        done = right or self.steps == 2
+        return Hint(text="right" if right else "again", reward=float(right), done=done)
+
+    @property
+    def state(self) -> State:
+        return State(step_count=self.steps)
+
+
+class Tools(MCPEnvironment):
+    """The same with MCP tools."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        server = FastMCP("sums")
+        self.said: int | None = None
+
+        @server.tool
+        def submit(number: int) -> str:
+            """Submit the sum."""
+            self.said = number
+            return "thanks"
+
+        super().__init__(server)
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **rest: Any) -> Any:
+        self.a = int(seed or 0)
+        return Hint(text=f"What is {self.a} + 1?")
+
+    def _scored(self, seen: Any) -> Any:
+        if isinstance(seen, CallToolObservation):
+            seen.reward, seen.done = float(self.said == self.a + 1), True
+        return seen
+
+    def step(self, action: Any, **rest: Any) -> Any:
+        return self._scored(super().step(action, **rest))
+
+    async def step_async(self, action: Any, **rest: Any) -> Any:
+        return self._scored(await super().step_async(action, **rest))
+
+    def _step_impl(self, action: Any, **rest: Any) -> Any:
+        raise NotImplementedError
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
+if __name__ == "__main__":
+    made: Any = (
+        create_fastapi_app(Tools, CallToolAction, CallToolObservation, max_concurrent_envs=8)
+        if sys.argv[1] == "tools"
+        else create_fastapi_app(Sum, Guess, Hint, max_concurrent_envs=8)
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    server = uvicorn.Server(uvicorn.Config(made, log_level="warning"))
+    server.run(sockets=[listener])
