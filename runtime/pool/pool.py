@@ -37,6 +37,7 @@ from cray_agents.runtime.pool.published_replicas import PublishedReplica
 from cray_agents.runtime.pool.replica_slot import ReplicaSlot
 from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
 from cray_agents.runtime.pool.rolling_swap import rolling_swap
+from cray_agents.runtime.pool.vllm_engine import PlacedEngine
 
 
 async def stage_on_one_slot(
@@ -324,6 +325,12 @@ class Pool:
     def spares_status(self) -> list[dict[str, Any]]:
         """Return a dict per spare replica that is started."""
         return [slot.status() for slot in self._spares if slot.loaded is not None]
+
+    def engines(self) -> list[PlacedEngine]:
+        """Return the server of each replica, and of each spare one that is started."""
+        named = [(str(number), slot) for number, slot in enumerate(self._slots)]
+        named += [(f"spare-{number}", slot) for number, slot in enumerate(self._spares)]
+        return [slot.placed_engine(name) for name, slot in named if slot.loaded is not None]
 
     @property
     def turns(self) -> dict[str, float] | None:

@@ -50,6 +50,7 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.observability.metrics_history import keep_history
 from cray_agents.runtime.pool.golden_probe import FLOAT32_PROBE
 from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.load_format import load_format
@@ -216,7 +217,8 @@ async def run(
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
     ledger = LedgerFile(home.ledger, "platform")
     account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, gpus)
-    background = [batches, upkeep, jobs, asyncio.create_task(account)]
+    history = keep_history(services.history, services.sample_metrics)
+    background = [batches, upkeep, jobs, *map(asyncio.create_task, (account, history))]
     if rule is not None:
         counting = keep_replica_count(pool, services.admission, shares, rule)
         background.append(asyncio.create_task(counting))

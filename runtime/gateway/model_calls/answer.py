@@ -6,6 +6,7 @@ relay.py, streams; idempotency.py, repeats; passthrough.py, requests that sample
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -83,14 +84,16 @@ async def _answer(
         work = collect_answer(services, answer, ticket, wanted)
         content = await await_or_disconnect(request, ticket, work)
         # recorded from here on, even if the client leaves
-        content = await _record_answer(services, call, content)
+        content = await _record_answer(services, call, ticket, content)
         return Response(content, headers=headers, media_type="application/json")
 
     async def record(data: list[Body], cut: str | None, reply: bytes | None) -> None:
         if cut == "error" and data:
             services.metrics.error("stream_broken")  # one that never began is counted by its status
         if cut is None or call.has_tokens:
-            await _record(services, call, call.stream_events(data, cut, reply))
+            if cut is None:
+                _count_stream(services, call, ticket, recorder.first_at)
+            await _record(services, call, ticket, call.stream_events(data, cut, reply))
 
     def samples_event() -> bytes:
         if not call.returns_samples:
@@ -130,9 +133,8 @@ async def start_call(
 
     async def work() -> bytes:
         answer = services.pool.answer(wanted, call.exchange)
-        return await _record_answer(
-            services, call, await collect_answer(services, answer, ticket, wanted)
-        )
+        content = await collect_answer(services, answer, ticket, wanted)
+        return await _record_answer(services, call, ticket, content)
 
     task = asyncio.create_task(work())
     task.add_done_callback(lambda _: ticket.release())  # also if it never began
@@ -170,23 +172,36 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
             slot.cancel()
 
 
-async def _record_answer(services: Services, call: Call, content: bytes) -> bytes:
+async def _record_answer(services: Services, call: Call, ticket: Ticket, content: bytes) -> bytes:
     """Record the engine's answer and return the client's version of it."""
     answer = orjson.loads(content)
     if call.returns_samples:
         content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
-    await _record(services, call, call.answer_events(answer, content))
+    await _record(services, call, ticket, call.answer_events(answer, content))
     return content
 
 
-async def _record(services: Services, call: Call, events: list[Event]) -> None:
+async def _record(services: Services, call: Call, ticket: Ticket, events: list[Event]) -> None:
+    begun = time.perf_counter()
     appended = await services.store.append(events, new=call.key is None)
+    services.metrics.model_calls.append_seconds.observe(time.perf_counter() - begun)
     if appended.duplicates:  # an id used before: two platforms on one root, or a bug
         raise StoreError(f"the call {call.id} was recorded before; send the request again")
     samples = call.exchange.samples
     prompt = sum(len(sample.prompt_token_ids) for sample in samples)
     sampled = sum(len(sample.token_ids) for sample in samples)
     services.metrics.recorded(prompt, sampled, len(events))
+    finish = events[0].body["finish_reason"]
+    version = call.exchange.version
+    services.metrics.model_calls.count(
+        version, call.owner, ticket.batch, finish, (prompt, sampled), ticket.waited
+    )
+
+
+def _count_stream(services: Services, call: Call, ticket: Ticket, first_at: float) -> None:
+    sampled = sum(len(sample.token_ids) for sample in call.exchange.samples)
+    first, rest = first_at - call.clock, time.perf_counter() - first_at
+    services.metrics.model_calls.streamed(ticket.batch, first, rest, sampled)
 
 
 async def _parse_call(services: Services, api: SamplingApi, request: Request, body: Body) -> Call:
