@@ -46,6 +46,7 @@ COMMANDS = {
     "plan": ("jobs.plan",),
     "simulate": ("platform.simulate",),
     "goodput": ("platform.goodput",),
+    "observability": ("platform.observability",),
     "export": ("data.export",),
     "import": ("data.imports",),
     "batch": ("data.batch",),

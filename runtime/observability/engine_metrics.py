@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from cray_agents.errors import EngineError
-from cray_agents.runtime.pool.vllm_engine import PlacedEngine
+from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 
 TIMEOUT = 5.0  # seconds for a replica to answer
 LABELS = ("replica", "host", "version")
@@ -31,10 +31,10 @@ class EngineText(NamedTuple):
     text: str | None
 
 
-async def scrape(engines: Sequence[PlacedEngine], timeout: float = TIMEOUT) -> list[EngineText]:
+async def scrape(engines: Sequence[ReplicaServer], timeout: float = TIMEOUT) -> list[EngineText]:
     """Ask all replicas at once for their metrics. One that does not answer in time has no text."""
 
-    async def ask(placed: PlacedEngine) -> EngineText:
+    async def ask(placed: ReplicaServer) -> EngineText:
         text: str | None = None
         if placed.engine is not None:
             try:

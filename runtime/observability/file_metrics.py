@@ -12,13 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from cray_agents.errors import CrayError
 from cray_agents.paths import Home
+from cray_agents.runtime.batches.batch_records import Status
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.observability.job_tails import JobTails
@@ -160,8 +161,8 @@ class FileCollector:
                 lines["waiting"] += counts.total - counts.completed - counts.failed
                 oldest = max(oldest, time.time() - batch.created_at)
         batches = GaugeMetricFamily("cray_batches", "Batches by status", labels=["status"])
-        for status, count in statuses.items():
-            batches.add_metric([status], count)
+        for status in get_args(Status):
+            batches.add_metric([status], statuses[status])
         unfinished = GaugeMetricFamily(
             "cray_batch_lines", "Lines of batches under way", labels=["state"]
         )

@@ -93,8 +93,8 @@ class JobTails:
             events = job / "events.jsonl"
             if events.exists():
                 changed.append((events.stat().st_mtime, job.name))
-        shown = [name for _, name in sorted(changed, reverse=True)[: self._most]]
-        self._tails = {name: self._tail(name) for name in shown}
+        listed = [name for _, name in sorted(changed, reverse=True)[: self._most]]
+        self._tails = {name: self._tail(name) for name in listed}
         jobs = GaugeMetricFamily("cray_jobs", "Training jobs by state", labels=["state"])
         for state in ("queued", "running", "succeeded", "failed", "cancelled"):
             jobs.add_metric([state], states[state])

@@ -196,7 +196,7 @@ def _begin_of(path: Path) -> float:
 
 
 @dataclass
-class Curve:
+class MetricCurve:
     """A series: its name, labels, and points of (Unix seconds, value) in the order of time."""
 
     name: str
@@ -206,7 +206,7 @@ class Curve:
 
 def read_curves(
     folder: Path, names: Sequence[str], begin: float, end: float, points: int
-) -> list[Curve]:
+) -> list[MetricCurve]:
     """Return the series of these metrics, each with the last value of every interval.
 
     An interval has (end - begin) / points seconds. A name is that of a sample
@@ -220,7 +220,7 @@ def read_curves(
         for series, value in values.items():
             curves.setdefault(series, {})[interval] = (at, value)
     return [
-        Curve(*parse_series(series), [by_interval[n] for n in sorted(by_interval)])
+        MetricCurve(*parse_series(series), [by_interval[n] for n in sorted(by_interval)])
         for series, by_interval in sorted(curves.items())
     ]
 
@@ -259,6 +259,6 @@ async def keep_history(
         writer.close()
 
 
-def curve_json(curve: Curve) -> dict[str, Any]:
+def curve_json(curve: MetricCurve) -> dict[str, Any]:
     """Return a curve as the gateway answers it."""
     return {"name": curve.name, "labels": curve.labels, "points": curve.points}

@@ -37,7 +37,7 @@ from cray_agents.runtime.pool.published_replicas import PublishedReplica
 from cray_agents.runtime.pool.replica_slot import ReplicaSlot
 from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
 from cray_agents.runtime.pool.rolling_swap import rolling_swap
-from cray_agents.runtime.pool.vllm_engine import PlacedEngine
+from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 
 
 async def stage_on_one_slot(
@@ -326,7 +326,7 @@ class Pool:
         """Return a dict per spare replica that is started."""
         return [slot.status() for slot in self._spares if slot.loaded is not None]
 
-    def engines(self) -> list[PlacedEngine]:
+    def engines(self) -> list[ReplicaServer]:
         """Return the server of each replica, and of each spare one that is started."""
         named = [(str(number), slot) for number, slot in enumerate(self._slots)]
         named += [(f"spare-{number}", slot) for number, slot in enumerate(self._spares)]

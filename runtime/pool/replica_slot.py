@@ -31,7 +31,7 @@ from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
 from cray_agents.runtime.pool.lora_adapters import Adapters
 from cray_agents.runtime.pool.phase_seconds import timed
 from cray_agents.runtime.pool.published_replicas import PublishedReplica, State
-from cray_agents.runtime.pool.vllm_engine import PlacedEngine, VllmEngine
+from cray_agents.runtime.pool.vllm_engine import ReplicaServer, VllmEngine
 from cray_agents.runtime.pool.weight_transfer import STUCK
 
 log = logging.getLogger(__name__)
@@ -118,13 +118,13 @@ class ReplicaSlot:
         """Contents and state, for an error message."""
         return f"{' and '.join(self.loaded.versions) if self.loaded else 'nothing'} ({self.state})"
 
-    def placed_engine(self, replica: str) -> PlacedEngine:
+    def placed_engine(self, replica: str) -> ReplicaServer:
         """Return the server as it is now, with the version of its weights; `replica` names it."""
         server: VllmEngine | None = None
         with suppress(EngineUnavailable):
             engine = self._engine_host.engine
             server = engine if isinstance(engine, VllmEngine) else None
-        return PlacedEngine(replica, self._engine_host.host, self.version or "", server)
+        return ReplicaServer(replica, self._engine_host.host, self.version or "", server)
 
     def engine(self, version: str) -> Engine:
         """Return the engine that answers with a version. Raises EngineUnavailable."""

@@ -60,7 +60,7 @@ _GUARD_TIMEOUT = 10.0  # seconds; the server's own process answers, whatever the
 _NO_SUCH_ROUTE = (404, 405, 501)  # statuses of a route that vLLM lacks for its model
 
 
-class PlacedEngine(NamedTuple):
+class ReplicaServer(NamedTuple):
     """A replica's server, None while it has none: its place in the pool, host and version."""
 
     replica: str

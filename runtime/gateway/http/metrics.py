@@ -23,7 +23,7 @@ MOST_CODES = 100  # error codes with a series of their own, ours and those of en
 GONE = "gone"  # status class of a client that left before the answer
 
 
-class Collector(Protocol):
+class MetricSource(Protocol):
     """A source of further metrics: see `Metrics.add`."""
 
     def collect(self) -> Iterable[Metric]:
@@ -79,7 +79,7 @@ class Metrics:
             registry=registry,
         )
         self.model_calls = CallMetrics(registry)
-        self._collectors: list[Collector] = []
+        self._collectors: list[MetricSource] = []
         self._replica_states: Sequence[Mapping[str, Any]] = ()
         self.in_flight = 0  # HTTP requests in the gateway now
         self.sampled_tokens = 0  # of all recorded calls so far
@@ -100,7 +100,7 @@ class Metrics:
         )
         self._replicas = Gauge("cray_replicas", "Replicas by state", ["state"], registry=registry)
 
-    def add(self, collector: Collector) -> None:
+    def add(self, collector: MetricSource) -> None:
         """Let `collect` also yield the metrics of a collector."""
         self._collectors.append(collector)
 

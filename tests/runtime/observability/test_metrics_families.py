@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 import pytest
 from prometheus_client.exposition import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums, durable
@@ -18,9 +17,8 @@ from cray_agents.runtime.observability.call_metrics import CallMetrics, key_labe
 from cray_agents.runtime.observability.engine_metrics import EngineCollector, EngineText
 from cray_agents.runtime.observability.job_tails import JobTails
 from cray_agents.runtime.observability.metrics_history import keep_history
+from tests.support.scraped_metrics import Samples, parse, put, write_loop_and_jobs
 from tests.support.scripted_gateway import Gateway, says, served, until
-
-Samples = dict[str, dict[tuple[str, ...], float]]
 
 ENGINE = """\
 # HELP vllm:num_requests_running Running
@@ -38,26 +36,10 @@ vllm:ttft_seconds_created 1.7e+09
 """
 
 
-def parse(text: str) -> Samples:
-    """Of each sample's name the values, by the labels' values in the order of their names."""
-    found: Samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels = tuple(value for _, value in sorted(sample.labels.items()))
-            assert labels not in found.setdefault(sample.name, {}), sample
-            found[sample.name][labels] = sample.value
-    return found
-
-
 async def scrape(gateway: Gateway, path: str = "/metrics") -> Samples:
     status, text = await gateway.call("GET", path)
     assert status == 200
     return parse(text)
-
-
-def put(path: Path, *records: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"\n".join([*(checksums.with_crc(orjson.dumps(one)) for one in records), b""]))
 
 
 def test_engines_metrics_get_labels_and_each_family_stands_once() -> None:
@@ -115,22 +97,7 @@ async def test_a_calls_version_key_class_and_seconds(tmp_path: Path) -> None:
 
 async def test_what_files_of_the_root_say(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
-        home = gateway.services.home
-        generations = home.loop("calc") / "generations"
-        record = {"generation": 0, "promoted": True, "holdout_success": 0.25, "version": "calc@1"}
-        put(generations / "0.json", record)
-        later = {"generation": 1, "promoted": False, "holdout_success": 0.5, "runs": 8,
-                 "accepted_runs": 3, "seconds": {"train": 4.0}, "evidence": None}  # fmt: skip
-        put(generations / "1.json", record | later)
-        put(home.job("job-1") / "spec.json", {})
-        put(home.job("job-1") / "attempts" / "1", {})
-        events = [{"event": "started", "time": 1.0},
-                  {"event": "step", "time": 2.0, "step": 1, "loss": 2.0, "mfu": 0.4},
-                  {"event": "straggler", "time": 2.5, "seconds": 3.0, "median": 2.0},
-                  {"event": "step", "time": 3.0, "step": 2, "loss": 1.5, "mfu": 0.5}]  # fmt: skip
-        put(home.job("job-1") / "events.jsonl", *events)
-        put(home.job("job-2") / "spec.json", {})
-        put(home.job("job-2") / "status.json", {"state": "failed"})
+        write_loop_and_jobs(gateway.services.home)
         await gateway.ask("hi")
         found = await scrape(gateway)
     assert found["cray_loop_generation"] == {("calc",): 1}
@@ -141,7 +108,8 @@ async def test_what_files_of_the_root_say(tmp_path: Path) -> None:
     }
     assert found["cray_loop_runs"]["kept", "calc"] == 3
     assert found["cray_loop_phase_seconds"] == {("calc", "train"): 4.0}
-    assert "cray_loop_evidence" not in found
+    assert found["cray_loop_evidence"] == {("calc",): 1.5}
+    assert "cray_loop_loss_last" not in found
     assert found["cray_job_loss"] == {("job-1",): 1.5} and found["cray_job_step"] == {("job-1",): 2}
     assert found["cray_job_straggler_ratio"] == {("job-1",): 1.5}
     assert found["cray_jobs"][("running",)] == 1 and found["cray_jobs"][("failed",)] == 1
