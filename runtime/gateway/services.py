@@ -5,7 +5,7 @@ from asyncio.subprocess import Process
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
@@ -35,6 +35,9 @@ from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
 from cray_agents.runtime.store.index import cache_of
 
+if TYPE_CHECKING:
+    from cray_agents.runtime.observability.live_traces import LiveTraces
+
 #: Families of the engines, by the beginnings of their names, of which a history is kept.
 ENGINE_HISTORY = (
     "vllm:num_requests_running",
@@ -61,6 +64,7 @@ class Services:
     shares: of this gateway and further ones in the engines' capacity. several_gateways: whether
     further ones record to the same store.
     token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
+    traces: sends spans of calls, runs and jobs; None: none.
     lease: of the controller, which decides; None in tests of the gateway alone.
     joining: taken while an upload's parts are put together. exports: the processes under way.
     """
@@ -82,6 +86,7 @@ class Services:
     api_keys: Mode = "auto"
     token: str = ""
     reward_limit: float = REWARD_LIMIT
+    traces: "LiveTraces | None" = None
     lease: ControllerLease | None = None
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
@@ -148,6 +153,8 @@ class Services:
         if self._publishing is not None:
             self._publishing.cancel()
             await asyncio.gather(self._publishing, return_exceptions=True)
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         await self.tinker_samples.close()
         await self.versions.close()
         await self.fine_tuning.close()

@@ -165,6 +165,8 @@ class VllmEngine:
 
     def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"X-Request-Id": exchange.id}
+        if exchange.traceparent:
+            headers["traceparent"] = exchange.traceparent
         if exchange.version:
             headers[EXPECT] = exchange.version
         if exchange.capture:

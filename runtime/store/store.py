@@ -182,6 +182,10 @@ class Store:
         """The damage met while reading, with its places."""
         return self.index.problems()
 
+    def redacted(self, event: Event) -> Event:
+        """Return an event as it is written, without sensitive text."""
+        return event if self._redactor is None else self._redactor.apply(event)
+
     @property
     def commits(self) -> CommitCounts:
         """Groups and appends that this process put on the disk, and the seconds of that."""

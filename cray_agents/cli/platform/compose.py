@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -81,6 +81,9 @@ from cray_agents.trainers.job.failures.failure import failure_settings
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.job.restarter import restart_unfinished_jobs
 from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.observability.live_traces import LiveTraces
 
 PATIENCE = 2.0  # seconds before a message explains a slow start
 SWITCH = 0.0005  # seconds that a busy event loop may delay the thread that commits to the store
@@ -204,6 +207,7 @@ async def run(
         token=lease.token,
         lease=lease,
         reward_limit=config.reward_limit,
+        traces=live_traces(config),
         admission=make_admission(config, pool, registry, shares, scales=rule is not None),
         shares=shares,
         metrics=Metrics(f"{socket.gethostname()}:{os.getpid()}" if config.gateways > 1 else ""),
@@ -431,6 +435,20 @@ def make_admission(
         outage=config.swap_timeout + (config.start_timeout if scales else 0.0),
     )
     return admission
+
+
+def live_traces(config: Config) -> "LiveTraces | None":
+    """Return the sender of spans, if a collector is configured. Raises SetupError."""
+    if config.otlp_endpoint is None:
+        return None
+    try:
+        from cray_agents.runtime.observability.live_traces import LiveTraces
+    except ImportError as error:
+        raise SetupError(
+            "otlp_endpoint is set, and OpenTelemetry is not installed: pip install "
+            f"opentelemetry-exporter-otlp-proto-http ({error})"
+        ) from error
+    return LiveTraces(config.otlp_endpoint, config.otlp_content)
 
 
 def make_server(app: Starlette, config: Config) -> "Gateway":

@@ -16,7 +16,14 @@ import time
 
 import uvloop
 
-from cray_agents.cli.platform.compose import GC, SWITCH, check_access, make_server, open_store
+from cray_agents.cli.platform.compose import (
+    GC,
+    SWITCH,
+    check_access,
+    live_traces,
+    make_server,
+    open_store,
+)
 from cray_agents.cli.platform.root_claim import say
 from cray_agents.cli.platform.shared_port import listen_together
 from cray_agents.cli.platform.sockets import address
@@ -128,6 +135,7 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         keep_alive=config.keep_alive,
         body_timeout=config.body_timeout,
         reward_limit=config.reward_limit,
+        traces=live_traces(config),
         metrics=Metrics(gateway=name),
     )
 

@@ -18,8 +18,8 @@ from cray_agents.runtime.observability.boards.catalog import (
     ALERTS,
     BOARDS,
     Alert,
-    MetricBoard,
     BoardPanel,
+    MetricBoard,
 )
 
 SOURCE = {"type": "prometheus", "uid": "${source}"}
