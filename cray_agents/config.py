@@ -428,6 +428,12 @@ class Config(BaseModel):
     )
     load_timeout: float = Field(300.0, gt=0, description="seconds an engine may load weights for")
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")
+    otlp_endpoint: str | None = Field(
+        None,
+        description="URL of an OpenTelemetry collector that spans are sent to, as "
+        "http://127.0.0.1:4318; none: no spans",
+    )
+    otlp_content: bool = Field(False, description="spans have messages, redacted as when stored")
     silence_timeout: float = Field(
         60.0, gt=0, description="seconds without any answer after which a replica is restarted"
     )
@@ -492,6 +498,13 @@ class Config(BaseModel):
     @classmethod
     def _check_slurm_options(cls, options: list[str]) -> list[str]:
         return check_slurm_options(options)
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_otlp_endpoint(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", endpoint):
+            raise ValueError("give a collector's URL, such as http://127.0.0.1:4318")
+        return endpoint
 
     @field_validator("trust_remote_code")
     @classmethod

@@ -59,7 +59,8 @@ class EngineCall:
     `path` is the path of its API, such as `/v1/chat/completions`. `request` is its JSON body. `id`
     names it at the engine and in the answer. `version` is the `name@N` that answers: the pool sets
     it, and the engine changes it if weights changed before the first token. `samples` are complete
-    when the answer has ended: one sequence per choice.
+    when the answer has ended: one sequence per choice. `traceparent` is the W3C header for the
+    engine; "" for none. `began` is when a replica was picked for it last, in Unix seconds.
     """
 
     path: str
@@ -68,6 +69,8 @@ class EngineCall:
     version: str = ""
     samples: list[SampledSequence] = field(default_factory=list)
     capture: bool = True
+    traceparent: str = ""
+    began: float = 0.0
 
     @property
     def streams(self) -> bool:

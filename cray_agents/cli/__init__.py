@@ -15,14 +15,7 @@ import typer
 from rich.markup import escape
 
 from cray_agents.cli.screen import errors
-from cray_agents.errors import (
-    BadInput,
-    CrayError,
-    JobError,
-    NotFound,
-    RealModelCall,
-    SetupError,
-)
+from cray_agents.errors import BadInput, CrayError, JobError, NotFound, RealModelCall, SetupError
 
 if TYPE_CHECKING:
     app: typer.Typer
@@ -47,6 +40,7 @@ COMMANDS = {
     "plan": ("jobs.plan",),
     "simulate": ("platform.commands.simulate",),
     "goodput": ("platform.commands.goodput",),
+    "observability": ("platform.commands.observability",),
     "export": ("data.export",),
     "import": ("data.imports",),
     "batch": ("data.batch",),

@@ -8,10 +8,11 @@ the files; this module forms the groups and resolves their futures.
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from cray_agents.errors import StoreError
 from cray_agents.runtime.disk import durable
@@ -20,6 +21,14 @@ Item = TypeVar("Item")
 Done = TypeVar("Done")
 
 log = logging.getLogger(__name__)
+
+
+class CommitCounts(NamedTuple):
+    """Groups and items that were put on the disk so far, and the seconds of writing and syncing."""
+
+    groups: int = 0
+    items: int = 0
+    seconds: float = 0.0
 
 
 class GroupCommit(Generic[Item, Done]):
@@ -45,6 +54,7 @@ class GroupCommit(Generic[Item, Done]):
         self._writing: list[tuple[Item, asyncio.Future[Done]]] = []
         self._busy = False  # a group is being written, or about to be
         self._closed = False
+        self.counts = CommitCounts()
         # its own thread, since a dataset may fill the default pool and would delay commits
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
 
@@ -80,8 +90,12 @@ class GroupCommit(Generic[Item, Done]):
     def _commit(self, items: list[Item], loop: asyncio.AbstractEventLoop) -> None:
         """Write one group; runs in the thread."""
         outcome: list[Done] | StoreError = StoreError("the write failed: see the platform's log")
+        begun = time.perf_counter()
         try:
             outcome = self._write(items)
+            groups, count, seconds = self.counts
+            seconds += time.perf_counter() - begun
+            self.counts = CommitCounts(groups + 1, count + len(items), seconds)
         except OSError as error:
             outcome = self._make_error(error)
             log.error("%s", outcome)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route
@@ -42,6 +42,9 @@ from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.observability.live_traces import LiveTraces
 
 REPORT = 0.25  # seconds between two reports
 MOST_NOTES = 10_000  # of a kind that wait for a controller; older ones are dropped
@@ -238,6 +241,7 @@ class FurtherServices:
     body_timeout: float = 60.0
     reward_limit: float = REWARD_LIMIT
     run_headers: tuple[str, ...] = ()
+    traces: "LiveTraces | None" = None
     metrics: Metrics = field(default_factory=Metrics)
     several_gateways: bool = field(default=True, init=False)
     run_owners: RunOwners = field(init=False)
@@ -261,6 +265,8 @@ class FurtherServices:
 
     async def close(self) -> None:
         """Close the parts that reach the controller and the replicas."""
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         await self.versions.close()
         await self.link.close()
         await self.pool.close()

@@ -3,8 +3,9 @@
 import asyncio
 from asyncio.subprocess import Process
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
@@ -25,15 +26,32 @@ from cray_agents.runtime.gateway.rollout_queue import RolloutQueue
 from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
+from cray_agents.runtime.observability.engine_metrics import EngineCollector, scrape
+from cray_agents.runtime.observability.file_metrics import FileCollector
+from cray_agents.runtime.observability.metrics_history import history_folder, series_of
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
+from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.views.change_feed import ChangeFeed
 from cray_agents.runtime.views.run_pages import RunPages
 from cray_agents.runtime.views.token_text import Vocabularies, Vocabulary
 
+if TYPE_CHECKING:
+    from cray_agents.runtime.observability.live_traces import LiveTraces
+
+#: Families of the engines, by the beginnings of their names, of which a history is kept.
+ENGINE_HISTORY = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_",
+    "vllm:num_preemptions",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+)
 JOINS = 2  # uploads that are put together at once: each takes a core and the disk
 
 
@@ -51,6 +69,7 @@ class Services:
     further ones record to the same store.
     token: the key of the platform's own processes; "" for none. reward_limit: the largest reward.
     run_headers: headers that name a request's run, beside X-Run-Id.
+    traces: sends spans of calls, runs and jobs; None: none.
     lease: of the controller, which decides; None in tests of the gateway alone.
     joining: taken while an upload's parts are put together. exports: the processes under way.
     """
@@ -73,6 +92,7 @@ class Services:
     token: str = ""
     reward_limit: float = REWARD_LIMIT
     run_headers: tuple[str, ...] = ()
+    traces: "LiveTraces | None" = None
     lease: ControllerLease | None = None
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
@@ -118,6 +138,23 @@ class Services:
         self.versions = VersionSwitcher(
             self.home, self.store, self.registry, self.pool, self.admission, self.metrics
         )
+        self.metrics.add(FileCollector(self.home, self.store, self.registry, self.batches))
+
+    @property
+    def history(self) -> Path:
+        """The folder of the metrics' history on this host. Raises StoreError."""
+        return history_folder(cache_of(self.home).parent, self.store.identity)
+
+    async def sample_metrics(self) -> dict[str, float]:
+        """Return all metrics now, and the chief ones of the engines, by series."""
+        self.metrics.set_gauges(self.admission, self.pool.status())
+        texts = await scrape(self.pool.engines())
+
+        def read() -> dict[str, float]:
+            engines = EngineCollector(texts, ENGINE_HISTORY)
+            return series_of(chain(self.metrics.collect(), engines.collect()))
+
+        return await asyncio.to_thread(read)
 
     def note_other_gateways(self) -> None:
         """Let further gateways find the replicas, and reckon with what they record and send."""
@@ -137,6 +174,8 @@ class Services:
             self._publishing.cancel()
             await asyncio.gather(self._publishing, return_exceptions=True)
         await self.changes.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         await self.tinker_samples.close()
         await self.versions.close()
         await self.fine_tuning.close()

@@ -31,6 +31,7 @@ from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.engine.engine_host import EngineHost
+from cray_agents.runtime.pool.engine.vllm_engine import ReplicaServer
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
 from cray_agents.runtime.pool.published_replicas import PublishedReplica
 from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
@@ -324,6 +325,12 @@ class Pool:
     def spares_status(self) -> list[dict[str, Any]]:
         """Return a dict per spare replica that is started."""
         return [slot.status() for slot in self._spares if slot.loaded is not None]
+
+    def engines(self) -> list[ReplicaServer]:
+        """Return the server of each replica, and of each spare one that is started."""
+        named = [(str(number), slot) for number, slot in enumerate(self._slots)]
+        named += [(f"spare-{number}", slot) for number, slot in enumerate(self._spares)]
+        return [slot.placed_engine(name) for name, slot in named if slot.loaded is not None]
 
     @property
     def turns(self) -> dict[str, float] | None:

@@ -6,6 +6,7 @@ replica refuses a request whose version it does not serve any more (vllm_plugins
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
@@ -155,6 +156,7 @@ class RequestRouter:
                 sent, closed, exchange.samples = False, False, []
                 await suspicion.wait()
                 async with self._admit(version, deadline, refused) as (slot, exchange.version):
+                    exchange.began = time.time()
                     losses, alone = slot.losses, slot.in_flight == 1
                     try:
                         answer = slot.engine(exchange.version).answer(exchange)

@@ -34,6 +34,11 @@ class Indexing:
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="index")
 
+    @property
+    def behind(self) -> int:
+        """Events that are on the disk and not in the index yet."""
+        return self._behind
+
     def submit(self, placed: list[Placed]) -> None:
         """Queue events of one segment, in its order. Wait while the index is too far behind."""
         with self._changed:

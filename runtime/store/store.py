@@ -21,6 +21,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Event, Run, new_id
 from cray_agents.runtime.disk import durable
+from cray_agents.runtime.disk.group_commit import CommitCounts
 from cray_agents.runtime.store.assembly import assemble
 from cray_agents.runtime.store.conversations import Conversations
 from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts, cache_of, identity_of
@@ -219,6 +220,20 @@ class Store:
     def problems(self) -> list[Problem]:
         """The damage met while reading, with its places."""
         return self.index.problems()
+
+    def redacted(self, event: Event) -> Event:
+        """Return an event as it is written, without sensitive text."""
+        return event if self._redactor is None else self._redactor.apply(event)
+
+    @property
+    def commits(self) -> CommitCounts:
+        """Groups and appends that this process put on the disk, and the seconds of that."""
+        return self._writer.counts
+
+    @property
+    def index_lag(self) -> int:
+        """Events of this process that are on the disk and not in the index yet."""
+        return self._indexing.behind
 
     def has(self, event_id: str) -> bool:
         """Tell whether an event has this id and is not forgotten."""

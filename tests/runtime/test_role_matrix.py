@@ -126,6 +126,8 @@ POST    /v1/pool/lease                                  admin   shared
 POST    /v1/gateways                                    admin   shared
 POST    /v1/gateways/load                               admin   shared
 GET     /metrics                                        use     nothing
+GET     /metrics/engines                                use     nothing
+GET     /v1/metrics/range                               use     nothing
 GET     /openapi.json                                   use     nothing
 GET     /api/v1/healthz                                 open    nothing
 POST    /api/v1/client/config                           use     nothing

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
 
+from cray_agents.runtime.observability.boards.catalog import BOARDS
+from cray_agents.runtime.observability.boards.promql import used_metrics
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+from tests.support.scraped_metrics import labels_of
 from tests.support.scripted_gateway import Gateway, Reply, served, until
 from tests.support.vllm_pool import CHAT, manifest_of
 
@@ -83,6 +87,31 @@ async def ask(gateway: Gateway, session: str, **fields: Any) -> Reply:
 
 def loaded_versions(gateway: Gateway) -> list[str]:
     return sorted(replica["version"] for replica in gateway.pool.status())
+
+
+async def test_the_metrics_of_both_engines_in_one_text(two: Gateway) -> None:
+    await ask(two, "metrics")
+    status, text = await two.call("GET", "/metrics/engines")
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert status == 200 and text.count("# TYPE vllm:num_requests_running gauge") == 1
+    for name in ("vllm:kv_cache_usage_perc", "vllm:time_to_first_token_seconds", "cray_engine_up"):
+        replicas = {sample.labels["replica"] for sample in families[name].samples}
+        assert replicas == {"0", "1"}, name
+    labels = families["cray_engine_up"].samples[0].labels
+    assert labels["host"] and labels["version"] in ("calc@1", "calc@2")
+    sampled = sum(sample.value for sample in families["vllm:generation_tokens"].samples)
+    assert sampled >= TOKENS
+    text = (await two.call("GET", "/metrics"))[1]
+    (known,) = [f for f in text_string_to_metric_families(text) if f.name == "cray_model_tokens"]
+    assert known.samples
+    scraped = labels_of((await two.call("GET", "/metrics/engines"))[1])
+    for board in BOARDS:
+        for panel in board.panels:
+            for used in used_metrics("\n+ ".join(expression for expression, _ in panel.curves)):
+                if used.name.startswith("vllm:"):
+                    assert used.labels <= scraped[used.name], panel.title
+    kept = await two.services.sample_metrics()
+    assert any(series.startswith("vllm:kv_cache_usage_perc") for series in kept)
 
 
 async def test_a_canarys_sessions_are_answered_by_its_weights_until_it_is_rolled_back(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -52,10 +52,12 @@ from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
+from cray_agents.runtime.observability.metrics_history import keep_history
 from cray_agents.runtime.pool.engine.load_format import load_format
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.pool.engine.weight_transfer import FILES, TransferSettings, check_transfer
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.slot.golden_probe import FLOAT32_PROBE
 from cray_agents.runtime.pool.slurm.job_board import JobBoard
 from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica, cancel_surplus
@@ -82,6 +84,9 @@ from cray_agents.trainers.job.failures.failure import failure_settings
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
 from cray_agents.trainers.job.restarter import restart_unfinished_jobs
 from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.observability.live_traces import LiveTraces
 
 PATIENCE = 2.0  # seconds before a message explains a slow start
 SWITCH = 0.0005  # seconds that a busy event loop may delay the thread that commits to the store
@@ -208,6 +213,7 @@ async def run(
         lease=lease,
         reward_limit=config.reward_limit,
         run_headers=tuple(config.run_headers),
+        traces=live_traces(config),
         admission=make_admission(config, pool, registry, shares, scales=rule is not None),
         shares=shares,
         metrics=Metrics(f"{socket.gethostname()}:{os.getpid()}" if config.gateways > 1 else ""),
@@ -221,7 +227,8 @@ async def run(
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
     ledger = LedgerFile(home.ledger, "platform")
     account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, gpus)
-    background = [batches, upkeep, jobs, asyncio.create_task(account)]
+    history = keep_history(services.history, services.sample_metrics)
+    background = [batches, upkeep, jobs, *map(asyncio.create_task, (account, history))]
     if rule is not None:
         rules = scaling_rules(config, rule)
         counting = keep_replica_count(pool, services.admission, shares, rules, cluster)
@@ -460,6 +467,20 @@ def make_admission(
         outage=outage_seconds(config, scales=scales),
     )
     return admission
+
+
+def live_traces(config: Config) -> "LiveTraces | None":
+    """Return the sender of spans, if a collector is configured. Raises SetupError."""
+    if config.otlp_endpoint is None:
+        return None
+    try:
+        from cray_agents.runtime.observability.live_traces import LiveTraces
+    except ImportError as error:
+        raise SetupError(
+            "otlp_endpoint is set, and OpenTelemetry is not installed: pip install "
+            f"opentelemetry-exporter-otlp-proto-http ({error})"
+        ) from error
+    return LiveTraces(config.otlp_endpoint, config.otlp_content)
 
 
 def make_server(app: Starlette, config: Config) -> "Gateway":

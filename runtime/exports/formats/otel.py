@@ -58,7 +58,7 @@ class _MessageCache:
 
     def __init__(self, run: Run, conversation: Conversation) -> None:
         self._run, self._conversation = run, conversation
-        self._messages = [self._text(_message_of(message)) for message in conversation.messages]
+        self._messages = [self._text(genai_message(message)) for message in conversation.messages]
         self._tools = self._text(_tools_of(conversation.tools))
 
     def messages(self, messages: list[Message]) -> str | None:
@@ -68,7 +68,7 @@ class _MessageCache:
         if messages == self._conversation.messages[: len(messages)]:
             return f"[{','.join(self._messages[: len(messages)])}]"
         check_calls(self._run, messages)
-        return self._text([_message_of(message) for message in messages])
+        return self._text([genai_message(message) for message in messages])
 
     def tools(self, tools: list[Json]) -> str | None:
         """Return the JSON of tool definitions, None for none."""
@@ -84,7 +84,7 @@ class _MessageCache:
 
 def _write_run(run: Run) -> Written:
     conversation = conversation_of(run)
-    trace = _hash(run.id, 32)
+    trace = trace_hash(run.id, 32)
     texts = _MessageCache(run, conversation)
     root = _root(run, conversation, texts, trace)
     spans = [root]
@@ -114,7 +114,7 @@ def _root(run: Run, conversation: Conversation, texts: _MessageCache, trace: str
     if messages and messages[-1].get("role") == "assistant":
         turn = conversation.turns_by_message.get(len(messages) - 1)
         call = turn.call if turn is not None else None
-        output = [_answer_of(messages[-1], call.finish_reason if call is not None else None)]
+        output = [genai_answer(messages[-1], call.finish_reason if call is not None else None)]
         messages = messages[:-1]
     usage = run.usage
     known = usage.prompt_tokens > 0
@@ -133,7 +133,7 @@ def _root(run: Run, conversation: Conversation, texts: _MessageCache, trace: str
         **_own_attributes(run),
     }
     name = f"invoke_agent {run.agent}" if run.agent else "invoke_agent"
-    span = _span(trace, _hash(run.id, 16), name, _INTERNAL, run.started, run.seconds)
+    span = _span(trace, trace_hash(run.id, 16), name, _INTERNAL, run.started, run.seconds)
     span["attributes"] = _attributes(run, values)
     span["events"] = [_evaluation(run, reward) for reward in run.rewards]
     if run.error is not None or _failure(run):
@@ -198,7 +198,7 @@ def _chat(
         "gen_ai.usage.input_tokens": len(call.prompt_token_ids) if known else None,
         "gen_ai.usage.output_tokens": len(call.token_ids) if known else None,
         "gen_ai.input.messages": texts.messages(call.messages),
-        "gen_ai.output.messages": _json(run, [_answer_of(call.message, call.finish_reason)]),
+        "gen_ai.output.messages": _json(run, [genai_answer(call.message, call.finish_reason)]),
         "gen_ai.tool.definitions": texts.tools(call.tools),
         "error.type": call.finish_reason if call.finish_reason in _CUT else None,
         **_sampling(run, call.sampling),
@@ -207,7 +207,7 @@ def _chat(
         "cray_agents.redacted": _json(run, [removed.model_dump() for removed in call.redacted]),
     }
     name = f"{operation} {call.model}"
-    span_id = _hash(f"{run.id}/{index}/{call.id}", 16)
+    span_id = trace_hash(f"{run.id}/{index}/{call.id}", 16)
     span = _span(trace, span_id, name, _CLIENT, call.started, call.seconds, parent)
     span["attributes"] = _attributes(run, values)
     if call.finish_reason in _CUT:
@@ -248,7 +248,7 @@ def _tool(run: Run, turn: Turn, number: int, trace: str, parent: str, started: f
         "gen_ai.tool.call.result": _json(run, done.result),
         "error.type": "tool_error" if done.error is not None else None,
     }
-    span_id = _hash(f"{run.id}/{turn.call_id}/{number}/{done.id}", 16)
+    span_id = trace_hash(f"{run.id}/{turn.call_id}/{number}/{done.id}", 16)
     name = f"execute_tool {done.name}"
     span = _span(trace, span_id, name, _INTERNAL, started, done.seconds, parent)
     span["attributes"] = _attributes(run, values)
@@ -257,7 +257,7 @@ def _tool(run: Run, turn: Turn, number: int, trace: str, parent: str, started: f
     return span
 
 
-def _message_of(message: Message) -> Json:
+def genai_message(message: Message) -> Json:
     """Return a message in the conventions' shape; unknown fields stay as they are."""
     record: Json = {"role": str(message.get("role") or "user"), "parts": _content_parts(message)}
     if isinstance(message.get("name"), str):
@@ -266,10 +266,10 @@ def _message_of(message: Message) -> Json:
     return record
 
 
-def _answer_of(message: Message, finish_reason: str | None) -> Json:
+def genai_answer(message: Message, finish_reason: str | None) -> Json:
     """Return a model's answer with its finish reason."""
     reason = finish_reason or ("tool_calls" if message.get("tool_calls") else "stop")
-    return _message_of(message) | {"finish_reason": _REASONS.get(reason, reason)}
+    return genai_message(message) | {"finish_reason": _REASONS.get(reason, reason)}
 
 
 def _tools_of(tools: list[Json]) -> list[Json]:
@@ -357,7 +357,8 @@ def _span(
     return span
 
 
-def _hash(text: str, digits: int) -> str:
+def trace_hash(text: str, digits: int) -> str:
+    """Return the id that follows from a text: 32 hex digits for a trace, 16 for a span."""
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:digits]
 
 

@@ -7,19 +7,28 @@ report through the methods here. routes/platform.py serves GET /metrics.
 """
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator
-from typing import get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.observability.call_metrics import OTHER, SECONDS, CallMetrics
+from cray_agents.runtime.observability.replica_metrics import replica_families
 from cray_agents.runtime.pool.published_replicas import State
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 SWAP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-OTHER = "other"  # the label of unknown routes, methods and codes
 MOST_CODES = 100  # error codes with a series of their own, ours and those of engines
 GONE = "gone"  # status class of a client that left before the answer
+
+
+class MetricSource(Protocol):
+    """A source of further metrics: see `Metrics.add`."""
+
+    def collect(self) -> Iterable[Metric]:
+        """Return metrics as they are now."""
+        ...
 
 
 class _Series:
@@ -69,6 +78,9 @@ class Metrics:
             buckets=SWAP_SECONDS,
             registry=registry,
         )
+        self.model_calls = CallMetrics(registry)
+        self._collectors: list[MetricSource] = []
+        self._replica_states: Sequence[Mapping[str, Any]] = ()
         self.in_flight = 0  # HTTP requests in the gateway now
         self.sampled_tokens = 0  # of all recorded calls so far
         self._prompt, self._sampled = self.tokens.labels("prompt"), self.tokens.labels("sampled")
@@ -88,9 +100,14 @@ class Metrics:
         )
         self._replicas = Gauge("cray_replicas", "Replicas by state", ["state"], registry=registry)
 
+    def add(self, collector: MetricSource) -> None:
+        """Let `collect` also yield the metrics of a collector."""
+        self._collectors.append(collector)
+
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, as a registry does."""
-        for metric in self.registry.collect():
+        own = (self.registry.collect(), replica_families(self._replica_states))
+        for metric in chain(*own, *(one.collect() for one in self._collectors)):
             if self.gateway:
                 metric.samples = [
                     sample._replace(labels={**sample.labels, "gateway": self.gateway})
@@ -129,14 +146,15 @@ class Metrics:
         """Count a swap of the whole pool that has ended."""
         self._swapped[good].observe(seconds)
 
-    def set_gauges(self, admission: Admission, states: Iterable[str]) -> None:
-        """Set the gauges to the present state."""
+    def set_gauges(self, admission: Admission, replicas: Sequence[Mapping[str, Any]]) -> None:
+        """Set the gauges to the present state; `replicas` is what `Pool.status` returns."""
+        self._replica_states = replicas
         self._in_flight.set(self.in_flight)
         self._capacity.set(admission.capacity)
         for name, batch in (("interactive", False), ("batch", True)):
             self._places.labels(name, "inside").set(admission.inside(batch))
             self._places.labels(name, "waiting").set(admission.waiting(batch))
-        counts = Counts(states)
+        counts = Counts(str(replica.get("state")) for replica in replicas)
         self._states |= counts.keys()
         for state in self._states:
             self._replicas.labels(state).set(counts[state])

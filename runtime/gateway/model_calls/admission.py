@@ -54,7 +54,7 @@ class Ticket:
     """
 
     __slots__ = (
-        *("_admission", "_entered", "_extra", "_parked_since", "_slot"),
+        *("_admission", "_begun", "_entered", "_extra", "_parked_since", "_slot"),
         *("batch", "inside", "key", "model"),
     )
 
@@ -67,7 +67,13 @@ class Ticket:
         self._slot: asyncio.Future[None] | None = None  # while it waits
         self._extra = False  # came during a swap: not counted against the bound
         self._parked_since = 0.0  # set while no replica holds its model
+        self._begun = time.monotonic()
         self._entered = 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds until the request got its slot; 0 before."""
+        return max(0.0, self._entered - self._begun)
 
     async def wait(self) -> None:
         """Wait until the request may go to the engines. Raises EngineUnavailable; see `outage`."""

@@ -6,6 +6,7 @@ relay.py, streams; idempotency.py, repeats; passthrough.py, requests that sample
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
 from cray_agents.runtime.gateway.model_calls.call import Call
+from cray_agents.runtime.gateway.model_calls.call_spans import begin_span, end_span, failed_span
 from cray_agents.runtime.gateway.model_calls.idempotency import (
     InFlightKey,
     ReplayedAnswer,
@@ -75,22 +77,29 @@ async def _answer(
         call.exchange.request["request_id"] = call.id
     wanted = resolve_version(services, call.exchange, call.session)
     ticket = take_ticket(services, request, model)
+    begin_span(services, request, call, named=_named_run(request) is not None)
     last_event = call.api.last_event if call.exchange.streams else None
     answer = services.pool.answer(wanted, call.exchange)
     answer = live.count_outcome(model, call.session, call.exchange, answer, last_event)
     headers = {"x-run-id": call.run_id}
     if not call.exchange.streams:
         work = collect_answer(services, answer, ticket, wanted)
-        content = await await_or_disconnect(request, ticket, work)
-        # recorded from here on, even if the client leaves
-        content = await _record_answer(services, call, content)
+        with failed_span(services, call, ticket):
+            content = await await_or_disconnect(request, ticket, work)
+            # recorded from here on, even if the client leaves
+            content = await _record_answer(services, call, ticket, content)
         return Response(content, headers=headers, media_type="application/json")
 
     async def record(data: list[Body], cut: str | None, reply: bytes | None) -> None:
         if cut == "error" and data:
             services.metrics.error("stream_broken")  # one that never began is counted by its status
-        if cut is None or call.has_tokens:
-            await _record(services, call, call.stream_events(data, cut, reply))
+        if cut is None:
+            _count_stream(services, call, ticket, recorder.first_at)
+        if cut is not None and not call.has_tokens:
+            end_span(services, call, ticket, failure=cut)
+            return
+        first = recorder.first_at - call.clock if recorder.first_at else None
+        await _record(services, call, ticket, call.stream_events(data, cut, reply), first)
 
     def samples_event() -> bytes:
         if not call.returns_samples:
@@ -127,12 +136,13 @@ async def start_call(
         await services.run_owners.check_call(caller_of(request), call.run_id)
     wanted = resolve_version(services, call.exchange)
     ticket = take_ticket(services, request, body["model"])
+    begin_span(services, request, call, named=_named_run(request) is not None)
 
     async def work() -> bytes:
         answer = services.pool.answer(wanted, call.exchange)
-        return await _record_answer(
-            services, call, await collect_answer(services, answer, ticket, wanted)
-        )
+        with failed_span(services, call, ticket):
+            content = await collect_answer(services, answer, ticket, wanted)
+            return await _record_answer(services, call, ticket, content)
 
     task = asyncio.create_task(work())
     task.add_done_callback(lambda _: ticket.release())  # also if it never began
@@ -170,23 +180,44 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
             slot.cancel()
 
 
-async def _record_answer(services: Services, call: Call, content: bytes) -> bytes:
+async def _record_answer(services: Services, call: Call, ticket: Ticket, content: bytes) -> bytes:
     """Record the engine's answer and return the client's version of it."""
     answer = orjson.loads(content)
     if call.returns_samples:
         content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
-    await _record(services, call, call.answer_events(answer, content))
+    await _record(services, call, ticket, call.answer_events(answer, content))
     return content
 
 
-async def _record(services: Services, call: Call, events: list[Event]) -> None:
+async def _record(
+    services: Services,
+    call: Call,
+    ticket: Ticket,
+    events: list[Event],
+    first: float | None = None,
+) -> None:
+    """Put a call's events in the store. `first`: seconds to a stream's first event."""
+    begun = time.perf_counter()
     appended = await services.store.append(events, new=call.key is None)
+    services.metrics.model_calls.append_seconds.observe(time.perf_counter() - begun)
     if appended.duplicates:  # an id used before: two platforms on one root, or a bug
         raise StoreError(f"the call {call.id} was recorded before; send the request again")
     samples = call.exchange.samples
     prompt = sum(len(sample.prompt_token_ids) for sample in samples)
     sampled = sum(len(sample.token_ids) for sample in samples)
     services.metrics.recorded(prompt, sampled, len(events))
+    finish = events[0].body["finish_reason"]
+    version = call.exchange.version
+    services.metrics.model_calls.count(
+        version, call.owner, ticket.batch, finish, (prompt, sampled), ticket.waited
+    )
+    end_span(services, call, ticket, events[0], first=first)
+
+
+def _count_stream(services: Services, call: Call, ticket: Ticket, first_at: float) -> None:
+    sampled = sum(len(sample.token_ids) for sample in call.exchange.samples)
+    first, rest = first_at - call.clock, time.perf_counter() - first_at
+    services.metrics.model_calls.streamed(ticket.batch, first, rest, sampled)
 
 
 async def _parse_call(services: Services, api: SamplingApi, request: Request, body: Body) -> Call:

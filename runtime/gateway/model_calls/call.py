@@ -7,13 +7,16 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.observability.live_traces import CallTrace
 
 LEAST_LOGPROB = -9999.0  # vLLM's own stand-in for minus infinity
 NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}
@@ -25,7 +28,8 @@ class Call:
 
     A canary keeps the calls of one `session` on one side. With `returns_samples` the answer also
     carries the exact tokens, as `samples`. `conversation_hash` is set where the conversation leads
-    to its run; see store/conversations.py. `owner`: see ownership.py.
+    to its run; see store/conversations.py. `owner`: see ownership.py. `trace`: its span, if any
+    are sent.
     """
 
     api: SamplingApi
@@ -39,6 +43,7 @@ class Call:
     returns_samples: bool = False
     tags: list[str] = field(default_factory=list)
     owner: str = ""
+    trace: "CallTrace | None" = None
     started: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.perf_counter)
 

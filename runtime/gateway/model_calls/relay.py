@@ -6,6 +6,7 @@ until the record is on the disk. Called by answer.py.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
@@ -52,6 +53,7 @@ class StreamRecorder:
         self._samples_event = samples_event
         self._record = record
         self._seen: list[bytes] = []
+        self.first_at = 0.0  # when the engine's first events came, by time.perf_counter
         self._ready: deque[Piece] = deque()
         self._wake = asyncio.Event()
         self._on_end = on_end
@@ -136,6 +138,8 @@ class StreamRecorder:
         try:
             await self._slot
             async for piece in self._pieces:
+                if not self._seen:
+                    self.first_at = time.perf_counter()
                 self._seen.append(piece)
                 if tail:
                     tail += piece

@@ -11,8 +11,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.records import ModelVersion, ProbeReport
+from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http import bodies
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
@@ -134,7 +135,18 @@ async def register_version(services: Services, request: Request) -> Response:
     roots = may_name(request, services.model_roots)
     imported = await asyncio.to_thread(registry.import_checkpoint, checkpoint, roots)
     version = await asyncio.to_thread(registry.register, name, *imported)
+    if services.traces is not None and version.job is not None:
+        events = await asyncio.to_thread(_job_events, services, version.job)
+        services.traces.end_job(version.job, events, version.id)
     return json_response(_version(version))
+
+
+def _job_events(services: Services, job_id: str) -> list[Any]:
+    """Return a job's events; none where they are damaged or gone."""
+    try:
+        return list(checksums.read_lines(services.home.job(job_id) / "events.jsonl"))
+    except (FileNotFoundError, Corrupt):
+        return []
 
 
 @router.post(

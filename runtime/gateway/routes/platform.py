@@ -217,8 +217,7 @@ async def metrics(services: Services, request: Request) -> Response:
 
     They are of the process that answers. Where several share a port, `gateway` names it.
     """
-    states = [str(replica.get("state")) for replica in services.pool.status()]
-    services.metrics.set_gauges(services.admission, states)
+    services.metrics.set_gauges(services.admission, services.pool.status())
     encode, kind = choose_encoder(request.headers.get("accept", ""))
     # in a thread: a thousand series take some milliseconds
     text = await asyncio.to_thread(encode, services.metrics)

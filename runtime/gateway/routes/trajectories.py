@@ -211,6 +211,10 @@ async def _append(services: Services, request: Request, run_id: str | None) -> R
         if event.kind == "run":
             event.body["owner"] = owners[event.run_id]
     appended = await services.store.append(events)
+    if services.traces is not None and appended.appended:
+        for event in events:
+            if event.kind == "run":
+                services.traces.end_run(Run.model_validate(services.store.redacted(event).body))
     for changed in {event.run_id for event in events}:
         await services.versions.live.note_reward(changed)
     return json_response(appended._asdict())

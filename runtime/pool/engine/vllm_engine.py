@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
@@ -58,6 +58,15 @@ _ABORT_TIMEOUT = 5.0  # seconds
 _ADAPTERS_END, _ADAPTERS_LOOK = 30.0, 0.1  # seconds for requests of adapters; between two looks
 _GUARD_TIMEOUT = 10.0  # seconds; the server's own process answers, whatever the engine does
 _NO_SUCH_ROUTE = (404, 405, 501)  # statuses of a route that vLLM lacks for its model
+
+
+class ReplicaServer(NamedTuple):
+    """A replica's server, None while it has none: its place in the pool, host and version."""
+
+    replica: str
+    host: str
+    version: str
+    engine: "VllmEngine | None"
 
 
 class VllmEngine:
@@ -156,6 +165,8 @@ class VllmEngine:
 
     def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"X-Request-Id": exchange.id}
+        if exchange.traceparent:
+            headers["traceparent"] = exchange.traceparent
         if exchange.version:
             headers[EXPECT] = exchange.version
         if exchange.capture:
@@ -390,6 +401,11 @@ class VllmEngine:
         except EngineError as error:
             if error.status not in _NO_SUCH_ROUTE:
                 raise
+
+    async def metrics(self, timeout: float) -> str:
+        """Return the server's metrics as Prometheus' text. Raises EngineError."""
+        async with self._http.answer("GET", "/metrics", timeout=timeout) as response:
+            return (await response.read()).decode()
 
     async def check_alive(self) -> None:
         """Return when the engine core behind the server has answered. Raises EngineError."""

@@ -7,6 +7,7 @@ steps of a change; slot_watch.py, restarts; lora_adapters.py, the versions besid
 
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.logprob_limits import LogprobLimits
 from cray_agents.runtime.pool.engine.engine_host import EngineHost
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_engine import ReplicaServer, VllmEngine
 from cray_agents.runtime.pool.engine.weight_transfer import STUCK
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
 from cray_agents.runtime.pool.published_replicas import PublishedReplica
@@ -75,6 +76,14 @@ class ReplicaSlot(SlotWeights):
     def contents(self) -> str:
         """Contents and state, for an error message."""
         return f"{' and '.join(self.loaded.versions) if self.loaded else 'nothing'} ({self.state})"
+
+    def placed_engine(self, replica: str) -> ReplicaServer:
+        """Return the server as it is now, with the version of its weights; `replica` names it."""
+        server: VllmEngine | None = None
+        with suppress(EngineUnavailable):
+            engine = self.engine_host.engine
+            server = engine if isinstance(engine, VllmEngine) else None
+        return ReplicaServer(replica, self.engine_host.host, self.version or "", server)
 
     def engine(self, version: str) -> Engine:
         """Return the engine that answers with a version. Raises EngineUnavailable."""

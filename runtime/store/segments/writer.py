@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cray_agents.errors import StoreError
-from cray_agents.runtime.disk.group_commit import GroupCommit, LineFile
+from cray_agents.runtime.disk.group_commit import CommitCounts, GroupCommit, LineFile
 from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import FORMS, OPEN, LinePlace, Placed
 from cray_agents.runtime.store.segments.sealed import seal
@@ -70,6 +70,11 @@ class SegmentWriter:
         self._own_stems: set[str] = set()  # being written, or not sealed yet
         self._commits = GroupCommit(self._write, self._on_error, self._after_commit)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="seal")
+
+    @property
+    def counts(self) -> CommitCounts:
+        """Groups and payloads on the disk so far, and the seconds of that."""
+        return self._commits.counts
 
     def holds(self, stem: str) -> bool:
         """Tell whether this writer writes a segment or is about to seal it."""

@@ -20,6 +20,7 @@ from cray_agents.cli.platform.compose import (
     GC,
     SWITCH,
     check_access,
+    live_traces,
     make_server,
     open_store,
     outage_seconds,
@@ -137,6 +138,7 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
         body_timeout=config.body_timeout,
         reward_limit=config.reward_limit,
         run_headers=tuple(config.run_headers),
+        traces=live_traces(config),
         metrics=Metrics(gateway=name),
     )
 

@@ -1,0 +1,1 @@
+"""Boards and alerts for Prometheus and Grafana, described once in Python."""

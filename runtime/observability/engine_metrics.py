@@ -1,0 +1,97 @@
+"""Engine metrics: the metrics of every replica's vLLM in one text for Prometheus.
+
+Replicas answer only with the platform's secret, so Prometheus cannot scrape them: the gateway does.
+Each sample gets the labels `replica`, `host` and `version`. A label of that name that vLLM gave is
+renamed `exported_...`, as Prometheus itself does. `cray_engine_up` tells which replicas answered.
+`_created` samples are left out. Read next: pool.py (`engines`), routes/observability.py.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from cray_agents.runtime.pool.engine.vllm_engine import ReplicaServer
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+
+from cray_agents.errors import EngineError
+
+TIMEOUT = 5.0  # seconds for a replica to answer
+LABELS = ("replica", "host", "version")
+
+_CREATED = re.compile(r"^(?:# (?:HELP|TYPE) )?[a-zA-Z_:][\w:]*_created[ {].*\n?", re.MULTILINE)
+
+
+class EngineText(NamedTuple):
+    """The metrics of one replica as it sent them; None if it did not answer."""
+
+    labels: tuple[str, str, str]
+    text: str | None
+
+
+async def scrape(engines: Sequence[ReplicaServer], timeout: float = TIMEOUT) -> list[EngineText]:
+    """Ask all replicas at once for their metrics. One that does not answer in time has no text."""
+
+    async def ask(placed: ReplicaServer) -> EngineText:
+        text: str | None = None
+        if placed.engine is not None:
+            try:
+                async with asyncio.timeout(timeout):
+                    text = await placed.engine.metrics(timeout)
+            except (EngineError, TimeoutError, UnicodeDecodeError):
+                text = None
+        return EngineText(placed[:3], text)
+
+    return list(await asyncio.gather(*map(ask, engines)))
+
+
+class EngineCollector:
+    """A collector of what `scrape` returned, for prometheus_client's encoders.
+
+    `names`: only families whose names begin so; empty: all.
+    """
+
+    def __init__(self, texts: Iterable[EngineText], names: Sequence[str] = ()) -> None:
+        self._texts = list(texts)
+        self._names = tuple(names)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each family once, with the samples of all replicas."""
+        up = GaugeMetricFamily("cray_engine_up", "1 if a replica's vLLM answered", labels=LABELS)
+        families: dict[str, Metric] = {}
+        for labels, text in self._texts:
+            whole = text
+            try:
+                for family in self._families(text or ""):
+                    self._add(families, family, dict(zip(LABELS, labels, strict=True)))
+            except ValueError:  # it is no text of Prometheus
+                whole = None
+            up.add_metric(labels, float(whole is not None))
+        yield up
+        yield from families.values()
+
+    def _families(self, text: str) -> Iterator[Metric]:
+        text = _CREATED.sub("", text)
+        if self._names:
+            kept = (line for line in text.splitlines() if _name(line).startswith(self._names))
+            text = "\n".join([*kept, ""])
+        return text_string_to_metric_families(text)  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
+
+    @staticmethod
+    def _add(families: dict[str, Metric], family: Metric, labels: Mapping[str, str]) -> None:
+        merged = families.setdefault(
+            family.name, Metric(family.name, family.documentation, family.type, family.unit)
+        )
+        for sample in family.samples:
+            own = {
+                f"exported_{name}" if name in LABELS else name: value
+                for name, value in sample.labels.items()
+            }
+            merged.samples.append(sample._replace(labels={**own, **labels}))
+
+
+def _name(line: str) -> str:
+    """Return the name of the metric that a line of the text is about."""
+    return line.split(" ", 3)[2] if line.startswith("# ") and line.count(" ") > 1 else line

@@ -1,0 +1,254 @@
+"""File metrics: loops, jobs, batches, store and ledger of a root, as families for Prometheus.
+
+Jobs and loops are processes without a port. What they write on the shared root is read here, at
+most every `LOOK` seconds however often somebody scrapes, in the caller's thread. Finished records
+never change, so each is read once. Made by the gateway's Services.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from cray_agents.errors import CrayError
+from cray_agents.paths import Home
+from cray_agents.runtime.batches.batch_records import Status
+from cray_agents.runtime.batches.queue import BatchQueue
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.observability.job_tails import JobTails
+from cray_agents.runtime.registry.canary import Canary
+from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.scaling.goodput import HOUR, goodput
+from cray_agents.runtime.store import Store
+
+LOOK = 10.0  # seconds between two looks at files
+ACCOUNT = 60.0  # seconds between two readings of the ledger, which is read whole
+MOST_LOOPS = MOST_JOBS = 20  # with series of their own: those that changed last
+MOST_BATCHES = 50  # newest ones that are counted
+USES = ("useful", "idle", "lost", "other")
+_LOOP_NUMBERS = {  # a generation's fields as families
+    "generation": "Number of the last finished generation",
+    "holdout_success": "Mean reward on held-out tasks",
+    "evidence": "Evidence that the candidate is better: the wealth of the promotion test",
+    "idle_share": "Share of the generation in which no replica had a request",
+    "wall": "Seconds of the last generation",
+    "zero_variance_groups": "Tasks whose attempts all got the same reward",
+    "probe_max_logprob_diff": "Difference on the golden probe after the swap (nats)",
+    "trained_tokens": "Tokens trained on in the last generation",
+    "loss_last": "Loss of the last step (nats)",
+}
+_RUNS = {"runs": "sampled", "accepted_runs": "kept", "failed_runs": "failed", "carried": "carried"}
+
+log = logging.getLogger(__name__)
+
+
+class FileCollector:
+    """A collector of what files of the root say; see `Metrics.add`."""
+
+    def __init__(self, home: Home, store: Store, registry: Registry, batches: BatchQueue) -> None:
+        self._home, self._store = home, store
+        self._registry, self._batches = registry, batches
+        self._loops = _LoopRecords(home)
+        self._jobs = JobTails(home, MOST_JOBS)
+        self._lock = threading.Lock()
+        self._families: list[Metric] = []
+        self._ledger: list[Metric] = []
+        self._looked = self._accounted = float("-inf")
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families. Blocks: call in a thread."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked >= LOOK:
+                self._families = list(self._look())
+                self._looked = now
+            if now - self._accounted >= ACCOUNT:
+                self._ledger = list(_read(self._account))
+                self._accounted = now
+            families = [*self._families, *self._ledger]
+        yield from self._store_families()
+        yield from families
+
+    def _look(self) -> Iterator[Metric]:
+        readers = (
+            self._segments, self._disk, self._loop_families, self._jobs.families,
+            self._batch_families, self._canaries,
+        )  # fmt: skip
+        for reader in readers:
+            yield from _read(reader)
+
+    def _store_families(self) -> Iterator[Metric]:
+        commits = self._store.commits
+        for name, about, value in (
+            ("cray_store_commits", "Groups of events put on the disk", commits.groups),
+            ("cray_store_commit_seconds", "Seconds of writing and syncing them", commits.seconds),
+            ("cray_store_committed_appends", "Appends in these groups", commits.items),
+        ):
+            yield CounterMetricFamily(name, about, value=value)
+        yield GaugeMetricFamily(
+            "cray_store_index_lag", "Events on the disk but not in the index", self._store.index_lag
+        )
+
+    def _segments(self) -> Iterator[Metric]:
+        count, size = Counter({"open": 0, "sealed": 0}), Counter({"open": 0, "sealed": 0})
+        folder = self._home.segments
+        for entry in os.scandir(folder) if folder.is_dir() else ():
+            kind = {".jsonl": "open", ".zst": "sealed"}.get(Path(entry.name).suffix)
+            if kind is not None:
+                count[kind] += 1
+                size[kind] += entry.stat().st_size
+        segments = GaugeMetricFamily("cray_store_segments", "Files of the store", labels=["form"])
+        stored = GaugeMetricFamily("cray_store_bytes", "Their bytes", labels=["form"])
+        for form in count:
+            segments.add_metric([form], count[form])
+            stored.add_metric([form], size[form])
+        yield from (segments, stored)
+        problems = len(self._store.problems)
+        yield GaugeMetricFamily("cray_store_problems", "Damaged places found", value=problems)
+
+    def _disk(self) -> Iterator[Metric]:
+        status = os.statvfs(self._home.root)
+        disk = GaugeMetricFamily("cray_disk_bytes", "Disk of the shared root", labels=["kind"])
+        disk.add_metric(["free"], status.f_bavail * status.f_frsize)
+        disk.add_metric(["size"], status.f_blocks * status.f_frsize)
+        yield disk
+
+    def _loop_families(self) -> Iterator[Metric]:
+        numbers = {
+            field: GaugeMetricFamily(f"cray_loop_{field}", about, labels=["loop"])
+            for field, about in _LOOP_NUMBERS.items()
+        }
+        phases = GaugeMetricFamily(
+            "cray_loop_phase_seconds", "Seconds of the last generation", labels=["loop", "phase"]
+        )
+        runs = GaugeMetricFamily(
+            "cray_loop_runs", "Runs of the last generation", labels=["loop", "kind"]
+        )
+        decided = CounterMetricFamily(
+            "cray_loop_generations", "Finished generations", labels=["loop", "outcome"]
+        )
+        ended = GaugeMetricFamily(
+            "cray_loop_last_generation_time", "Unix seconds of its end", labels=["loop"]
+        )
+        for loop, record, promoted, rejected, at in self._loops.newest():
+            for field, family in numbers.items():
+                if isinstance(value := record.get(field), int | float):
+                    family.add_metric([loop], value)
+            for phase, seconds in (record.get("seconds") or {}).items():
+                phases.add_metric([loop, phase], seconds)
+            for field, kind in _RUNS.items():
+                runs.add_metric([loop, kind], record.get(field) or 0)
+            decided.add_metric([loop, "promoted"], promoted)
+            decided.add_metric([loop, "rejected"], rejected)
+            ended.add_metric([loop], at)
+        yield from (*numbers.values(), phases, runs, decided, ended)
+
+    def _batch_families(self) -> Iterator[Metric]:
+        statuses, lines, oldest = Counter[str](), Counter[str](), 0.0
+        for batch in self._batches.page(None, MOST_BATCHES)[0]:
+            statuses[batch.status] += 1
+            counts = batch.request_counts
+            if batch.status in ("validating", "in_progress", "finalizing"):
+                lines["completed"] += counts.completed
+                lines["failed"] += counts.failed
+                lines["waiting"] += counts.total - counts.completed - counts.failed
+                oldest = max(oldest, time.time() - batch.created_at)
+        batches = GaugeMetricFamily("cray_batches", "Batches by status", labels=["status"])
+        for status in get_args(Status):
+            batches.add_metric([status], statuses[status])
+        unfinished = GaugeMetricFamily(
+            "cray_batch_lines", "Lines of batches under way", labels=["state"]
+        )
+        for state in ("completed", "failed", "waiting"):
+            unfinished.add_metric([state], lines[state])
+        yield from (batches, unfinished)
+        yield GaugeMetricFamily(
+            "cray_batch_oldest_seconds", "Age of the oldest batch under way", value=oldest
+        )
+
+    def _canaries(self) -> Iterator[Metric]:
+        share = GaugeMetricFamily(
+            "cray_canary_share", "Share of live sessions that a canary answers", labels=["version"]
+        )
+        failed = GaugeMetricFamily(
+            "cray_canary_failed_share", "Share of failed sessions", labels=["version", "arm"]
+        )
+        reward = GaugeMetricFamily("cray_canary_reward", "Mean reward", labels=["version", "arm"])
+        for name in self._registry.names():
+            if (start := self._registry.canary(name)) is None:
+                continue
+            canary = Canary.load(self._home, start)
+            share.add_metric([canary.version], canary.test.share)
+            numbers = canary.numbers()
+            for arm in ("canary", "control"):
+                if answered := numbers[arm]["answered"]:
+                    failed.add_metric([canary.version, arm], numbers[arm]["failed"] / answered)
+                if numbers[arm]["reward"] is not None:
+                    reward.add_metric([canary.version, arm], numbers[arm]["reward"])
+        yield from (share, failed, reward)
+
+    def _account(self) -> Iterator[Metric]:
+        seconds = GaugeMetricFamily(
+            "cray_device_seconds",
+            "Seconds that GPUs (nodes without any) were held, by holder and what came of them",
+            labels=["kind", "use"],
+        )
+        for row in goodput(self._home)[:-1]:
+            for use in USES:
+                seconds.add_metric([row["name"], use], row[f"{use}_hours"] * HOUR)
+        yield seconds
+
+
+def _read(reader: Callable[[], Iterator[Metric]]) -> list[Metric]:
+    """Return a reader's families; none, with a warning, where files cannot be read."""
+    try:
+        return list(reader())
+    except (CrayError, OSError, KeyError, TypeError, ValueError) as error:
+        log.warning("metrics are left out: %s", error)
+        return []
+
+
+class _LoopRecords:
+    """The finished generations of all loops. A record never changes, and is read once."""
+
+    def __init__(self, home: Home) -> None:
+        self._folder = home.root / "loops"
+        self._seen: dict[str, dict[int, bool]] = {}  # of each loop: number -> promoted
+        self._newest: dict[str, tuple[dict[str, Any], float]] = {}
+
+    def newest(self) -> list[tuple[str, dict[str, Any], int, int, float]]:
+        """Return name, newest record, promoted, rejected, and the time of the newest record."""
+        if not self._folder.is_dir():
+            return []
+        for loop in self._folder.iterdir():
+            try:
+                self._read_new(loop)
+            except (OSError, CrayError) as error:
+                log.warning("loop %s: %s", loop.name, error)
+        rows = [
+            (name, record, sum(self._seen[name].values()), at)
+            for name, (record, at) in self._newest.items()
+        ]
+        rows.sort(key=lambda row: row[-1], reverse=True)
+        return [
+            (name, record, promoted, len(self._seen[name]) - promoted, at)
+            for name, record, promoted, at in rows[:MOST_LOOPS]
+        ]
+
+    def _read_new(self, loop: Path) -> None:
+        seen = self._seen.setdefault(loop.name, {})
+        folder = loop / "generations"
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.suffix != ".json" or not path.stem.isdecimal() or int(path.stem) in seen:
+                continue
+            record = checksums.read_json(path)
+            seen[int(path.stem)] = bool(record.get("promoted"))
+            if int(path.stem) == max(seen):
+                self._newest[loop.name] = record, path.stat().st_mtime
