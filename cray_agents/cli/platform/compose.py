@@ -57,7 +57,6 @@ from cray_agents.runtime.pool.engine.load_format import load_format
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.pool.engine.weight_transfer import FILES, TransferSettings, check_transfer
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.slot.golden_probe import FLOAT32_PROBE
 from cray_agents.runtime.pool.slurm.job_board import JobBoard
 from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica, cancel_surplus
