@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
@@ -23,6 +22,7 @@ from cray_agents.runtime.observability.live_traces import (
     LiveTraces,
     parse_traceparent,
 )
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store.redaction import Redactor
 from tests.support.bare_models import bare_model
