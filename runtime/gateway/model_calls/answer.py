@@ -77,7 +77,7 @@ async def _answer(
         call.exchange.request["request_id"] = call.id
     wanted = resolve_version(services, call.exchange, call.session)
     ticket = take_ticket(services, request, model)
-    begin_span(services, request, call, named=_named_run(request) is not None)
+    begin_span(services, request, call, named=_named_run(services, request) is not None)
     last_event = call.api.last_event if call.exchange.streams else None
     answer = services.pool.answer(wanted, call.exchange)
     answer = live.count_outcome(model, call.session, call.exchange, answer, last_event)
@@ -136,7 +136,7 @@ async def start_call(
         await services.run_owners.check_call(caller_of(request), call.run_id)
     wanted = resolve_version(services, call.exchange)
     ticket = take_ticket(services, request, body["model"])
-    begin_span(services, request, call, named=_named_run(request) is not None)
+    begin_span(services, request, call, named=_named_run(services, request) is not None)
 
     async def work() -> bytes:
         answer = services.pool.answer(wanted, call.exchange)
