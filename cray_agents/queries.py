@@ -11,7 +11,6 @@ from pydantic import Field
 from cray_agents.records import Message, Split, StopReason, StrictRecord
 from cray_agents.text_words import SIMILAR
 
-
 LARGEST = 2**53  # that JSON counts to
 
 
