@@ -289,6 +289,7 @@ def _explore(operation: APIOperation, checks: list[Any]) -> None:
     @hypothesis.seed(SEED)
     @hypothesis.settings(
         max_examples=EXAMPLES,
+        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
