@@ -211,10 +211,6 @@ class ReplicaSlot:
         for attempt in range(1, _STARTS + 1):
             try:
                 return await self._start_fresh(loaded)
-            except SwapError as error:
-                if not self._engine_host.taken_over:
-                    raise
-                log.warning("an earlier platform's replica is started afresh: %s", error)
             except EngineUnavailable as error:
                 reason = self._engine_host.death_reason()
                 why = str(error) if reason in str(error) else reason
@@ -222,6 +218,10 @@ class ReplicaSlot:
                     raise EngineUnavailable(f"{loaded.version} cannot be served: {why}") from error
                 previous = reason
                 log.warning("starting %s again: %s", loaded.version, why)
+            except (SwapError, EngineError) as error:
+                if not self._engine_host.taken_over:
+                    raise
+                log.warning("an earlier platform's replica is started afresh: %s", error)
         raise AssertionError("unreachable")
 
     def expect(self, new: LoadedVersion) -> None:
