@@ -216,7 +216,8 @@ def _tensors_of(how: str, one: torch.Tensor, model: Architecture) -> Sequence[to
     if how == "qkv":
         queries = model.heads // model.kv_heads
         groups = one.reshape(-1, queries + 2, model.head_size, *one.shape[1:])
-        return [heads.flatten(0, 2) for heads in groups.split([queries, 1, 1], 1)]
+        heads = groups[:, :queries], groups[:, queries : queries + 1], groups[:, queries + 1 :]
+        return [each.flatten(0, 2) for each in heads]
     return one.chunk(2) if how == "pair" else [one]
 
 
