@@ -5,8 +5,9 @@ import os
 import signal
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cray_agents.processes import alive
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.pool.engine.tls_files import client_context
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, NodeShare, command
+from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.slurm.job_lease import attempts
 from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
@@ -25,6 +27,7 @@ from cray_agents.runtime.pool.slurm.slurm_replica import cancel_surplus
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import missing_programs
+from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.slurm_pool import Callers, Site, ask
 
@@ -184,6 +187,38 @@ async def test_a_restarted_gateway_takes_over_what_it_finds(site: Site) -> None:
     assert attempts(site.folder / "replicas" / "0") == [1, 2]
     cancel_surplus(site.folder / "replicas", site.scheduler, 1)
     await until(lambda: site.jobs() == [replica(fourth)["job"]])
+
+
+async def test_a_gateway_that_dies_over_received_weights_leaves_none_of_them(site: Site) -> None:
+    """The replica lives on with weights of no checkpoint; files take their place in its process."""
+    sessions = site.folder / "sessions"
+    site.settings = replace(site.settings, transfer=TransferSettings("nccl", sessions))
+    pool = site.pool(site.hosts(1))
+    await pool.start(*first(site.folder))
+    before = replica(pool)
+    sender = WeightSender(sessions / "session-1", 0, 1, no_link, early=True)
+    with closing(sender):
+        list(sender.keep(iter([]), {}, "job-1"))  # scripted servers have no tensors to replace
+        assert await pool.receive("job-1", displace=True)
+        assert replica(pool)["state"] == "unproven"
+        await site.abandon(pool)
+        again = site.pool(site.hosts(1))
+        await again.start(*first(site.folder))
+    now = replica(again)
+    assert (now["job"], now["pid"]) == (before["job"], before["pid"])
+    assert now["probe"]["passed"] and await ask(again, "m@1") == "m@1: hello"
+    # one that was left in the middle of an update, and cannot answer, is started afresh
+    host: Any = again._slots[0]._engine_host
+    await host.engine._control("/start_weight_update", None)
+    await site.abandon(again)
+    third = site.pool(site.hosts(1))
+    await third.start(*first(site.folder))
+    assert replica(third)["job"] == now["job"] and replica(third)["pid"] != now["pid"]
+    assert await ask(third, "m@1") == "m@1: hello"
+
+
+def no_link(gpus: Sequence[str]) -> Any:
+    raise AssertionError(f"nothing is sent, and {gpus} were asked to receive")
 
 
 async def test_tls_covers_both_servers_and_what_is_without_it_is_not_taken_over(site: Site) -> None:

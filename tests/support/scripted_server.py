@@ -70,6 +70,8 @@ class ScriptedServer:
                 if body["method"] == "reload_weights":
                     self.checkpoint = body["kwargs"]["weights_path"]
                 return web.json_response({"results": [None]})
+            case "/start_weight_update":
+                self.checkpoint = ""  # until files are read, it has no weights that it could prove
             case "/pause" if request.query["mode"] == "abort":
                 for task in self.answering:
                     task.cancel()

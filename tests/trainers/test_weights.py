@@ -178,6 +178,21 @@ def test_a_file_is_as_safetensors_writes_it(tmp_path: Path, tensors: dict[str, A
     assert hashes == {path.name: hash_of(path, BLAKE3)}
 
 
+def test_pieces_of_tensors_make_the_same_file(tmp_path: Path, tensors: dict[str, Any]) -> None:
+    """Pieces of all tensors come by turns, some of them empty."""
+    from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
+
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    path, hashes = written(tmp_path, tensors)
+    (tmp_path / "pieces").mkdir()
+    cut = [(name, tensor.tensor_split([1, 3, 3])) for name, tensor in reversed(tensors.items())]
+    came = ((name, pieces[n]) for n in range(4) for name, pieces in cut)
+    files = {path.name: in_file_order(dtypes)}
+    assert write_files(tmp_path / "pieces", files, shapes, dtypes, came) == hashes
+    assert (tmp_path / "pieces" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_a_full_disk_is_an_error(tmp_path: Path, tensors: dict[str, Any]) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, before[1]))

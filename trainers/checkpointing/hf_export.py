@@ -32,7 +32,7 @@ from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
 from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
 from cray_agents.trainers.data.samples import Samples
 from cray_agents.trainers.models.ways import config_of, first_source, plan_files, round_chunks
-from cray_agents.trainers.models.weights import SHARE_BYTES
+from cray_agents.trainers.models.weights import SHARE_BYTES, whole_tensors
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
     gather_from_ranks,
@@ -102,14 +102,17 @@ def export(
     hashes: dict[str, str] = {}
     packed: dict[str, str] = {}
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        exported = plan.tensors()
+    def whole() -> Iterator[tuple[str, torch.Tensor]]:
+        exported = whole_tensors(plan.tensors(), shapes)
         return exported if training.sender is None else training.sender.keep(exported, dtypes, job)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        return plan.tensors() if training.sender is None else whole()
 
     if changes:
         hashes, packed, size = write_together(
             "the checkpoint",
-            lambda: _write_changes(training.parent, folder, own, shapes, dtypes, tensors()),
+            lambda: _write_changes(training.parent, folder, own, shapes, dtypes, whole()),
         )
         packed_size = sum(int(one) for one in gather_from_ranks(str(size).encode()))
         changes = packed_size <= LARGEST_SHARE * sum(sizes.values())
@@ -129,8 +132,8 @@ def export(
 
     write_together("the checkpoint", write_index)
     written = [json.loads(one) for one in gather_from_ranks(json.dumps([hashes, packed]).encode())]
-    whole = {file: sha256 for one, _ in written for file, sha256 in one.items()}
-    return whole, {file: sha256 for _, one in written for file, sha256 in one.items()}
+    full = {file: sha256 for one, _ in written for file, sha256 in one.items()}
+    return full, {file: sha256 for _, one in written for file, sha256 in one.items()}
 
 
 def _write_changes(

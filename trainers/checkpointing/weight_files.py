@@ -8,7 +8,7 @@ to begin, and is busy from the start to the end. Called by hf_export.py.
 
 import json
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
@@ -56,20 +56,24 @@ def write_files(
     """Write and fsync files of named tensors; return each file's BLAKE3.
 
     `open_file` may open another kind of file, such as DeltaFile. `tensors` yields them in nearly
-    the same order: one that comes early is kept. It is read to its end. Raises OSError, as of a
-    full disk.
+    the same order, whole or in pieces along axis 0: what comes early is kept. They are read to
+    their end. Raises OSError, as of a full disk.
     """
     hashes: dict[str, str] = {}
-    early: dict[str, torch.Tensor] = {}
+    early: dict[str, deque[torch.Tensor]] = defaultdict(deque)
     try:
         for file, names in files.items():
             with (open_file or _HashedFile)(folder / file) as written:
                 written.write(_header({name: (dtypes[name], shapes[name]) for name in names}))
                 for name in names:
-                    while name not in early:
-                        came, tensor = next(tensors)
-                        early[came] = tensor.to("cpu", dtypes[came]).contiguous()
-                    written.write(early.pop(name).reshape(-1).view(torch.uint8).numpy().data)
+                    missing = prod(shapes[name])
+                    while missing:
+                        while not early[name]:
+                            came, tensor = next(tensors)
+                            early[came].append(tensor.to("cpu", dtypes[came]).contiguous())
+                        piece = early[name].popleft().reshape(-1)
+                        written.write(piece.view(torch.uint8).numpy().data)
+                        missing -= len(piece)
             hashes[file] = written.hash
     finally:
         deque(tensors, maxlen=0)  # the peers' own files need this rank's slices

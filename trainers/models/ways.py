@@ -38,7 +38,7 @@ from cray_agents.trainers.models.weights import (
     FilePlan,
     SafeTensors,
     Source,
-    export_tensors,
+    export_pieces,
     load_weights,
     plan_export,
     round_weights,
@@ -175,7 +175,7 @@ def plan_files(
     sizes = {n: prod(shapes[n]) * dtypes[n].itemsize for n in order(dtypes)}
     plan = plan_export(chunks, model, sizes, share)
     mine = order({n: dtypes[n] for one in plan if one.mine for n in one.origin.names})
-    return FilePlan(dtypes, shapes, sizes, mine, lambda: export_tensors(plan, model))
+    return FilePlan(dtypes, shapes, sizes, mine, lambda: export_pieces(plan, model))
 
 
 def config_of(parent: Path, model: Architecture) -> dict[str, Any]:

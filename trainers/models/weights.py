@@ -9,9 +9,10 @@ training/train_step.py loads, checkpointing/hf_export.py exports.
 
 import heapq
 import re
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -189,22 +190,35 @@ def unpack(how: str, slices: list[torch.Tensor], model: Architecture) -> list[to
 
     The vocabulary's padding is cut off. Of a single slice, most tensors are views.
     """
+    return [p[0] if len(p) == 1 else torch.cat(p) for p in unpack_pieces(how, slices, model)]
+
+
+def unpack_pieces(
+    how: str, slices: Sequence[torch.Tensor], model: Architecture
+) -> list[list[torch.Tensor]]:
+    """Do as `unpack`, and leave each tensor in pieces along axis 0, mostly views."""
+    if how == "whole":
+        return [list(slices[:1])]
+    if how == "columns":
+        return [[slices[0] if len(slices) == 1 else torch.cat(list(slices), 1)]]
+    pieces = zip(*(_tensors_of(how, one, model) for one in slices), strict=True)
+    if how != "rows":
+        return [list(each) for each in pieces]
+    cut, left = [], model.vocab
+    for piece in next(pieces):
+        cut.append(piece[:left])
+        left = max(0, left - len(piece))
+    return [cut]
+
+
+def _tensors_of(how: str, one: torch.Tensor, model: Architecture) -> Sequence[torch.Tensor]:
+    """Return one slice's rows of each Hugging Face tensor."""
     if how == "qkv":
         queries = model.heads // model.kv_heads
-        full = _joined(slices)
-        full = full.reshape(-1, queries + 2, model.head_size, *full.shape[1:])
-        heads = full[:, :queries], full[:, queries : queries + 1], full[:, queries + 1 :]
-        return [tensor.flatten(0, 2) for tensor in heads]
-    if how == "pair":
-        return [_joined(halves) for halves in zip(*(s.chunk(2) for s in slices), strict=True)]
-    if how == "rows":
-        return [_joined(slices)[: model.vocab]]
-    return [_joined(slices, 1)] if how == "columns" else slices[:1]
-
-
-def _joined(slices: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
-    """Concatenate slices; a single one is not copied."""
-    return slices[0] if len(slices) == 1 else torch.cat(list(slices), axis)
+        groups = one.reshape(-1, queries + 2, model.head_size, *one.shape[1:])
+        heads = groups[:, :queries], groups[:, queries : queries + 1], groups[:, queries + 1 :]
+        return [each.flatten(0, 2) for each in heads]
+    return one.chunk(2) if how == "pair" else [one]
 
 
 def weights_of(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -278,7 +292,8 @@ class FilePlan:
     """The tensors of a checkpoint, and this rank's share of them.
 
     `sizes`: bytes by name, in the order of writing. `mine` are the names that this rank writes,
-    `tensors` yields them nearly in that order; all ranks must iterate together, to the end.
+    `tensors` yields them nearly in that order, each whole or in pieces along axis 0; all ranks must
+    iterate together, to the end.
     """
 
     dtypes: dict[str, torch.dtype]
@@ -342,15 +357,37 @@ def choose_writers(sizes: Sequence[int], holders: int, share: int) -> list[int]:
     return chosen
 
 
-@torch.no_grad()
 def export_tensors(
     plan: Sequence[ExportedParameter],
     model: Architecture,
     of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of what this rank writes, in the order of the plan.
+    """Do as `export_pieces`, with each tensor whole."""
+    return whole_tensors(export_pieces(plan, model, of), tensor_shapes(model))
 
-    The tensor is made of the weights with their adapters merged in, or of `of(parameter)`. All
+
+def whole_tensors(
+    pieces: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Join the pieces of each tensor, which come in order along axis 0."""
+    waiting: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for name, piece in pieces:
+        waiting[name].append(piece)
+        if sum(one.numel() for one in waiting[name]) == prod(shapes[name]):
+            come = waiting.pop(name)
+            yield name, come[0] if len(come) == 1 else torch.cat(come)
+
+
+@torch.no_grad()
+def export_pieces(
+    plan: Sequence[ExportedParameter],
+    model: Architecture,
+    of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, piece) of what this rank writes, in the order of the plan.
+
+    A tensor comes whole, or in pieces in order along axis 0. It is made of the weights with
+    their adapters merged in, or of `of(parameter)`; these must not change before the end. All
     tensor ranks must iterate together, to the end: they send each writer their slices. Those of the
     next tensors travel while the present one is used.
     """
@@ -363,9 +400,9 @@ def export_tensors(
         size += ahead[-1].nbytes
         while size > AHEAD_BYTES:
             size -= ahead[0].nbytes
-            yield from ahead.popleft().tensors(model)
+            yield from ahead.popleft().pieces(model)
     while ahead:
-        yield from ahead.popleft().tensors(model)
+        yield from ahead.popleft().pieces(model)
 
 
 class _TravellingSlices:
@@ -389,14 +426,15 @@ class _TravellingSlices:
                 self._works = [isend(mine, group=group, group_dst=one.writer)]
         self.nbytes = sum(tensor.nbytes for tensor in self._slices)
 
-    def tensors(self, model: Architecture) -> list[tuple[str, torch.Tensor]]:
-        """Wait for the slices; return the named tensors, on the rank that writes them."""
+    def pieces(self, model: Architecture) -> list[tuple[str, torch.Tensor]]:
+        """Wait for the slices; return the named pieces, on the rank that writes them."""
         for work in self._works:
             work.wait()
         if not self._one.mine:
             return []
         origin = self._one.origin
-        return list(zip(origin.names, unpack(origin.how, self._slices, model), strict=True))
+        named = zip(origin.names, unpack_pieces(origin.how, self._slices, model), strict=True)
+        return [(name, piece) for name, pieces in named for piece in pieces]
 
 
 def _merged_weight(chunk: Any, name: str) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cray_agents.errors import (
     CrayError,
+    EngineError,
     EngineUnavailable,
     Overtaken,
     PoolBusy,
@@ -178,10 +179,6 @@ class ReplicaSlot(SlotWeights):
         for attempt in range(1, _STARTS + 1):
             try:
                 return await self.start_fresh(loaded)
-            except SwapError as error:
-                if not self.engine_host.taken_over:
-                    raise
-                log.warning("an earlier platform's replica is started afresh: %s", error)
             except EngineUnavailable as error:
                 reason = self.engine_host.death_reason()
                 why = str(error) if reason in str(error) else reason
@@ -189,6 +186,10 @@ class ReplicaSlot(SlotWeights):
                     raise EngineUnavailable(f"{loaded.version} cannot be served: {why}") from error
                 previous = reason
                 log.warning("starting %s again: %s", loaded.version, why)
+            except (SwapError, EngineError) as error:
+                if not self.engine_host.taken_over:
+                    raise
+                log.warning("an earlier platform's replica is started afresh: %s", error)
         raise AssertionError("unreachable")
 
     async def change(
