@@ -11,6 +11,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import httpcore2
 import httpx._transports.default as httpx_transport
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.import_server import forking_environment
 
 gc.disable()  # until all tests are collected: a third of the time, for all that is imported stays
 os.environ["CRAY_AGENTS_KV_CACHE_GIB"] = "0.125"  # vLLM zeroes it at each start: 0.6 s a GiB
@@ -82,4 +85,36 @@ def usual_umask() -> Iterator[None]:
 def index_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CRAY_AGENTS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork vLLM's servers from a process that has imported it: a sixth of the time of a start.
+
+    It is for tests that need a server, and not for those about its process.
+    """
+    with forking("vllm", tmp_path_factory):
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork training jobs and sessions from a process that has imported Megatron.
+
+    It is for tests that need a trained model, and not for those about a job's process in Slurm.
+    """
+    with forking("job", tmp_path_factory):
+        yield
+
+
+@contextmanager
+def forking(kind: str, factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork what is started meanwhile of a kind: from one process for all workers of a run."""
+    folder, owner = factory.getbasetemp(), os.getpid()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder, owner = folder.parent, os.getppid()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in forking_environment(folder, owner, kind).items():
+            patch.setenv(name, value)
         yield
