@@ -11,7 +11,6 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import httpx._transports.default as httpx_transport
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.import_server import forking_environment
+from tests.support.import_server import forking
 
 gc.disable()  # until all tests are collected: a third of the time, for all that is imported stays
 os.environ["CRAY_AGENTS_KV_CACHE_GIB"] = "0.125"  # vLLM zeroes it at each start: 0.6 s a GiB
@@ -105,16 +104,4 @@ def forked_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     It is for tests that need a trained model, and not for those about a job's process in Slurm.
     """
     with forking("job", tmp_path_factory):
-        yield
-
-
-@contextmanager
-def forking(kind: str, factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork what is started meanwhile of a kind: from one process for all workers of a run."""
-    folder, owner = factory.getbasetemp(), os.getpid()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder, owner = folder.parent, os.getppid()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in forking_environment(folder, owner, kind).items():
-            patch.setenv(name, value)
         yield

@@ -2,7 +2,7 @@
 
     python import_server.py SOCKET OWNER KIND    KIND: vllm, job; it ends with the process OWNER
 
-`forking_environment` starts it. forked_starts/sitecustomize.py asks it, and stands for what was
+`forking` starts it. forked_starts/sitecustomize.py asks it, and stands for what was
 forked. Arguments, environment, folder and output are those that the product gave; only the import
 is shared.
 """
@@ -17,8 +17,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
 
@@ -30,7 +31,27 @@ MODULES = {
 }
 
 
-def forking_environment(folder: Path, owner: int, kind: str) -> dict[str, str]:
+@contextlib.contextmanager
+def forking(kind: str, factory: Any) -> Iterator[None]:
+    """Fork what is started meanwhile of a kind: from one process for all workers of a run.
+
+    `factory`: pytest's tmp_path_factory.
+    """
+    folder, owner = factory.getbasetemp(), os.getpid()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder, owner = folder.parent, os.getppid()
+    variables = _environment(folder, owner, kind)
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _environment(folder: Path, owner: int, kind: str) -> dict[str, str]:
     """Return variables by which all that a test starts forks what it needs of a kind, too.
 
     The first to ask starts the kind's server, for all who name the same folder.

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mcp import Client, StdioServerParameters
 
 from cray_agents import Agent, ScriptedEngine
 from cray_agents.agent.tool import Tool, perform
@@ -323,6 +322,8 @@ async def test_an_agent_as_a_server(agent_file: Path) -> None:
 
     async def hear(progress: float, total: float | None, message: str | None) -> None:
         news.append(message)
+
+    from mcp import Client, StdioServerParameters  # 0.6 s, which every worker would spend
 
     parameters = StdioServerParameters(command=sys.executable, args=command(agent_file))
     async with Client(parameters) as client:
