@@ -318,12 +318,12 @@ def command(file: Path, *words: str) -> list[str]:
 
 
 async def test_an_agent_as_a_server(agent_file: Path) -> None:
+    from mcp import Client, StdioServerParameters  # 0.6 s, which every worker would spend
+
     news: list[str | None] = []
 
     async def hear(progress: float, total: float | None, message: str | None) -> None:
         news.append(message)
-
-    from mcp import Client, StdioServerParameters  # 0.6 s, which every worker would spend
 
     parameters = StdioServerParameters(command=sys.executable, args=command(agent_file))
     async with Client(parameters) as client:
