@@ -93,15 +93,5 @@ def forked_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     It is for tests that need a server, and not for those about its process.
     """
-    with forking("vllm", tmp_path_factory):
-        yield
-
-
-@pytest.fixture(scope="module")
-def forked_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork training jobs and sessions from a process that has imported Megatron.
-
-    It is for tests that need a trained model, and not for those about a job's process in Slurm.
-    """
-    with forking("job", tmp_path_factory):
+    with forking(tmp_path_factory):
         yield

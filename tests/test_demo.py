@@ -145,8 +145,8 @@ def test_demo(undisturbed: tuple[Path, dict[str, Any]]) -> None:
 def forked(
     undisturbed: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Forks in place of starts; the undisturbed demo has started vLLM and its jobs as users do."""
-    with forking("vllm", tmp_path_factory), forking("job", tmp_path_factory):
+    """Forks in place of starts; the undisturbed demo has started vLLM as users do."""
+    with forking(tmp_path_factory):
         yield
 
 

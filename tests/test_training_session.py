@@ -28,7 +28,7 @@ from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.support.scripted_platform import platform
 from tests.support.scripted_pool import ASK
 
-pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("forked_jobs")]
+pytestmark = pytest.mark.megatron
 
 GOOD, BAD = [5, 6, 7, 8, 9, 10], [5, 6, 11, 12, 13, 14]
 PAIR = [Datum(token_ids=ids, weights=[0, 0, 1, 1, 1, 1]) for ids in (GOOD, BAD)]

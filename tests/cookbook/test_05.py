@@ -22,7 +22,6 @@ def run(folder: Path) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-@pytest.mark.usefixtures("forked_jobs")
 @pytest.mark.slurm
 @pytest.mark.megatron
 def test_every_fine_tune_learns(tmp_path: Path) -> None:

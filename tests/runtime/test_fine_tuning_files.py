@@ -219,7 +219,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.megatron
-@pytest.mark.usefixtures("forked_jobs")
 def test_pairs_are_learnt(tmp_path: Path, model: Path) -> None:
     """After a job of the real trainer the preferred answers are more likely."""
     site = Site(tmp_path / "home", model)

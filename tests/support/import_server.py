@@ -1,6 +1,6 @@
-"""Import server: forks vLLM servers and training jobs from a process that has imported them once.
+"""Import server: forks vLLM servers from a process that has imported vLLM once.
 
-    python import_server.py SOCKET OWNER KIND    KIND: vllm, job; it ends with the process OWNER
+    python import_server.py SOCKET OWNER    it ends with the process OWNER
 
 `forking` starts it. forked_starts/sitecustomize.py asks it, and stands for what was
 forked. Arguments, environment, folder and output are those that the product gave; only the import
@@ -25,22 +25,18 @@ from cray_agents.processes import die_with_parent, exit_at_once, importing_much
 
 STARTER = Path(__file__).with_name("forked_starts")
 SERVER = "cray_agents.runtime.vllm_plugins.server"
-MODULES = {
-    "vllm": [SERVER],
-    "job": ["cray_agents.trainers.job.job", "cray_agents.trainers.session.session_process"],
-}
 
 
 @contextlib.contextmanager
-def forking(kind: str, factory: Any) -> Iterator[None]:
-    """Fork what is started meanwhile of a kind: from one process for all workers of a run.
+def forking(factory: Any) -> Iterator[None]:
+    """Fork the vLLM servers that are started meanwhile, from one process for all workers of a run.
 
     `factory`: pytest's tmp_path_factory.
     """
     folder, owner = factory.getbasetemp(), os.getpid()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder, owner = folder.parent, os.getppid()
-    variables = _environment(folder, owner, kind)
+    variables = _environment(folder, owner)
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
@@ -51,44 +47,40 @@ def forking(kind: str, factory: Any) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _environment(folder: Path, owner: int, kind: str) -> dict[str, str]:
-    """Return variables by which all that a test starts forks what it needs of a kind, too.
+def _environment(folder: Path, owner: int) -> dict[str, str]:
+    """Return variables by which all that a test starts forks its vLLM servers.
 
-    The first to ask starts the kind's server, for all who name the same folder.
+    The first to ask starts the import server, for all who name the same folder.
     """
-    with (folder / f"{kind}.lock").open("w") as lock:
+    with (folder / "import_server.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        path = _started(kind, folder, owner)
-    sockets = json.loads(os.environ.get("FORKED_STARTS", "{}")) | dict.fromkeys(MODULES[kind], path)
+        path = _started(folder, owner)
     paths = dict.fromkeys([str(STARTER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     return {
-        "FORKED_STARTS": json.dumps(sockets),
+        "FORKED_STARTS": path,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
 
 
 def process_of(pid: int) -> int:
     """Return the process that another one stands for; itself, if it stands for none."""
-    for path in set(json.loads(os.environ.get("FORKED_STARTS", "{}")).values()):
-        if (note := Path(f"{path}-{pid}")).exists():
-            return int(note.read_text())
-    return pid
+    note = Path(f"{os.environ.get('FORKED_STARTS')}-{pid}")
+    return int(note.read_text()) if note.exists() else pid
 
 
-def _started(kind: str, folder: Path, owner: int) -> str:
-    """Return an import server's socket."""
-    path, log = folder / kind, folder / f"{kind}.log"
+def _started(folder: Path, owner: int) -> str:
+    """Return the import server's socket."""
+    path, log = folder / "import_server", folder / "import_server.log"
     if not path.exists():
         from cray_agents.runtime.pool.vllm_replica import EngineSettings, environment
 
         with log.open("wb") as errors:
             started = subprocess.Popen(
-                [sys.executable, __file__, str(path), str(owner), kind],
+                [sys.executable, __file__, str(path), str(owner)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=environment(EngineSettings())  # torch reads some of it when it is imported
-                | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+                env=environment(EngineSettings()),  # torch reads some of it when it is imported
                 start_new_session=True,
             )
         with started.stdout as ready:
@@ -96,12 +88,12 @@ def _started(kind: str, folder: Path, owner: int) -> str:
     return str(path)
 
 
-def main(path: str, owner: int, kind: str) -> None:
-    """Import what a kind needs, then fork one for each request, until the owner ends."""
+def main(path: str, owner: int) -> NoReturn:
+    """Import vLLM, then fork one for each request, until the owner ends."""
     watched = os.pidfd_open(owner)
     with os.fdopen(os.dup(1), "wb", 0) as ready:
         os.dup2(2, 1)
-        IMPORTS[kind]()
+        import_vllm()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)
         listener.listen(64)
@@ -110,7 +102,7 @@ def main(path: str, owner: int, kind: str) -> None:
     while True:
         readable, _, _ = select.select([listener, watched], [], [])
         if watched in readable:
-            return
+            os._exit(0)
         link, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -129,19 +121,6 @@ def import_vllm() -> None:
 
         from cray_agents.runtime.vllm_plugins import server  # noqa: F401
     registry._run_in_subprocess = lambda work: work()  # on CPUs nothing forbids it here
-
-
-def import_job() -> None:
-    """Import what a training job and a training session import."""
-    with importing_much():
-        from cray_agents.trainers.job import job, rank  # noqa: F401
-        from cray_agents.trainers.models.cpu_megatron import load_megatron
-        from cray_agents.trainers.session import resident, session_process  # noqa: F401
-
-        load_megatron()
-
-
-IMPORTS = {"vllm": import_vllm, "job": import_job}
 
 
 def keep(link: socket.socket) -> NoReturn:
@@ -191,8 +170,7 @@ def run(
     for name, handle, buffering in (("stdout", 1, -1), ("stderr", 2, 1)):
         setattr(sys, name, os.fdopen(handle, "w", buffering, closefd=False))
     module, *arguments = argv
-    if module == SERVER:
-        arguments[0] = str(keeper)  # its parent
+    arguments[0] = str(keeper)  # its parent
     if threads := environment.get("OMP_NUM_THREADS"):  # read when torch was imported
         import torch
 
@@ -214,4 +192,4 @@ def run(
 
 if __name__ == "__main__":
     sys.path.pop(0)  # the folder of this file
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]))

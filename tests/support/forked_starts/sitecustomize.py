@@ -1,7 +1,7 @@
-"""Starter: asks the import server for vLLM's server or a training job, in place of this Python.
+"""Starter: asks the import server for vLLM's server, in place of this Python.
 
-Python imports `sitecustomize` when it starts. FORKED_STARTS names the sockets of import servers by
-module. Every other program runs as usual.
+Python imports `sitecustomize` when it starts. FORKED_STARTS is the import server's socket. Every
+other program runs as usual.
 
 This process then stands for the one that was forked: it passes signals on, ends as that one does,
 and when it is killed, so is the other.
@@ -12,29 +12,21 @@ import sys
 
 
 def main() -> None:
-    """Stand for a forked process if this one is to run a module that is forked."""
-    told = os.environ.get("FORKED_STARTS")
-    if told is None or sys.orig_argv[1:2] != ["-m"]:
+    """Stand for a forked vLLM server if this process is to be one."""
+    path = os.environ.get("FORKED_STARTS")
+    if path is None or sys.orig_argv[1:3] != ["-m", "cray_agents.runtime.vllm_plugins.server"]:
         return
     import array
+    import ctypes
     import json
     import signal
     import socket
 
-    module = sys.orig_argv[2]
-    path = json.loads(told).get(module)
-    if path is None:
-        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the parent, as the server does
+    if os.getppid() != int(sys.orig_argv[3]):
+        os._exit(1)
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
-    if module.endswith(
-        ".vllm_plugins.server"
-    ):  # its first argument is its parent, with which it dies
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != int(sys.orig_argv[3]):
-            os._exit(1)
     umask = os.umask(0)
     os.umask(umask)
     mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
