@@ -19,6 +19,8 @@ import httpx._transports.default as httpx_transport
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.import_server import forking
+
 gc.disable()  # until all tests are collected: a third of the time, for all that is imported stays
 os.environ["CRAY_AGENTS_KV_CACHE_GIB"] = "0.125"  # vLLM zeroes it at each start: 0.6 s a GiB
 os.environ.pop("COLUMNS", None)  # before the consoles are made: tables are as wide as in a log
@@ -82,4 +84,14 @@ def usual_umask() -> Iterator[None]:
 def index_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CRAY_AGENTS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork vLLM's servers from a process that has imported it: a sixth of the time of a start.
+
+    It is for tests that need a server, and not for those about its process.
+    """
+    with forking(tmp_path_factory):
         yield

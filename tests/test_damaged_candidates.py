@@ -36,7 +36,11 @@ from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.support.scripted_gateway import Gateway, served
 from tests.support.vllm_pool import golden_probe
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("forked_servers"),
+]
 
 TRIES = int(os.environ.get("CRAY_TEST_TRIES", "2"))
 DAMAGES = ("noise", "wrong labels", "late noise")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.store import Store
+from tests.support.import_server import forking
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron]
 
@@ -139,6 +141,16 @@ def test_demo(undisturbed: tuple[Path, dict[str, Any]]) -> None:
         assert all(f"JobId={job} " in log for job in ids)
 
 
+@pytest.fixture
+def forked(
+    undisturbed: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Forks in place of starts; the undisturbed demo has started vLLM as users do."""
+    with forking(tmp_path_factory):
+        yield
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_finished_demo_is_not_done_again(undisturbed: tuple[Path, dict[str, Any]]) -> None:
     home, result = undisturbed
     again = finish(home, start(home))
@@ -194,6 +206,7 @@ def victim(demo: int, kind: str) -> int | None:
     return random.choice(found) if found else None
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.timeout(1500)  # restarts of everything, on whatever machine
 @pytest.mark.parametrize("seed", os.environ.get("CRAY_TEST_SEEDS", "7").split(","))
 def test_kills_at_random_moments(

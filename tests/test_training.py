@@ -27,7 +27,12 @@ from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training_jobs import JobStatus, Layout, Lora, MethodName, Policy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slurm, pytest.mark.megatron]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slurm,
+    pytest.mark.megatron,
+    pytest.mark.usefixtures("forked_servers"),
+]
 
 TASKS, ATTEMPTS = 8, 6
 STEPS = 3

@@ -23,7 +23,7 @@ from cray_agents.runtime.files.files import Files
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.test_batch_kills import sampled, submit
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forked_servers")]
 
 ROUNDS = int(os.environ.get("CRAY_TEST_VLLM_KILLS", "1"))  # each kills the three of them
 LINES = 300 * (1 + ROUNDS)

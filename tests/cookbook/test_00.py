@@ -37,6 +37,7 @@ def test_demonstrations_are_what_a_perfect_run_says() -> None:
     ]
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:

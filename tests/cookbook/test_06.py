@@ -78,6 +78,7 @@ def test_a_seed_is_another_model_other_tasks_and_other_data() -> None:
     assert first.hyperparameters.seed != second.hyperparameters.seed
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_how_the_hotel_was_taught_depends_on_the_city() -> None:
         assert sum(share > 0.6 for share in usual.values()) == 3
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:

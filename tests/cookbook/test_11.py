@@ -22,6 +22,7 @@ def test_the_loss() -> None:
     assert gradients == [-0.25, 0.25, 0.0]  # a third of 0.75, -0.75 and 0 above the others
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def test_the_student_has_a_teacher_and_no_demonstrations() -> None:
     assert loop.tasks.split("holdout")
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.vllm
 @pytest.mark.megatron
 def test_quick(tmp_path: Path) -> None:

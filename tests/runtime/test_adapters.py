@@ -36,7 +36,11 @@ from tests.support.vllm_pool import (
     truth,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("forked_servers"),
+]
 
 # longer than two KV blocks of 128 tokens, so that the prefix cache holds it
 LONG = {"messages": [{"role": "user", "content": "1 2 3 4 " * 40}], "temperature": 0}

@@ -26,6 +26,7 @@ from cray_agents.runtime.registry.deltas import Parent, Shadows
 from cray_agents.runtime.vllm_plugins.delta_codec import entries_of
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 from cray_agents.trainers.checkpointing.delta_export import DeltaFile
+from tests.support.import_server import process_of
 from tests.support.vllm_pool import (
     CHAT,
     PROMPTS,
@@ -43,7 +44,11 @@ from tests.support.vllm_pool import (
     truth,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("forked_servers"),
+]
 
 TOOL = {
     "type": "function",
@@ -355,13 +360,13 @@ async def test_a_killed_server_takes_its_engine_along_and_no_request_is_lost(
     traffic = [asyncio.create_task(serving.chat("m@1", request)) for _ in range(24)]
     await asyncio.sleep(0.4)
     assert not any(task.done() for task in traffic)
-    pid = serving.pid
-    engine = children(pid)
+    pid, server = serving.pid, process_of(serving.pid)
+    engine = children(server)
     assert engine
-    os.kill(pid, signal.SIGKILL)
+    os.kill(server, signal.SIGKILL)
     answers = await asyncio.gather(*traffic)
     assert [len(sample.token_ids) for _, sample in answers] == [600] * 24
-    assert serving.pid != pid and not any(map(alive, [pid, *engine]))
+    assert serving.pid != pid and not any(map(alive, [pid, server, *engine]))
     assert serving.pool.status()[0]["restarts"] == 1
 
 
@@ -380,7 +385,10 @@ async def test_tied_weights_another_shape_starts_anew_and_then_in_place(serving:
     assert sample.logprobs[0] == pytest.approx(truly, abs=1e-4)
 
 
-async def test_a_killed_platform_leaves_no_vllm_behind(serving: Serving, tmp_path: Path) -> None:
+async def test_a_killed_platform_leaves_no_vllm_behind(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FORKED_STARTS")  # a process of its own, as users start it
     script = [sys.executable, "-c", PLATFORM, str(serving.models["m@1"]), str(tmp_path / "log")]
     platform = await asyncio.create_subprocess_exec(*script, stdout=asyncio.subprocess.PIPE)
     assert platform.stdout is not None

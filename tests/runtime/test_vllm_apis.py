@@ -27,10 +27,15 @@ from tests.support.fuzz.cases import request
 from tests.support.fuzz.sampling import PLAIN, sampling_body
 from tests.support.fuzz.wire import Reply as WireReply
 from tests.support.fuzz.wire import Wire
+from tests.support.import_server import process_of
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, served, until
 from tests.support.vllm_pool import secret_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("forked_servers"),
+]
 
 ASK: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
 USER: Any = ASK[1:]
@@ -74,7 +79,7 @@ async def test_a_template_that_loops_fails_its_own_request(
     with pytest.raises(openai.BadRequestError, match="the chat template took more than 5 s"):
         await client.chat.completions.create(model="calc", messages=ask)
     await client.chat.completions.create(model="calc", messages=USER, max_tokens=2)
-    tasks = Path(f"/proc/{gateway.pool.status()[0]['pid']}/task")
+    tasks = Path(f"/proc/{process_of(gateway.pool.status()[0]['pid'])}/task")
     await until(lambda: not any(") R " in (each / "stat").read_text() for each in tasks.iterdir()))
 
 

@@ -15,9 +15,14 @@ from cray_agents.ports import EngineCall
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
+from tests.support.import_server import process_of
 from tests.support.vllm_pool import CHAT, Serving, children
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("forked_servers"),
+]
 
 LONG = {"messages": CHAT, "max_tokens": 900, "ignore_eos": True}
 
@@ -52,7 +57,7 @@ async def test_a_model_that_cannot_produce_a_token_is_not_served(tmp_path: Path)
 
 async def test_a_stopped_replica_is_noticed_though_nobody_asks_it(serving: Serving) -> None:
     before = serving.pool.status()[0]["restarts"]
-    os.kill(serving.pid, signal.SIGSTOP)
+    os.kill(process_of(serving.pid), signal.SIGSTOP)
     status = await until_restarted(serving, before + 1)
     assert "said nothing for 20 s" in status["last_restart"]["why"]
     await serving.chat("m@1", {"messages": CHAT, "max_tokens": 2})
@@ -68,7 +73,7 @@ async def test_a_request_that_kills_its_engine_is_failed_and_others_are_answered
         for _ in range(2):
             while not serving.pool.status()[0]["in_flight"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            (core, *_) = children(serving.pid)
+            (core, *_) = children(process_of(serving.pid))
             os.kill(core, signal.SIGKILL)
             while serving.pool.status()[0]["in_flight"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -21,7 +21,11 @@ from tests.support.scraped_metrics import labels_of
 from tests.support.scripted_gateway import Gateway, Reply, served, until
 from tests.support.vllm_pool import CHAT, manifest_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("forked_servers"),
+]
 
 STREAMS = 16
 TOKENS = 48

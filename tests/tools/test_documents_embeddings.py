@@ -18,7 +18,7 @@ from cray_agents.tools.documents import Documents, Embeddings
 from cray_agents.tools.documents.embedding_index import EmbeddingIndex
 from cray_agents.tools.documents.passage_store import PassageStore, digest_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forked_servers")]
 
 TEXTS = {
     "refunds.md": "A customer gets the money back within 14 days.",

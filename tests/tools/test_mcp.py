@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mcp import Client, StdioServerParameters
 
 from cray_agents import Agent, ScriptedEngine
 from cray_agents.agent.tool import Tool, perform
@@ -319,6 +318,8 @@ def command(file: Path, *words: str) -> list[str]:
 
 
 async def test_an_agent_as_a_server(agent_file: Path) -> None:
+    from mcp import Client, StdioServerParameters  # 0.6 s, which every worker would spend
+
     news: list[str | None] = []
 
     async def hear(progress: float, total: float | None, message: str | None) -> None:

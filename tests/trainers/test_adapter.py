@@ -71,6 +71,7 @@ def test_of_folders_only_the_adapters_is_taken_in(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.vllm
+@pytest.mark.usefixtures("forked_servers")
 async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

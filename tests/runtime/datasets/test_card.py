@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import mlcroissant
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -119,6 +118,8 @@ def test_the_directory_loads_with_datasets(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_mlcroissant_finds_no_fault_and_reads_the_samples(tmp_path: Path) -> None:
+    import mlcroissant
+
     write_card(tmp_path, NAME, counts_of(), files_of(tmp_path))
     dataset = mlcroissant.Dataset(jsonld=tmp_path / "croissant.json")
     assert not dataset.metadata.ctx.issues.errors
@@ -130,6 +131,8 @@ def test_mlcroissant_finds_no_fault_and_reads_the_samples(tmp_path: Path) -> Non
 
 
 def test_the_checksums_are_in_the_croissant(tmp_path: Path) -> None:
+    import mlcroissant
+
     files = files_of(tmp_path)
     write_card(tmp_path, NAME, counts_of(), files)
     described = json.loads((tmp_path / "croissant.json").read_text())

@@ -9,8 +9,6 @@ What is seen is written to the file.
 import json
 import os
 import re
-import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +19,13 @@ import pytest
 from cray_agents.errors import CrayError, JobError, SwapError
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, environment
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.slot.golden_probe import prove
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout
 from tests.support.trainers.running_session import RunningSession
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
-from tests.support.vllm_forks import forked_servers
 
 RESULTS = Path(__file__).parents[3] / "docs/serving.json"
 KINDS = [kind for kind in FAMILIES if not kind.startswith("qwen3_vl")]  # the text families
@@ -250,26 +247,17 @@ def note(kind: str, found: dict[str, Any]) -> dict[str, Any]:
     return dict(before)
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What starts servers: a process that has imported vLLM once."""
-    with forked_servers(tmp_path_factory.mktemp("forks"), environment(SETTINGS)) as program:
-        yield program
-
-
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.vllm
 @pytest.mark.megatron
 @pytest.mark.skipif(not CHOSEN, reason="CRAY_TEST_SERVING names no kinds")
 @pytest.mark.parametrize("kind", CHOSEN)
-async def test_a_kind_is_trained_and_served(
-    lab: Any, tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+async def test_a_kind_is_trained_and_served(lab: Any, tmp_path: Path, kind: str) -> None:
     try:
         checkpoints = train(lab, write_served_parent(kind, tmp_path / "parent"))
     except JobError as error:
         found: dict[str, Any] = {"vllm": f"not trained: {refusal(error)}"}
     else:
-        monkeypatch.setattr(sys, "executable", python)
         settings = replace(SETTINGS, tool_call_parser=PARSERS.get(kind, SETTINGS.tool_call_parser))
         found = await tried(settings, *checkpoints, tmp_path / "replica.log")
     before = note(kind, explained(kind, found))

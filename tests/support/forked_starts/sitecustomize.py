@@ -1,0 +1,55 @@
+"""Starter: asks the import server for vLLM's server, in place of this Python.
+
+Python imports `sitecustomize` when it starts. FORKED_STARTS is the import server's socket. Every
+other program runs as usual.
+
+This process then stands for the one that was forked: it passes signals on, ends as that one does,
+and when it is killed, so is the other.
+"""
+
+import os
+import sys
+
+
+def main() -> None:
+    """Stand for a forked vLLM server if this process is to be one."""
+    path = os.environ.get("FORKED_STARTS")
+    if path is None or sys.orig_argv[1:3] != ["-m", "cray_agents.runtime.vllm_plugins.server"]:
+        return
+    import array
+    import ctypes
+    import json
+    import signal
+    import socket
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the parent, as the server does
+    if os.getppid() != int(sys.orig_argv[3]):
+        os._exit(1)
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(path)
+    umask = os.umask(0)
+    os.umask(umask)
+    mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+    folder = os.getcwd()  # noqa: PTH109 - pathlib takes longer to import than all of this
+    request = [sys.orig_argv[2:], dict(os.environ), folder, umask, mask]
+    body = json.dumps(request).encode()
+    handles = array.array("i", [0, 1, 2])
+    link.sendmsg(
+        [len(body).to_bytes(4, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, handles)]
+    )
+    link.sendall(body)
+    pid = int.from_bytes(link.recv(4, socket.MSG_WAITALL), "little")
+    with open(f"{path}-{os.getpid()}", "w") as note:  # noqa: PTH123
+        note.write(str(pid))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os.kill(pid, number))
+    ended = link.recv(4, socket.MSG_WAITALL)
+    code = os.waitstatus_to_exitcode(int.from_bytes(ended, "little")) if ended else 1
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+main()
