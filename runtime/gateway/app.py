@@ -26,6 +26,7 @@ from cray_agents.runtime.gateway.http.shapes import ANY
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.routes import (
     batches,
+    dashboard,
     datasets,
     exports,
     files,
@@ -64,6 +65,7 @@ ROUTERS = (
     batches.router,
     files.router,
     uploads.router,
+    dashboard.router,
     router,
 )
 
