@@ -22,4 +22,6 @@ export interface Screen {
 
 export const SCREENS: readonly Screen[] = [
   { name: "overview", title: "Overview", role: "use", menu: true, load: () => import("./overview") },
+  { name: "runs", title: "Runs", role: "train", menu: true, load: () => import("./runs") },
+  { name: "run", title: "Run", role: "use", menu: false, load: () => import("./run") },
 ];
