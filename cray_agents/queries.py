@@ -18,7 +18,7 @@ class RunFilter(StrictRecord):
     `model` is a `name@N`, or a `name` in any version. `error` is the type of the run's error, `*`
     any error. `since` and `until` bound its start, in unix seconds. A run must have all `tags`.
     `text` is searched in its input, output and messages, ignoring case. A run without a reward
-    matches no range of rewards.
+    matches no range of rewards. `tokens` are those of all its calls' prompts and answers.
     """
 
     loop: str | None = None
@@ -31,6 +31,12 @@ class RunFilter(StrictRecord):
     model: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
+    min_seconds: float | None = None
+    max_seconds: float | None = None
+    min_turns: int | None = None
+    max_turns: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
     error: str | None = None
     since: float | None = None
     until: float | None = None

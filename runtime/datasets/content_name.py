@@ -12,6 +12,9 @@ from cray_agents.records import canonical, digest
 from cray_agents.runtime.datasets.recipe_checks import DEMONSTRATIONS
 from cray_agents.runtime.datasets.samples.token_shards import SampleRow
 
+NEWER_BOUNDS = (
+    *("min_seconds", "max_seconds", "min_turns", "max_turns", "min_tokens", "max_tokens"),
+)
 LARGE = (*DEMONSTRATIONS, "rewards")
 
 
@@ -29,6 +32,11 @@ def defining_fields(recipe: DatasetRecipe) -> dict[str, Any]:
     # a missing key means `population`: so datasets older than this field keep their names
     if recipe.method != "grpo" or not recipe.normalize or recipe.deviation == "population":
         del fields["deviation"]
+    # likewise the ranges that filters have since
+    if fields.get("where"):
+        unset = [name for name in NEWER_BOUNDS if fields["where"][name] is None]
+        for name in unset:
+            del fields["where"][name]
     if recipe.givers is None:
         del fields["givers"]
     else:

@@ -36,6 +36,7 @@ from cray_agents.runtime.gateway.routes import (
     loops,
     models,
     platform,
+    run_views,
     sampling,
     tinker,
     tinker_models,
@@ -46,12 +47,13 @@ from cray_agents.runtime.gateway.routes import (
 from cray_agents.runtime.gateway.services import Services
 
 router = Router("Platform")
-#: Exports stand before trajectories: the first route that matches a path serves it.
+#: Exports and views of runs stand before trajectories: the first route that matches serves it.
 ROUTERS = (
     sampling.router,
     models.models_router,
     models.router,
     exports.router,
+    run_views.router,
     trajectories.router,
     datasets.router,
     jobs.router,

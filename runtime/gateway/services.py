@@ -30,6 +30,8 @@ from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
+from cray_agents.runtime.views.run_pages import RunPages
+from cray_agents.runtime.views.token_text import Vocabularies
 
 JOINS = 2  # uploads that are put together at once: each takes a core and the disk
 
@@ -85,6 +87,8 @@ class Services:
     batches: BatchQueue = field(init=False)
     fine_tuning: FineTuning = field(init=False)
     datasets: BuildProcess = field(init=False)
+    run_pages: RunPages = field(init=False)
+    vocabularies: Vocabularies = field(default_factory=Vocabularies, init=False)
     versions: VersionSwitcher = field(init=False)
     tinker: TinkerFiles = field(init=False)
     tinker_samples: TinkerSamples = field(default_factory=TinkerSamples, init=False)
@@ -100,6 +104,7 @@ class Services:
         self.batches = BatchQueue(self.home, self.files)
         self.tinker = TinkerFiles(self.home)
         self.datasets = BuildProcess(self.home)
+        self.run_pages = RunPages(self.store)
         self.fine_tuning = FineTuning(
             self.home, self.registry, self.trainer, self.files, code=self.code
         )

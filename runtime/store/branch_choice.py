@@ -81,13 +81,13 @@ def _pick_branch(choices: list[ModelCall], later: Sequence[list[ModelCall]]) -> 
     for request in later:
         messages = request[0].messages
         if len(messages) > len(prompt) and messages[: len(prompt)] == prompt:
-            answer = _comparable_message(messages[len(prompt)])
-            match = next((c for c in choices if _comparable_message(c.message) == answer), None)
+            answer = comparable_message(messages[len(prompt)])
+            match = next((c for c in choices if comparable_message(c.message) == answer), None)
             quoted |= {match.id: match} if match is not None else {}
     return list(quoted.values()) if len(quoted) == 1 else choices
 
 
-def _comparable_message(message: Message) -> tuple[Any, ...]:
+def comparable_message(message: Message) -> tuple[Any, ...]:
     """Return the content of an answer that survives a client's rewriting, to compare by."""
     calls = message.get("tool_calls")
     named = [_comparable_call(call) for call in calls or () if isinstance(call, dict)]

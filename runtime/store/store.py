@@ -128,6 +128,23 @@ class Store:
             raise Corrupt(f"the events of run {run_id!r} cannot be read: `cray-agents runs fsck`")
         return runs[0]
 
+    def places(self, run_id: str) -> tuple[RunFacts, Places]:
+        """Return the facts of a run and the places of its events. Raises NotFound."""
+        self.refresh()
+        facts = self.index.run(run_id)
+        if facts is None:
+            raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
+        return facts, self.index.places([run_id]).get(run_id, Places(None, (), ()))
+
+    def bodies(self, places: Sequence[LinePlace]) -> Iterator[dict[str, Any]]:
+        """Yield the bodies of events at some places, in their order, as they were appended.
+
+        Raises Moved if compaction has moved one: ask for the places again. Raises Corrupt.
+        """
+        for at in range(0, len(places), PAGE):
+            for line in self.segments.fetch(places[at : at + PAGE]):
+                yield event_in(line)["body"]
+
     def runs(self, query: RunQuery | None = None, calls: Calls = "full") -> list[Run]:
         """Return the matching runs, in the query's order and up to its limit.
 
@@ -166,15 +183,27 @@ class Store:
             return self.index.count(query)
         return sum(1 for _ in self.facts(RunQuery(**query.model_dump())))
 
-    def stats(self, query: RunFilter, by: Sequence[str] = ()) -> list[dict[str, Any]]:
+    def stats(
+        self, query: RunFilter, by: Sequence[str] = (), **options: Any
+    ) -> list[dict[str, Any]]:
         """Return counts, rewards, tokens and times of the matching runs by group (see Index.stats).
 
         Raises BadInput for a query with a text, which the index does not have.
         """
-        if query.text is not None:
-            raise BadInput("statistics cannot look for a text: only bodies tell", param="text")
-        self.refresh()
-        return self.index.stats(query, by)
+        self._check_without_text(query)
+        return self.index.stats(query, by, **options)
+
+    def facets(self, query: RunFilter, by: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """Return the values of fields and how many matching runs have each. Raises BadInput."""
+        self._check_without_text(query)
+        return self.index.facets(query, by)
+
+    def histograms(
+        self, query: RunFilter, of: Sequence[str], bins: int
+    ) -> dict[str, dict[str, Any]]:
+        """Return histograms of reward, seconds, turns, tokens of matching runs. Raises BadInput."""
+        self._check_without_text(query)
+        return self.index.histograms(query, of, bins)
 
     @property
     def problems(self) -> list[Problem]:
@@ -244,6 +273,12 @@ class Store:
         await asyncio.to_thread(self._indexing.close)
         self.index.close()
         self.segments.close()
+
+    def _check_without_text(self, query: RunFilter) -> None:
+        """Refresh for statistics. Raises BadInput for a query with a text."""
+        if query.text is not None:
+            raise BadInput("statistics cannot look for a text: only bodies tell", param="text")
+        self.refresh()
 
     def _submit(self, events: list[Event]) -> "asyncio.Future[list[LinePlace]]":
         if self._redactor is not None:

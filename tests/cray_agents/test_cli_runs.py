@@ -15,7 +15,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cray_agents.cli import app
-from cray_agents.cli.runs.run_diff import differences
 from cray_agents.cli.runs.runs import age, table
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
@@ -33,6 +32,7 @@ from cray_agents.records import (
     Turn,
 )
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.views.run_differences import differences
 
 WILD = "It is [bold]{}[/]. \x1b[31mred\x07"
 LONG_ID = "run_0190abcdef1234567890abcdef1234567890abcdef"

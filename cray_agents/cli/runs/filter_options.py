@@ -17,6 +17,7 @@ from cray_agents.queries import RunFilter
 from cray_agents.records import Split, StopReason
 
 AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhdw])")
+BOUNDED = ("reward", "seconds", "turns", "tokens")  # with a least and a most
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 _option = options_under("Which runs")
@@ -42,6 +43,14 @@ class FactOptions:
     stop_reason: Annotated[str | None, _option(f"{', '.join(StopReason)}.")] = None
     min_reward: Annotated[float | None, _option("With at least this reward.")] = None
     max_reward: Annotated[float | None, _option("With at most this reward.")] = None
+    min_seconds: Annotated[float | None, _option("That took at least so long.", min=0)] = None
+    max_seconds: Annotated[float | None, _option("That took at most so long.", min=0)] = None
+    min_turns: Annotated[int | None, _option("With at least so many turns.", min=0)] = None
+    max_turns: Annotated[int | None, _option("With at most so many turns.", min=0)] = None
+    min_tokens: Annotated[
+        int | None, _option("Whose calls read and sampled at least so many tokens.", min=0)
+    ] = None
+    max_tokens: Annotated[int | None, _option("... at most so many.", min=0)] = None
     error: Annotated[str | None, _option("With an error of this type; '*': with any.")] = None
     since: Annotated[
         str | None, _option("Started then or later: a date, or an age (7d, 12h, 30m).")
@@ -53,15 +62,8 @@ class FactOptions:
         """Return the options as a filter. Raises BadInput if nothing can match."""
         _check_choice("split", self.split, get_args(Split))
         _check_choice("stop-reason", self.stop_reason, tuple(StopReason))
-        for name, reward in (("min-reward", self.min_reward), ("max-reward", self.max_reward)):
-            if reward is not None and math.isnan(reward):
-                raise BadInput(f"--{name} must be a number, not {reward}", param=name)
-        low, high = self.min_reward, self.max_reward
-        if low is not None and high is not None and low > high:
-            raise BadInput(
-                f"--min-reward {low:g} is above --max-reward {high:g}: nothing can match",
-                param="min-reward",
-            )
+        for name in BOUNDED:
+            self._check_range(name)
         fields, now = asdict(self), time.time()
         generations = self.generation or []
         fields |= {
@@ -72,6 +74,17 @@ class FactOptions:
             "tags": fields.pop("tag") or [],
         }
         return RunFilter(**fields)
+
+    def _check_range(self, name: str) -> None:
+        low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+        for option, bound in ((f"min-{name}", low), (f"max-{name}", high)):
+            if bound is not None and math.isnan(bound):
+                raise BadInput(f"--{option} must be a number, not {bound}", param=option)
+        if low is not None and high is not None and low > high:
+            raise BadInput(
+                f"--min-{name} {low:g} is above --max-{name} {high:g}: nothing can match",
+                param=f"min-{name}",
+            )
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 Texts of models and tools are printed through screen.line, which disarms control characters.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from cray_agents.cli.screen import line, when
+from cray_agents.cli.screen import line
 from cray_agents.records import Message, ModelCall, Run, ToolCall, Turn
 from cray_agents.runtime.exports.conversations.conversation import Conversation, conversation_of
 from cray_agents.runtime.store.segments.facts import text_of
+from cray_agents.runtime.views.run_differences import header, value_text
 
 LABEL = 12  # columns of a header's labels
 STYLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "assistant": "green"}
@@ -29,29 +29,6 @@ def print_run(run: Run, *, tokens: bool = False) -> None:
         for turn in conversation.other_turns:
             _print_turn(turn, None, tokens=tokens)
     _print_end(run)
-
-
-def header(run: Run) -> list[tuple[str, str]]:
-    """Return the known facts of a run, without its messages, as (name, value)."""
-    known: list[tuple[str, Any]] = [
-        ("agent", run.agent),
-        ("model", run.model),
-        ("imported", run.imported),
-        ("loop", run.loop),
-        ("generation", run.generation),
-        ("attempt", run.attempt),
-        ("tags", ", ".join(run.tags)),
-        ("started", when(run.started) if run.started else None),
-        ("seconds", f"{run.seconds:.2f}" if run.seconds else None),
-        ("ended", run.stop_reason.value),
-    ]
-    if run.task is not None:
-        known.append(("task", f"{run.task.id} ({run.task.split})"))
-        known.append(("target", None if run.task.target is None else value_text(run.task.target)))
-        known += [(f"  {name}", value_text(value)) for name, value in run.task.metadata.items()]
-    known.append(("input", run.input))
-    known.append(("output", None if run.output is None else value_text(run.output)))
-    return [(name, str(value)) for name, value in known if value not in (None, "")]
 
 
 def _print_conversation(conversation: Conversation, *, tokens: bool) -> None:
@@ -153,8 +130,3 @@ def _print_end(run: Run) -> None:
     usage = run.usage
     counts = f"{usage.prompt_tokens} + {usage.completion_tokens} tokens"
     line(f"{usage.calls} calls, {counts}, {run.seconds:.2f} s", 0, "dim")
-
-
-def value_text(value: Any) -> str:
-    """Return a text as it is, any other value as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

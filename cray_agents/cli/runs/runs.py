@@ -125,7 +125,8 @@ def diff_runs(
     as_json: JsonOption = False,
 ) -> None:
     """Show where two runs differ: what is known of them, what was said, rewards, tokens."""
-    from cray_agents.cli.runs.run_diff import differences, print_differences
+    from cray_agents.cli.runs.run_diff import print_differences
+    from cray_agents.runtime.views.run_differences import differences
 
     with open_store(home) as store:
         diff = differences(store.run(one), store.run(other))

@@ -36,6 +36,7 @@ from cray_agents.runtime.gateway.http.shapes import (
     REAL_OR_NONE,
     TEXT,
     TEXT_OR_NONE,
+    WHOLE,
     Described,
     NamedShape,
     Shape,
@@ -62,7 +63,9 @@ _FILTER_SHAPES: dict[str, Shape] = {
     "generation": COUNT,
     "split": {"enum": list(get_args(Split))},
     "stop_reason": {"enum": list(StopReason)},
-    **dict.fromkeys(("min_reward", "max_reward", "since", "until"), REAL),
+    **dict.fromkeys(("min_reward", "max_reward", "min_seconds", "max_seconds"), REAL),
+    **dict.fromkeys(("since", "until"), REAL),
+    **dict.fromkeys(("min_turns", "max_turns", "min_tokens", "max_tokens"), WHOLE),
 }
 #: The query parameters that select runs.
 WHICH: dict[str, Shape | Described] = {

@@ -9,7 +9,6 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index.codes import MODELS, TAGS, name_code, sets_with
 from cray_agents.runtime.store.index.run_merge import RunFacts
@@ -22,6 +21,13 @@ _SORTED = {
     "task": ("task", "generation", "attempt", "id"),
 }
 _LARGEST = 2**62
+#: Columns with a range in a filter, by the name of its bounds.
+BOUNDED = {
+    "reward": "+reward",
+    "seconds": "+seconds",
+    "turns": "+turns",
+    "tokens": "(prompt + sampled)",
+}
 
 
 class SqlCondition(NamedTuple):
@@ -73,9 +79,10 @@ def match_condition(
         if not query.task:
             return None  # no task is named "": in the column it means no task
         add("task = ?", query.task)
-    for bound, column in ((query.min_reward, "+reward >= ?"), (query.max_reward, "+reward <= ?")):
-        if bound is not None:
-            add(column, bound)
+    for name, column in BOUNDED.items():
+        for bound, compare in ((f"min_{name}", ">="), (f"max_{name}", "<=")):
+            if (value := getattr(query, bound)) is not None:
+                add(f"{column} {compare} ?", value)
     by_start = order != "id" and query.task is None and order != "task"
     plus = "" if by_start else "+"
     for bound, compare in ((query.since, ">="), (query.until, "<=")):
@@ -130,73 +137,3 @@ def key_columns(order: str) -> str:
 
 def _one_of(column: str, numbers: Sequence[int]) -> str:
     return f"{column} IN ({', '.join(map(str, numbers))})" if numbers else "0"
-
-
-_NAMED = ("agent", "model", "loop", "split", "stop_reason", "error")  # columns that hold codes
-_GROUPS = {
-    **{name: name for name in _NAMED},
-    "generation": "generation",
-    "task": "task",
-    "day": "date(started, 'unixepoch')",
-}
-_FIGURES = {
-    "runs": "count(*)",
-    "rewarded": "count(reward)",
-    "mean_reward": "avg(reward)",
-    "min_reward": "min(reward)",
-    "max_reward": "max(reward)",
-    "calls": "sum(calls)",
-    "prompt_tokens": "sum(prompt)",
-    "sampled_tokens": "sum(sampled)",
-    "errors": "count(error)",
-    "infrastructure": "sum(infrastructure)",
-    "mean_seconds": "avg(seconds)",
-    # nearest-rank percentiles: the smallest value that 50 or 95 % of runs do not exceed
-    "p50_seconds": "min(CASE WHEN place * 100 >= number * 50 THEN seconds END)",
-    "p95_seconds": "min(CASE WHEN place * 100 >= number * 95 THEN seconds END)",
-}
-_USED = "reward, calls, prompt, sampled, error, infrastructure, seconds"
-
-
-def statistics(
-    connection: sqlite3.Connection, query: RunFilter, by: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return the statistics of the matching runs by group; see Index.stats."""
-    for name in by:
-        if name not in _GROUPS:
-            known = ", ".join(_GROUPS)
-            raise BadInput(f"cannot group runs by {name!r}: {known}", param="by")
-    matching = match_condition(connection, query, None)
-    if matching is None:
-        return []
-    keys = [f"g{i}" for i in range(len(by))]
-    groups = [f"{_GROUPS[name]} AS {key}" for name, key in zip(by, keys, strict=True)]
-    parted = f"PARTITION BY {', '.join(keys)}" if keys else ""
-    chosen = f"SELECT {', '.join([*groups, _USED])} FROM runs WHERE {matching.sql}"
-    placed = (
-        f"SELECT *, row_number() OVER ({parted} ORDER BY seconds) AS place,"
-        f" count(*) OVER ({parted}) AS number FROM ({chosen})"
-    )
-    grouped = f"GROUP BY {', '.join(keys)}" if keys else "HAVING count(*) > 0"
-    rows = connection.execute(
-        f"SELECT {', '.join([*keys, *_FIGURES.values()])} FROM ({placed}) {grouped}"
-        f" ORDER BY {', '.join(['count(*) DESC', *keys])}",
-        matching.values,
-    ).fetchall()
-    names = {None: None, **dict(connection.execute("SELECT code, name FROM names").fetchall())}
-    return [
-        {
-            **{name: _render_key(name, value, names) for name, value in zip(by, row, strict=False)},
-            **dict(zip(_FIGURES, row[len(by) :], strict=True)),
-        }
-        for row in rows
-    ]
-
-
-def _render_key(name: str, value: Any, names: dict[Any, Any]) -> Any:
-    """Return the key of a group as readers know it."""
-    if name in _NAMED:
-        return names[value]
-    if name == "generation":
-        return from_rank(value)
-    return value or None  # "" is the column value of no task

@@ -23,12 +23,12 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import filters, intake
 from cray_agents.runtime.store.index.codes import Codes
 from cray_agents.runtime.store.index.database import Database
-from cray_agents.runtime.store.index.filters import statistics
 from cray_agents.runtime.store.index.intake import Intake, event_key
 from cray_agents.runtime.store.index.pages import facts_in, read_page, start_key
 from cray_agents.runtime.store.index.run_merge import RunFacts
 from cray_agents.runtime.store.index.run_rows import rows_in
 from cray_agents.runtime.store.index.schema import CALL, FORGET, REWARD
+from cray_agents.runtime.store.index.statistics import facets, histograms, statistics
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 PAGE = 1000  # runs, or conversations, read at once
@@ -301,16 +301,34 @@ class Index:
             for ids, text in [orjson.loads(answer)]
         ]
 
-    def stats(self, query: RunFilter, by: Sequence[str] = ()) -> list[dict[str, Any]]:
+    def stats(
+        self, query: RunFilter, by: Sequence[str] = (), **options: Any
+    ) -> list[dict[str, Any]]:
         """Return counts and means of the matching runs, one row a group, largest group first.
 
-        `by` may name agent, model, loop, generation, split, stop_reason, error, task and day (of
-        UTC, `2026-01-31`). A row has these and runs, rewarded, mean_reward, min_reward, max_reward,
-        calls, prompt_tokens, sampled_tokens, errors, infrastructure, mean_seconds, p50_seconds,
-        p95_seconds. Raises BadInput for another `by`.
+        `by` may name agent, model, loop, generation, split, stop_reason, error, task, key (the id
+        of the API key that began the run) and day (of UTC, `2026-01-31`). A row has these and runs,
+        rewarded, success (share of rewarded runs with a reward of 1 or more), mean_reward,
+        min_reward, max_reward, calls, prompt_tokens, sampled_tokens, errors, infrastructure,
+        mean_seconds, seconds, p50_seconds, p95_seconds. Options: `bucket` groups by `time`, the
+        beginning of so many seconds, too; `percentiles` False leaves the last two out, which takes
+        a fraction of the time; `owner`, runs of this key only; `limit`, groups. Raises BadInput for
+        another `by`.
         """
         with self._database.reading() as connection:
-            return statistics(connection, query, by)
+            return statistics(connection, query, by, **options)
+
+    def facets(self, query: RunFilter, by: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """Return the values of fields and how many matching runs have each; raises BadInput."""
+        with self._database.reading() as connection:
+            return facets(connection, query, by)
+
+    def histograms(
+        self, query: RunFilter, of: Sequence[str], bins: int
+    ) -> dict[str, dict[str, Any]]:
+        """Return histograms of reward, seconds, turns, tokens of matching runs; raises BadInput."""
+        with self._database.reading() as connection:
+            return histograms(connection, query, of, bins)
 
     def close(self) -> None:
         """Close the file."""

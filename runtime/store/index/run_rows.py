@@ -20,7 +20,8 @@ _SORTED = [
     *("models", "tags", "reward", "started", "task", "attempt"),
 ]
 _MORE = [
-    *("description", "model", "infrastructure", "seconds", "calls", "prompt", "sampled", "told"),
+    *("description", "model", "infrastructure", "seconds", "calls", "prompt", "sampled"),
+    *("turns", "owner", "told"),
 ]
 _FIND = (
     f"SELECT id, run, description, told, run IN (SELECT run FROM stale), {', '.join(_SORTED)}"
@@ -119,14 +120,15 @@ def _values(
     facts = row.merged.facts(row.run_id)
     merged = row.merged.dumps()
     if facts is None:
-        return (0, *row.columns[1:]), (row.description, None, 0, None, 0, 0, 0, merged)
+        hidden = (row.description, None, 0, None, 0, 0, 0, 0, None, merged)
+        return (0, *row.columns[1:]), hidden
 
     known = codes.names
-    loop, agent, split, stop_reason, error, model = [
+    loop, agent, split, stop_reason, error, model, owner = [
         known[name] if name in known else codes.name(connection, name)
         for name in (
             *(facts.loop, facts.agent, facts.split, facts.stop_reason),
-            *(facts.error, facts.model),
+            *(facts.error, facts.model, facts.owner),
         )
     ]
     columns = (
@@ -152,6 +154,8 @@ def _values(
         facts.calls,
         facts.prompt_tokens,
         facts.sampled_tokens,
+        facts.turns,
+        owner,
         merged,
     )
     return columns, more

@@ -69,7 +69,7 @@ CREATE TABLE runs (
   task TEXT NOT NULL, attempt INTEGER NOT NULL,
   description INTEGER,  -- the event that describes it
   model INTEGER, infrastructure INTEGER, seconds REAL, calls INTEGER, prompt INTEGER,
-  sampled INTEGER, told BLOB NOT NULL
+  sampled INTEGER, turns INTEGER, owner INTEGER, told BLOB NOT NULL
 );
 CREATE TABLE stale (run INTEGER PRIMARY KEY);
 CREATE TABLE names (code INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);

@@ -1,0 +1,1 @@
+"""Observability: numbers, their history, boards, traces and timelines of a platform."""

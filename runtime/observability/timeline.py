@@ -1,0 +1,193 @@
+"""Timeline: a generation or a training job as Chrome trace JSON, which Perfetto opens.
+
+    generation_timeline   phases of a generation, the steps of its job, its runs with their calls
+    job_timeline          attempts, steps and saves of a job, with its loss and speed as counters
+
+Both are pure functions of records. Times (`ts`, `dur`) are microseconds since `otherData.begin`, a
+Unix time in seconds. The format is "Trace Event Format" (docs.google.com/document/d/
+1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): X is a span, i an instant, C a counter, M a name.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from cray_agents.records import Run
+
+Json = dict[str, Any]
+
+PHASES, JOB, RUNS = 1, 2, 3  # Perfetto's processes: groups of tracks
+MOST_RUNS = 2000  # of a generation; a larger file is slow to open
+
+_COUNTERS = ("loss", "grad_norm", "tokens_per_second", "mfu", "memory_gib")
+_SPANS = {"step": "step", "saved": "save", "taken_up": "take up"}  # events with `seconds`
+_ARGUMENTS = 40  # fields of an event that are shown
+
+
+def job_timeline(job_id: str, events: Sequence[Mapping[str, Any]]) -> Json:
+    """Return the timeline of a job from its events (trainers/job/journal.py), in their order.
+
+    An event's `time` is its end; `seconds`, if it has them, its length.
+    """
+    trace = _Trace()
+    trace.name_process(JOB, f"job {job_id}")
+    _add_job(trace, events)
+    return trace.json({"job": job_id})
+
+
+def generation_timeline(
+    loop: str,
+    generation: Mapping[str, Any],
+    ended: float,
+    *,
+    job_events: Sequence[Mapping[str, Any]] = (),
+    runs: Iterable[Run] = (),
+) -> Json:
+    """Return the timeline of a generation.
+
+    Args:
+        loop: its name.
+        generation: the loop's record (cray_agents/generation.py) as JSON.
+        ended: when the record was written, in Unix seconds.
+        job_events: of the generation's job; none where it trained nothing.
+        runs: of the generation; the first `MOST_RUNS` are drawn.
+
+    A record has the seconds of its phases and not their starts. `train` begins with its job and
+    `rollouts` with the first run; other phases follow each other, which `args.start` says.
+    """
+    trace = _Trace()
+    number = generation.get("generation", 0)
+    trace.name_process(PHASES, f"{loop} generation {number}")
+    shown = sorted((run for run in runs if run.started), key=lambda run: run.started)
+    left_out = max(0, len(shown) - MOST_RUNS)
+    _add_phases(trace, generation, ended, job_events, shown)
+    if job_events:
+        trace.name_process(JOB, f"job {generation.get('job_id') or ''}".strip())
+        _add_job(trace, job_events)
+    if shown:
+        trace.name_process(RUNS, "runs")
+        _add_runs(trace, shown[:MOST_RUNS])
+    about = {"loop": loop, "generation": number, "version": generation.get("version")}
+    return trace.json({**about, "runs_left_out": left_out})
+
+
+class _Trace:
+    """Events with absolute times, until `json` makes them relative."""
+
+    def __init__(self) -> None:
+        self._names: list[Json] = []
+        self._events: list[tuple[float, Json]] = []
+
+    def name_process(self, process: int, name: str) -> None:
+        self._names.append(
+            {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+        )
+
+    def name_track(self, process: int, track: int, name: str) -> None:
+        self._names.append(
+            {"ph": "M", "name": "thread_name", "pid": process, "tid": track, "args": {"name": name}}
+        )
+
+    def span(
+        self, name: str, place: tuple[int, int], begin: float, seconds: float, args: Json
+    ) -> None:
+        length = round(max(0.0, seconds) * 1e6)
+        self._add(begin, place, {"ph": "X", "name": name, "dur": length, "args": args})
+
+    def instant(self, name: str, place: tuple[int, int], time: float, args: Json) -> None:
+        self._add(time, place, {"ph": "i", "s": "t", "name": name, "args": args})
+
+    def count(self, name: str, place: tuple[int, int], time: float, value: float) -> None:
+        self._add(time, place, {"ph": "C", "name": name, "args": {name: value}})
+
+    def _add(self, time: float, place: tuple[int, int], event: Json) -> None:
+        self._events.append((time, {**event, "pid": place[0], "tid": place[1]}))
+
+    def json(self, about: Json) -> Json:
+        begin = min((time for time, _ in self._events), default=0.0)
+        ordered = sorted(self._events, key=lambda one: one[0])
+        events = [{**event, "ts": round((time - begin) * 1e6)} for time, event in ordered]
+        return {
+            "traceEvents": [*self._names, *events],
+            "displayTimeUnit": "ms",
+            "otherData": {"begin": begin, **about},
+        }
+
+
+def _add_phases(
+    trace: _Trace,
+    generation: Mapping[str, Any],
+    ended: float,
+    job_events: Sequence[Mapping[str, Any]],
+    runs: Sequence[Run],
+) -> None:
+    seconds: Mapping[str, float] = generation.get("seconds") or {}
+    wall = float(generation.get("wall") or sum(seconds.values()))
+    starts = {}
+    if job_events:
+        starts["train"] = _begin_of(job_events[0])
+    if runs:
+        starts["rollouts"] = runs[0].started
+    outcome = "promoted" if generation.get("promoted") else "not promoted"
+    about = {name: generation.get(name) for name in ("version", "method", "holdout_success")}
+    trace.span(outcome, (PHASES, 1), ended - wall, wall, about)
+    trace.name_track(PHASES, 1, "generation")
+    at = ended - wall
+    for track, (name, length) in enumerate(seconds.items(), 2):
+        begin = starts.get(name, at)
+        how = "recorded" if name in starts else "after the phase before"
+        trace.name_track(PHASES, track, name)
+        trace.span(name, (PHASES, track), begin, length, {"seconds": length, "start": how})
+        at = begin + length
+
+
+def _add_job(trace: _Trace, events: Sequence[Mapping[str, Any]]) -> None:
+    track = 1
+    trace.name_track(JOB, track, "before its first start")
+    started: float | None = None
+    for event in events:
+        kind, time = str(event.get("event")), float(event.get("time") or 0.0)
+        if kind == "started":
+            track, started = track + 1, time
+            trace.name_track(JOB, track, f"attempt {event.get('attempt')}")
+        if (label := _SPANS.get(kind)) is None:
+            trace.instant(kind, (JOB, track), time, _arguments(event))
+            continue
+        length = float(event.get("seconds") or 0.0)
+        if started is not None and time - length > started:
+            trace.span("start", (JOB, track), started, time - length - started, {})
+        started = None
+        trace.span(label, (JOB, track), time - length, length, _arguments(event))
+        for name in _COUNTERS:
+            if isinstance(event.get(name), int | float):
+                trace.count(name, (JOB, 0), time, event[name])
+
+
+def _add_runs(trace: _Trace, runs: Sequence[Run]) -> None:
+    """Draw runs on as few tracks as they need: each takes the first one that is free."""
+    free: list[tuple[float, int]] = []  # the end of each track's last run
+    for run in runs:
+        end = run.started + run.seconds
+        track = heapq.heappop(free)[1] if free and free[0][0] <= run.started else len(free) + 1
+        heapq.heappush(free, (end, track))
+        place = (RUNS, track)
+        about = {"stop_reason": str(run.stop_reason), "reward": run.reward, "attempt": run.attempt}
+        trace.span(run.id, place, run.started, run.seconds, about)
+        for turn in run.trajectory.turns:
+            at = run.started
+            if (call := turn.call) is not None:
+                tokens = {"prompt": len(call.prompt_token_ids), "sampled": len(call.token_ids)}
+                trace.span(f"chat {call.model}", place, call.started, call.seconds, tokens)
+                at = call.started + call.seconds
+            for tool in turn.tool_calls:
+                failed = {"error": tool.error} if tool.error else {}
+                trace.span(f"tool {tool.name}", place, at, tool.seconds, failed)
+
+
+def _begin_of(event: Mapping[str, Any]) -> float:
+    return float(event.get("time") or 0.0) - float(event.get("seconds") or 0.0)
+
+
+def _arguments(event: Mapping[str, Any]) -> Json:
+    shown = [(name, event[name]) for name in event if name not in ("event", "time")]
+    return dict(shown[:_ARGUMENTS])

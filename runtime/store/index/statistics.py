@@ -1,0 +1,231 @@
+"""Statistics of runs: figures by group, counts by facet and histograms, from the table `runs`.
+
+SQLite computes all of it, so that a thread which asks lets the others run. Called by index.py; read
+next: filters.py, the conditions.
+"""
+
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from cray_agents.errors import BadInput
+from cray_agents.queries import RunFilter
+from cray_agents.runtime.store.index.codes import name_code
+from cray_agents.runtime.store.index.filters import SqlCondition, from_rank, match_condition
+
+_NAMED = ("agent", "model", "loop", "split", "stop_reason", "error", "key")  # hold codes
+GROUPS = {
+    **{name: name for name in _NAMED},
+    "key": "owner",
+    "generation": "generation",
+    "task": "task",
+    "day": "date(started, 'unixepoch')",
+}
+_FIGURES = {
+    "runs": "count(*)",
+    "rewarded": "count(reward)",
+    "success": "avg(reward >= 1)",
+    "mean_reward": "avg(reward)",
+    "min_reward": "min(reward)",
+    "max_reward": "max(reward)",
+    "calls": "sum(calls)",
+    "prompt_tokens": "sum(prompt)",
+    "sampled_tokens": "sum(sampled)",
+    "errors": "count(error)",
+    "infrastructure": "sum(infrastructure)",
+    "mean_seconds": "avg(seconds)",
+    "seconds": "sum(seconds)",
+}
+#: Nearest-rank percentiles: the smallest value that 50 or 95 % of runs do not exceed.
+_PERCENTILES = {
+    "p50_seconds": "min(CASE WHEN place * 100 >= number * 50 THEN seconds END)",
+    "p95_seconds": "min(CASE WHEN place * 100 >= number * 95 THEN seconds END)",
+}
+_USED = "reward, calls, prompt, sampled, error, infrastructure, seconds"
+#: Facets: columns of the covering SQLite indexes; `model` and `tag` are sets.
+FACETS = {
+    **{name: name for name in ("agent", "loop", "generation", "split", "stop_reason", "error")},
+    "model": "models",
+    "tag": "tags",
+}
+_SETS = ("model", "tag")
+HISTOGRAMS = {
+    "reward": "reward",
+    "seconds": "seconds",
+    "turns": "turns",
+    "tokens": "prompt + sampled",
+}
+_WHOLE = ("turns", "tokens")
+
+
+def statistics(
+    connection: sqlite3.Connection,
+    query: RunFilter,
+    by: Sequence[str],
+    *,
+    bucket: float | None = None,
+    percentiles: bool = True,
+    owner: str | None = None,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return the figures of the matching runs by group; see Index.stats."""
+    check_names("by", "group runs", by, GROUPS)
+    matching = _matching(connection, query, owner)
+    if matching is None:
+        return []
+    wanted = {name: GROUPS[name] for name in by}
+    if bucket is not None:
+        wanted["time"] = f"CAST(started / {bucket!r} AS INTEGER) * {bucket!r}"
+    keys = [f"g{i}" for i in range(len(wanted))]
+    groups = [f"{sql} AS {key}" for sql, key in zip(wanted.values(), keys, strict=True)]
+    rows_of = f"SELECT {', '.join([*groups, _USED])} FROM runs WHERE {matching.sql}"
+    figures = dict(_FIGURES)
+    if percentiles:
+        figures |= _PERCENTILES
+        parted = f"PARTITION BY {', '.join(keys)}" if keys else ""
+        rows_of = (
+            f"SELECT *, row_number() OVER ({parted} ORDER BY seconds) AS place,"
+            f" count(*) OVER ({parted}) AS number FROM ({rows_of})"
+        )
+    grouped = f"GROUP BY {', '.join(keys)}" if keys else "HAVING count(*) > 0"
+    rows = connection.execute(
+        f"SELECT {', '.join([*keys, *figures.values()])} FROM ({rows_of}) {grouped}"
+        f" ORDER BY {', '.join(['count(*) DESC', *keys])} LIMIT ?",
+        [*matching.values, -1 if limit is None else limit],
+    ).fetchall()
+    names = _names(connection)
+    return [
+        {
+            **{name: _render_key(name, key, names) for name, key in zip(wanted, row, strict=False)},
+            **dict(zip(figures, row[len(wanted) :], strict=True)),
+        }
+        for row in rows
+    ]
+
+
+def facets(
+    connection: sqlite3.Connection, query: RunFilter, by: Sequence[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the values of fields and how many matching runs have each, most runs first.
+
+    One scan of one SQLite index counts all of them. A run counts for each of its models and tags.
+    """
+    check_names("facets", "count runs by", by, FACETS)
+    matching = match_condition(connection, query, None)
+    if matching is None or not by:
+        return {name: [] for name in by}
+    columns = ", ".join(FACETS[name] for name in by)
+    sql = f"SELECT {columns}, count(*) FROM runs WHERE {matching.sql} GROUP BY {columns}"
+    counts: dict[str, Counter[Any]] = {name: Counter() for name in by}
+    for *values, runs in connection.execute(sql, matching.values).fetchall():
+        for name, value in zip(by, values, strict=True):
+            counts[name][value] += runs
+    names, members = _names(connection), _set_members(connection)
+    result = {}
+    for name, counter in counts.items():
+        shown: Counter[Any] = Counter()
+        for value, runs in counter.items():
+            keys = members.get(value, ()) if name in _SETS else [_render_key(name, value, names)]
+            shown.update(dict.fromkeys(keys, runs))
+        ordered = sorted(shown.items(), key=lambda item: (-item[1], str(item[0])))
+        result[name] = [{"value": value, "runs": runs} for value, runs in ordered]
+    return result
+
+
+def histograms(
+    connection: sqlite3.Connection, query: RunFilter, of: Sequence[str], bins: int
+) -> dict[str, dict[str, Any]]:
+    """Return a Histogram (views/view_records.py) of each of these columns, of equal bins.
+
+    Whole numbers over a short range get a bin each.
+    """
+    check_names("histograms", "make a histogram of", of, HISTOGRAMS)
+    matching = match_condition(connection, query, None)
+    if matching is None or not of:
+        return {name: {"edges": [], "counts": [], "missing": 0} for name in of}
+    columns = [HISTOGRAMS[name] for name in of]
+    bounds = ", ".join(f"min({c}), max({c}), count({c})" for c in columns)
+    sql = f"SELECT count(*), {bounds} FROM runs WHERE {matching.sql}"
+    total, *flat = connection.execute(sql, matching.values).fetchone()
+    result = {}
+    for at, name in enumerate(of):
+        low, high, known = flat[3 * at : 3 * at + 3]
+        counted = _bins(connection, matching, name, low, high, bins) if known else ([], [])
+        result[name] = {"edges": counted[0], "counts": counted[1], "missing": total - known}
+    return result
+
+
+def _bins(
+    connection: sqlite3.Connection,
+    matching: SqlCondition,
+    name: str,
+    low: float,
+    high: float,
+    bins: int,
+) -> tuple[list[float], list[int]]:
+    edges = bin_edges(low, high, bins, whole=name in _WHOLE)
+    width, last = edges[1] - edges[0], len(edges) - 2
+    column = HISTOGRAMS[name]
+    number = f"max(0, min({last}, CAST((({column}) - ?) / ? AS INTEGER)))"
+    sql = (
+        f"SELECT {number} AS bin, count(*) FROM runs WHERE {matching.sql} AND {column} IS NOT NULL"
+        " GROUP BY bin"
+    )
+    rows = connection.execute(sql, [float(low), float(width), *matching.values]).fetchall()
+    counts = [0] * (last + 1)
+    for number, runs in rows:
+        counts[number] = runs
+    return edges, counts
+
+
+def bin_edges(low: float, high: float, bins: int, *, whole: bool = False) -> list[float]:
+    """Return the edges of equal bins from low to high; a single value gets one bin of width 1."""
+    if whole and high - low < bins:
+        return [float(edge) for edge in range(int(low), int(high) + 2)]
+    width = (high - low) / bins
+    if not width > 0:
+        return [low, low + 1.0]
+    return [low + width * number for number in range(bins)] + [high]
+
+
+def check_names(param: str, act: str, names: Sequence[str], known: Sequence[str] | Any) -> None:
+    """Raise BadInput for a name that is not among the known ones."""
+    for name in names:
+        if name not in known:
+            message = f"cannot {act} by {name!r}" if param == "by" else f"cannot {act} {name!r}"
+            raise BadInput(f"{message}: {', '.join(known)}", param=param)
+
+
+def _matching(
+    connection: sqlite3.Connection, query: RunFilter, owner: str | None
+) -> SqlCondition | None:
+    matching = match_condition(connection, query, None)
+    if matching is None or owner is None:
+        return matching
+    code = name_code(connection, owner)
+    if code is None:
+        return None
+    return SqlCondition(f"{matching.sql} AND owner = ?", [*matching.values, code])
+
+
+def _names(connection: sqlite3.Connection) -> dict[Any, Any]:
+    return {None: None, **dict(connection.execute("SELECT code, name FROM names").fetchall())}
+
+
+def _set_members(connection: sqlite3.Connection) -> dict[int, list[str]]:
+    rows = connection.execute("SELECT code, members FROM sets").fetchall()
+    return {code: orjson.loads(members) for code, members in rows}
+
+
+def _render_key(name: str, value: Any, names: dict[Any, Any]) -> Any:
+    """Return the key of a group as readers know it."""
+    if name in _NAMED:
+        return names[value]
+    if name == "generation":
+        return from_rank(value)
+    if name == "time":
+        return value
+    return value or None  # "" is the column value of no task

@@ -1,0 +1,312 @@
+"""Run pages: the outline of a run, and windows of its turns, from the bodies of its events.
+
+A run of thousands of turns is too much for one answer. Its layout (which call is which turn, and
+how large it is) is computed once and cached; a window then reads the events of its own turns only.
+Bodies are not validated again: the gateway wrote them, and their checksums are checked. Called by
+gateway/routes/run_views.py. Read next: view_records.py, the answers.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import orjson
+
+from cray_agents.errors import Corrupt, NotFound, StoreError
+from cray_agents.records import Message, ModelCall, Reward
+from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.assembly import newest_rewards
+from cray_agents.runtime.store.branch_choice import choose_turns, comparable_message
+from cray_agents.runtime.store.index import Places, RunFacts
+from cray_agents.runtime.store.segments.line_format import LinePlace
+from cray_agents.runtime.store.segments.reader import Moved
+
+CACHED_BYTES = 128 * 2**20  # of the tools' results in cached layouts
+CACHED_RUNS = 64
+TOOLS = 3  # names of tools in a mark
+NAME = 24  # characters of such a name
+TRIES = 5  # to read events that compaction moves meanwhile
+
+Body = dict[str, Any]
+Result = TypeVar("Result")
+
+
+@dataclass
+class TurnLayout:
+    """A turn: the place of its call, the JSON of its tool calls, and its mark in the outline."""
+
+    call_id: str
+    place: LinePlace | None
+    tool_calls: bytes
+    mark: Body = field(default_factory=dict)
+
+
+@dataclass
+class RunLayout:
+    """The turns of a run, computed from its events at `places`."""
+
+    facts: RunFacts
+    places: Places
+    rewards: list[Reward]
+    turns: list[TurnLayout]
+    closing: bytes  # JSON of the messages after the last turn
+    tags: list[str]
+
+    @property
+    def cached_bytes(self) -> int:
+        """The bytes that this layout keeps in memory, but for its marks."""
+        return len(self.closing) + sum(len(turn.tool_calls) for turn in self.turns)
+
+
+class RunPages:
+    """Outlines and windows of the runs of a store, for use by any number of threads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._layouts: OrderedDict[str, RunLayout] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def outline(self, run_id: str, first: int, limit: int) -> Body:
+        """Return a RunOutline of at most `limit` turns from `first` on, as JSON.
+
+        Raises NotFound, Corrupt, StoreError.
+        """
+        layout = self._layout(run_id)
+        marks = [turn.mark for turn in layout.turns]
+        facts = layout.facts._asdict()
+        return {
+            "id": facts.pop("run_id"),
+            "run": facts,
+            "rewards": [reward.model_dump(mode="json") for reward in layout.rewards],
+            "turns": len(marks),
+            "bytes": sum(mark.get("bytes", 0) for mark in marks),
+            "data": marks[first : first + limit],
+            "has_more": first + limit < len(marks),
+        }
+
+    def window(self, run_id: str, first: int, limit: int, *, full: bool = False) -> Body:
+        """Return a TurnWindow of at most `limit` turns from `first` on, as JSON.
+
+        `full`: with all messages of each call. Raises NotFound, Corrupt, StoreError.
+        """
+        return self._retry(lambda: self._window(self._layout(run_id), first, limit, full))
+
+    def call(self, run_id: str, number: int) -> Body:
+        """Return the body of the model call of a turn (from 0). Raises NotFound, Corrupt."""
+
+        def read() -> Body:
+            layout = self._layout(run_id)
+            if number >= len(layout.turns):
+                count = len(layout.turns)
+                raise NotFound(f"run {run_id!r} has {count} turns, from 0 on", param="number")
+            place = layout.turns[number].place
+            if place is None:
+                raise NotFound(f"the model call of turn {number} is not recorded", param="number")
+            return next(self._store.bodies([place]))
+
+        return self._retry(read)
+
+    def _window(self, layout: RunLayout, first: int, limit: int, full: bool) -> Body:
+        turns = layout.turns[first : first + limit]
+        end = first + len(turns)
+        bodies = self._bodies(layout.turns[max(0, first - 1) : end])
+        pages = []
+        for number, turn in enumerate(turns, first):
+            before = bodies.get(layout.turns[number - 1].call_id) if number else None
+            rewards = [r for r in layout.rewards if r.turn == number]
+            page = _turn_page(bodies.get(turn.call_id), before, full)
+            tool_calls = orjson.loads(turn.tool_calls)
+            given = [reward.model_dump(mode="json") for reward in rewards]
+            page |= {"n": number, "call_id": turn.call_id, "tool_calls": tool_calls}
+            pages.append(page | {"rewards": given})
+        done = end >= len(layout.turns)
+        return {
+            "id": layout.facts.run_id,
+            "total": len(layout.turns),
+            "data": pages,
+            "next": None if done else end,
+            "closing": orjson.loads(layout.closing) if done else [],
+        }
+
+    def _bodies(self, turns: Sequence[TurnLayout]) -> dict[str, Body]:
+        placed = [(turn.call_id, turn.place) for turn in turns if turn.place is not None]
+        bodies = self._store.bodies([place for _, place in placed])
+        return {call_id: body for (call_id, _), body in zip(placed, bodies, strict=True)}
+
+    def _layout(self, run_id: str) -> RunLayout:
+        """Return the layout of a run, from the cache if its events are still the same."""
+        _, places = self._store.places(run_id)
+        with self._lock:
+            known = self._layouts.get(run_id)
+            if known is not None and known.places == places:
+                self._layouts.move_to_end(run_id)
+                return known
+        layout = self._retry(lambda: self._compute(*self._store.places(run_id)))
+        with self._lock:
+            if (old := self._layouts.pop(run_id, None)) is not None:
+                self._bytes -= old.cached_bytes
+            self._layouts[run_id] = layout
+            self._bytes += layout.cached_bytes
+            while len(self._layouts) > CACHED_RUNS or (
+                self._bytes > CACHED_BYTES and len(self._layouts) > 1
+            ):
+                self._bytes -= self._layouts.popitem(last=False)[1].cached_bytes
+        return layout
+
+    def _compute(self, facts: RunFacts, places: Places) -> RunLayout:
+        described = next(self._store.bodies([places.run])) if places.run is not None else None
+        calls = self._store.bodies(places.calls)
+        rewards = map(Reward.model_validate, self._store.bodies(places.rewards))
+        if described is None:
+            return _undescribed(facts, places, list(calls), newest_rewards(rewards))
+        own = map(Reward.model_validate, described.get("rewards") or ())
+        return _described(facts, places, described, calls, newest_rewards([*own, *rewards]))
+
+    def _retry(self, read: Callable[[], Result]) -> Result:
+        """Return what `read` returns; compaction may move its events meanwhile."""
+        for _ in range(TRIES):
+            try:
+                return read()
+            except Moved:
+                self._store.refresh()
+            except (KeyError, TypeError, ValueError) as error:
+                raise Corrupt(
+                    f"an event of this run is no call or description: {error!r}"
+                ) from error
+        raise StoreError("the segments change faster than they can be read: try again")
+
+
+def _described(
+    facts: RunFacts, places: Places, body: Body, calls: Any, rewards: list[Reward]
+) -> RunLayout:
+    """Lay out a run by the turns of its description. `calls` are read one after the other."""
+    trajectory = body.get("trajectory") or {}
+    turns = [
+        TurnLayout(turn["call_id"], None, orjson.dumps(turn.get("tool_calls") or []))
+        for turn in trajectory.get("turns") or ()
+    ]
+    numbers = {turn.call_id: number for number, turn in enumerate(turns)}
+    sizes = _Sizes(facts, rewards)
+    last: Body | None = None
+    waiting: dict[int, tuple[Body, LinePlace]] = {}
+    at = 0
+    for place, call in zip(places.calls, calls, strict=True):
+        if (number := numbers.get(call["id"])) is not None:
+            waiting[number] = call, place
+        while at in waiting:  # in the order of turns, which is nearly that of the events
+            last = sizes.mark(at, turns[at], *waiting.pop(at))
+            at += 1
+    while at < len(turns):
+        if at in waiting:
+            last = sizes.mark(at, turns[at], *waiting.pop(at))
+        else:
+            turns[at].mark = {"n": at, "call_id": turns[at].call_id, "missing": True}
+        at += 1
+    messages = trajectory.get("messages") or []
+    closing = messages[_known(messages, last) :] if last is not None else messages
+    return RunLayout(facts, places, rewards, turns, orjson.dumps(closing), body.get("tags") or [])
+
+
+def _undescribed(
+    facts: RunFacts, places: Places, calls: list[Body], rewards: list[Reward]
+) -> RunLayout:
+    """Lay out a run that only its calls tell of: those that its client went on from."""
+    by_id = {call["id"]: (call, place) for call, place in zip(calls, places.calls, strict=True)}
+    ordered = sorted(calls, key=lambda call: (call["started"], call["id"]))
+    chosen = choose_turns([ModelCall.model_construct(**call) for call in ordered])
+    turns = [TurnLayout(call.id, None, b"[]") for call in chosen]
+    sizes = _Sizes(facts, rewards)
+    for number, turn in enumerate(turns):
+        sizes.mark(number, turn, *by_id[turn.call_id])
+    return RunLayout(facts, places, rewards, turns, b"[]", [])
+
+
+class _Sizes:
+    """Marks of turns, made one after the other: sizes count what the turn before had not."""
+
+    def __init__(self, facts: RunFacts, rewards: Sequence[Reward]) -> None:
+        self._facts = facts
+        self._before: Body | None = None
+        self._rewards: dict[int, float] = {}
+        for reward in rewards:
+            if reward.turn is not None:
+                self._rewards[reward.turn] = self._rewards.get(reward.turn, 0.0) + reward.value
+
+    def mark(self, number: int, turn: TurnLayout, call: Body, place: LinePlace) -> Body:
+        """Set the place and the mark of a turn; return its call."""
+        turn.place = place
+        known = 0 if self._before is None else _known(call["messages"], self._before)
+        new = call["messages"][known:]
+        tools = orjson.loads(turn.tool_calls) or call["message"].get("tool_calls") or []
+        size = (
+            len(orjson.dumps(new)) + len(orjson.dumps(call["message"])) + len(turn.tool_calls) - 2
+        )
+        mark = {
+            "at": round(max(0.0, call["started"] - self._facts.started), 3),
+            "seconds": round(call.get("seconds") or 0.0, 3),
+            "bytes": size,
+            "prompt": len(call.get("prompt_token_ids") or ()),
+            "sampled": len(call.get("token_ids") or ()),
+            "messages": len(new),
+            "calls": len(tools),
+            "tools": [_tool_name(tool)[:NAME] for tool in tools[:TOOLS]],
+            "errors": sum(1 for tool in tools if tool.get("error")),
+            "seams": [seam["at"] for seam in (call.get("seams") or ())[:TOOLS]],
+            "finish": call.get("finish_reason"),
+            "reward": self._rewards.get(number),
+            "model": None if call["model"] == self._facts.model else call["model"],
+        }
+        kept = {name: value for name, value in mark.items() if value or name == "reward"}
+        if kept["reward"] is None:
+            del kept["reward"]
+        turn.mark = {"n": number, "call_id": turn.call_id, **kept}
+        self._before = call
+        return call
+
+
+def _turn_page(call: Body | None, before: Body | None, full: bool) -> Body:
+    """Return the fields of a ShownTurn that come from its call."""
+    if call is None:
+        call = {"messages": [], "message": None, "missing": True}
+    known = 0 if full or before is None else _known(call["messages"], before)
+    tools = call.get("tools") or []
+    same_tools = not full and before is not None and (before.get("tools") or []) == tools
+    return {
+        "model": call.get("model"),
+        "started": call.get("started") or 0.0,
+        "seconds": call.get("seconds") or 0.0,
+        "api": call.get("api") or "",
+        "skipped": known,
+        "messages": call["messages"][known:],
+        "answer": call["message"],
+        "tools": None if same_tools else tools,
+        "sampling": call.get("sampling") or {},
+        "finish_reason": call.get("finish_reason"),
+        "prompt_tokens": len(call.get("prompt_token_ids") or ()),
+        "sampled_tokens": len(call.get("token_ids") or ()),
+        "seams": call.get("seams") or [],
+        "tags": call.get("tags") or [],
+        "redacted": call.get("redacted") or [],
+        "owner": call.get("owner") or "",
+    }
+
+
+def _known(messages: Sequence[Message], before: Body) -> int:
+    """Return how many messages a request begins with that the call before had, or answered."""
+    earlier = before["messages"]
+    most = min(len(messages), len(earlier))
+    count = 0
+    while count < most and messages[count] == earlier[count]:
+        count += 1
+    if count == len(earlier) < len(messages) and messages[count].get("role") == "assistant":
+        count += comparable_message(messages[count]) == comparable_message(before["message"])
+    return count
+
+
+def _tool_name(tool: Body) -> str:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else tool.get("name")
+    return str(name or "")
