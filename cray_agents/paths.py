@@ -105,8 +105,12 @@ class Home:
     def canary(self, name: str, number: int) -> Path:
         return self.models / name / "canaries" / f"{number}.json"
 
+    @property
+    def loops(self) -> Path:
+        return self.root / "loops"
+
     def loop(self, name: str) -> Path:
-        return self.root / "loops" / name
+        return self.loops / name
 
     def loop_datasets(self, name: str) -> Path:
         return self.loop(name) / "datasets"

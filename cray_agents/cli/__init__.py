@@ -41,7 +41,7 @@ COMMANDS = {
     "models": ("models.models",),
     "jobs": ("jobs.jobs",),
     "why": ("jobs.why",),
-    "runs": ("runs.runs", "runs.maintenance", "runs.reward"),
+    "runs": ("runs.runs", "runs.maintenance", "runs.reward", "runs.rescore"),
     "dataset": ("data.datasets", "runs.maintenance"),
     "plan": ("jobs.plan",),
     "simulate": ("platform.simulate",),

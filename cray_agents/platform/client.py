@@ -17,6 +17,7 @@ from cray_agents.engines.openai_engine import OpenAIEngine, run_event
 from cray_agents.errors import BadInput, CrayError, JobError, NotFound
 from cray_agents.platform.training_session import TrainingSession
 from cray_agents.platform.transport import Recording, Transport
+from cray_agents.platform.views import Views
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ModelVersion, ProbeReport, Reward, Run
 from cray_agents.training_jobs import (
@@ -51,12 +52,20 @@ class Platform:
         """Return the engine for agents: the platform's chat completions, with exact tokens."""
         return self._http.engine
 
+    @property
+    def views(self) -> Views:
+        """What pages show: outlines of runs, statistics, usage, keys, changes."""
+        return Views(self._http)
+
     async def info(self) -> dict[str, Any]:
         """Return engine, trainer and scheduler with their versions, and the home directory."""
         return await self._http.get("/platform")
 
     async def whoami(self) -> dict[str, Any]:
-        """Return this client's API key: key (its id; None without one), name, role."""
+        """Return this client's key (its id; None without one), name and role, and home, version.
+
+        `features` has `keys` where requests need an API key.
+        """
         return await self._http.get("/whoami")
 
     async def pool(self, *, spares: bool = False) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ client.py.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
@@ -80,6 +81,34 @@ class Transport:
             lambda c: c.delete(_with_query(path, query), cast_to=object, options=options)
         )
         return await (self._while_alive(sent) if patient else sent)
+
+    async def events(
+        self, path: str, query: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Yield the (id, data) of the server-sent events of a GET, until it ends."""
+        import openai
+
+        options: Any = {"timeout": openai.Timeout(None, connect=CONNECT_SECONDS)}
+        try:
+            with self.engine.connections.borrow() as client:
+                stream = await client.get(
+                    _with_query(path, query),
+                    cast_to=object,
+                    options=options,
+                    stream=True,
+                    stream_cls=openai.AsyncStream[object],
+                )
+                cursor = ""
+                async with stream:
+                    async for line in stream.response.aiter_lines():
+                        if line.startswith("id: "):
+                            cursor = line[4:]
+                        elif line.startswith("data: "):
+                            yield cursor, json.loads(line[6:])
+        except openai.APIStatusError as error:
+            raise typed_error(error) from error
+        except openai.APIConnectionError as error:
+            raise self._connection_error(error, "") from error
 
     async def _json(self, request: "Request", once: str = "") -> dict[str, Any]:
         return cast("dict[str, Any]", await self._send(request, once))

@@ -91,6 +91,10 @@ class BatchQueue:
         """Return the owner of a batch. Raises NotFound."""
         return self._existing_folder(batch_id).request().owner
 
+    def folder(self, batch_id: str) -> BatchFolder:
+        """Return the folder of a batch. Raises NotFound."""
+        return self._existing_folder(batch_id)
+
     def page(self, after: str | None, limit: int) -> tuple[list[Batch], bool]:
         """Return batches after `after`, newest first, and whether more follow.
 

@@ -26,6 +26,7 @@ from cray_agents.runtime.gateway.http.shapes import ANY
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.routes import (
     batches,
+    changes,
     dashboard,
     datasets,
     exports,
@@ -33,6 +34,7 @@ from cray_agents.runtime.gateway.routes import (
     fine_tuning,
     gateways,
     jobs,
+    keys,
     loops,
     models,
     platform,
@@ -63,6 +65,8 @@ ROUTERS = (
     fine_tuning.router,
     loops.router,
     platform.router,
+    keys.router,
+    changes.router,
     gateways.router,
     batches.router,
     files.router,

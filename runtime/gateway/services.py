@@ -30,8 +30,9 @@ from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
+from cray_agents.runtime.views.change_feed import ChangeFeed
 from cray_agents.runtime.views.run_pages import RunPages
-from cray_agents.runtime.views.token_text import Vocabularies
+from cray_agents.runtime.views.token_text import Vocabularies, Vocabulary
 
 JOINS = 2  # uploads that are put together at once: each takes a core and the disk
 
@@ -88,6 +89,7 @@ class Services:
     fine_tuning: FineTuning = field(init=False)
     datasets: BuildProcess = field(init=False)
     run_pages: RunPages = field(init=False)
+    changes: ChangeFeed = field(init=False)
     vocabularies: Vocabularies = field(default_factory=Vocabularies, init=False)
     versions: VersionSwitcher = field(init=False)
     tinker: TinkerFiles = field(init=False)
@@ -105,6 +107,9 @@ class Services:
         self.tinker = TinkerFiles(self.home)
         self.datasets = BuildProcess(self.home)
         self.run_pages = RunPages(self.store)
+        self.changes = ChangeFeed(
+            self.home, self.store, self._replica_states, lambda: self.several_gateways
+        )
         self.fine_tuning = FineTuning(
             self.home, self.registry, self.trainer, self.files, code=self.code
         )
@@ -119,12 +124,24 @@ class Services:
             self.pool.note_other_gateways()
             self._publishing = asyncio.create_task(publish(self.pool, self.home.serving))
 
+    def _replica_states(self) -> list[Any]:
+        """Return what of the replicas is worth a look at the pool when it changes."""
+        replicas = [*self.pool.status(), *self.pool.spares_status()]
+        return [[one["version"], one["versions"], one["state"], one["error"]] for one in replicas]
+
     async def close(self) -> None:
         """Close the parts made here; the other parts stay their maker's to close."""
         if self._publishing is not None:
             self._publishing.cancel()
             await asyncio.gather(self._publishing, return_exceptions=True)
+        await self.changes.close()
         await self.tinker_samples.close()
         await self.versions.close()
         await self.fine_tuning.close()
         await self.datasets.close()
+
+
+def vocabulary_of(services: Services, version: str) -> Vocabulary:
+    """Return the vocabulary of a version's tokenizer. Blocks. Raises NotFound, Corrupt."""
+    checkpoint = services.registry.resolve(version).checkpoint
+    return services.vocabularies.of(services.home.checkpoint(checkpoint))

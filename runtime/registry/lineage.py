@@ -49,13 +49,36 @@ def lineage_of(registry: Registry, reference: str) -> list[dict[str, Any]]:
     roots = [registry.resolve(reference)] if at else registry.versions(name)
     known = _all_versions(registry, name)
     parents = _parents(registry.home, known)
-    children: dict[str, list[str]] = {one: [] for one in known}
-    for one, parent in parents.items():
-        if parent is not None:
-            children[parent].append(one)
+    children = _children(parents)
     kin = {version.id for version in roots}
     for one in list(kin):
         kin |= _ancestors(one, parents) | (_descendants(one, children) if at else set())
+    return _ordered(registry, kin, known, parents, children)
+
+
+def lineage_of_all(registry: Registry) -> list[dict[str, Any]]:
+    """Return every version of every name, parents before their children. Raises Corrupt."""
+    known = _all_versions(registry, "")
+    parents = _parents(registry.home, known)
+    return _ordered(registry, set(known), known, parents, _children(parents))
+
+
+def _children(parents: dict[str, str | None]) -> dict[str, list[str]]:
+    children: dict[str, list[str]] = {one: [] for one in parents}
+    for one, parent in parents.items():
+        if parent is not None:
+            children[parent].append(one)
+    return children
+
+
+def _ordered(
+    registry: Registry,
+    kin: set[str],
+    known: dict[str, tuple[ModelVersion, Manifest]],
+    parents: dict[str, str | None],
+    children: dict[str, list[str]],
+) -> list[dict[str, Any]]:
+    """Describe these versions, parents first."""
 
     def order(one: str) -> tuple[int, float, str]:
         return len(_ancestors(one, parents)), known[one][0].created, one

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -41,6 +41,7 @@ RECORDED_LATE = 10.0  # seconds from a call's time until it is in the index, at 
 TRIES = 5  # to read events that compaction moves meanwhile
 
 Calls = Literal["full", "none"]
+Tell = Callable[[Iterable[tuple[str, str]]], None]
 
 
 class Appended(NamedTuple):
@@ -72,6 +73,7 @@ class Store:
         self._pending: dict[str, asyncio.Future[list[LinePlace]]] = {}
         self._acknowledged = 0  # events that are on the disk
         self._refreshing = threading.Lock()
+        self._watcher: Tell | None = None
         self._conversations_until = time.time()  # those recorded before are known
         for conversation in self.index.conversations():
             self.conversations.learn(*conversation)
@@ -240,6 +242,14 @@ class Store:
             for placed in catch_up(self.segments, self.index):
                 for fact, _ in placed:
                     self._learn(fact)
+                self._tell([fact for fact, _ in placed])
+
+    def watch(self, tell: Tell | None) -> None:
+        """Call `tell` with (run, "appended" or "forgotten") of new events; None ends it.
+
+        It is called on the event loop for this store's own events, in any thread for others'.
+        """
+        self._watcher = tell
 
     def refresh_conversations(self) -> None:
         """Learn the requests that other processes recorded, so that they can be continued here.
@@ -299,6 +309,12 @@ class Store:
         self._acknowledged += len(facts)
         for fact in facts:
             self._learn(fact)
+        self._tell(facts)
+
+    def _tell(self, facts: Sequence[Fact]) -> None:
+        if (tell := self._watcher) is not None:
+            forgotten = ("appended", "forgotten")
+            tell((fact.run_id, forgotten[fact.kind == "forget"]) for fact in facts)
 
     def _on_indexed(self, placed: list[Placed]) -> None:
         """Forget the writes of indexed events; runs in the index thread."""

@@ -41,8 +41,8 @@ def turn_pairs(one: Run, other: Run) -> list[Json]:
 
     Turns with the same answer and tool calls stand beside each other.
     """
-    sides = [[_turn_parts(run, number) for number in _numbers(run)] for run in (one, other)]
-    keys = [[canonical(parts["answer"]) + canonical(parts["tool_calls"]) for parts in side]
+    sides = [[_turn_fields(run, number) for number in _numbers(run)] for run in (one, other)]
+    keys = [[canonical(compared["answer"]) + canonical(compared["tool_calls"]) for compared in side]
             for side in sides]  # fmt: skip
     matcher = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False)
     pairs: list[Json] = []
@@ -61,7 +61,7 @@ def _numbers(run: Run) -> range:
     return range(len(run.trajectory.turns))
 
 
-def _turn_parts(run: Run, number: int) -> Json:
+def _turn_fields(run: Run, number: int) -> Json:
     """Return what a turn is compared by; ids of tool calls differ in any two runs."""
     turn: Turn = run.trajectory.turns[number]
     message = turn.call.message if turn.call is not None else {}

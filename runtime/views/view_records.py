@@ -70,7 +70,7 @@ class LoopSummary(Record):
 
 
 class UsageRow(Record):
-    """What was used by one group: of keys, models or buckets of time, as asked.
+    """The usage of a key, a model or a bucket of time, or of a group of these.
 
     `key` is the id of the API key that began the runs, "" without one; `name` is its name. `model`
     is the version that ended a run, and gets all of its tokens. `time` is the bucket's beginning.
@@ -355,7 +355,7 @@ class JobSeries(Record):
 
 
 class Funnel(Record):
-    """How many runs a dataset considered, took, and left out by reason."""
+    """Counts of the runs that a dataset considered, took, and left out by reason."""
 
     considered: int
     accepted: int
@@ -416,7 +416,7 @@ class LineExample(Record):
     message: str
 
 
-class LineErrors(Record):
+class FailedLines(Record):
     """Failed lines of a batch with one code, and the first of them."""
 
     code: str
@@ -431,14 +431,14 @@ class BatchErrors(Record):
     id: str
     lines: int
     failed: int
-    data: list[LineErrors]
+    data: list[FailedLines]
 
 
 class HealthWarning(Record):
     """A failure that raises no error: `kind` names the rule, `count` of `of` met it.
 
-    Kinds: no_rewards, equal_rewards, unparsed_tool_calls, failed_runs, zero_variance, damage,
-    version_not_served, job_without_progress.
+    Kinds: no_rewards, equal_rewards, zero_variance, failed_runs, unparsed_tool_calls, damage,
+    version_not_served.
     `query`: parameters of /v1/trajectories that list the runs behind it.
     """
 
@@ -448,7 +448,6 @@ class HealthWarning(Record):
     count: int
     of: int
     loop: str | None = None
-    job: str | None = None
     query: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.batches.worker_supervisor import keep
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Keys
+from cray_agents.runtime.views.view_records import BatchErrors
 from tests.support.scripted_gateway import served
 from tests.support.scripted_platform import platform
 
@@ -177,6 +179,13 @@ def test_lines_that_fail_are_in_the_error_file(tmp_path: Path) -> None:
         assert batch.model is None
         failures = client.lines(batch.error_file_id)
         assert set(client.lines(batch.output_file_id)) == {"good"}
+        with urllib.request.urlopen(f"{client.url}/v1/batches/{batch.id}/errors") as answer:
+            errors = BatchErrors.model_validate_json(answer.read())
+    assert (errors.lines, errors.failed, len(errors.data)) == (3, 2, 2)
+    assert {each.status: each.examples[0].custom_id for each in errors.data} == {
+        400: "bad",
+        404: "unknown",
+    }
     assert failures["bad"]["response"]["status_code"] == 400
     assert failures["bad"]["response"]["body"]["error"]["message"] == "no such thing"
     assert failures["bad"]["error"] is None

@@ -206,6 +206,8 @@ def test_random_requests(tmp_path: Path) -> None:
     # sends no weights
     unfit = {"/v1/uploads/{upload_id}/complete", "/v1/pool/lease", "/v1/jobs/{job_id}/commands"}
     unfit.add("/v1/jobs/{job_id}/receive")
+    # the engine gives no logprobs of a prompt
+    unfit.add("/v1/trajectories/{run_id}/turns/{number}/score")
     for template in sorted({*BODIES, *FORMS} - unfit):
         seen = {status // 100 for path, status in statuses if path == template}
         assert seen >= {2, 4}, (template, statuses)
@@ -267,6 +269,7 @@ def test_it_answers_as_its_document_says(tmp_path: Path) -> None:
     problems: dict[str, str] = {}
     with site_at(tmp_path) as site:
         schema = schemathesis.openapi.from_url(f"{site.url}/openapi.json")
+        schema = schema.exclude(path="/v1/events")  # it has no end
         for result in schema.get_all_operations():
             operation = result.ok()
             assert operation is not None, result.err()

@@ -41,6 +41,7 @@ POST    /v1/detokenize                                  use     nothing
 POST    /runs/{run_id}/v1/detokenize                    use     nothing
 GET     /v1/models                                      use     nothing
 GET     /runs/{run_id}/v1/models                        use     nothing
+GET     /v1/models/lineage                              use     nothing
 GET     /v1/models/{model}                              use     nothing
 GET     /v1/models/{name}/versions                      use     nothing
 POST    /v1/models/{name}/versions                      train   shared
@@ -55,7 +56,13 @@ POST    /v1/models/{name}/canary                        admin   shared
 DELETE  /v1/models/{name}/canary                        admin   shared
 GET     /v1/trajectories                                train   nothing
 GET     /v1/trajectories/export                         train   nothing
+GET     /v1/trajectories/stats                          train   nothing
+GET     /v1/trajectories/diff                           use     nothing
 GET     /v1/trajectories/{run_id}                       use     nothing
+GET     /v1/trajectories/{run_id}/outline               use     nothing
+GET     /v1/trajectories/{run_id}/turns                 use     nothing
+GET     /v1/trajectories/{run_id}/turns/{number}/tokens use     nothing
+POST    /v1/trajectories/{run_id}/turns/{number}/score  use     nothing
 DELETE  /v1/trajectories/{run_id}                       admin   shared
 POST    /v1/trajectories/events                         use     owned
 POST    /v1/trajectories/{run_id}/events                use     owned
@@ -65,10 +72,14 @@ POST    /v1/datasets                                    train   shared
 GET     /v1/datasets/{dataset_id}                       train   nothing
 GET     /v1/datasets/{dataset_id}/runs                  train   nothing
 GET     /v1/datasets/{dataset_id}/card                  train   nothing
+GET     /v1/datasets/{dataset_id}/histograms            train   nothing
+GET     /v1/datasets/{dataset_id}/samples               train   nothing
 GET     /v1/datasets/{dataset_id}/export                train   nothing
 GET     /v1/jobs                                        train   nothing
 POST    /v1/jobs                                        train   shared
 GET     /v1/jobs/{job_id}                               train   nothing
+GET     /v1/jobs/{job_id}/series                        train   nothing
+GET     /v1/jobs/{job_id}/timeline                      train   nothing
 GET     /v1/jobs/{job_id}/events                        train   nothing
 GET     /v1/jobs/{job_id}/logs                          train   nothing
 POST    /v1/jobs/{job_id}/cancel                        train   shared
@@ -86,6 +97,8 @@ POST    /v1/fine_tuning/jobs/{fine_tuning_job_id}/pause         train   shared
 POST    /v1/fine_tuning/jobs/{fine_tuning_job_id}/resume        train   shared
 GET     /v1/fine_tuning/jobs/{fine_tuning_job_id}/events        train   nothing
 GET     /v1/fine_tuning/jobs/{fine_tuning_job_id}/checkpoints   train   nothing
+GET     /v1/loops                                       train   nothing
+GET     /v1/loops/{loop}/generations/{number}/timeline  train   nothing
 GET     /v1/loops/{loop}/journal/{entry}                train   nothing
 POST    /v1/loops/{loop}/journal/{entry}                train   shared
 GET     /v1/loops/{loop}/generations                    train   nothing
@@ -95,6 +108,13 @@ GET     /health/live                                    open    nothing
 GET     /health/ready                                   open    nothing
 GET     /v1/platform                                    use     nothing
 GET     /v1/whoami                                      use     nothing
+GET     /v1/queue                                       use     nothing
+GET     /v1/health/warnings                             train   nothing
+GET     /v1/keys                                        admin   nothing
+POST    /v1/keys                                        admin   shared
+DELETE  /v1/keys/{key}                                  admin   shared
+GET     /v1/usage                                       use     nothing
+GET     /v1/events                                      train   nothing
 GET     /v1/pool                                        admin   nothing
 POST    /v1/pool/lease                                  admin   shared
 POST    /v1/gateways                                    admin   shared
@@ -148,6 +168,7 @@ POST    /v1/uploads/{upload_id}/cancel                  use     owned
 GET     /v1/batches                                     use     nothing
 POST    /v1/batches                                     use     own
 GET     /v1/batches/{batch_id}                          use     nothing
+GET     /v1/batches/{batch_id}/errors                   use     nothing
 POST    /v1/batches/{batch_id}/cancel                   use     owned
 """
 ROWS = {(row[0], row[1]): (row[2], row[3]) for row in map(str.split, MATRIX.strip().splitlines())}

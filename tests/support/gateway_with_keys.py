@@ -99,6 +99,7 @@ async def site_at(directory: Path, *more: Route, **options: Any) -> AsyncIterato
     async with aiohttp.ClientSession() as http:
         yield Site(f"http://127.0.0.1:{port}", app, services, Keys(home), http)
     server.should_exit = True
+    await services.changes.close()
     await task
     await pool.stop()
     await services.store.close()

@@ -216,6 +216,7 @@ async def served(
             yield Gateway(url, engine, pool, services, http)
     finally:
         server.should_exit = True
+        await services.changes.close()
         await task
         await services.close()
         await pool.stop()

@@ -79,6 +79,7 @@ def platform(
         ready.set()
         await asyncio.to_thread(stop.wait)
         server.should_exit = True
+        await services.changes.close()
         await task
         for one in background:
             one.cancel()

@@ -236,6 +236,7 @@ async def run(
         if not hands_over:
             lease.give_back(hand_over=False)  # from now on no command uses this platform
         server.should_exit = True
+        await services.changes.close()  # its streams would keep the server for ever
         starting.cancel()
         for task in background:
             task.cancel()

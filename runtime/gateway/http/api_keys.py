@@ -61,6 +61,11 @@ class KeyRecord(Record):
         return role.name
 
 
+def key_names(home: Home) -> dict[str, str]:
+    """Return the name of every key that was ever made, by its id; "" is this host itself."""
+    return {"": "", **{record.id: record.name for record, _ in Keys(home).list()}}
+
+
 def role_named(name: str) -> Role:
     """Return the role of that name. Raises BadInput."""
     if name not in Role.__members__:

@@ -1,7 +1,9 @@
 """Bodies: JSON, query parameters and ids of requests, checked; JSON answers."""
 
+import asyncio
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -16,6 +18,7 @@ ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # also safe as a header 
 MARKS = "cray_agents"  # prefix of the fields that only the platform may send to engines
 COUNT = re.compile(r"0|[1-9][0-9]{0,8}")
 DEEPEST = 100  # lists and objects within each other; orjson cannot write more than 250
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}  # seconds
 DIGITS = 18  # of a number in a query: nothing here counts further
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -91,6 +94,12 @@ def json_response(value: Any) -> Response:
     return Response(orjson.dumps(value), 200, media_type="application/json")
 
 
+async def json_in_thread(read: Callable[[], Any]) -> Response:
+    """Return as JSON what a function returns; both run in a thread."""
+    content = await asyncio.to_thread(lambda: orjson.dumps(read()))
+    return Response(content, media_type="application/json")
+
+
 def page(rows: Sequence[Mapping[str, Any]], has_more: bool, name: str = "id") -> dict[str, Any]:
     """Return a page of a list in OpenAI's shape; `after` refers to the field `name`."""
     return {
@@ -135,6 +144,41 @@ def number(params: Mapping[str, str], name: str, default: int, most: int | None 
     if not (text.isascii() and text.isdecimal() and len(text) <= DIGITS) or int(text) > most:
         raise BadInput(f"{name} must be a whole number up to {most}, not {text!r}", param=name)
     return int(text)
+
+
+def real(params: Mapping[str, str], name: str, default: float) -> float:
+    """Return a finite number from the query. Raises BadInput."""
+    text = params.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadInput(f"{name} must be a number, not {text[:50]!r}", param=name)
+    return value
+
+
+def names_in(params: Mapping[str, str], name: str) -> list[str]:
+    """Return the names in a query parameter, separated by commas, each once."""
+    return list(dict.fromkeys(part.strip() for part in params.get(name, "").split(",") if part))
+
+
+def bucket_seconds(params: Mapping[str, str]) -> float | None:
+    """Return the seconds of `bucket`, such as 1h; None without it. Raises BadInput."""
+    text = params.get("bucket")
+    if text is None:
+        return None
+    amount, unit = text[:-1], text[-1:]
+    if not (amount.isascii() and amount.isdecimal() and len(amount) < 7) or unit not in UNITS:
+        raise BadInput(
+            f"bucket must be a number and a unit, as 30m, 1h, 1d or 1w, not {text[:50]!r}",
+            param="bucket",
+        )
+    if not int(amount):
+        raise BadInput("bucket must be longer than 0", param="bucket")
+    return float(int(amount) * UNITS[unit])
 
 
 def path_number(request: Request, name: str, noun: str) -> int:

@@ -100,7 +100,13 @@ BOOL: Schema = {"type": "boolean"}
 FLAG: Schema = {"enum": ["false", "true"]}  # of a query
 BYTES: Schema = {"type": "string", "contentMediaType": "application/octet-stream"}
 AFTER = Described(TEXT, "The last id of the page before.")
+BUCKET = Described(TEXT, "Groups by time, too: `30m`, `1h`, `1d`, `1w`.")
 DELETED: Schema = {"const": True}
+
+#: Chrome's trace format: `otherData.begin` is the unix time that the events' times count from.
+TRACE: Schema = object_of(
+    {"traceEvents": list_of(ANY), "displayTimeUnit": {"const": "ms"}, "otherData": ANY}
+)
 
 ID_SHAPE = NamedShape("Id", {"type": "string", "pattern": f"^{ID.pattern}$"})
 NUMBER_SHAPE = NamedShape("Number", {"type": "integer", "minimum": 0, "maximum": 2**31 - 1})

@@ -188,6 +188,17 @@ class Admission:
         return parked + (len(self._batch) if batch else self._waiting)
 
     @property
+    def parked(self) -> int:
+        """Requests that wait because no replica holds their version."""
+        return len(self._parked)
+
+    def waiting_by_key(self) -> dict[str, int]:
+        """Return how many requests of each key wait, of both classes."""
+        counts = Counter({key: len(queue) for key, queue in self._queues.items()})
+        counts.update(ticket.key for ticket in (*self._batch, *self._parked))
+        return {key: count for key, count in counts.items() if count}
+
+    @property
     def demand(self) -> int:
         """Requests of both classes, at the engines and waiting."""
         return self._inside + self._waiting + len(self._batch) + len(self._parked)

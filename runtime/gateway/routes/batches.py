@@ -12,6 +12,7 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
+    json_in_thread,
     json_response,
     number,
     page,
@@ -25,14 +26,18 @@ from cray_agents.runtime.gateway.http.shapes import (
     TEXT,
     Described,
     NamedShape,
+    count_up_to,
     object_of,
     or_none,
     page_of,
 )
 from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.views.batch_errors import batch_errors
+from cray_agents.runtime.views.view_records import BatchErrors
 
 PAGE_LIMIT = 100  # batches in a page
+MOST_EXAMPLES = 20  # of failed lines with one code
 BATCH_INPUT = NamedShape(
     "BatchInput",
     {
@@ -102,6 +107,25 @@ async def retrieve_batch(services: Services, request: Request) -> Response:
     model has the error batch_cancelled or batch_expired.
     """
     return _batch(await asyncio.to_thread(services.batches.get, _batch_id(request)))
+
+
+@router.get(
+    "/v1/batches/{batch_id}/errors",
+    Role.use,
+    query={"examples": count_up_to(MOST_EXAMPLES)},
+    answer=BatchErrors,
+    fails="404 not_found",
+)
+async def list_batch_errors(services: Services, request: Request) -> Response:
+    """Count a batch's failed lines by code, with the first examples of each.
+
+    Of a batch that goes on, the chunks that are done count.
+    """
+    examples = number(query(request), "examples", 3, MOST_EXAMPLES)
+    batch_id = _batch_id(request)
+    return await json_in_thread(
+        lambda: batch_errors(services.batches, services.files, batch_id, examples)
+    )
 
 
 @router.post(

@@ -3,6 +3,7 @@
 import asyncio
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -14,6 +15,7 @@ from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import may_name
 from cray_agents.runtime.gateway.http.bodies import (
+    json_in_thread,
     json_response,
     number,
     page,
@@ -26,6 +28,7 @@ from cray_agents.runtime.gateway.http.shapes import (
     AFTER,
     ANY,
     BOOL,
+    COUNT,
     FLAG,
     REAL,
     REAL_OR_NONE,
@@ -40,10 +43,13 @@ from cray_agents.runtime.gateway.http.shapes import (
     object_of,
     page_of,
 )
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.services import Services, vocabulary_of
 from cray_agents.runtime.registry.model_files import refuse_links_outside
+from cray_agents.runtime.views.dataset_views import add_texts, dataset_histograms, sample_page
+from cray_agents.runtime.views.view_records import DatasetHistograms, SamplePage
 
 PAGE_LIMIT = 1000  # datasets or runs in a page
+MOST_BINS, MOST_SAMPLES = 200, 50
 _SUMMARY = {
     "id": TEXT,
     "method": TEXT,
@@ -154,6 +160,64 @@ async def list_dataset_runs(services: Services, request: Request) -> Response:
     )
     listing = await asyncio.to_thread(read_page)
     return json_response(page(listing.rows, listing.has_more, "run"))
+
+
+@router.get(
+    "/v1/datasets/{dataset_id}/histograms",
+    Role.train,
+    query={"bins": {**COUNT, "minimum": 1, "maximum": MOST_BINS}},
+    answer=DatasetHistograms,
+    fails="404 not_found",
+)
+async def read_dataset_histograms(services: Services, request: Request) -> Response:
+    """Return distributions over a training set: rewards, tokens, trained tokens, versions."""
+    bins = number(query(request), "bins", 24, MOST_BINS)
+    if not bins:
+        raise BadInput("bins must be 1 or more", param="bins")
+    read = partial(dataset_histograms, services.home, _dataset_id(request), bins)
+    return json_response(await asyncio.to_thread(read))
+
+
+@router.get(
+    "/v1/datasets/{dataset_id}/samples",
+    Role.train,
+    query={
+        "at": Described(COUNT, "The first sample, from 0."),
+        "limit": count_up_to(MOST_SAMPLES),
+        "split": {"enum": ["train", "validation"]},
+        "model": Described(TEXT, "The version whose tokenizer has the texts."),
+    },
+    answer=SamplePage,
+    fails="404 not_found, 404 model_not_found",
+)
+async def list_samples(services: Services, request: Request) -> Response:
+    """List samples as the trainer reads them, with the text of each token.
+
+    The text comes from the tokenizer of `model`, else of the version that sampled. Without either
+    `texts` is null.
+    """
+    params = query(request)
+    at, limit = number(params, "at", 0), number(params, "limit", 1, MOST_SAMPLES)
+    split = params.get("split", "train")
+    if split not in ("train", "validation"):
+        raise BadInput(f"split must be train or validation, not {split[:50]!r}", param="split")
+    model = params.get("model")
+    if model is not None:
+        services.registry.resolve(model)
+    dataset_id = _dataset_id(request)
+
+    def read() -> dict[str, Any]:
+        samples = sample_page(services.home, dataset_id, split, at, limit)
+        for sample in samples["data"]:
+            version = model or next(iter(sample["versions"]), None)
+            try:
+                vocabulary = None if version is None else vocabulary_of(services, version)
+            except NotFound:  # the version was never here, or has no tokenizer
+                vocabulary = None
+            add_texts(sample, vocabulary)
+        return samples
+
+    return await json_in_thread(read)
 
 
 @router.get(

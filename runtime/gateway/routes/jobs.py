@@ -20,6 +20,7 @@ from cray_agents.runtime.gateway.http.bodies import (
     ID,
     field,
     json_response,
+    names_in,
     number,
     page,
     parse,
@@ -32,6 +33,7 @@ from cray_agents.runtime.gateway.http.shapes import (
     AFTER,
     COUNT,
     TEXT,
+    TRACE,
     Described,
     EditedRecord,
     Schema,
@@ -41,10 +43,14 @@ from cray_agents.runtime.gateway.http.shapes import (
     page_of,
 )
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.observability.timeline import job_timeline
 from cray_agents.runtime.registry import checkpoints, deltas
+from cray_agents.runtime.views.job_series import job_events, job_series
+from cray_agents.runtime.views.view_records import JobSeries
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 PAGE_LIMIT = 1000  # jobs in a page
+MOST_POINTS = 20_000  # of a series
 Roots = tuple[Path, ...] | None  # the folders that a request may name directories of
 PARENT = "parent"  # as optimizer_from: the job that made the parent, if its optimizer can go on
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_paused"
@@ -119,9 +125,47 @@ async def list_job_events(services: Services, request: Request) -> Response:
     """List a job's events, after the first `after`."""
     after = number(query(request), "after", 0)
     folder = _folder(services, _job_id(request))
-    lines = await asyncio.to_thread(_events, folder / "events.jsonl")
+    lines = await asyncio.to_thread(job_events, services.home, folder.name)
     events = [_without_paths(event) for event in lines[after:]]
     return json_response({"data": events, "last": max(after, len(lines))})
+
+
+@router.get(
+    "/v1/jobs/{job_id}/series",
+    Role.train,
+    query={
+        "names": Described(TEXT, "Measures, with commas; all unless given."),
+        "points": Described({**COUNT, "minimum": 3, "maximum": MOST_POINTS}, "Of each, at most."),
+    },
+    answer=JobSeries,
+    fails="404 not_found",
+)
+async def read_job_series(services: Services, request: Request) -> Response:
+    """Return a job's measures by step, thinned for a chart without losing its peaks (LTTB)."""
+    params, job_id = query(request), _job_id(request)
+    _folder(services, job_id)
+    points = number(params, "points", 600, MOST_POINTS)
+    if points < 3:
+        raise BadInput("points must be 3 or more", param="points")
+
+    def read() -> dict[str, Any]:
+        events = job_events(services.home, job_id)
+        return job_series(job_id, events, names_in(params, "names"), points)
+
+    return json_response(await asyncio.to_thread(read))
+
+
+@router.get("/v1/jobs/{job_id}/timeline", Role.train, answer=TRACE, fails="404 not_found")
+async def read_job_timeline(services: Services, request: Request) -> Response:
+    """Return a job's attempts, steps and saves in Chrome's trace format, which Perfetto opens."""
+    job_id = _job_id(request)
+    _folder(services, job_id)
+
+    def read() -> dict[str, Any]:
+        events = [_without_paths(event) for event in job_events(services.home, job_id)]
+        return job_timeline(job_id, events)
+
+    return json_response(await asyncio.to_thread(read))
 
 
 @router.get(
@@ -282,13 +326,6 @@ def _without_paths(event: dict[str, Any]) -> dict[str, Any]:
     """Return a job's event without the paths of this machine in its message."""
     message = event.get("message")
     return {**event, "message": without_paths(message)} if isinstance(message, str) else event
-
-
-def _events(path: Path) -> list[Any]:
-    """Return the events of a job, without a last line that is still being written."""
-    if not path.is_file():
-        return []
-    return list(checksums.read_lines(path))
 
 
 def _tail(path: Path, lines: int) -> str:

@@ -9,16 +9,79 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import NotFound
+from cray_agents.queries import RunQuery
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Role
-from cray_agents.runtime.gateway.http.bodies import json_response, path_id, path_number, read_json
-from cray_agents.runtime.gateway.http.routing import Router
-from cray_agents.runtime.gateway.http.shapes import ANY, BOOL, data_of, object_of
+from cray_agents.runtime.gateway.http.bodies import (
+    json_response,
+    number,
+    page,
+    path_id,
+    path_number,
+    read_json,
+)
+from cray_agents.runtime.gateway.http.routing import Router, query
+from cray_agents.runtime.gateway.http.shapes import (
+    AFTER,
+    ANY,
+    BOOL,
+    TRACE,
+    count_up_to,
+    data_of,
+    object_of,
+    page_of,
+)
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.observability.timeline import MOST_RUNS, generation_timeline
+from cray_agents.runtime.views.job_series import job_events
+from cray_agents.runtime.views.loop_summaries import loops_page
+from cray_agents.runtime.views.view_records import LoopSummary
 
+PAGE_LIMIT = 1000  # loops in a page
 CREATED = object_of({"created": BOOL})
 
 router = Router("Training")
+
+
+@router.get(
+    "/v1/loops",
+    Role.train,
+    query={"limit": count_up_to(PAGE_LIMIT), "after": AFTER},
+    answer=page_of(LoopSummary),
+)
+async def list_loops(services: Services, request: Request) -> Response:
+    """List the loops with their last generation and held-out success, newest change first."""
+    params = query(request)
+    limit = number(params, "limit", 20, PAGE_LIMIT)
+    rows, more = await asyncio.to_thread(loops_page, services.home, params.get("after"), limit)
+    return json_response(page(rows, more))
+
+
+@router.get(
+    "/v1/loops/{loop}/generations/{number}/timeline",
+    Role.train,
+    answer=TRACE,
+    fails="404 not_found",
+)
+async def read_generation_timeline(services: Services, request: Request) -> Response:
+    """Return the phases, job and runs of a finished generation in Chrome's trace format.
+
+    Perfetto (ui.perfetto.dev) opens it. `ts` and `dur` are microseconds since `otherData.begin`.
+    """
+    loop, folder = path_id(request, "loop", "loop"), _folder(services, request)
+    path = folder / f"{path_number(request, 'number', 'generation')}.json"
+
+    def read() -> bytes:
+        try:
+            record, ended = checksums.read_json(path), path.stat().st_mtime
+        except FileNotFoundError:
+            raise NotFound(f"loop {loop!r} has no generation {path.stem}", param="number") from None
+        events = job_events(services.home, str(record.get("job_id") or ""))
+        which = RunQuery(loop=loop, generation=int(path.stem), order="oldest", limit=MOST_RUNS)
+        runs = services.store.stream(which)
+        return orjson.dumps(generation_timeline(loop, record, ended, job_events=events, runs=runs))
+
+    return Response(await asyncio.to_thread(read), media_type="application/json")
 
 
 @router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=ANY, fails="404 not_found")

@@ -46,7 +46,7 @@ from cray_agents.runtime.gateway.http.shapes import (
 from cray_agents.runtime.gateway.replica_lease import lease_seconds
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.registry.canary import CanaryTest
-from cray_agents.runtime.registry.lineage import Ancestry, lineage_of
+from cray_agents.runtime.registry.lineage import Ancestry, lineage_of, lineage_of_all
 from cray_agents.runtime.registry.registry import ModelEvent
 
 ANTHROPIC_PAGE, ANTHROPIC_PAGE_MOST = 20, 1000  # models in a page of Anthropic's list
@@ -86,6 +86,12 @@ async def list_models(services: Services, request: Request) -> Response:
     if is_anthropic(request.scope):
         return json_response(_anthropic_page(request, [_anthropic(m) for m in models.values()]))
     return json_response({"object": "list", "data": list(models.values())})
+
+
+@models_router.get("/v1/models/lineage", Role.use, answer=data_of(Ancestry))
+async def list_lineage(services: Services, request: Request) -> Response:
+    """List all versions of all names with their parents, jobs and datasets, parents first."""
+    return json_response({"data": await asyncio.to_thread(lineage_of_all, services.registry)})
 
 
 @models_router.get("/v1/models/{model}", Role.use, answer=MODEL, fails="404 model_not_found")

@@ -1,21 +1,35 @@
 """The platform itself: health, keys, the replicas, and the numbers for Prometheus."""
 
 import asyncio
+import time
 
 from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import StoreError
-from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role, key_names
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import field, json_response, read_json
+from cray_agents.runtime.gateway.http.bodies import field, json_response, read_json, real
 from cray_agents.runtime.gateway.http.error_envelope import envelope
 from cray_agents.runtime.gateway.http.routing import Router
-from cray_agents.runtime.gateway.http.shapes import ANY, REAL, TEXT, list_of, object_of, or_none
+from cray_agents.runtime.gateway.http.routing import query as query_of
+from cray_agents.runtime.gateway.http.shapes import (
+    ANY,
+    REAL,
+    TEXT,
+    TEXT_OR_NONE,
+    Described,
+    list_of,
+    object_of,
+    or_none,
+)
 from cray_agents.runtime.gateway.replica_lease import lease_seconds
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.views.health_warnings import health_warnings
+from cray_agents.runtime.views.view_records import KeyDemand, QueueClass, QueueState, WarningList
 
+DAY = 86_400.0  # seconds
 ALIVE = object_of({"status": {"const": "ok"}})
 LEASE = object_of(
     {"holder": TEXT, "version": TEXT, "displaced": list_of(TEXT), "seconds_left": REAL}
@@ -73,14 +87,82 @@ async def platform(services: Services, request: Request) -> Response:
             "key": {"type": ["string", "null"], "description": "Its id; null without one."},
             "name": TEXT,
             "role": {"enum": list(Role.__members__)},
+            "home": {"type": ["string", "null"], "description": "The root, for admins."},
+            "version": TEXT_OR_NONE,
+            "features": list_of({"enum": ["keys"]}),
         }
     ),
 )
 async def whoami(services: Services, request: Request) -> Response:
-    """Return the caller's key and role."""
+    """Return the caller's key and role, and the platform that answers.
+
+    `features`: `keys`, requests need an API key.
+    """
     caller = caller_of(request)
     key = caller.key_id if caller.key_name else None
-    return json_response({"key": key, "name": caller.name, "role": caller.role.name})
+    needs_key = services.api_keys == "required" or (
+        services.api_keys == "auto" and await asyncio.to_thread(lambda: Keys(services.home).ever)
+    )
+    return json_response(
+        {
+            "key": key,
+            "name": caller.name,
+            "role": caller.role.name,
+            "home": str(services.home.root) if caller.role is Role.admin else None,
+            "version": services.platform.get("version"),
+            "features": ["keys"] if needs_key else [],
+        }
+    )
+
+
+@router.get("/v1/queue", Role.use, answer=QueueState)
+async def queue(services: Services, request: Request) -> Response:
+    """Return the requests at the engines and those that wait, by class and by key.
+
+    Callers below `admin` see their own key only.
+    """
+    caller, admission = caller_of(request), services.admission
+    waiting = admission.waiting_by_key()
+    if caller.role is not Role.admin:
+        waiting = {key: count for key, count in waiting.items() if key == caller.key_id}
+    names = await asyncio.to_thread(key_names, services.home) if waiting else {}
+    room = admission.room()
+
+    def of_class(batch: bool) -> QueueClass:
+        return QueueClass(inside=admission.inside(batch), waiting=admission.waiting(batch))
+
+    state = QueueState(
+        capacity=admission.capacity,
+        reserve=admission.reserve,
+        limit=room.limit,
+        remaining=room.remaining,
+        mean_seconds=admission.mean_seconds,
+        interactive=of_class(False),
+        batch=of_class(True),
+        parked=admission.parked,
+        keys=[
+            KeyDemand(key=key, name=names.get(key, key), waiting=count)
+            for key, count in sorted(waiting.items(), key=lambda item: -item[1])
+        ],
+    )
+    return json_response(state.model_dump(mode="json"))
+
+
+@router.get(
+    "/v1/health/warnings",
+    Role.train,
+    query={"since": Described(REAL, "Unix seconds; 24 hours ago unless given.")},
+    answer=WarningList,
+)
+async def list_warnings(services: Services, request: Request) -> Response:
+    """List failures that raise no error: runs without rewards, equal rewards, parser misses.
+
+    They are looked for in the runs that began since then.
+    """
+    since = real(query_of(request), "since", time.time() - DAY)
+    missing = services.versions.missing()
+    warnings = await asyncio.to_thread(health_warnings, services.store, since, missing)
+    return json_response({"since": since, "data": warnings})
 
 
 @router.get(

@@ -20,8 +20,11 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
+    bucket_seconds,
     field,
+    json_in_thread,
     json_response,
+    names_in,
     number,
     path_id,
     path_number,
@@ -29,6 +32,7 @@ from cray_agents.runtime.gateway.http.bodies import (
 )
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
+    BUCKET,
     COUNT,
     FLAG,
     TEXT,
@@ -39,9 +43,8 @@ from cray_agents.runtime.gateway.http.shapes import (
 )
 from cray_agents.runtime.gateway.model_calls.answer import await_or_disconnect, collect_answer
 from cray_agents.runtime.gateway.routes.trajectories import WHICH, one_of, run_query
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.services import Services, vocabulary_of
 from cray_agents.runtime.views.run_differences import differences, turn_pairs
-from cray_agents.runtime.views.token_text import Vocabulary
 from cray_agents.runtime.views.turn_score import parse_score, score_request
 from cray_agents.runtime.views.view_records import (
     RunDifferences,
@@ -55,9 +58,7 @@ from cray_agents.runtime.views.view_records import (
 MARKS, WINDOW = 10_000, 200  # turns in an outline and in a window, at most
 TOP = 20  # likely tokens at a place, at most
 GROUPS, BINS = 1000, 200
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 FROM = Described(COUNT, "The first turn, from 0.")
-BUCKET = Described(TEXT, "Groups by time, too: `1h`, `1d`, `30m`, `1w`.")
 
 router = Router("Training")
 
@@ -77,7 +78,7 @@ router = Router("Training")
             TEXT, "With commas: agent, model, loop, generation, split, stop_reason, error, tag."
         ),
         "histograms": Described(TEXT, "With commas: reward, seconds, turns, tokens."),
-        "bins": count_up_to(BINS),
+        "bins": {**COUNT, "minimum": 1, "maximum": BINS},
         "percentiles": Described(FLAG, "Without them a million runs take a fraction of the time."),
     },
     answer=RunStats,
@@ -159,7 +160,7 @@ async def outline_run(services: Services, request: Request) -> Response:
     """Return a run without its messages: its facts, its rewards, and a mark for each turn."""
     params, run_id = query(request), path_id(request, "run_id", "run")
     first, limit = number(params, "from", 0), number(params, "limit", MARKS, MARKS)
-    return await _json_in_thread(partial(services.run_pages.outline, run_id, first, limit))
+    return await json_in_thread(partial(services.run_pages.outline, run_id, first, limit))
 
 
 @router.get(
@@ -179,7 +180,7 @@ async def list_turns(services: Services, request: Request) -> Response:
     first, limit = number(params, "from", 0), number(params, "limit", 20, WINDOW)
     full = one_of(params, "full", ("false", "true")) == "true"
     read = partial(services.run_pages.window, run_id, first, limit, full=full)
-    return await _json_in_thread(read)
+    return await json_in_thread(read)
 
 
 @router.get(
@@ -208,7 +209,7 @@ async def list_turn_tokens(services: Services, request: Request) -> Response:
         prompt, sampled = call["prompt_token_ids"], call["token_ids"]
         begin = max(first, 0 if with_prompt else len(prompt))
         ids = [*prompt, *sampled][begin : begin + limit]
-        vocabulary = _vocabulary(services, call["model"])
+        vocabulary = vocabulary_of(services, call["model"])
         decoded = vocabulary.texts_of(ids)
         logprobs = [*[None] * len(prompt), *call["logprobs"]]
         trained = [*[False] * len(prompt), *[True] * len(sampled)]
@@ -232,7 +233,7 @@ async def list_turn_tokens(services: Services, request: Request) -> Response:
             "exact": vocabulary.exact,
         }
 
-    return await _json_in_thread(read)
+    return await json_in_thread(read)
 
 
 @router.post(
@@ -276,44 +277,9 @@ async def score_turn(services: Services, request: Request) -> Response:
         ticket.release()
 
     def read() -> dict[str, Any]:
-        vocabulary = _vocabulary(services, version)
+        vocabulary = vocabulary_of(services, version)
         scored = parse_score(call, orjson.loads(content), vocabulary)
         named = {"id": run_id, "n": turn, "model": version, "sampled_by": call["model"]}
         return {**named, **scored, "from_top": top}
 
-    return await _json_in_thread(read)
-
-
-def names_in(params: dict[str, str], name: str) -> list[str]:
-    """Return the names in a query parameter, separated by commas, each once."""
-    return list(dict.fromkeys(part.strip() for part in params.get(name, "").split(",") if part))
-
-
-def bucket_seconds(params: dict[str, str]) -> float | None:
-    """Return the seconds of `bucket`, such as 1h; None without it. Raises BadInput."""
-    text = params.get("bucket")
-    if text is None:
-        return None
-    amount, unit = text[:-1], text[-1:]
-    if not (amount.isascii() and amount.isdecimal() and len(amount) < 7) or unit not in UNITS:
-        raise BadInput(
-            f"bucket must be a number and a unit, as 30m, 1h, 1d or 1w, not {text[:50]!r}",
-            param="bucket",
-        )
-    if not int(amount):
-        raise BadInput("bucket must be longer than 0", param="bucket")
-    return float(int(amount) * UNITS[unit])
-
-
-def _vocabulary(services: Services, version: str) -> Vocabulary:
-    checkpoint = services.registry.resolve(version).checkpoint
-    return services.vocabularies.of(services.home.checkpoint(checkpoint))
-
-
-async def _json_in_thread(read: Any) -> Response:
-    """Return as JSON what a function returns; both run in a thread."""
-
-    def dump() -> bytes:
-        return orjson.dumps(read())
-
-    return Response(await asyncio.to_thread(dump), media_type="application/json")
+    return await json_in_thread(read)

@@ -126,11 +126,11 @@ def facets(
     names, members = _names(connection), _set_members(connection)
     result = {}
     for name, counter in counts.items():
-        shown: Counter[Any] = Counter()
+        runs_by_value: Counter[Any] = Counter()
         for value, runs in counter.items():
             keys = members.get(value, ()) if name in _SETS else [_render_key(name, value, names)]
-            shown.update(dict.fromkeys(keys, runs))
-        ordered = sorted(shown.items(), key=lambda item: (-item[1], str(item[0])))
+            runs_by_value.update(dict.fromkeys(keys, runs))
+        ordered = sorted(runs_by_value.items(), key=lambda item: (-item[1], str(item[0])))
         result[name] = [{"value": value, "runs": runs} for value, runs in ordered]
     return result
 

@@ -108,6 +108,8 @@ BODIES: dict[str, dict[str, Any]] = {
         "turn": 0,
         "comment": "c",
     },
+    "/v1/trajectories/{run_id}/turns/{number}/score": {"model": "m", "top": 5},
+    "/v1/keys": {"name": "k", "role": "use"},
     "/v1/datasets": RECIPE,
     "/v1/jobs": {
         "method": "sft",
@@ -143,7 +145,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "rewarded": ["run_1"],
         "failures": [{"replica": 99, "losses": 0, "why": "it died"}],
     },
-    "/v1/gateways/load": {"version": "calc"},
+    "/v1/gateways/load": {"version": "m"},
     "/v1/pool/lease": {"holder": "h", "seconds": 5.0},
     "/v1/models/{name}/canary": {"version": 2, "share": 0.1, "alpha": 0.05, "promote_after": 9},
     "/v1/loops/{loop}/generations/{number}": {"score": 0.5, "promoted": [1, 2]},

@@ -92,6 +92,7 @@ async def serve(home: Home) -> None:
         pool=pool,
         platform={"version": "fuzzed"},
         body_timeout=BODY_TIMEOUT,
+        api_keys="off",  # else the first key that the fuzz makes would end it
     )
     version = registry.resolve(NAME)
     await pool.start(home.checkpoint(version.checkpoint), version.id, [])

@@ -1,0 +1,158 @@
+"""Dataset views: distributions over a dataset, and its samples as the trainer reads them.
+
+Both come from the dataset's own files, whose hashes are checked. Columns are read in batches, so a
+dataset of any size takes the same memory. Called by gateway/routes/dataset_views.py.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cray_agents.errors import Corrupt
+from cray_agents.paths import Home
+from cray_agents.runtime.datasets import reader
+from cray_agents.runtime.store.index.statistics import bin_edges
+from cray_agents.runtime.views.token_text import Vocabulary
+
+BATCH = 1024  # rows read at a time
+SAMPLE_COLUMNS = (
+    *("input_ids", "loss_mask", "logprobs", "advantages", "version_index", "versions"),
+    *("weight", "reward", "run_id", "task_id"),
+)
+
+
+def dataset_histograms(home: Home, dataset_id: str, bins: int) -> dict[str, Any]:
+    """Return DatasetHistograms as JSON. Raises NotFound, Corrupt."""
+    import numpy as np
+    import pyarrow.compute
+
+    manifest = reader.read_dataset(home, dataset_id)
+    tokens: list[int] = []
+    trained: list[int] = []
+    versions: Counter[str] = Counter()
+    for batch in _rows(_shards(home, manifest), ["loss_mask", "versions"]):
+        masks = batch.column("loss_mask")
+        tokens += pyarrow.compute.list_value_length(masks).to_pylist()
+        ends = np.concatenate([[0], np.cumsum(masks.flatten().to_numpy(zero_copy_only=False))])
+        trained += np.diff(ends[masks.offsets.to_numpy() - masks.offsets[0].as_py()]).tolist()
+        for names in batch.column("versions").to_pylist():
+            versions.update(set(names))
+    rewards = [row["reward"] for row in reader.dataset_runs(home, dataset_id)]
+    considered = manifest.get("considered_runs") or 0
+    return {
+        "id": dataset_id,
+        "samples": len(tokens),
+        "funnel": {
+            "considered": considered,
+            "accepted": manifest.get("accepted_runs") or 0,
+            "rejected": manifest.get("rejected") or {},
+        },
+        "reward": histogram_of(rewards, bins),
+        "tokens": histogram_of(tokens, bins, whole=True),
+        "trained_tokens": histogram_of(trained, bins, whole=True),
+        "versions": dict(versions.most_common()),
+    }
+
+
+def histogram_of(
+    values: Sequence[float | None], bins: int, *, whole: bool = False
+) -> dict[str, Any]:
+    """Return a Histogram of equal bins as JSON; whole numbers of a short range get a bin each."""
+    known = [float(value) for value in values if value is not None]
+    missing = len(values) - len(known)
+    if not known:
+        return {"edges": [], "counts": [], "missing": missing}
+    edges = bin_edges(min(known), max(known), bins, whole=whole)
+    width, counts = edges[1] - edges[0], [0] * (len(edges) - 1)
+    for value in known:
+        counts[min(len(counts) - 1, int((value - edges[0]) / width))] += 1
+    return {"edges": edges, "counts": counts, "missing": missing}
+
+
+def sample_page(home: Home, dataset_id: str, split: str, at: int, limit: int) -> dict[str, Any]:
+    """Return a SamplePage without texts as JSON. Raises NotFound, Corrupt.
+
+    Only the row groups that hold these samples are read.
+    """
+
+    manifest = reader.read_dataset(home, dataset_id)
+    samples: list[dict[str, Any]] = []
+    before = 0
+    for path in _shards(home, manifest, (split,)):
+        with _opened(path) as file:
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                first = max(at + len(samples), before)
+                if first < before + count and len(samples) < limit:
+                    table = file.read_row_group(group, columns=list(SAMPLE_COLUMNS))
+                    rows = table.slice(first - before, limit - len(samples)).to_pylist()
+                    samples += [_sample_fields(row, split, first + n) for n, row in enumerate(rows)]
+                before += count
+    end = at + len(samples)
+    return {
+        "id": dataset_id,
+        "split": split,
+        "total": before,
+        "data": samples,
+        "next": end if samples and end < before else None,
+    }
+
+
+def add_texts(sample: dict[str, Any], vocabulary: Vocabulary | None) -> None:
+    """Set the texts of a sample's tokens; None without a vocabulary."""
+    if vocabulary is not None:
+        decoded = vocabulary.texts_of(sample["ids"])
+        sample["texts"], sample["bytes"] = decoded.texts, decoded.bytes
+
+
+def _sample_fields(row: dict[str, Any], split: str, at: int) -> dict[str, Any]:
+    mask, sampled = row["loss_mask"], row["version_index"]
+    return {
+        "at": at,
+        "split": split,
+        "run": row["run_id"] or None,
+        "task": row["task_id"] or None,
+        "reward": row["reward"],
+        "versions": row["versions"],
+        "ids": row["input_ids"],
+        "texts": None,
+        "bytes": {},
+        "trained": [bool(value) for value in mask],
+        "logprobs": [
+            value if version >= 0 and trained else None
+            for value, version, trained in zip(row["logprobs"], sampled, mask, strict=True)
+        ],
+        "advantages": [
+            value if trained else None
+            for value, trained in zip(row["advantages"], mask, strict=True)
+        ],
+        "weight": row["weight"],
+    }
+
+
+def _shards(
+    home: Home, manifest: dict[str, Any], splits: Sequence[str] = ("train", "validation")
+) -> list[Path]:
+    directory = home.dataset(manifest["id"])
+    return [
+        path
+        for split in splits
+        for path in reader.shards_in(directory, manifest, split)  # type: ignore[arg-type]
+    ]
+
+
+def _rows(paths: Sequence[Path], columns: list[str]) -> Iterator[Any]:
+    for path in paths:
+        with _opened(path) as file:
+            yield from file.iter_batches(BATCH, columns=columns)
+
+
+def _opened(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise Corrupt(f"cannot read {path}: {error}") from error

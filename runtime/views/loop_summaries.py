@@ -1,0 +1,81 @@
+"""Loop summaries: every loop with its last generation and its curve of held-out success.
+
+A generation's record never changes once it is written, so each is read once. Called by
+gateway/routes/loops.py.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cray_agents.errors import BadInput
+from cray_agents.generation import Generation
+from cray_agents.paths import Home
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.views.view_records import HoldoutPoint, LoopSummary
+
+POINTS = 200  # of a curve
+CACHED = 20_000  # records
+
+
+def loops_page(home: Home, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
+    """Return LoopSummaries as JSON, newest change first, and whether there are more.
+
+    Raises BadInput for an unknown `after`, Corrupt.
+    """
+    folders = [path for path in home.loops.glob("*") if path.is_dir()]
+    newest = sorted(((_changed(path), path.name) for path in folders), reverse=True)
+    if after is not None:
+        names = [name for _, name in newest]
+        if after not in names:
+            raise BadInput(f"after: no loop {after[:200]!r} is listed here", param="after")
+        newest = newest[names.index(after) + 1 :]
+    rows = [_summary(home.loop(name), when) for when, name in newest[:limit]]
+    return rows, len(newest) > limit
+
+
+def _changed(folder: Path) -> float:
+    """Return when a loop last wrote a generation, or else an entry of its journal."""
+    for name in ("generations", "journal", "."):
+        try:
+            return (folder / name).stat().st_mtime
+        except FileNotFoundError:
+            continue
+    return 0.0
+
+
+def _summary(folder: Path, updated: float) -> dict[str, Any]:
+    paths = [p for p in (folder / "generations").glob("*.json") if p.stem.isdecimal()]
+    paths.sort(key=lambda path: int(path.stem))
+    records = [_record(path, path.stat().st_mtime_ns) for path in paths]
+    known = [record for record in records if record is not None]
+    step = -(-len(known) // POINTS) or 1
+    points = [*known[::-step][::-1]] if known else []  # the last one is always among them
+    return LoopSummary(
+        id=folder.name,
+        generations=len(paths),
+        updated=updated,
+        last=records[-1] if records else None,
+        holdout=[
+            HoldoutPoint(
+                generation=each.generation,
+                success=each.holdout_success,
+                tasks=each.holdout_tasks,
+                version=each.version,
+                promoted=each.promoted,
+            )
+            for each in points
+        ],
+    ).model_dump(mode="json")
+
+
+@lru_cache(CACHED)
+def _record(path: Path, changed: int) -> Generation | None:
+    """Return a generation's record; None where a client of its own wrote other fields."""
+    content = checksums.read_json(path)
+    try:
+        return Generation.model_validate(content)
+    except ValidationError:
+        return None
