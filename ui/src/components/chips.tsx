@@ -1,6 +1,6 @@
 /** Chips: rewards, tags and versions as small labels. */
 import { number, oneLine } from "../lib/format";
-import { href } from "../lib/route";
+import { ScreenLink } from "./screen_link";
 
 export interface NamedValue {
   name: string;
@@ -24,7 +24,12 @@ export function Tag({ text }: { text: string }) {
 }
 
 export function Version({ id }: { id: string | null | undefined }) {
-  return id ? <a href={href(["models"], { at: id })}>{oneLine(id, 60)}</a> : <span class="hint">no version</span>;
+  if (!id) return <span class="hint">no version</span>;
+  return (
+    <ScreenLink to={["models"]} params={{ at: id }}>
+      {oneLine(id, 60)}
+    </ScreenLink>
+  );
 }
 
 function plainTitle(text: string): string {

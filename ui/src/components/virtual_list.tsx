@@ -18,6 +18,8 @@ export interface VirtualListProps {
   keyOf?: (index: number) => string | number;
   /** The row to have in sight; scrolled to when it changes. */
   selected?: number;
+  /** The selected row is scrolled to once more when this changes, as when its content has come. */
+  again?: boolean;
   align?: "auto" | "start";
   /** Called with the rows that are in the page. */
   onRange?: (first: number, last: number) => void;
@@ -49,7 +51,7 @@ export function VirtualList(props: VirtualListProps) {
   useLayoutEffect(() => list._willUpdate());
   useLayoutEffect(() => {
     if (selected !== undefined && selected >= 0 && selected < count) list.scrollToIndex(selected, { align });
-  }, [selected, count > 0]);
+  }, [selected, count > 0, props.again]);
   const items = list.getVirtualItems();
   const [first, last] = [items[0]?.index ?? 0, items.at(-1)?.index ?? -1];
   useLayoutEffect(() => props.onRange?.(first, last), [first, last]);

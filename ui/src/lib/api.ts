@@ -85,8 +85,9 @@ export async function request(
   body?: unknown,
   signal?: AbortSignal,
   accept = "application/json",
+  more: Record<string, string> = {},
 ): Promise<Response> {
-  const headers: Record<string, string> = { accept };
+  const headers: Record<string, string> = { accept, ...more };
   const secret = key.peek();
   if (secret) headers.authorization = `Bearer ${secret}`;
   if (body !== undefined) headers["content-type"] = "application/json";

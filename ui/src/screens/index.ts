@@ -24,4 +24,7 @@ export const SCREENS: readonly Screen[] = [
   { name: "overview", title: "Overview", role: "use", menu: true, load: () => import("./overview") },
   { name: "runs", title: "Runs", role: "train", menu: true, load: () => import("./runs") },
   { name: "run", title: "Run", role: "use", menu: false, load: () => import("./run") },
+  { name: "compare", title: "Compare", role: "use", menu: true, load: () => import("./compare") },
+  { name: "playground", title: "Playground", role: "use", menu: true, load: () => import("./playground") },
+  { name: "search", title: "Search", role: "train", menu: true, load: () => import("./search") },
 ];

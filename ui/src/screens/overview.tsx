@@ -1,6 +1,7 @@
 /** Overview: the replicas, the queue, loops and jobs, what changed last, and failures that raise no error. */
 import { useEffect, useState } from "preact/hooks";
 import { CopyAs } from "../components/copy_as";
+import { ScreenLink } from "../components/screen_link";
 import { Spark } from "../components/spark";
 import { Empty, Loaded } from "../components/states";
 import { get } from "../lib/api";
@@ -166,7 +167,7 @@ function Loops() {
             data.map((loop) => (
               <div key={loop.id}>
                 <div class="row">
-                  <a href={href(["loop", loop.id])}>{oneLine(loop.id, 40)}</a>
+                  <ScreenLink to={["loop", loop.id]}>{oneLine(loop.id, 40)}</ScreenLink>
                   <span class="spacer" />
                   <span class="quiet">
                     generation {number(loop.last?.generation)} · {percent(loop.last?.holdout_success)} held out ·{" "}
@@ -204,7 +205,7 @@ function Jobs() {
             <ul class="palette">
               {list.slice(-8).map((job) => (
                 <li key={job.id}>
-                  <a href={href(["job", job.id])}>{oneLine(job.id, 40)}</a>{" "}
+                  <ScreenLink to={["job", job.id]}>{oneLine(job.id, 40)}</ScreenLink>{" "}
                   <span class={`chip ${job.state === "failed" ? "bad" : job.state === "completed" ? "good" : ""}`}>
                     {oneLine(String(job.state), 20)}
                   </span>{" "}
@@ -259,5 +260,5 @@ function Changes() {
 function SubjectLink({ change }: { change: Change }) {
   const screen = SCREEN_OF[change.kind];
   const text = oneLine(change.id, 40);
-  return screen && change.id ? <a href={href([screen, change.id])}>{text}</a> : <>{text}</>;
+  return screen && change.id ? <ScreenLink to={[screen, change.id]}>{text}</ScreenLink> : <>{text}</>;
 }

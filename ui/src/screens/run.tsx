@@ -4,6 +4,7 @@ import { RewardChip, Tag, Version } from "../components/chips";
 import { CopyAs, quoted } from "../components/copy_as";
 import { MessageView } from "../components/message";
 import { RewardDialog } from "../components/reward_dialog";
+import { ScreenLink } from "../components/screen_link";
 import { Failure, Loaded } from "../components/states";
 import { Text } from "../components/text";
 import { Legend, MEASURES, TokenFacts, Tokens, type Measure } from "../components/tokens";
@@ -17,7 +18,7 @@ import type { RunFacts } from "../lib/records";
 import { useResource } from "../lib/resource";
 import { go, href, setParams } from "../lib/route";
 import { listed, openNeighbour } from "../lib/run_list";
-import { features, may } from "../lib/session";
+import { features } from "../lib/session";
 import { useTurnWindows } from "../lib/turn_windows";
 import type { ScreenProps } from ".";
 
@@ -83,6 +84,8 @@ function Run({ outline, params, reload }: { outline: Outline; params: URLSearchP
       if (mark && isError(mark)) return goTo(n);
     }
   };
+  const firstSampled = windows.turn(at)?.prompt_tokens ?? 0;
+  const setToken = (place: number) => mode === "tokens" && setParams({ tok: place });
   useKeys({
     j: ["next turn", () => goTo(at + 1)],
     k: ["previous turn", () => goTo(at - 1)],
@@ -97,8 +100,8 @@ function Run({ outline, params, reload }: { outline: Outline; params: URLSearchP
     ...Object.fromEntries(
       [1, 2, 3, 4, 5].map((n) => [String(n), [`reward ${(n - 1) / 4}`, () => setRewarding({ value: (n - 1) / 4 })]]),
     ),
-    l: ["next token", () => mode === "tokens" && setParams({ tok: (token ?? 0) + 1 })],
-    h: ["previous token", () => mode === "tokens" && setParams({ tok: Math.max(0, (token ?? 0) - 1) })],
+    l: ["next token", () => setToken(token === null ? firstSampled : token + 1)],
+    h: ["previous token", () => setToken(Math.max(0, (token ?? firstSampled + 1) - 1))],
   });
   const link = (n: number) => href(["run", id], { ...Object.fromEntries(params), t: n, tok: null });
   return (
@@ -129,6 +132,7 @@ function Run({ outline, params, reload }: { outline: Outline; params: URLSearchP
             count={count}
             estimate={160}
             selected={at}
+            again={windows.turn(at) !== undefined}
             align="start"
             onRange={windows.want}
             row={(n) => {
@@ -380,7 +384,7 @@ function TokenPanel(props: { id: string; n: number; params: URLSearchParams; tok
           <>
             {!data.exact && <p class="hint">This tokenizer has no exact bytes of tokens: texts are of each token alone.</p>}
             <Tokens tokens={data} score={score.data} measure={measure} selected={token} onSelect={(place) => setParams({ tok: place })} />
-            {token !== null && (
+            {token !== null && token >= data.first && token < data.first + data.ids.length && (
               <div class="card">
                 <TokenFacts tokens={data} score={score.data} place={token} />
               </div>
@@ -414,7 +418,7 @@ function Details(props: {
             <>
               <dt>loop</dt>
               <dd>
-                <a href={href(["loop", facts.loop])}>{oneLine(facts.loop)}</a> generation {number(facts.generation)}
+                <ScreenLink to={["loop", facts.loop]}>{oneLine(facts.loop)}</ScreenLink> generation {number(facts.generation)}
                 {facts.attempt !== null && `, attempt ${facts.attempt}`}
               </dd>
             </>
@@ -423,11 +427,9 @@ function Details(props: {
             <>
               <dt>task</dt>
               <dd>
-                {may("train") ? (
-                  <a href={href(["runs"], { q: `task:${facts.task}` })}>{oneLine(facts.task, 60)}</a>
-                ) : (
-                  oneLine(facts.task, 60)
-                )}{" "}
+                <ScreenLink to={["runs"]} params={{ q: `task:${facts.task}` }}>
+                  {oneLine(facts.task, 60)}
+                </ScreenLink>{" "}
                 ({facts.split})
               </dd>
             </>
