@@ -51,6 +51,7 @@ COMMANDS = {
     "batch": ("data.batch",),
     "upload": ("data.upload",),
     "keys": ("platform.keys",),
+    "dashboard": ("platform.dashboard",),
     "doctor": ("platform.doctor",),
 }
 
