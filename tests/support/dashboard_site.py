@@ -26,7 +26,7 @@ HOSTILE = {
     "svg": "<svg onload=window.broken=1><use href='data:image/svg+xml,x'/></svg>",
     "template": "${window.broken = 1} {{constructor.constructor('window.broken=1')()}}",
     "bidi": "access granted \u202e)nimda( \u2066\u200f\u061c end",
-    "ansi": "\x1b[31mred\x1b[0m \x1b]8;;https://elsewhere.test\x07link\x1b]8;;\x07 \x00\x08\x7f\x9b",
+    "ansi": "\x1b[31mred\x1b[0m \x1b]8;;https://elsewhere.test\x07link\x1b]8;;\x07 \x00\x7f\x9b",
     "long_line": "a" * 1_000_000,
     "many_lines": "line\n" * 20_000,
     "combining": "Z" + "\u0301" * 2000,
