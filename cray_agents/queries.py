@@ -11,6 +11,8 @@ from pydantic import Field
 from cray_agents.records import Message, Split, StopReason, StrictRecord
 from cray_agents.text_words import SIMILAR
 
+LARGEST = 2**53  # that JSON counts to
+
 
 class RunFilter(StrictRecord):
     """A filter of runs: each given field must match.
@@ -33,10 +35,10 @@ class RunFilter(StrictRecord):
     max_reward: float | None = None
     min_seconds: float | None = None
     max_seconds: float | None = None
-    min_turns: int | None = None
-    max_turns: int | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
+    min_turns: int | None = Field(None, ge=0, lt=LARGEST)
+    max_turns: int | None = Field(None, ge=0, lt=LARGEST)
+    min_tokens: int | None = Field(None, ge=0, lt=LARGEST)
+    max_tokens: int | None = Field(None, ge=0, lt=LARGEST)
     error: str | None = None
     since: float | None = None
     until: float | None = None

@@ -54,7 +54,7 @@ class Platform:
 
     @property
     def views(self) -> Views:
-        """What pages show: outlines of runs, statistics, usage, keys, changes."""
+        """The routes for looking: outlines of runs, statistics, usage, keys, changes."""
         return Views(self._http)
 
     async def info(self) -> dict[str, Any]:

@@ -58,15 +58,15 @@ def generation_timeline(
     trace = _Trace()
     number = generation.get("generation", 0)
     trace.name_process(PHASES, f"{loop} generation {number}")
-    shown = sorted((run for run in runs if run.started), key=lambda run: run.started)
-    left_out = max(0, len(shown) - MOST_RUNS)
-    _add_phases(trace, generation, ended, job_events, shown)
+    drawn = sorted((run for run in runs if run.started), key=lambda run: run.started)
+    left_out = max(0, len(drawn) - MOST_RUNS)
+    _add_phases(trace, generation, ended, job_events, drawn)
     if job_events:
         trace.name_process(JOB, f"job {generation.get('job_id') or ''}".strip())
         _add_job(trace, job_events)
-    if shown:
+    if drawn:
         trace.name_process(RUNS, "runs")
-        _add_runs(trace, shown[:MOST_RUNS])
+        _add_runs(trace, drawn[:MOST_RUNS])
     about = {"loop": loop, "generation": number, "version": generation.get("version")}
     return trace.json({**about, "runs_left_out": left_out})
 
@@ -189,5 +189,5 @@ def _begin_of(event: Mapping[str, Any]) -> float:
 
 
 def _arguments(event: Mapping[str, Any]) -> Json:
-    shown = [(name, event[name]) for name in event if name not in ("event", "time")]
-    return dict(shown[:_ARGUMENTS])
+    fields = [(name, event[name]) for name in event if name not in ("event", "time")]
+    return dict(fields[:_ARGUMENTS])

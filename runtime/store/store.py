@@ -130,6 +130,14 @@ class Store:
             raise Corrupt(f"the events of run {run_id!r} cannot be read: `cray-agents runs fsck`")
         return runs[0]
 
+    def run_state(self, run_id: str) -> bytes:
+        """Return bytes that change with every event of a run. Raises NotFound."""
+        self.refresh()
+        state = self.index.run_state(run_id)
+        if state is None:
+            raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
+        return state
+
     def places(self, run_id: str) -> tuple[RunFacts, Places]:
         """Return the facts of a run and the places of its events. Raises NotFound."""
         self.refresh()

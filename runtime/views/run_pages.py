@@ -45,14 +45,13 @@ class TurnLayout:
 
 @dataclass
 class RunLayout:
-    """The turns of a run, computed from its events at `places`."""
+    """The turns of a run, computed from its events in this `state`."""
 
     facts: RunFacts
-    places: Places
     rewards: list[Reward]
     turns: list[TurnLayout]
     closing: bytes  # JSON of the messages after the last turn
-    tags: list[str]
+    state: bytes = b""
 
     @property
     def cached_bytes(self) -> int:
@@ -92,7 +91,7 @@ class RunPages:
 
         `full`: with all messages of each call. Raises NotFound, Corrupt, StoreError.
         """
-        return self._retry(lambda: self._window(self._layout(run_id), first, limit, full))
+        return self._retry(run_id, lambda: self._window(self._layout(run_id), first, limit, full))
 
     def call(self, run_id: str, number: int) -> Body:
         """Return the body of the model call of a turn (from 0). Raises NotFound, Corrupt."""
@@ -107,7 +106,7 @@ class RunPages:
                 raise NotFound(f"the model call of turn {number} is not recorded", param="number")
             return next(self._store.bodies([place]))
 
-        return self._retry(read)
+        return self._retry(run_id, read)
 
     def _window(self, layout: RunLayout, first: int, limit: int, full: bool) -> Body:
         turns = layout.turns[first : first + limit]
@@ -138,23 +137,28 @@ class RunPages:
 
     def _layout(self, run_id: str) -> RunLayout:
         """Return the layout of a run, from the cache if its events are still the same."""
-        _, places = self._store.places(run_id)
+        state = self._store.run_state(run_id)
         with self._lock:
             known = self._layouts.get(run_id)
-            if known is not None and known.places == places:
+            if known is not None and known.state == state:
                 self._layouts.move_to_end(run_id)
                 return known
-        layout = self._retry(lambda: self._compute(*self._store.places(run_id)))
+        layout = self._retry(run_id, lambda: self._compute(*self._store.places(run_id)))
+        layout.state = state
         with self._lock:
-            if (old := self._layouts.pop(run_id, None)) is not None:
-                self._bytes -= old.cached_bytes
+            self._drop(run_id)
             self._layouts[run_id] = layout
             self._bytes += layout.cached_bytes
             while len(self._layouts) > CACHED_RUNS or (
                 self._bytes > CACHED_BYTES and len(self._layouts) > 1
             ):
-                self._bytes -= self._layouts.popitem(last=False)[1].cached_bytes
+                self._drop(next(iter(self._layouts)))
         return layout
+
+    def _drop(self, run_id: str) -> None:
+        """Drop a cached layout, with the lock taken."""
+        if (layout := self._layouts.pop(run_id, None)) is not None:
+            self._bytes -= layout.cached_bytes
 
     def _compute(self, facts: RunFacts, places: Places) -> RunLayout:
         described = next(self._store.bodies([places.run])) if places.run is not None else None
@@ -165,12 +169,14 @@ class RunPages:
         own = map(Reward.model_validate, described.get("rewards") or ())
         return _described(facts, places, described, calls, newest_rewards([*own, *rewards]))
 
-    def _retry(self, read: Callable[[], Result]) -> Result:
+    def _retry(self, run_id: str, read: Callable[[], Result]) -> Result:
         """Return what `read` returns; compaction may move its events meanwhile."""
         for _ in range(TRIES):
             try:
                 return read()
-            except Moved:
+            except Moved:  # compacted meanwhile
+                with self._lock:
+                    self._drop(run_id)
                 self._store.refresh()
             except (KeyError, TypeError, ValueError) as error:
                 raise Corrupt(
@@ -207,7 +213,7 @@ def _described(
         at += 1
     messages = trajectory.get("messages") or []
     closing = messages[_known(messages, last) :] if last is not None else messages
-    return RunLayout(facts, places, rewards, turns, orjson.dumps(closing), body.get("tags") or [])
+    return RunLayout(facts, rewards, turns, orjson.dumps(closing))
 
 
 def _undescribed(
@@ -221,7 +227,7 @@ def _undescribed(
     sizes = _Sizes(facts, rewards)
     for number, turn in enumerate(turns):
         sizes.mark(number, turn, *by_id[turn.call_id])
-    return RunLayout(facts, places, rewards, turns, b"[]", [])
+    return RunLayout(facts, rewards, turns, b"[]")
 
 
 class _Sizes:

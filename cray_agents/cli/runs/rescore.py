@@ -115,14 +115,14 @@ def stateless_function(target: str) -> "RewardFunction":
             " functions that depend on the run alone",
             param="reward",
         )
-    needed = [
+    required = [
         each.name
         for each in inspect.signature(function).parameters.values()
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
-    if len(needed) != 1:
+    if len(required) != 1:
         raise BadInput(
-            f"{name}({', '.join(needed)}) does not take a run alone: what else it needs was not"
+            f"{name}({', '.join(required)}) does not take a run alone: what else it needs was not"
             " stored",
             param="reward",
         )

@@ -36,7 +36,6 @@ from cray_agents.runtime.gateway.http.shapes import (
     REAL_OR_NONE,
     TEXT,
     TEXT_OR_NONE,
-    WHOLE,
     Described,
     NamedShape,
     Shape,
@@ -65,7 +64,7 @@ _FILTER_SHAPES: dict[str, Shape] = {
     "stop_reason": {"enum": list(StopReason)},
     **dict.fromkeys(("min_reward", "max_reward", "min_seconds", "max_seconds"), REAL),
     **dict.fromkeys(("since", "until"), REAL),
-    **dict.fromkeys(("min_turns", "max_turns", "min_tokens", "max_tokens"), WHOLE),
+    **dict.fromkeys(("min_turns", "max_turns", "min_tokens", "max_tokens"), COUNT),
 }
 #: The query parameters that select runs.
 WHICH: dict[str, Shape | Described] = {

@@ -241,6 +241,13 @@ class Index:
             row = connection.execute(sql, (run_id,)).fetchone()
         return None if row is None else facts_in(row)
 
+    def run_state(self, run_id: str) -> bytes | None:
+        """Return bytes that change with every event of a run; None as for `run`."""
+        sql = "SELECT told FROM runs WHERE id = ? AND shown = 1"
+        with self._database.reading() as connection:
+            row = connection.execute(sql, (run_id,)).fetchone()
+        return None if row is None else row[0]
+
     def select(self, query: RunQuery) -> list[RunFacts]:
         """Return a page of runs; the query's `text` is ignored. Raises NotFound for `after`."""
         with self._database.reading() as connection:

@@ -325,6 +325,7 @@ def test_statistics_by_group(index: Index) -> None:
     assert row == {
         "runs": 100,
         "rewarded": 50,
+        "success": 0.0,
         "mean_reward": pytest.approx(0.5),
         "min_reward": 0.01,
         "max_reward": 0.99,
@@ -334,6 +335,7 @@ def test_statistics_by_group(index: Index) -> None:
         "errors": 10,
         "infrastructure": 0,
         "mean_seconds": 49.5,
+        "seconds": 4950.0,
         "p50_seconds": 49.0,
         "p95_seconds": 94.0,
     }
