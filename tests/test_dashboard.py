@@ -11,6 +11,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +54,8 @@ SCREENS = {
     "compare": "#/compare?a=run-3-0&b=run-4-0",
     "playground": "#/playground?run=run-3-0&t=1",
     "search": "#/search?q=word",
+    "loop": "#/loop/sums",
+    "models": "#/models?at=m%401",
 }
 
 pytestmark = [
@@ -161,6 +165,18 @@ def test_every_screen_shows_and_is_accessible(platform: Platform, watch: Any, na
         for one in found["violations"]
         for node in one["nodes"][:3]
     ] == []
+
+
+def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/jobs") as answer:
+        [job] = json.load(answer)["data"]
+    page = watch(platform.url)
+    page.open(f"#/job/{job['id']}")
+    page.page.get_by_role("heading", name="Log").wait_for()
+    page.page.wait_for_selector("figure canvas")
+    assert "3 of 3" in page.text()
+    page.page.get_by_role("button", name="cancel").click()
+    assert f"cray-agents jobs cancel {job['id']}" in page.page.inner_text("dialog")
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -332,8 +348,6 @@ def test_a_killed_gateway_is_followed_again(tmp_path: Path, watch: Any) -> None:
 
 
 def test_the_files_are_small_compressed_and_strict(platform: Platform, watch: Any) -> None:
-    import urllib.request
-
     folder = static_files.STATIC
     page_text = (folder / "index.html").read_text()
     code = [path for path in (folder / "assets").iterdir() if path.suffix in (".js", ".css")]

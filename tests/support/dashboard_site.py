@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 
-from cray_agents import Agent, Platform, Task
+from cray_agents import Agent, DatasetRecipe, Hyperparameters, Platform, Task
 from cray_agents.generation import Generation
 from cray_agents.tools.calculator import calculator
 from tests.runtime.views.test_run_views import Scoring, model_with_tokenizer
@@ -50,6 +50,7 @@ def answer(request: dict[str, Any]) -> Any:
 
 async def _fill(site: Platform) -> None:
     await asyncio.gather(_agents(site), _hostile(site), _long(site))
+    await _train(site)
     for number in range(3):
         record = Generation(
             generation=number,
@@ -86,6 +87,14 @@ async def _agents(site: Platform) -> None:
             )
             right = f" {task.target}." in str(run.output)
             await site.reward(run.id, float(right and attempt == 0), name="correct")
+
+
+async def _train(site: Platform) -> None:
+    """A dataset of the runs that succeeded, and a job on it."""
+    dataset = await site.build_dataset(DatasetRecipe(method="sft", loop="sums"))
+    steps = Hyperparameters(steps=3)
+    job = await site.submit_job(dataset=dataset["id"], parent="m@1", hyperparameters=steps)
+    await site.wait_for(job, lambda status: None)
 
 
 async def _hostile(site: Platform) -> None:
