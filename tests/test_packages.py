@@ -56,9 +56,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     for name in tracked():
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "source" / name, follow_symlinks=False)
-    for name, data in DASHBOARD.items():
-        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "source" / name).write_bytes(data)
+    for built_name, data in DASHBOARD.items():
+        place = folder / "source" / built_name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
     sdist = build("sdist", folder / "source", folder / "sdist")
     with tarfile.open(sdist) as archive:
         assert not [member for member in archive if member.issym() or member.islnk()]
