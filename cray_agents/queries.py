@@ -11,7 +11,7 @@ from pydantic import Field
 from cray_agents.records import Message, Split, StopReason, StrictRecord
 from cray_agents.text_words import SIMILAR
 
-LARGEST = 2**53  # that JSON counts to
+LARGEST = 2**53 - 1  # that JSON counts to
 
 
 class RunFilter(StrictRecord):
@@ -35,10 +35,10 @@ class RunFilter(StrictRecord):
     max_reward: float | None = None
     min_seconds: float | None = None
     max_seconds: float | None = None
-    min_turns: int | None = Field(None, ge=0, lt=LARGEST)
-    max_turns: int | None = Field(None, ge=0, lt=LARGEST)
-    min_tokens: int | None = Field(None, ge=0, lt=LARGEST)
-    max_tokens: int | None = Field(None, ge=0, lt=LARGEST)
+    min_turns: int | None = Field(None, ge=0, le=LARGEST)
+    max_turns: int | None = Field(None, ge=0, le=LARGEST)
+    min_tokens: int | None = Field(None, ge=0, le=LARGEST)
+    max_tokens: int | None = Field(None, ge=0, le=LARGEST)
     error: str | None = None
     since: float | None = None
     until: float | None = None

@@ -59,7 +59,7 @@ class Vocabulary:
             self._entries = {number: entry for entry, number in vocabulary.items()}
         else:  # Unigram: [entry, score] by id
             self._entries = {number: entry for number, (entry, _) in enumerate(vocabulary)}
-        self._added = {
+        self._added: dict[int, bytes] = {
             added["id"]: added["content"].encode("utf-8", "surrogatepass")
             for added in content.get("added_tokens") or ()
         }

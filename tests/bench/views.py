@@ -57,7 +57,7 @@ def _events() -> Any:
         done = {"id": f"t{number}", "name": "search", "arguments": "{}", "result": text}
         turns.append({"call_id": f"call-{number}", "tool_calls": [done]})
         yield _event(f"call-{number}", "call", number, call)
-    run = {"id": LONG, "agent": "a", "model": "calc@1", "input": "q", "output": "r"}
+    run: dict[str, Any] = {"id": LONG, "agent": "a", "model": "calc@1", "input": "q", "output": "r"}
     run |= {"stop_reason": "completed", "trajectory": {"messages": [], "turns": turns}}
     yield _event("long-run", "run", TURNS, run)
 

@@ -101,6 +101,29 @@ def test_new_rewards_stand_beside_the_old(root: Path) -> None:
     assert rewards(root, "a") == {"function": 2.0, "rescore": 2.0}
 
 
+def test_an_outline_lists_turns(tmp_path: Path) -> None:
+    call = {
+        "id": "c",
+        "run_id": "r",
+        "model": "m@1",
+        "messages": [{"role": "user", "content": "q"}],
+    }
+    call |= {"message": {"role": "assistant", "content": "answer"}, "token_ids": [1, 2, 3]}
+
+    async def write() -> None:
+        store = Store(Home(tmp_path / "home"))
+        body = {**call, "logprobs": [-1.0] * 3, "prompt_token_ids": [9], "started": 1.0}
+        await store.append([Event(id="c", run_id="r", kind="call", body=body)])
+        await store.close()
+
+    asyncio.run(write())
+    argv = ["runs", "outline", "r", "--home", tmp_path / "home"]
+    (mark,) = json.loads(cli(*argv, "--json", cwd=tmp_path).stdout)
+    assert (mark["n"], mark["prompt"], mark["sampled"], mark["messages"]) == (0, 1, 3, 1)
+    assert "sampled" in cli(*argv, cwd=tmp_path).stdout
+    assert cli("runs", "outline", "none", *argv[3:], cwd=tmp_path).returncode == 2
+
+
 @pytest.mark.parametrize(
     ("target", "reason"),
     [

@@ -269,8 +269,7 @@ def test_it_answers_as_its_document_says(tmp_path: Path) -> None:
     problems: dict[str, str] = {}
     with site_at(tmp_path) as site:
         schema = schemathesis.openapi.from_url(f"{site.url}/openapi.json")
-        schema = schema.exclude(path="/v1/events")  # it has no end
-        for result in schema.get_all_operations():
+        for result in schema.exclude(path="/v1/events").get_all_operations():  # it has no end
             operation = result.ok()
             assert operation is not None, result.err()
             try:
@@ -289,6 +288,7 @@ def _explore(operation: APIOperation, checks: list[Any]) -> None:
     @hypothesis.seed(SEED)
     @hypothesis.settings(
         max_examples=EXAMPLES,
+        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),

@@ -1,4 +1,4 @@
-"""`runs list`, `show`, `diff`, `stats`: stored runs of agents, with or without a platform.
+"""`runs list`, `show`, `outline`, `diff`, `stats`: stored runs, with or without a platform.
 
 run_text.py prints one run, run_diff.py compares two. maintenance.py and reward.py add their
 commands to this group.
@@ -44,7 +44,7 @@ AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (120, 60, "m"), (0, 1,
 
 runs = typer.Typer(
     no_args_is_help=True,
-    help="Runs of agents: list, show, diff, stats, reward, fsck, compact, prune.",
+    help="Runs of agents: list, show, outline, diff, stats, reward, rescore, fsck, compact, prune.",
 )
 
 
@@ -115,6 +115,30 @@ def show_run(
         print(run.model_dump_json(indent=2))
     else:
         print_run(run, tokens=tokens)
+
+
+@runs.command("outline")
+def outline_run(
+    run_id: RunId,
+    home: HomeOption = None,
+    first: Annotated[
+        int, typer.Option("--from", min=0, help="The first turn; they count from 0.")
+    ] = 0,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many turns.")] = 100,
+    as_json: JsonOption = False,
+) -> None:
+    """List the turns of a run without its texts: sizes, tokens, seconds, tools, errors, rewards."""
+    from cray_agents.runtime.views.run_pages import RunPages
+
+    with open_store(home) as store:
+        outline = RunPages(store).outline(run_id, first, limit)
+    columns = ["n", "seconds", "bytes", "prompt", "sampled", "tools", "errors", "reward", "finish"]
+    rows = (
+        outline["data"] if as_json else [{**dict.fromkeys(columns), **m} for m in outline["data"]]
+    )
+    show(rows, columns, as_json=as_json)
+    if outline["has_more"]:
+        errors.print(f"there are more: --from {first + limit}", highlight=False)
 
 
 @runs.command("diff")

@@ -80,8 +80,8 @@ def match_condition(
             return None  # no task is named "": in the column it means no task
         add("task = ?", query.task)
     for name, column in BOUNDED.items():
-        for bound, compare in ((f"min_{name}", ">="), (f"max_{name}", "<=")):
-            if (value := getattr(query, bound)) is not None:
+        for side, compare in (("min", ">="), ("max", "<=")):
+            if (value := getattr(query, f"{side}_{name}")) is not None:
                 add(f"{column} {compare} ?", value)
     by_start = order != "id" and query.task is None and order != "task"
     plus = "" if by_start else "+"

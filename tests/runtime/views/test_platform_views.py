@@ -202,6 +202,9 @@ class Reader:
     async def saw(self, kind: str, thing: str) -> None:
         await until(lambda: any((e["kind"], e["id"]) == (kind, thing) for e in self.events))
 
+    async def went_on_after(self, cursor: str) -> None:
+        await until(lambda: self.cursor != cursor)
+
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -257,7 +260,7 @@ async def test_who_missed_too_much_is_told_so(gateway: Gateway) -> None:
     for _ in range(change_feed.KEPT // change_feed.MANY + 1):
         before = again.cursor
         feed.note_runs(many[1:])
-        await until(lambda before=before: again.cursor != before)
+        await again.went_on_after(before)
     await again.close()
     late = Reader(gateway, reader.cursor)
     await late.saw("reset", "")
