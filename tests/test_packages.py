@@ -16,6 +16,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LINKED = ("runtime", "tools", "trainers")  # folders that cray_agents/ links to
+#: Files as `make ui` builds them; they are not in the repository, but in both artefacts.
+DASHBOARD = {
+    "runtime/dashboard/static/index.html": b"<!doctype html>",
+    "runtime/dashboard/static/assets/index-1.js.zst": b"packed",
+}
 BUILD = "from setuptools import build_meta; import sys; build_meta.build_{}(sys.argv[1])"
 
 
@@ -51,6 +56,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     for name in tracked():
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "source" / name, follow_symlinks=False)
+    for built_name, data in DASHBOARD.items():
+        place = folder / "source" / built_name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
     sdist = build("sdist", folder / "source", folder / "sdist")
     with tarfile.open(sdist) as archive:
         assert not [member for member in archive if member.issym() or member.islnk()]
@@ -69,7 +78,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def test_the_wheel_holds_the_four_packages_and_nothing_else(built: Built) -> None:
-    expected = {}
+    expected = {f"cray_agents/{name}": data for name, data in DASHBOARD.items()}
     for name in tracked():
         if name.parts[0] in ("cray_agents", *LINKED) and not (ROOT / name).is_dir():
             inner = name if name.parts[0] == "cray_agents" else Path("cray_agents") / name

@@ -47,6 +47,7 @@ COMMANDS = {
     "upload": ("data.upload",),
     "keys": ("platform.commands.keys",),
     "doctor": ("platform.commands.doctor",),
+    "dashboard": ("platform.commands.dashboard",),
 }
 
 

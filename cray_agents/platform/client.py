@@ -68,6 +68,10 @@ class Platform:
         """
         return await self._http.get("/whoami")
 
+    async def dashboard_token(self) -> str:
+        """Return a token for which a browser gets this client's key, once, within a minute."""
+        return str((await self._http.post("/dashboard/sign_ins", {}))["token"])
+
     async def pool(self, *, spares: bool = False) -> list[dict[str, Any]]:
         """Return the replicas: version, state, requests in flight, restarts, pid.
 

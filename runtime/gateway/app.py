@@ -27,6 +27,7 @@ from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.routes import (
     batches,
     changes,
+    dashboard,
     datasets,
     exports,
     files,
@@ -74,6 +75,7 @@ ROUTERS = (
     batches.router,
     files.router,
     uploads.router,
+    dashboard.router,
     router,
 )
 

@@ -11,6 +11,7 @@ from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.controller_lease import ControllerLease
+from cray_agents.runtime.dashboard.sign_ins import SignIns
 from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.garbage import Sweeper
@@ -72,6 +73,7 @@ class Services:
     traces: sends spans of calls, runs and jobs; None: none.
     lease: of the controller, which decides; None in tests of the gateway alone.
     joining: taken while an upload's parts are put together. exports: the processes under way.
+    sign_ins: of browsers to the dashboard.
     """
 
     home: Home
@@ -99,6 +101,7 @@ class Services:
     shares: GatewayShares = field(default_factory=GatewayShares)
     joining: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(JOINS))
     exports: set[Process] = field(default_factory=set)
+    sign_ins: SignIns = field(default_factory=SignIns)
     several_gateways: bool = field(default=False, init=False)
     run_owners: RunOwners = field(init=False)
     idempotency_keys: IdempotencyKeys = field(init=False)

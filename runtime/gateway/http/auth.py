@@ -98,7 +98,7 @@ class Access:
 
     def caller(self, scope: Scope, role: Role) -> Caller:
         """Return the sender of a request, if it has at least this role. Raises AccessDenied."""
-        secret = _secret(scope)
+        secret = secret_of(scope)
         caller = self._caller_of(secret) if secret else None
         if self._mode == "off" or (self._mode == "auto" and not self._keys.ever):
             if caller is None:
@@ -146,7 +146,7 @@ def _check_encoding(scope: Scope) -> None:
             )
 
 
-def _secret(scope: Scope) -> str:
+def secret_of(scope: Scope) -> str:
     """Return the key in a request: OpenAI's clients send a bearer token, others a header."""
     secret = ""
     for name, value in scope["headers"]:

@@ -110,6 +110,7 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/trajectories/{run_id}/turns/{number}/score": {"model": "m", "top": 5},
     "/v1/keys": {"name": "k", "role": "use"},
+    "/v1/dashboard/sign_ins/exchange": {"token": "t"},
     "/v1/datasets": RECIPE,
     "/v1/jobs": {
         "method": "sft",

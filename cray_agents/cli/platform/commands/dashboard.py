@@ -1,0 +1,43 @@
+"""`dashboard` command: open the pages of a platform in a browser, signed in.
+
+The URL has a one-time token behind its `#`, which browsers send to nobody. The page exchanges it
+for the key that this command uses: $CRAY_AGENTS_API_KEY, else the platform's own.
+"""
+
+import asyncio
+import webbrowser
+from typing import Annotated
+
+import typer
+
+from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.screen import HomeOption, UrlOption, root
+from cray_agents.platform.client import Platform
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(dashboard)
+
+
+def dashboard(
+    home: HomeOption = None,
+    url: UrlOption = None,
+    browser: Annotated[
+        bool, typer.Option(help="Open a browser; otherwise only print the URL.")
+    ] = True,
+) -> None:
+    """Open the platform's pages in a browser. The URL that it prints works once, for a minute."""
+    info = (running(root(home)) if url is None else None) or {}
+    address = asyncio.run(_sign_in(Platform(url or info.get("url"), api_key=key(info))))
+    print(address)
+    if browser:
+        webbrowser.open(address)
+
+
+async def _sign_in(platform: Platform) -> str:
+    """Return the URL of the platform's pages with a token in it."""
+    try:
+        return f"{platform.url}/#sign_in={await platform.dashboard_token()}"
+    finally:
+        await platform.close()

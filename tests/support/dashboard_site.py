@@ -1,0 +1,137 @@
+"""Dashboard site: a platform with runs of real agents and hostile ones, for tests in a browser.
+
+`python -m tests.support.dashboard_site HOME` serves it until Ctrl-C, to look at by hand.
+"""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from cray_agents import Agent, DatasetRecipe, Hyperparameters, Platform, Task
+from cray_agents.generation import Generation
+from cray_agents.tools.calculator import calculator
+from tests.runtime.views.test_run_views import Scoring, model_with_tokenizer
+from tests.support.scripted_platform import platform
+
+#: Texts that try to be markup, to hide, to reorder, or to be too much for a browser.
+HOSTILE = {
+    "script": "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'>",
+    "link": "[click](javascript:window.broken=1) ![x](https://elsewhere.test/x.png)",
+    "svg": "<svg onload=window.broken=1><use href='data:image/svg+xml,x'/></svg>",
+    "template": "${window.broken = 1} {{constructor.constructor('window.broken=1')()}}",
+    "bidi": "access granted \u202e)nimda( \u2066\u200f\u061c end",
+    "ansi": "\x1b[31mred\x1b[0m \x1b]8;;https://elsewhere.test\x07link\x1b]8;;\x07 \x00\x7f\x9b",
+    "long_line": "a" * 1_000_000,
+    "many_lines": "line\n" * 20_000,
+    "combining": "Z" + "\u0301" * 2000,
+    "emoji": "\U0001f468\u200d\U0001f469\u200d\U0001f467 " * 50,
+    "prototype": '{"__proto__": {"broken": 1}, "constructor": null, "toString": []}',
+}
+LONG_RUN, LONG_TURNS = "run-long", 120
+
+
+def answer(request: dict[str, Any]) -> Any:
+    """A tool call first where there are tools, then the result; else the last message again."""
+    messages = request["messages"]
+    last = messages[-1]
+    if request.get("tools") and last["role"] == "user":
+        return {"id": "call_0", "name": "calculator", "arguments": {"expression": last["content"]}}
+    if last["role"] == "tool":
+        wrong = "7" in str(last["content"])
+        return f"<think>The tool says so.</think>It is {'0' if wrong else last['content']}."
+    return str(last["content"])
+
+
+async def _fill(site: Platform) -> None:
+    await asyncio.gather(_agents(site), _hostile(site), _long(site))
+    await _train(site)
+    for number in range(3):
+        record = Generation(
+            generation=number,
+            holdout_success=0.2 + 0.3 * number,
+            holdout_tasks=50,
+            version="m@1",
+            runs=16,
+            accepted_runs=8 + number,
+            seconds={"collect": 4.0, "train": 9.0},
+            wall=20.0,
+        )
+        await site.finish_generation("sums", number, record.model_dump(mode="json"))
+
+
+async def _agents(site: Platform) -> None:
+    """Runs of an agent with a tool on eight tasks, two attempts each, scored."""
+    agent = Agent(
+        name="clerk",
+        instructions="Use the tool.",
+        tools=[calculator],
+        model="m",
+        engine=site.engine(),
+        max_turns=3,
+    )
+    for number in range(8):
+        task = Task(input=f"{number} + {number + 1}", target=str(2 * number + 1))
+        for attempt in range(2):
+            run = await agent.run(
+                task,
+                run_id=f"run-{number}-{attempt}",
+                loop="sums",
+                generation=number % 3,
+                attempt=attempt,
+            )
+            right = f" {task.target}." in str(run.output)
+            await site.reward(run.id, float(right and attempt == 0), name="correct")
+
+
+async def _train(site: Platform) -> None:
+    """A dataset of the runs that succeeded, and a job on it."""
+    dataset = await site.build_dataset(DatasetRecipe(method="sft", loop="sums"))
+    steps = Hyperparameters(steps=3)
+    job = await site.submit_job(dataset=dataset["id"], parent="m@1", hyperparameters=steps)
+    await site.wait_for(job, lambda status: None)
+
+
+async def _hostile(site: Platform) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+    for name, text in HOSTILE.items():
+        await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": text}],
+            extra_headers={"X-Run-Id": f"hostile-{name}", "X-Run-Tags": "hostile, <b>x</b>"},
+        )
+        await site.reward(f"hostile-{name}", 0.5, name="<img src=x onerror=1>", comment=text[:5000])
+    await client.close()
+
+
+async def _long(site: Platform) -> None:
+    """A run of many turns."""
+    client = openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+    messages: list[Any] = []
+    for number in range(LONG_TURNS):
+        messages.append({"role": "user", "content": f"turn {number}: " + "word " * 20})
+        reply = await client.chat.completions.create(
+            model="m", messages=messages, extra_headers={"X-Run-Id": LONG_RUN}
+        )
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    await client.close()
+
+
+@contextmanager
+def site(home: Path) -> Iterator[Platform]:
+    """The platform, with its runs recorded."""
+    model = model_with_tokenizer(home.parent / f"{home.name}-model")
+    with platform(home, Scoring(answer), model=model) as served:
+        asyncio.run(_fill(served))
+        yield served
+
+
+if __name__ == "__main__":
+    with site(Path(sys.argv[1])) as served:
+        print(served.url, flush=True)
+        threading.Event().wait()

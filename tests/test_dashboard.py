@@ -1,0 +1,370 @@
+"""The dashboard in real Chromium: every screen, hostile texts, roles, keys, a restart.
+
+A page fails its test by a report of its content policy, an error on its console, a request to
+another origin, or more than 3,000 nodes. Without Chromium or a build of the pages all are skipped.
+"""
+
+import gzip
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cray_agents import Platform
+from cray_agents.paths import Home
+from cray_agents.runtime.dashboard import static_files
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from tests.support.dashboard_site import HOSTILE, LONG_RUN, LONG_TURNS, site
+from tests.support.gateway_process import gateway
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+ROOT = Path(__file__).parents[1]
+AXE = ROOT / "ui" / "node_modules" / "axe-core" / "axe.min.js"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+BUILT = (static_files.STATIC / "index.html").is_file()
+MOST_NODES = 3000
+FIRST_KB, ALL_KB = 120, 400  # compressed
+WAIT = 120_000  # milliseconds: a busy machine is slow
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+#: Errors of a browser whose gateway ends before it.
+GONE = ["ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY"]
+SCREENS = {
+    "overview": "#/overview",
+    "runs": "#/runs",
+    "filtered runs": "#/runs?q=" + "reward%3E%3D1%20and%20loop%3Asums",
+    "run": "#/run/run-3-0",
+    "tokens": "#/run/run-3-0?t=1&mode=tokens&prompt=1",
+    "raw": "#/run/run-3-0?mode=raw",
+    "long run": f"#/run/{LONG_RUN}?t=60",
+    "compare": "#/compare?a=run-3-0&b=run-4-0",
+    "playground": "#/playground?run=run-3-0&t=1",
+    "search": "#/search?q=word",
+    "loop": "#/loop/sums",
+    "models": "#/models?at=m%401",
+}
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium"),
+    pytest.mark.skipif(not BUILT, reason="needs the built dashboard: make ui"),
+]
+pytest.importorskip("playwright", reason="needs playwright, of requirements/dev.txt")
+
+
+@dataclass
+class Watched:
+    """A page, and what went wrong on it."""
+
+    page: "Page"
+    url: str
+    problems: list[str] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)  # patterns of errors that the test makes
+
+    def open(self, fragment: str) -> None:
+        """Show a screen, as it is when nothing is loaded any more."""
+        self.page.goto(f"{self.url}/{fragment}")
+        self.settle()
+
+    def settle(self) -> None:
+        self.page.wait_for_function(
+            "() => document.querySelector('main') && !document.body.innerText.includes('Loading …')"
+        )
+
+    def text(self) -> str:
+        return str(self.page.inner_text("main"))
+
+    def wait_for(self, text: str) -> None:
+        self.page.get_by_text(text).first.wait_for()
+
+    def check(self) -> None:
+        nodes = self.page.evaluate("document.querySelectorAll('*').length")
+        assert nodes <= MOST_NODES
+        reports = self.page.evaluate("window.reports")
+        bad = [one for one in self.problems if not any(re.search(p, one) for p in self.expected)]
+        assert (reports, bad) == ([], [])
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with site(tmp_path_factory.mktemp("dashboard") / "home") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def browser(platform: Platform) -> Iterator["Browser"]:
+    """After the platform: while Playwright runs, this thread has an event loop."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def watch(browser: "Browser") -> Iterator[Callable[..., Watched]]:
+    """Opens pages, each in a profile of its own, and checks them at the end."""
+    pages: list[Watched] = []
+
+    def make(url: str, **options: Any) -> Watched:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+        context.set_default_timeout(WAIT)
+        page = context.new_page()
+        watched = Watched(page, url)
+        page.add_init_script(
+            "window.reports = [];"
+            "addEventListener('securitypolicyviolation', e =>"
+            " reports.push(e.blockedURI + e.violatedDirective))"
+        )
+        note = watched.problems.append
+        page.on("console", lambda m: note(f"console: {m.text}") if m.type == "error" else None)
+        page.on("pageerror", lambda error: note(f"error: {error}"))
+        page.on(
+            "request",
+            lambda r: (
+                None if r.url.startswith((url, "data:", "blob:")) else note(f"request: {r.url}")
+            ),
+        )
+        pages.append(watched)
+        return watched
+
+    yield make
+    for watched in pages:
+        watched.check()
+        watched.page.context.close()
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_every_screen_shows_and_is_accessible(platform: Platform, watch: Any, name: str) -> None:
+    page = watch(platform.url, color_scheme="dark" if len(name) % 2 else "light")
+    page.open(SCREENS[name])
+    assert len(page.text()) > 20 and not page.page.query_selector(".failure")
+    if not AXE.is_file():
+        return  # the packages of the build are not here
+    page.page.evaluate(AXE.read_text())
+    page.page.wait_for_timeout(50)
+    found = page.page.evaluate(
+        "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})"
+    )
+    assert [
+        (one["id"], node["target"], node["failureSummary"])
+        for one in found["violations"]
+        for node in one["nodes"][:3]
+    ] == []
+
+
+def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/jobs") as answer:
+        [job] = json.load(answer)["data"]
+    page = watch(platform.url)
+    page.open(f"#/job/{job['id']}")
+    page.page.get_by_role("heading", name="Log").wait_for()
+    page.page.wait_for_selector("figure canvas")
+    assert "3 of 3" in page.text()
+    page.page.get_by_role("button", name="cancel").click()
+    assert f"cray-agents jobs cancel {job['id']}" in page.page.inner_text("dialog")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_wider_than_the_window(platform: Platform, watch: Any, width: int) -> None:
+    page = watch(platform.url, viewport={"width": width, "height": 800})
+    for name in ("overview", "runs", "run", "tokens", "compare", "playground"):
+        page.open(SCREENS[name])
+        wide = page.page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width, name
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens", "raw"])
+def test_hostile_texts_neither_run_nor_break_a_page(
+    platform: Platform, watch: Any, mode: str
+) -> None:
+    page = watch(platform.url)
+    for name in HOSTILE:
+        page.open(f"#/run/hostile-{name}?mode={mode}&prompt=1")
+        page.page.wait_for_selector("article .message, article .tokens, article .json")
+        assert page.page.evaluate("window.broken") is None
+        assert not page.page.query_selector("main script, main img, main iframe, main object")
+        assert page.page.evaluate("document.querySelectorAll('*').length") <= MOST_NODES
+        hidden = page.page.evaluate(
+            "/[\\u202a-\\u202e\\u2066-\\u2069\\u001b]/.test(document.body.innerText)"
+        )
+        assert hidden is False, name
+
+
+def test_the_filter_line_facets_and_keys_choose_runs(platform: Platform, watch: Any) -> None:
+    page = watch(platform.url)
+    page.open("#/runs")
+    page.page.keyboard.press("/")
+    page.page.keyboard.type("reward>=1 and loop:sums")
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_function("() => location.hash.includes('reward')")
+    page.settle()
+    rows = page.page.locator("a.run-row")
+    page.page.wait_for_function(
+        "() => document.querySelector('a.run-row') && !document.body.innerText.includes('hostile')"
+    )
+    assert 0 < rows.count() <= 8
+    page.page.keyboard.press("Escape")
+    page.page.keyboard.press("j")
+    page.page.wait_for_function("() => location.hash.includes('at=')")
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_function("() => location.hash.startsWith('#/run/')")
+    page.page.wait_for_selector("article .message")
+    page.open("#/runs?q=nonsense%3A1")
+    page.wait_for('"nonsense" is no field')
+
+
+def test_a_run_is_walked_by_keys_and_linked_by_turn_and_token(
+    platform: Platform, watch: Any
+) -> None:
+    page = watch(platform.url)
+    page.open(f"#/run/{LONG_RUN}?t=60")
+    page.wait_for("turn 60: word")
+    page.page.keyboard.press("j")
+    page.page.wait_for_function("() => location.hash.includes('t=61')")
+    page.page.keyboard.press("J")
+    page.wait_for(f"turn {LONG_TURNS - 1}: word")
+    page.page.keyboard.press("m")
+    page.page.wait_for_selector(".token.heat2, .token.heat1, .token.heat0")
+    page.page.keyboard.press("l")
+    page.page.wait_for_selector(".token.selected")
+    page.wait_for("(sampled 0)")
+    link = page.page.url
+    again = watch(platform.url)
+    again.open(link.removeprefix(f"{platform.url}/"))
+    again.page.wait_for_selector(".token.selected")
+
+
+def test_the_difference_under_another_version_is_scored_by_an_engine(
+    platform: Platform, watch: Any
+) -> None:
+    page = watch(platform.url)
+    page.open("#/run/run-5-0?t=1&mode=tokens&color=delta&against=m%401")
+    page.page.wait_for_selector(
+        ".token.heat3, .token.cool3, .token.heat1, .token.cool1, .token.heat2"
+    )
+    page.page.locator(".token").first.click()
+    page.wait_for("likeliest")
+
+
+def test_a_reward_is_given_by_keys_and_stored(platform: Platform, watch: Any) -> None:
+    page = watch(platform.url)
+    page.open("#/run/run-6-0")
+    page.page.wait_for_selector("article .message")
+    page.page.keyboard.press("4")
+    page.page.get_by_label("Reason").fill("nearly")
+    assert "cray-agents runs reward run-6-0 0.75 --name feedback" in page.page.inner_text("dialog")
+    page.page.get_by_role("button", name="Give the reward").click()
+    page.wait_for("feedback 0.75")
+    page.page.wait_for_function("() => !document.querySelector('dialog')")
+
+
+def test_the_playground_asks_and_its_answer_is_a_run(platform: Platform, watch: Any) -> None:
+    page = watch(platform.url)
+    page.open("#/playground?model=m&other=m%401")
+    page.page.get_by_label("Message").fill("echo me")
+    page.page.get_by_role("button", name="Send").click()
+    page.page.locator("section.card >> text=echo me").first.wait_for()
+    page.page.get_by_role("link", name="its tokens").first.click()
+    page.page.wait_for_selector("article .token")
+
+
+def test_help_palette_and_theme_by_keys(platform: Platform, watch: Any) -> None:
+    page = watch(platform.url)
+    page.open("#/overview")
+    page.page.keyboard.press("?")
+    page.wait_for("keys of one letter")
+    page.page.keyboard.press("Escape")
+    page.page.wait_for_function("() => !document.querySelector('dialog')")
+    page.page.keyboard.press("Control+k")
+    page.page.keyboard.type("run-3-0")
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_function("() => location.hash === '#/run/run-3-0'")
+    page.page.keyboard.press("t")
+    page.page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
+
+
+def test_each_role_sees_what_it_may_and_a_link_signs_in_once(tmp_path: Path, watch: Any) -> None:
+    home = Home(tmp_path / "home")
+    keys = Keys(home)
+    secrets = {role: keys.create(role.name, role)[1] for role in Role}
+    with gateway(home.root) as (url, _):
+        for role, secret in secrets.items():
+            page = watch(url)
+            page.expected = ["401", *GONE]
+            page.open("#/overview")
+            page.page.get_by_label("API key").fill(secret)
+            page.page.get_by_role("button", name="Sign in").click()
+            page.wait_for(f"{role.name} ({role.name})")
+            menu = page.page.inner_text("nav")
+            assert ("Runs" in menu) == (role >= Role.train)
+            page.settle()
+            assert not page.page.query_selector(".failure")
+            assert (
+                page.page.evaluate("document.cookie + Object.keys(localStorage).join()").find("key")
+                < 0
+            )
+        argv = [sys.executable, "-m", "cray_agents", "dashboard", "--no-browser", "--url", url]
+        environment = {"CRAY_AGENTS_API_KEY": secrets[Role.train], "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        link = done.stdout.strip()
+        assert secrets[Role.train] not in link
+        for attempt in range(2):
+            page = watch(url)
+            page.expected = ["401", *GONE]
+            page.page.goto(link)
+            page.wait_for("train (train)" if attempt == 0 else "this link was used")
+            assert "sign_in" not in page.page.url
+
+
+def test_a_killed_gateway_is_followed_again(tmp_path: Path, watch: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with gateway(tmp_path / "home", port=port) as (url, process):
+        page = watch(url)
+        page.expected = GONE
+        page.open("#/overview")
+        page.page.wait_for_selector(".connection.live")
+        process.kill()
+        process.wait()
+        page.page.wait_for_selector(".connection.waiting")
+    with gateway(tmp_path / "home", port=port):
+        page.page.wait_for_selector(".connection.live")
+
+
+def test_the_files_are_small_compressed_and_strict(platform: Platform, watch: Any) -> None:
+    folder = static_files.STATIC
+    page_text = (folder / "index.html").read_text()
+    code = [path for path in (folder / "assets").iterdir() if path.suffix in (".js", ".css")]
+    packed = {path: len(gzip.compress(path.read_bytes(), 9)) for path in code}
+    first = sum(size for path, size in packed.items() if path.name in page_text)
+    assert 0 < first <= FIRST_KB * 1024 and sum(packed.values()) <= ALL_KB * 1024
+    assert "resolved" not in (ROOT / "ui" / "package-lock.json").read_text()
+    for encoding, name in (("gzip", "gzip"), ("zstd, gzip", "zstd"), ("identity", None)):
+        asked = urllib.request.Request(platform.url, headers={"accept-encoding": encoding})
+        with urllib.request.urlopen(asked) as answer:
+            assert answer.headers.get("content-encoding") == name
+            assert "require-trusted-types-for 'script'" in answer.headers["content-security-policy"]
+            tag = answer.headers["etag"]
+    asked = urllib.request.Request(platform.url, headers={"if-none-match": tag})
+    with pytest.raises(urllib.error.HTTPError, match="304"):
+        urllib.request.urlopen(asked)
+    licences = (folder / "LICENSES.txt").read_text()
+    lock = json.loads((ROOT / "ui" / "package-lock.json").read_text())
+    for name in lock["packages"][""]["dependencies"]:
+        assert f"{name} {lock['packages'][f'node_modules/{name}']['version']}" in licences

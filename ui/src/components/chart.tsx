@@ -1,0 +1,50 @@
+/** Chart: curves over a common axis, drawn by uPlot on a canvas. Dragging zooms, a double click shows all again. */
+import { useEffect, useRef } from "preact/hooks";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { number } from "../lib/format";
+import { theme } from "../lib/theme";
+
+export function Chart(props: { title: string; points: readonly (readonly [number, number])[]; axis: string }) {
+  const { title, points, axis } = props;
+  const box = useRef<HTMLDivElement>(null);
+  const colours = theme.value;
+  useEffect(() => {
+    const element = box.current;
+    if (!element || !points.length) return;
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name: string) => style.getPropertyValue(name).trim();
+    const axes = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+    const plot = new uPlot(
+      {
+        width: element.clientWidth,
+        height: 180,
+        scales: { x: { time: false } },
+        series: [{ label: axis }, { label: title, stroke: colour("--accent"), width: 1.5, spanGaps: false }],
+        axes: [axes, { ...axes, size: 60 }],
+        legend: { show: false },
+        cursor: { drag: { x: true, y: false } },
+      },
+      [points.map(([x]) => x), points.map(([, y]) => y)],
+      element,
+    );
+    const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height: 180 }));
+    watcher.observe(element);
+    return () => {
+      watcher.disconnect();
+      plot.destroy();
+    };
+  }, [points, colours]);
+  const values = points.map(([, y]) => y);
+  const text = points.length
+    ? `${title}: ${points.length} points from ${number(values[0])} to ${number(values.at(-1))}`
+    : `${title}: no data`;
+  return (
+    <figure style={{ margin: 0 }}>
+      <figcaption>
+        <b>{title}</b> <span class="hint">{points.length ? `now ${number(values.at(-1))}` : "no data"}</span>
+      </figcaption>
+      <div ref={box} role="img" aria-label={text} />
+    </figure>
+  );
+}

@@ -1,0 +1,37 @@
+/** Chips: rewards, tags and versions as small labels. */
+import { number, oneLine } from "../lib/format";
+import { ScreenLink } from "./screen_link";
+
+export interface NamedValue {
+  name: string;
+  value: number;
+  source?: string;
+  turn?: number | null;
+}
+
+export function RewardChip({ name, value, source, turn }: NamedValue) {
+  const tone = value >= 1 ? "good" : value <= 0 ? "bad" : "fair";
+  const of = turn === null || turn === undefined ? "" : ` of turn ${turn}`;
+  return (
+    <span class={`chip reward ${tone}`} title={`${plainTitle(name)}${of}, given by ${plainTitle(source ?? "")}`}>
+      {oneLine(name, 30)} {number(value)}
+    </span>
+  );
+}
+
+export function Tag({ text }: { text: string }) {
+  return <span class="chip">{oneLine(text, 40)}</span>;
+}
+
+export function Version({ id }: { id: string | null | undefined }) {
+  if (!id) return <span class="hint">no version</span>;
+  return (
+    <ScreenLink to={["models"]} params={{ at: id }}>
+      {oneLine(id, 60)}
+    </ScreenLink>
+  );
+}
+
+function plainTitle(text: string): string {
+  return oneLine(text, 80);
+}

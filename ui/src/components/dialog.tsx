@@ -1,0 +1,30 @@
+/** Dialog: a modal of the browser's own, which keeps the focus within and ends with Escape. */
+import type { ComponentChildren } from "preact";
+import { useEffect, useRef } from "preact/hooks";
+
+export function Dialog(props: { title: string; close: () => void; children: ComponentChildren }) {
+  const ref = useRef<HTMLDialogElement>(null);
+  useEffect(() => {
+    const dialog = ref.current;
+    dialog?.showModal();
+    return () => dialog?.close();
+  }, []);
+  return (
+    <dialog
+      ref={ref}
+      aria-label={props.title}
+      onClose={props.close}
+      onClick={(event) => event.target === ref.current && props.close()}
+    >
+      <div class="dialog">
+        <header>
+          <h2>{props.title}</h2>
+          <button onClick={props.close} aria-label="Close">
+            ✕
+          </button>
+        </header>
+        {props.children}
+      </div>
+    </dialog>
+  );
+}

@@ -1,0 +1,33 @@
+/** Screens: one file each, loaded when first opened. A new screen needs its entry here, and no more.
+ *
+ * `name` is the first word of its URL, `#/name/...`. The other words come as `path`, the parameters as `params`.
+ */
+import type { ComponentType } from "preact";
+import type { RoleName } from "../lib/session";
+
+export interface ScreenProps {
+  path: string[];
+  params: URLSearchParams;
+}
+
+export interface Screen {
+  name: string;
+  title: string;
+  /** The least role that sees it. */
+  role: RoleName;
+  /** In the menu; others are reached by links. */
+  menu: boolean;
+  load: () => Promise<{ default: ComponentType<ScreenProps> }>;
+}
+
+export const SCREENS: readonly Screen[] = [
+  { name: "overview", title: "Overview", role: "use", menu: true, load: () => import("./overview") },
+  { name: "runs", title: "Runs", role: "train", menu: true, load: () => import("./runs") },
+  { name: "run", title: "Run", role: "use", menu: false, load: () => import("./run") },
+  { name: "loop", title: "Loop", role: "train", menu: false, load: () => import("./loop") },
+  { name: "job", title: "Job", role: "train", menu: false, load: () => import("./job") },
+  { name: "models", title: "Models", role: "use", menu: true, load: () => import("./models") },
+  { name: "compare", title: "Compare", role: "use", menu: true, load: () => import("./compare") },
+  { name: "playground", title: "Playground", role: "use", menu: true, load: () => import("./playground") },
+  { name: "search", title: "Search", role: "train", menu: true, load: () => import("./search") },
+];

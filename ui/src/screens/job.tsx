@@ -1,0 +1,107 @@
+/** Job: the state of a training job, why it waits or failed, its measures as curves, and the end of its log. */
+import { useState } from "preact/hooks";
+import { Action } from "../components/action";
+import { Chart } from "../components/chart";
+import { CopyAs, quoted } from "../components/copy_as";
+import { Failure, Loaded } from "../components/states";
+import { Text } from "../components/text";
+import { address, get, post, request } from "../lib/api";
+import { compact, number, oneLine, seconds } from "../lib/format";
+import { useResource } from "../lib/resource";
+import type { ScreenProps } from ".";
+
+const ACTS = ["pause", "resume", "cancel"] as const;
+type Act = (typeof ACTS)[number];
+
+export default function Job({ path }: ScreenProps) {
+  const id = path[0] ?? "";
+  const [act, setAct] = useState<Act | null>(null);
+  const sent = (signal: AbortSignal) => ({ path: { job_id: id }, signal });
+  const job = useResource((signal) => get("/v1/jobs/{job_id}", sent(signal)), [id], ["job"]);
+  const series = useResource((signal) => get("/v1/jobs/{job_id}/series", sent(signal)), [id], ["job"]);
+  const log = useResource(
+    async (signal) =>
+      (await request("GET", address("/v1/jobs/{job_id}/logs", { job_id: id }, { tail: 40 }), undefined, signal, "text/plain")).text(),
+    [id],
+    ["job"],
+  );
+  if (!id) return <Failure error={new Error("The address names no job.")} />;
+  return (
+    <Loaded of={job}>
+      {(data) => (
+        <>
+          <div class="row">
+            <h1>{oneLine(data.id)}</h1>
+            <span class="chip">{oneLine(data.state)}</span>
+            <span class="spacer" />
+            {ACTS.map((one) => (
+              <button key={one} class={one === "cancel" ? "danger" : ""} onClick={() => setAct(one)}>
+                {one}
+              </button>
+            ))}
+            <CopyAs
+              cli={`cray-agents jobs show ${quoted(id)}`}
+              python={`await Platform().job(${JSON.stringify(id)})`}
+              path={`/v1/jobs/${encodeURIComponent(id)}/series`}
+            />
+          </div>
+          {data.error && <p class="banner error">{oneLine(data.error, 1000)}</p>}
+          {data.reason && <p class="banner">{oneLine(data.reason, 1000)}</p>}
+          <div class="cards">
+            <section class="card">
+              <h2>State</h2>
+              <dl class="facts">
+                <dt>step</dt>
+                <dd>
+                  {number(data.step)} of {number(data.steps)}
+                </dd>
+                <dt>loss</dt>
+                <dd>
+                  {number(data.loss_first)} → {number(data.loss_last)}
+                </dd>
+                <dt>trained tokens</dt>
+                <dd>{compact(data.trained_tokens)}</dd>
+                <dt>seconds</dt>
+                <dd>{seconds(data.seconds)}</dd>
+                <dt>attempts</dt>
+                <dd>{number(data.attempts)}</dd>
+                <dt>scheduler</dt>
+                <dd>
+                  {oneLine(data.scheduler ?? "")} {oneLine(data.scheduler_job_id ?? "")}
+                </dd>
+                <dt>checkpoint</dt>
+                <dd class="mono">{oneLine(data.checkpoint ?? "none yet")}</dd>
+              </dl>
+            </section>
+            <Loaded of={series}>
+              {({ series: curves }) => (
+                <>
+                  {Object.entries(curves)
+                    .slice(0, 24)
+                    .map(([name, points]) => (
+                      <section class="card" key={name}>
+                        <Chart title={oneLine(name, 60)} axis="step" points={points as [number, number][]} />
+                      </section>
+                    ))}
+                </>
+              )}
+            </Loaded>
+            <section class="card wide">
+              <h2>Log</h2>
+              <Loaded of={log}>{(text) => <div class="mono">{text ? <Text text={text} lines={40} characters={8000} label="the log" /> : "Nothing is logged yet."}</div>}</Loaded>
+            </section>
+          </div>
+          {act && (
+            <Action
+              title={`${act} the job`}
+              danger={act === "cancel"}
+              cli={() => `cray-agents jobs ${act} ${quoted(id)}`}
+              act={() => post(`/v1/jobs/{job_id}/${act}`, { path: { job_id: id } } as never).then(job.reload)}
+              close={() => setAct(null)}
+            />
+          )}
+        </>
+      )}
+    </Loaded>
+  );
+}
