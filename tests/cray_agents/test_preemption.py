@@ -80,7 +80,21 @@ async def test_nodes_are_taken_and_given_back_as_in_the_simulator(tmp_path: Path
         lines = [line for file in read_ledger(cluster.home.ledger) for line in file]
         told = [line for line in lines if line.event == "preempt"]
         assert names_of([line.holder for line in told], cluster) == ["cheap", "dear"]
+        await check_priority(cluster, rules)
         await check_refusals(cluster)
+
+
+async def check_priority(cluster: VirtualCluster, rules: ScalingRules) -> None:
+    """A job that has waited for longer does not get the node that another one left."""
+    for name in ("third", "fourth"):
+        cluster.submit(name)
+    await until(lambda: len(cluster.training) == 3)
+    controller, preempted = cluster.controller(rules, look=0.0), 0
+    await cluster.hold(1)
+    while not cluster.pool.serving:
+        preempted += sum(action.kind == "preempt" for action in await controller.step())
+        await asyncio.sleep(0.2)
+    assert preempted == 1 and len(cluster.training) == 2
 
 
 async def check_refusals(cluster: VirtualCluster) -> None:
