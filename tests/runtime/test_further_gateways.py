@@ -17,7 +17,6 @@ import pytest_asyncio
 from cray_agents.cli.platform.compose import outage_seconds
 from cray_agents.cli.platform.further_process import further_services
 from cray_agents.config import Config
-from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.pool.pool import SwapMode
