@@ -263,9 +263,9 @@ class Slurm:
             return True
 
     def live(self) -> dict[str, Job]:
-        """Return the newest job of each command of this root that waits or runs, by name."""
+        """Return the newest job of each command of this root that waits or runs now, by name."""
         live: dict[str, Job] = {}
-        for name, jobs in self._jobs().items():
+        for name, jobs in self._jobs(fresh=True).items():
             job = max(jobs, key=lambda job: job.id)
             if name.endswith(self._suffix) and not has_ended(job):
                 live[name.removesuffix(self._suffix)] = job

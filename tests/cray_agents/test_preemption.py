@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(bool(missing_programs()), reason="Slurm is not installed"),
 ]
-SEEDS = range(8) if os.environ.get("CRAY_TEST_SCALING") == "all" else range(0)
+SEEDS = [int(seed) for seed in os.environ.get("CRAY_TEST_SCALING", "").split(",") if seed]
 #: A request under way asks for a replica of its own; those that wait count for nothing.
 RULE = ServingRule("replicas", slots=2, use=0.6, most=3, clear=1e9, calm=15.0, empty=30.0)
 PERIODS = 9  # of a phase: more than `empty`
@@ -80,7 +80,21 @@ async def test_nodes_are_taken_and_given_back_as_in_the_simulator(tmp_path: Path
         lines = [line for file in read_ledger(cluster.home.ledger) for line in file]
         told = [line for line in lines if line.event == "preempt"]
         assert names_of([line.holder for line in told], cluster) == ["cheap", "dear"]
+        await check_priority(cluster, rules)
         await check_refusals(cluster)
+
+
+async def check_priority(cluster: VirtualCluster, rules: ScalingRules) -> None:
+    """A job that has waited for longer does not get the node that another one left."""
+    for name in ("third", "fourth"):
+        cluster.submit(name)
+    await until(lambda: len(cluster.training) == 3)
+    controller, preempted = cluster.controller(rules, look=0.0), 0
+    await cluster.hold(1)
+    while not cluster.pool.serving:
+        preempted += sum(action.kind == "preempt" for action in await controller.step())
+        await asyncio.sleep(0.2)
+    assert preempted == 1 and len(cluster.training) == 2
 
 
 async def check_refusals(cluster: VirtualCluster) -> None:
@@ -109,18 +123,32 @@ async def check_refusals(cluster: VirtualCluster) -> None:
     await until(lambda: scheduler.status("job-stray").state == "cancelled")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-async def test_random_traces_are_decided_as_in_the_simulator(seed: int, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    nodes = draw.choice([2, 3, 4])
-    jobs = {f"job-{n}": -n for n in range(draw.randint(1, nodes))}
-    levels = [draw.randint(0, nodes) for _ in range(8)]
-    keep = draw.choice([0, 0, 1])
-    rules = ScalingRules((RULE,), least_run=0.0, training_nodes=keep)
-    async with virtual_cluster(tmp_path, nodes) as cluster:
-        await cluster.open(replicas=3, slots=2)
-        for name, priority in jobs.items():
-            cluster.submit(name, nice=-priority)
-        await until(lambda: all(cluster.journal(name).step for name in jobs))
-        real = await real_decisions(cluster, rules, levels, PERIODS)
-    assert real == simulated_decisions(rules, levels, PERIODS, nodes, jobs)
+if SEEDS:  # in `make soak`
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    async def test_random_traces_are_decided_as_in_the_simulator(seed: int, tmp_path: Path) -> None:
+        """Slurm chooses which of the waiting jobs begins, so names are not compared."""
+        draw = random.Random(seed)
+        nodes = draw.choice([2, 3, 4])
+        jobs = {f"job-{n}": -n for n in range(draw.randint(1, nodes))}
+        levels = [draw.randint(0, nodes) for _ in range(6)]
+        rules = ScalingRules((RULE,), least_run=0.0, training_nodes=draw.choice([0, 0, 1]))
+        async with virtual_cluster(tmp_path, nodes) as cluster:
+            await cluster.open(replicas=3, slots=2)
+            for name, priority in jobs.items():
+                cluster.submit(name, nice=-priority)
+            await until(lambda: all(cluster.journal(name).step for name in jobs))
+            real = await real_decisions(cluster, rules, levels, PERIODS)
+        simulated = simulated_decisions(rules, levels, PERIODS, nodes, jobs)
+        assert kinds_of(real) == kinds_of(simulated), (nodes, levels, rules.training_nodes)
+
+
+def kinds_of(decisions: Decisions) -> list[dict[str, int]]:
+    """The decisions of each phase by kind, without those that Slurm takes by itself."""
+    return [
+        {
+            kind: sum(count for (each, _), count in phase.items() if each == kind)
+            for kind in ("start", "end", "preempt")
+        }
+        for phase in decisions
+    ]

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from cray_agents.cli.platform.platform_process import ReplicaCount
-from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule
+from cray_agents.cli.platform.replica_count import (
+    keep_replica_count,
+    replica_rule,
+    scaling_rules,
+)
 from cray_agents.config import Config
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import BadInput, PoolBusy
@@ -154,5 +158,11 @@ def test_the_count_is_a_span() -> None:
     assert replica_rule(Config(), ReplicaCount(jobs=2)) is None
     rule = replica_rule(Config(max_num_seqs=9), ReplicaCount(jobs=4, least=1))
     assert rule is not None and (rule.slots, rule.least, rule.most, rule.calm) == (9, 1, 4, 600)
+    given = Config(preempt_after_minutes=2, preempt_keep_nodes=3, preempt_quiet_hours=["22-6"])
+    rules = scaling_rules(given, rule)
+    assert (rules.least_run, rules.training_nodes, rules.preempts) == (120, 3, True)
+    assert rules.quiet_hours == ((22, 6),) and rules.is_quiet(23) and not rules.is_quiet(7)
+    with pytest.raises(ValueError, match="write it as 22-6"):
+        Config(preempt_quiet_hours=["late"])
     with pytest.raises(BadInput, match="replica_empty_minutes = 1 is less than"):
         replica_rule(Config(replica_empty_minutes=1), ReplicaCount(jobs=4, least=1))

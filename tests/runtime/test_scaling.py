@@ -111,6 +111,19 @@ def test_the_job_with_sleeping_replicas_goes_first() -> None:
     assert names(actions) == [("preempt", "covers", 1)]
 
 
+def test_of_jobs_of_one_size_the_one_with_the_newest_resume_point_goes() -> None:
+    jobs = [job("a", 1), job("b", 1), job("c", 1, priority=1), job("d", 1)]
+    jobs[0].saved_at, jobs[1].saved_at, jobs[2].saved_at, jobs[3].saved_at = -900, -20, -1, -100
+    jobs[3].save_every = 95.0  # saved 5 s ago
+    load = {"free": 0, "arrivals": 20.0, "answer_seconds": 1.0}
+    scaler = Scaler(ScalingRules((CHAT,)))
+    view = seen(0, jobs=jobs, **load)  # type: ignore[arg-type]
+    assert scaler.grows(view)
+    assert names(scaler.decide(view)) == [("preempt", "d", 1), ("preempt", "b", 1)]
+    assert scaler.short == {"chat": 2}
+    assert not scaler.grows(seen(1, serving=2, **load))  # type: ignore[arg-type]
+
+
 def test_in_quiet_hours_only_a_first_replica_takes_nodes() -> None:
     rules = ScalingRules((CHAT,), quiet_hours=((22, 6),))
     jobs = [job("one", 1), job("two", 1)]

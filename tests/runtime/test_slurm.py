@@ -26,7 +26,7 @@ from cray_agents.runtime.scheduler.choose import (
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import with_shared_root
-from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.runtime.scheduler.slurm import NodeRoom, Slurm, read_node
 from cray_agents.runtime.scheduler.supervisor import descendants
 
 slurm = pytest.mark.slurm
@@ -219,6 +219,14 @@ def test_tasks_run_in_the_sites_container(monkeypatch: pytest.MonkeyPatch) -> No
         "--export=ALL apptainer exec --nv --bind=/shared:/shared --bind=/data:/data:ro"
         " '--pwd=/home/me/my work' /images/train.sqsh /py -m train &\n"
     ) in apptainer
+
+
+def test_the_room_of_nodes_is_read_with_and_without_gpus() -> None:
+    """Lines as sinfo of 22.05 prints them; those of GPUs after its manual."""
+    assert read_node("127.0.0.1  idle  0/4/0/4  (null)  gpu:0") == NodeRoom("127.0.0.1", 4, 4)
+    busy = read_node("n1 mix 24/72/0/96 gpu:h200:8(S:0-1),shard:4 gpu:h200:6(IDX:0-5),shard:0")
+    assert busy == NodeRoom("n1", 96, 72, 8, 2)
+    assert read_node("n2 drain* 0/0/96/96 gpu:8 gpu:0") is None
 
 
 def test_what_the_script_sets_is_no_sites_to_set() -> None:

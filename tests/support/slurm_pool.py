@@ -49,7 +49,7 @@ class Site:
         command = Command(
             name="replica", argv=[], directory="", log="",
             environment={"PYTHONPATH": str(ROOT)} | (environment or {}),
-            nodes=nodes, ranks=nodes,
+            nodes=nodes, ranks=nodes, kind="replica",
         )  # fmt: skip
         spec = ReplicaSpec(
             model="m", number=0, attempt=0, settings=self.settings, gateway=os.uname().nodename,

@@ -122,14 +122,13 @@ class VirtualCluster:
     def settled(self) -> bool:
         """True if nothing moves until the controller decides again."""
         scheduler = self.site.scheduler
-        scheduler._queue_time = float("-inf")
+        free = sum(room.free_cores for room in scheduler.room("replica"))
         live = scheduler.live()
         leaving = any(
             scheduler.preemption(name, job.id) for name, job in live.items()
             if job.state == "running"
         )  # fmt: skip
         restarting = len(live.keys() & set(self.jobs.values())) < len(self.jobs)
-        free = sum(room.free_cores for room in scheduler.room("replica"))
         queued = any(job.state == "queued" for job in live.values())
         begun = all(self.journal(name).attempts for name in self.training)
         moving = set(self._places_of_replicas) - {"serving", "waiting"}

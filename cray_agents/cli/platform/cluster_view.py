@@ -61,6 +61,7 @@ class ClusterView:
 
     def look(self, now: float) -> ClusterState:
         """Return the present state; `now` is the controller's clock. Raises SchedulerError."""
+        # the jobs after the nodes: one that begins meanwhile is then not taken for one that waits
         rooms = self._scheduler.room("replica")
         state = ClusterState(
             nodes=sum(self._places(room.gpus if self._gpus else room.cores) for room in rooms),
