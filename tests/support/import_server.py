@@ -100,7 +100,7 @@ def main(path: str, owner: int) -> NoReturn:
         ready.write(b"+")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     while True:
-        readable, _, _ = select.select([listener, watched], [], [])
+        readable, _, _ = select.select([listener.fileno(), watched], [], [])
         if watched in readable:
             os._exit(0)
         link, _ = listener.accept()
@@ -136,9 +136,9 @@ def keep(link: socket.socket) -> NoReturn:
     for handle in handles:
         os.close(handle)
     link.sendall(pid.to_bytes(4, "little"))
-    readable, _, _ = select.select([link, os.pidfd_open(pid)], [], [])
+    readable, _, _ = select.select([link.fileno(), os.pidfd_open(pid)], [], [])
     with contextlib.suppress(ProcessLookupError):
-        if link in readable:
+        if link.fileno() in readable:
             os.killpg(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
     with contextlib.suppress(OSError):
