@@ -145,7 +145,8 @@ class Cluster:
         )
 
     def call(self, path: str, body: dict[str, Any]) -> Any:
-        return self.client().post(path, body=body, cast_to=object)
+        client = self.client().with_options(timeout=PATIENCE)  # a real vLLM may load for long
+        return client.post(path, body=body, cast_to=object)
 
     def asks(self) -> bool:
         """One question is answered."""
