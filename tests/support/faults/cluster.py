@@ -38,6 +38,7 @@ replica_interface = "lo"
 train_nodes = 2
 train_ranks = 2
 train_session_idle_minutes = 1
+exclude_minutes = 0.5
 [job]
 environment = {{ PYTHONPATH = "{ROOT}" }}
 """
