@@ -47,6 +47,7 @@ soak: setup
 	@CRAY_TEST_REPLICAS=all $(PY) -m pytest -s --timeout 3600 tests/test_up_replicas.py tests/runtime/test_slurm_replicas.py
 	@CRAY_TEST_SCALING=0,1,2,3,4,5,6,7 $(PY) -m pytest -s --timeout 3600 tests/cray_agents/test_preemption.py
 	@CRAY_TEST_FAULT_MINUTES=60 CRAY_TEST_LINES=20000 $(PY) -m pytest -s --timeout 7200 tests/test_cluster_faults.py
+	@CRAY_TEST_ENGINES=vllm CRAY_TEST_LINES=100 $(PY) -m pytest -s --timeout 3600 tests/test_cluster_faults.py
 	@CRAY_TEST_FUZZ=20 $(PY) -m pytest -s --timeout 3600 tests/runtime/test_fuzz.py tests/runtime/test_vllm_apis.py
 	@CRAY_TEST_KILLS=5 CRAY_TEST_SEEDS=1,2,3,4,5,6,7,8,9,10 $(PY) -m pytest -s tests/test_demo.py -k kills
 	@CRAY_TEST_KILLS=220 $(PY) -m pytest -s --timeout 3600 tests/test_store_kills.py

@@ -135,7 +135,7 @@ class ScriptedServer:
             if CAPTURE in request.headers:
                 await stream.write(EVENT + samples + b"\n\n")
             return stream
-        message = {"role": "assistant", "content": "".join(said)}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(said)}
         word, _, wanted = text.partition(" ")
         if body.get("tools") and word == "call":
             name_of_tool, _, arguments = wanted.partition(" ")

@@ -76,11 +76,13 @@ async def ready(services: Services, request: Request) -> Response:
 async def platform(services: Services, request: Request) -> Response:
     """Return the platform's engine, trainer, scheduler, home and version, and who controls it.
 
-    `gateways`: the further gateways that report to it.
+    `gateways`: the further gateways that report to it, if there are any.
     """
     controller = {} if services.lease is None else {"controller": services.lease.describe()}
-    gateways = {"gateways": services.shares.gateways}
-    return json_response(services.platform | controller | gateways)
+    further = services.shares.gateways
+    return json_response(
+        services.platform | controller | ({"gateways": further} if further else {})
+    )
 
 
 @router.get(

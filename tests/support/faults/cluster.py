@@ -38,6 +38,7 @@ replica_interface = "lo"
 train_nodes = 2
 train_ranks = 2
 train_session_idle_minutes = 1
+exclude_minutes = 0.5
 [job]
 environment = {{ PYTHONPATH = "{ROOT}" }}
 """
@@ -145,7 +146,8 @@ class Cluster:
         )
 
     def call(self, path: str, body: dict[str, Any]) -> Any:
-        return self.client().post(path, body=body, cast_to=object)
+        client = self.client().with_options(timeout=PATIENCE)  # a real vLLM may load for long
+        return client.post(path, body=body, cast_to=object)
 
     def asks(self) -> bool:
         """One question is answered."""
