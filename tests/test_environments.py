@@ -19,6 +19,8 @@ from tests.support.environments.workers import HERE, command, worker
 from tests.support.scripted_platform import platform
 from tests.test_env_worker import carried_out
 
+pytestmark = pytest.mark.timeout(2400)  # the first test of each makes its venv, once
+
 
 def numbers(request: dict[str, Any]) -> tuple[int, int]:
     a, b = map(int, re.findall(r"\d+", request["messages"][-1]["content"])[-2:])

@@ -21,6 +21,7 @@ for line in open(sys.argv[1]):
 """
 
 
+@pytest.mark.timeout(2400)  # the venv may have to be made, once
 def test_openenv_reads_every_run_that_has_tokens(runs: dict[str, Run], tmp_path: Path) -> None:
     lines, expected = [], []
     for name, run in runs.items():
