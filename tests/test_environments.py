@@ -101,7 +101,7 @@ def test_tasksets_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @contextmanager
 def server(kind: str) -> Iterator[str]:
     """A server of OpenEnv in a process; its URL."""
-    words = [venv("openenv") / "bin" / "python", HERE / "openenv_server.py", kind]
+    words = [str(venv("openenv") / "bin" / "python"), str(HERE / "openenv_server.py"), kind]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             port = process.stdout.readline().strip()

@@ -30,7 +30,7 @@ class Adder:
         return float(self.submitted == self.sum)
 
 
-rows = [
+rows: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": "Work."}], "a": a, "b": b}
     for a in range(6)
     for b in range(6)
