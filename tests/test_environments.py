@@ -19,6 +19,8 @@ from tests.support.environments.workers import HERE, command, worker
 from tests.support.scripted_platform import platform
 from tests.test_env_worker import carried_out
 
+pytestmark = pytest.mark.timeout(2400)  # the first test of each makes its venv, once
+
 
 def numbers(request: dict[str, Any]) -> tuple[int, int]:
     a, b = map(int, re.findall(r"\d+", request["messages"][-1]["content"])[-2:])
@@ -99,7 +101,7 @@ def test_tasksets_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @contextmanager
 def server(kind: str) -> Iterator[str]:
     """A server of OpenEnv in a process; its URL."""
-    words = [venv("openenv") / "bin" / "python", HERE / "openenv_server.py", kind]
+    words = [str(venv("openenv") / "bin" / "python"), str(HERE / "openenv_server.py"), kind]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             port = process.stdout.readline().strip()

@@ -102,7 +102,8 @@ class EnvironmentWorker:
                 raise
             self.stopping.wait(1.0)
             return None
-        return answer["rollout"]
+        leased: dict[str, Any] | None = answer["rollout"]
+        return leased
 
     def _carry_out(self, slot: SlotProcess, leased: dict[str, Any]) -> bool:
         """Carry out a run and post its outcome; False: the slot is to be replaced."""

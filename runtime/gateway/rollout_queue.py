@@ -105,6 +105,8 @@ class RolloutQueue:
         self._ended: OrderedDict[str, str] = (
             OrderedDict()
         )  # run -> the lease that told its end, if one did
+        # by run: the lease that told its end, if one did
+        self._ended: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()
 
     async def submit(self, spec: RolloutSpec, owner: str) -> RolloutState:

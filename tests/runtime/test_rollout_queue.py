@@ -4,7 +4,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from cray_agents.paths import Home
 from cray_agents.records import Run
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.support.scripted_gateway import CHAT, Gateway, says, served
 
 PATH = "/v1/rollouts"
@@ -116,3 +118,26 @@ async def test_bad_requests_name_their_field(tmp_path: Path) -> None:
         error = {"type": "EnvironmentFailed", "message": "no"}
         await post(gateway, "/run_1/result", {"lease": lease, "error": error})
         assert stored(gateway).error.message == "no"
+
+
+async def test_a_loop_and_its_worker_have_keys_of_their_own(tmp_path: Path) -> None:
+    keys = Keys(Home(tmp_path / "home"))
+    secrets = {role: keys.create(role.name, role)[1] for role in (Role.train, Role.admin)}
+    loop, key = ({"authorization": f"Bearer {secrets[role]}"} for role in (Role.admin, Role.train))
+    async with served(tmp_path, api_keys="required") as gateway:
+
+        async def sent(path: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+            status, answer = await gateway.call("POST", path, json=body, headers=headers)
+            assert status == 200, answer
+            return answer
+
+        await sent(PATH, SPEC, loop)
+        leased = (await sent(f"{PATH}/lease", WORKER, key))["rollout"]
+        await sent(f"/runs/run_1{CHAT}", {"model": "calc@1", "messages": says("1 + 1")}, key)
+        result = {"lease": leased["lease"], "rewards": [{"name": "right", "value": 1}]}
+        await sent(f"{PATH}/run_1/result", result, key)
+        described = {**SPEC, "stop_reason": "completed", "input": "x", "tags": ["scored"]}
+        body = {"id": "run_1", **{k: v for k, v in described.items() if k in Run.model_fields}}
+        events = {"events": [{"kind": "run", "body": body}]}
+        await sent("/v1/trajectories/run_1/events", events, loop)
+        assert stored(gateway).tags == ["scored"]

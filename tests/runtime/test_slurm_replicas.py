@@ -208,7 +208,7 @@ async def test_a_gateway_that_dies_over_received_weights_leaves_none_of_them(sit
     assert (now["job"], now["pid"]) == (before["job"], before["pid"])
     assert now["probe"]["passed"] and await ask(again, "m@1") == "m@1: hello"
     # one that was left in the middle of an update, and cannot answer, is started afresh
-    host: Any = again._slots[0]._engine_host
+    host: Any = again._slots[0].engine_host
     await host.engine._control("/start_weight_update", None)
     await site.abandon(again)
     third = site.pool(site.hosts(1))

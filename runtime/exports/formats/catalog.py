@@ -5,6 +5,7 @@ from cray_agents.runtime.exports.formats.atif import ATIF
 from cray_agents.runtime.exports.formats.huggingface import HUGGINGFACE
 from cray_agents.runtime.exports.formats.jsonl import JSONL
 from cray_agents.runtime.exports.formats.openai_lines import OPENAI, OPENAI_PREFERENCE
+from cray_agents.runtime.exports.formats.openenv import OPENENV
 from cray_agents.runtime.exports.formats.otel import OTEL
 from cray_agents.runtime.exports.formats.sharegpt import SHAREGPT
 from cray_agents.runtime.exports.formats.tokens import TOKENS
@@ -13,7 +14,7 @@ from cray_agents.runtime.exports.formats.verl import VERL
 from cray_agents.runtime.exports.writers.parquet_files import TableFormat
 
 _LINES = (JSONL, OPENAI, OPENAI_PREFERENCE, TRL, TRL_PROMPT_COMPLETION, TRL_PREFERENCE, SHAREGPT,
-          ATIF, OTEL)  # fmt: skip
+          ATIF, OTEL, OPENENV)  # fmt: skip
 _TABLES = (TOKENS, VERL, HUGGINGFACE)
 
 LINE_FORMATS = {each.name: each for each in _LINES}

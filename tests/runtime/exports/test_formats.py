@@ -143,7 +143,7 @@ def test_a_demonstration_is_exported_as_a_run() -> None:
     assert run.id != run_of_demonstration(messages).id
     assert run.imported == "demonstration"
     for name, form in LINE_FORMATS.items():
-        if form.write_run is not None:
+        if form.write_run is not None and name != "openenv":  # which consists of tokens
             assert form.write_run(run).records, name
     openai = LINE_FORMATS["openai"].write_run
     assert openai is not None

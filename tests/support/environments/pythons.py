@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 def made(name: str) -> Path | str:
     """The venv of requirements/NAME.txt, or the reason why it cannot be had."""
     script = ROOT / "requirements" / "environment.sh"
-    done = subprocess.run([script, name], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([script, name], capture_output=True, text=True, timeout=1500)
     if done.returncode != 0:
         return f"no .venv-{name}: {done.stderr.strip()[-300:]}"
     return ROOT / f".venv-{name}"

@@ -10,7 +10,8 @@ class Adder:
     """The sum of two numbers is to be told to a tool."""
 
     def reset(self, a: int, b: int, **row: Any) -> str:
-        self.sum, self.submitted = a + b, None
+        self.sum = a + b
+        self.submitted: int | None = None
         return f" Add {a} and {b}."
 
     def submit(self, number: int) -> str:
@@ -29,7 +30,7 @@ class Adder:
         return float(self.submitted == self.sum)
 
 
-rows = [
+rows: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": "Work."}], "a": a, "b": b}
     for a in range(6)
     for b in range(6)

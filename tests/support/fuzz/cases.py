@@ -56,6 +56,8 @@ GETS = (
     "/v1/fine_tuning/jobs/{fine_tuning_job_id}/cancel",
     "/v1/loops/{loop}/generations",
     "/v1/loops/{loop}/journal/{entry}",
+    "/v1/rollouts",
+    "/v1/rollouts/{run_id}",
     "/v1/files",
     "/v1/files/{file_id}",
     "/v1/files/{file_id}/content",
