@@ -102,9 +102,6 @@ class RolloutQueue:
         self._store = store
         self._queue: OrderedDict[str, _Queued] = OrderedDict()  # by run, oldest first
         self._workers: dict[tuple[str, str], float] = {}  # (environment, worker) -> last seen
-        self._ended: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # run -> the lease that told its end, if one did
         # by run: the lease that told its end, if one did
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()

@@ -102,7 +102,7 @@ def test_new_rewards_stand_beside_the_old(root: Path) -> None:
 
 
 def test_an_outline_lists_turns(tmp_path: Path) -> None:
-    call = {
+    call: dict[str, Any] = {
         "id": "c",
         "run_id": "r",
         "model": "m@1",
