@@ -52,6 +52,7 @@ COMMANDS = {
     "batch": ("data.batch",),
     "upload": ("data.upload",),
     "keys": ("platform.keys",),
+    "audit": ("platform.audit",),
     "doctor": ("platform.doctor",),
 }
 
