@@ -75,7 +75,7 @@ class AuditLog:
 
     def _append(self, values: dict[str, Any]) -> None:
         if self._file is None:
-            chain = {"heads": heads(self._folder)}
+            chain: dict[str, Any] = {"heads": heads(self._folder)}
             self._file = LineFile(self._folder / f"{int(time.time()):011d}-{new_id('audit')}.jsonl")
         else:
             chain = {"prev": self._last}
