@@ -34,6 +34,7 @@
       tls/                             the CA of replicas in Slurm: ca.pem, ca-key.pem
       replicas/serving.json            addresses, versions and secrets, for further gateways
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
+      audit/<writer>.jsonl           who changed what, chained by hashes
       ledger/<writer>.jsonl            who held which node when, and what came of it
       excluded_nodes/<node>.json       a node that failed, left out by jobs until a time is over
       slurm/                           the private cluster of a laptop
@@ -170,6 +171,10 @@ class Home:
     @property
     def excluded_nodes(self) -> Path:
         return self.root / "excluded_nodes"
+
+    @property
+    def audit(self) -> Path:
+        return self.root / "audit"
 
     @property
     def ledger(self) -> Path:

@@ -97,7 +97,7 @@ def _choose_check(name: Path) -> Check | None:
             return _check_results
         case ("batches", _, "input.jsonl" | "chunks.jsonl"):
             return None  # checked with the batch
-        case ("jobs", _, "events.jsonl") | ("ledger", _):
+        case ("jobs", _, "events.jsonl") | ("ledger", _) | ("audit", _):
             return _check_lines
         case ("jobs", _, "baselines", _):
             return _check_numbers

@@ -48,6 +48,7 @@ COMMANDS = {
     "keys": ("platform.commands.keys",),
     "doctor": ("platform.commands.doctor",),
     "dashboard": ("platform.commands.dashboard",),
+    "audit": ("platform.commands.audit",),
 }
 
 

@@ -49,6 +49,7 @@ from cray_agents.runtime.gateway.routes import (
     uploads,
 )
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.observability.audit_log import AuditLog
 
 router = Router("Platform")
 #: Exports and views of runs stand before trajectories: the first route that matches serves it.
@@ -91,11 +92,16 @@ class Enclosed(Protocol):
 def create_app(services: Services) -> Starlette:
     """Return the ASGI application over these services, which stay their maker's to close."""
     access = Access(Keys(services.home), services.api_keys, services.token)
-    return enclose([*mount(declarations(), services, access)], services)
+    return enclose([*mount(declarations(), services, access)], services, services.audit)
 
 
-def enclose(routes: Sequence[BaseRoute], services: "Enclosed") -> Starlette:
-    """Return the ASGI application of these routes, with what every answer has."""
+def enclose(
+    routes: Sequence[BaseRoute], services: "Enclosed", audit: AuditLog | None = None
+) -> Starlette:
+    """Return the ASGI application of these routes, with what every answer has.
+
+    `audit`: the log of changes; None for a gateway that makes none itself.
+    """
     app = Starlette(routes=routes)
     # a redirect is no error envelope, and clients drop the body on it
     app.router.redirect_slashes = False
@@ -105,6 +111,7 @@ def enclose(routes: Sequence[BaseRoute], services: "Enclosed") -> Starlette:
         services.admission,
         services.metrics,
         services.body_timeout,
+        audit,
     )
     return app
 

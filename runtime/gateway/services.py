@@ -27,6 +27,7 @@ from cray_agents.runtime.gateway.rollout_queue import RolloutQueue
 from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
+from cray_agents.runtime.observability.audit_log import AuditLog
 from cray_agents.runtime.observability.engine_metrics import EngineCollector, scrape
 from cray_agents.runtime.observability.file_metrics import FileCollector
 from cray_agents.runtime.observability.metrics_history import history_folder, series_of
@@ -105,6 +106,7 @@ class Services:
     several_gateways: bool = field(default=False, init=False)
     run_owners: RunOwners = field(init=False)
     idempotency_keys: IdempotencyKeys = field(init=False)
+    audit: AuditLog = field(init=False)
     files: Files = field(init=False)
     uploads: Uploads = field(init=False)
     sweeper: Sweeper = field(init=False)
@@ -124,6 +126,7 @@ class Services:
         """Make the parts that consist of other parts."""
         self.run_owners = RunOwners(self.store)
         self.idempotency_keys = IdempotencyKeys(self.store)
+        self.audit = AuditLog(self.home.audit)
         self.files = Files(self.home)
         self.uploads = Uploads(self.files)
         self.sweeper = Sweeper(self.files, self.uploads)
@@ -179,6 +182,7 @@ class Services:
         await self.changes.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
+        self.audit.close()
         await self.tinker_samples.close()
         await self.versions.close()
         await self.fine_tuning.close()

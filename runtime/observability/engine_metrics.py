@@ -72,12 +72,12 @@ class EngineCollector:
         yield up
         yield from families.values()
 
-    def _families(self, text: str) -> Iterator[Metric]:
+    def _families(self, text: str) -> Iterable[Metric]:
         text = _CREATED.sub("", text)
         if self._names:
             kept = (line for line in text.splitlines() if _name(line).startswith(self._names))
             text = "\n".join([*kept, ""])
-        return text_string_to_metric_families(text)  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
+        return text_string_to_metric_families(text)
 
     @staticmethod
     def _add(families: dict[str, Metric], family: Metric, labels: Mapping[str, str]) -> None:

@@ -67,13 +67,13 @@ class CallTrace:
 class CallEnd:
     """A call that has ended, for its span.
 
-    body: of the call's event, or the fields of it that are known. asked: the request's `model`.
+    body: of the call's event, or the fields of it that are known. requested: the request's `model`.
     job: that made the version. waited: seconds for a place. began: when a replica took it, in Unix
     seconds; 0 if none did. first: seconds to a stream's first event. failure: type and message.
     """
 
     body: Mapping[str, Any]
-    asked: str
+    requested: str
     job: str | None = None
     waited: float = 0.0
     began: float = 0.0
@@ -99,7 +99,7 @@ class LiveTraces:
 
     def close(self) -> None:
         """Send what waits, and end the thread. Blocks, for some seconds at most."""
-        self._processor.shutdown()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
     def begin(self, traceparent: str | None, run_id: str, *, named: bool) -> CallTrace:
         """Return the trace of a call that begins. `named`: its client named the run."""
@@ -258,7 +258,7 @@ def _call_attributes(end: CallEnd, content: bool) -> Iterator[tuple[str, Any]]:
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", "cray_agents"
     yield "gen_ai.conversation.id", body["run_id"]
-    yield "gen_ai.request.model", end.asked
+    yield "gen_ai.request.model", end.requested
     yield "gen_ai.response.model", body["model"]
     yield "gen_ai.response.id", body["id"]
     if finish := body.get("finish_reason"):
@@ -269,9 +269,9 @@ def _call_attributes(end: CallEnd, content: bool) -> Iterator[tuple[str, Any]]:
     yield "gen_ai.response.time_to_first_chunk", end.first
     yield "cray_agents.job", end.job
     if content and "message" in body:
-        asked = [genai_message(message) for message in body["messages"]]
+        requested = [genai_message(message) for message in body["messages"]]
         answer = [genai_answer(body["message"], body.get("finish_reason"))]
-        yield "gen_ai.input.messages", orjson.dumps(asked).decode()
+        yield "gen_ai.input.messages", orjson.dumps(requested).decode()
         yield "gen_ai.output.messages", orjson.dumps(answer).decode()
 
 

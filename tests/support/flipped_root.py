@@ -45,6 +45,7 @@ from cray_agents.runtime.fine_tuning.job_records import (
 )
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.routes import loops
+from cray_agents.runtime.observability.audit_log import AuditLog, read_audit
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
 from cray_agents.runtime.pool.published_replicas import PublishedPool, PublishedReplica
 from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
@@ -100,6 +101,10 @@ def make(root: Path) -> Home:
     Keys(home).create("one", Role.train)
     Keys(home).create("two")
     Keys(home).revoke("two")
+    audit = AuditLog(home.audit)
+    audit.note(who="one", action="POST /v1/models/{name}/promote", status=200)
+    audit.note(who="two", action="POST /v1/jobs", status=403)
+    audit.close()
     demo.claim(root / "demo.json", {"seed": 1})
     info = {"url": "http://127.0.0.1:1", "pid": os.getpid(), "name": "m", "token": "secret"}
     lease = ControllerLease.take(home, info | {"host": "a", "lease": 12.0}, 1)
@@ -289,6 +294,7 @@ def readers(home: Home) -> dict[str, Reader]:
         "history": lambda h: [e.model_dump() for e in Registry(h).history("m")],
         "lineage": lambda h: lineage_of(Registry(h), "m@1"),
         "needed": lambda h: reasons_to_keep(Registry(h), 2, []),
+        "audit": lambda h: [line.model_dump() for line in read_audit(h.audit)],
         "keys": lambda h: [(record.model_dump(), ended) for record, ended in Keys(h).list()],
         "files": lambda h: [file.model_dump() for file in Files(h).list().files],
         "contents": lambda h: [_read(Files(h).path(f.id)) for f in Files(h).list().files],

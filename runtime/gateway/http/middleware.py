@@ -13,19 +13,35 @@ import asyncio
 import logging
 import re
 import time
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cray_agents.records import new_id
+from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.error_envelope import ERROR_CODE, BodyTimeout, envelope
-from cray_agents.runtime.gateway.http.metrics import OTHER, Metrics
+from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.routing import DeclaredRoute
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.observability.audit_log import AuditLog
+from cray_agents.runtime.observability.call_metrics import OTHER
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 INTERNAL = "internal_error"
+#: Changes that come many times a minute and are of the platform's own working, or of a training
+#: that one audited request began.
+NOT_AUDITED = {
+    "/v1/gateways",
+    "/v1/gateways/load",
+    "/v1/pool/lease",
+    "/v1/jobs/{job_id}/commands",
+    "/api/v1/forward_backward",
+    "/api/v1/optim_step",
+    "/api/v1/weights_info",
+    "/api/v1/get_info",
+}
 REQUEST_ID = "cray_agents.request_id"  # in the scope: the request's id, as the answer has it
 
 Headers = list[tuple[bytes, bytes]]
@@ -37,12 +53,19 @@ class Middleware:
     """ASGI middleware around all routes."""
 
     def __init__(
-        self, app: ASGIApp, admission: Admission, metrics: Metrics, body_timeout: float
+        self,
+        app: ASGIApp,
+        admission: Admission,
+        metrics: Metrics,
+        body_timeout: float,
+        audit: AuditLog | None = None,
     ) -> None:
+        """Wrap `app`. `audit`: the log of changes; None where no route makes any."""
         self.app = app
         self._admission = admission
         self._metrics = metrics
         self._body_timeout = body_timeout
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,6 +88,9 @@ class Middleware:
                 if _is_rate_limited(scope):
                     headers += _rate_limit(self._admission)
                 message["headers"] = headers
+                if self._audit is not None and _is_audited(scope):
+                    fields = _audit_fields(scope, status, request_id)
+                    await asyncio.to_thread(self._audit.note, **fields)
             await send(message)
 
         self._metrics.in_flight += 1
@@ -101,6 +127,30 @@ def _template(scope: Scope) -> str:
 def _is_rate_limited(scope: Scope) -> bool:
     route = scope.get("route")
     return isinstance(route, DeclaredRoute) and route.declaration.rate_limited
+
+
+def _is_audited(scope: Scope) -> bool:
+    """Tell whether a request asks for a change of what keys of role `use` may not change."""
+    route = scope.get("route")
+    if not isinstance(route, DeclaredRoute) or scope["method"] != route.declaration.method:
+        return False
+    declared = route.declaration
+    changes = declared.method != "GET" and declared.role in (Role.train, Role.admin)
+    return changes and declared.path not in NOT_AUDITED
+
+
+def _audit_fields(scope: Scope, status: int, request_id: bytes) -> dict[str, Any]:
+    caller = scope.get("state", {}).get("caller")
+    who = {"who": "", "key": "", "role": ""}  # of a refused one nothing is known
+    if caller is not None:
+        who = {"who": caller.name, "key": caller.key_id, "role": caller.role.name}
+    return {
+        **who,
+        "action": f"{scope['method']} {_template(scope)}",
+        "path": scope["path"],
+        "status": status,
+        "request": request_id.decode(),
+    }
 
 
 def _with_timeout(receive: Receive, seconds: float) -> Receive:

@@ -4,7 +4,9 @@ The commands work on the shared root and need no platform. A running platform se
 a second.
 """
 
+import getpass
 import json
+import socket
 from typing import Annotated
 
 import typer
@@ -13,6 +15,7 @@ from rich.markup import escape
 from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show, when
 from cray_agents.config import load_config
+from cray_agents.paths import Home
 
 keys = typer.Typer(no_args_is_help=True, help="API keys: create, list, revoke.")
 
@@ -34,7 +37,9 @@ def create(
     """Make a key. Its secret is shown now and never again."""
     from cray_agents.runtime.gateway.http.api_keys import Keys, role_named
 
-    record, secret = Keys(open_root(load_config({"home": home}))).create(name, role_named(role))
+    opened = open_root(load_config({"home": home}))
+    record, secret = Keys(opened).create(name, role_named(role))
+    _note(opened, f"keys create --role {role}", record.id, name)
     if as_json:
         print(json.dumps({**record.model_dump(mode="json"), "secret": secret}))
         return
@@ -73,5 +78,16 @@ def revoke(
     """End a key, for good. It stops working within a second."""
     from cray_agents.runtime.gateway.http.api_keys import Keys
 
-    for record in Keys(open_root(load_config({"home": home}))).revoke(key):
+    opened = open_root(load_config({"home": home}))
+    for record in Keys(opened).revoke(key):
+        _note(opened, "keys revoke", record.id, record.name)
         console.print(f"revoked {escape(record.name)} ({record.id})", soft_wrap=True)
+
+
+def _note(home: Home, action: str, key: str, name: str) -> None:
+    """Write the change to the audit log; the caller is the user of this host."""
+    from cray_agents.runtime.observability.audit_log import AuditLog
+
+    log = AuditLog(home.audit)
+    log.note(who=f"{getpass.getuser()}@{socket.gethostname()}", action=action, path=f"{key} {name}")
+    log.close()

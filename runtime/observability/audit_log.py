@@ -1,0 +1,150 @@
+"""Audit log: who changed what, in lines that are chained by their hashes.
+
+    audit/<writer>.jsonl   append-only lines with checksums; each file has one writer
+
+Beside its fields a line has `prev`, the SHA-256 of the line before it with its checksum. The first
+line has `heads` instead: of each file that there was, the hash of its newest line. So the chain
+breaks where a line was changed or taken out, a file removed, or the end of an older file cut off.
+Only at the end of the newest file nothing follows that could tell: note the heads that
+`cray-agents audit verify` prints elsewhere, to prove that end, too.
+
+The gateway writes a line for every request to a management route that changes something, before its
+answer begins (http/middleware.py); `cray-agents keys` writes its own.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import Field
+
+from cray_agents.errors import Corrupt
+from cray_agents.records import Record, new_id
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk.group_commit import LineFile
+
+log = logging.getLogger(__name__)
+
+
+class AuditLine(Record):
+    """A change, and the caller who asked for it.
+
+    `who`, `key`, `role`: of the API key; `who` is the user of this host for a command. `action`:
+    the route or the command. `status`: of the answer; 0 for a command. `request`: its x-request-id.
+    """
+
+    time: float
+    who: str
+    key: str = ""
+    role: str = ""
+    action: str
+    path: str = ""
+    status: int = 0
+    request: str = ""
+    prev: str = ""
+    heads: dict[str, str] = Field(default_factory=dict)
+
+
+class AuditLog:
+    """The audit log of a root, and this process's file in it, which the first line makes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: LineFile | None = None
+        self._last = ""
+        self._lock = threading.Lock()
+
+    def note(self, **values: Any) -> None:
+        """Append a line, durable when this returns. Blocks. A failure is logged, and no error."""
+        with self._lock:
+            try:
+                self._append(values)
+            except OSError as error:
+                log.error("the audit log lacks %s: %s", values, error)
+                self._close()  # it may end in half a line: the next one begins another file
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._close()
+
+    def _append(self, values: dict[str, Any]) -> None:
+        if self._file is None:
+            chain: dict[str, Any] = {"heads": heads(self._folder)}
+            self._file = LineFile(self._folder / f"{int(time.time()):011d}-{new_id('audit')}.jsonl")
+        else:
+            chain = {"prev": self._last}
+        line = AuditLine(time=time.time(), **values, **chain)
+        text = checksums.with_crc(orjson.dumps(line.model_dump(mode="json")))
+        self._file.append([text])
+        self._last = _hash_of(text)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def heads(folder: Path) -> dict[str, str]:
+    """Return the hash of the last whole line of each file, by the file's name."""
+    return {path.name: _hash_of(lines[-1]) for path, lines in _files(folder) if lines}
+
+
+def read_audit(folder: Path) -> list[AuditLine]:
+    """Return all lines, oldest first. Raises Corrupt, which names the file and line."""
+    lines = [
+        checksums.parse_as(AuditLine, line, f"{path}: line {number}")
+        for path, texts in _files(folder)
+        for number, line in enumerate(texts, 1)
+    ]
+    return sorted(lines, key=lambda line: line.time)
+
+
+def verify_audit(folder: Path) -> list[str]:
+    """Return what is wrong, a sentence each; nothing if every chain is whole."""
+    problems: list[str] = []
+    hashes: dict[str, set[str]] = {}
+    mentioned: list[tuple[str, str, str]] = []  # file, hash, and the file that has them as heads
+    for path, texts in _files(folder):
+        before = ""
+        known = hashes[path.name] = set()
+        for number, text in enumerate(texts, 1):
+            place = f"{path}: line {number}"
+            try:
+                line = checksums.parse_as(AuditLine, text, place)
+            except Corrupt as error:
+                problems.append(str(error))
+            else:
+                if line.prev != before:
+                    problems.append(f"{place} does not follow the line before it: one was changed"
+                                    " or is missing")  # fmt: skip
+                if number == 1:
+                    mentioned += [(name, at, path.name) for name, at in line.heads.items()]
+            before = _hash_of(text)
+            known.add(before)
+        if path.read_bytes()[-1:] not in (b"", b"\n"):
+            problems.append(f"{path} ends in half a line")
+    for name, at, witness in mentioned:
+        if name not in hashes:
+            problems.append(f"{folder / name} is missing: {witness} followed it")
+        elif at not in hashes[name]:
+            problems.append(
+                f"{folder / name} lacks the line {at[:12]} that {witness} followed: lines were "
+                "changed or cut off"
+            )
+    return problems
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, list[bytes]]]:
+    """Yield each file with its whole lines, in the order of their beginnings."""
+    for path in sorted(folder.glob("*.jsonl")):
+        yield path, path.read_bytes().split(b"\n")[:-1]
+
+
+def _hash_of(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()
