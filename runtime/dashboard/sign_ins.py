@@ -41,6 +41,7 @@ class SignIns:
                 f"this link was used, or is older than {SECONDS:.0f} s: `cray-agents dashboard` "
                 "makes a new one; or give an API key",
                 code="invalid_token",
+                param="token",
             )
         return api_key
 

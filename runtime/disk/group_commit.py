@@ -131,7 +131,7 @@ class LineFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self.path = path
         self.size = 0
-        self._file = os.open(path, flags, 0o644)
+        self._file = os.open(path, flags, 0o666)  # less the umask
         self._inode = os.fstat(self._file).st_ino
         try:
             durable.sync(path.parent)

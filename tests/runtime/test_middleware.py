@@ -61,7 +61,8 @@ async def test_every_route_lets_in_whom_it_declares(tmp_path: Path) -> None:
                 for key in (None, "none", "sk-cray-" + "x" * 43, revoked):
                     status, code = await site.call(method, path, key)
                     if need == "open":
-                        assert status in (200, 503), (method, path)
+                        # a file that no build has, a body that is none: no want of a key
+                        assert status in (200, 503, 400, 404), (method, path)
                     else:
                         assert status == 401, (method, path)
                         assert code == "invalid_api_key" or method == "HEAD"

@@ -358,9 +358,10 @@ async def test_no_request_carries_the_platforms_marks(site: Site, mark: str) -> 
 
 
 async def test_who_one_is(site: Site) -> None:
-    assert await site.call("ann", "GET", "/v1/whoami") == (
-        200, {"key": key_id(site, "ann"), "name": "ann", "role": "use"}
-    )  # fmt: skip
+    status, caller = await site.call("ann", "GET", "/v1/whoami")
+    assert (status, caller["key"]) == (200, key_id(site, "ann"))
+    assert (caller["name"], caller["role"]) == ("ann", "use")
+    assert caller["home"] is None, "only admins learn where the root lies"
     assert (await site.call("platform", "GET", "/v1/whoami"))[1]["key"] is None
 
 

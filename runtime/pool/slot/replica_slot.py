@@ -339,4 +339,6 @@ def _with_failures(report: ProbeReport, failures: list[str]) -> ProbeReport:
         return report
     note = f"tries before this one failed: {'. Then: '.join(failures)}"
     log.warning("%s is proven and serves; %s", report.version, note)
+    if report.load_note:
+        note = f"{report.load_note}; {note}"
     return report.model_copy(update={"load_note": note})

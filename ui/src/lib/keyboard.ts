@@ -1,6 +1,6 @@
 /** Keyboard: shortcuts of the page and of its screens, and the list of them for the help. */
 import { signal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 
 /** By key: what it does, and the function that does it. */
 export type Shortcuts = Record<string, readonly [about: string, act: () => void]>;
@@ -20,7 +20,7 @@ export function setShortcutsOn(on: boolean): void {
 export function useKeys(shortcuts: Shortcuts): void {
   const entry = useRef(shortcuts);
   entry.current = shortcuts;
-  useEffect(() => {
+  useLayoutEffect(() => {
     active.push(entry);
     return () => {
       active.splice(active.indexOf(entry), 1);
