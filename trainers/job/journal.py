@@ -212,7 +212,8 @@ class JobJournal:
         """Record why the job waits, if that is new; None: it does not."""
         path = self.folder / "waits.json"
         if reason is None:
-            path.unlink(missing_ok=True)
+            if path.exists():  # on a read-only root also the unlink of a missing file fails
+                path.unlink(missing_ok=True)
         elif self.wait_reason != reason:
             durable.replace_file(path, _record_bytes({"reason": reason}))
 
