@@ -27,6 +27,7 @@ COMMANDS = {
     "gateway": ("platform.commands.platform",),
     "down": ("platform.commands.platform",),
     "status": ("platform.commands.platform",),
+    "top": ("platform.commands.top",),
     "run": ("agent.agents",),
     "chat": ("agent.agents",),
     "loop": ("loop.loops",),

@@ -64,6 +64,10 @@ class Views:
         query = {} if since is None else {"since": since}
         return list((await self._http.get("/health/warnings", query))["data"])
 
+    async def jobs(self) -> list[Json]:
+        """Return the newest training jobs, newest first."""
+        return list((await self._http.get("/jobs"))["data"])
+
     async def loops(self) -> AsyncIterator[Json]:
         """Yield the loops, newest change first, with last generation and held-out success."""
         query: Json = {"limit": 100}

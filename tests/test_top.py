@@ -1,0 +1,116 @@
+"""`top`: the overview of a platform in a terminal, with a key's rights, through a restart."""
+
+import json
+import os
+import pty
+import select
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from cray_agents.cli.platform.commands.top import BARS, curve
+from cray_agents.paths import Home
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from tests.support.command_line import cli
+from tests.support.gateway_process import gateway
+
+ROOT = Path(__file__).parents[1]
+
+
+class Terminal:
+    """A command on a terminal of its own, and all that it has drawn."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", screen: int) -> None:
+        self.process, self._screen = process, screen
+        self.drawn = b""
+
+    def wait_for(self, text: bytes) -> None:
+        """Read until the text is drawn that was not before."""
+        end = time.monotonic() + 300
+        while text not in self.drawn:
+            assert time.monotonic() < end, self.drawn[-2000:]
+            if select.select([self._screen], [], [], 1)[0]:
+                self.drawn += os.read(self._screen, 65536)
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._screen, keys)
+
+
+@contextmanager
+def terminal(*words: str, columns: int, key: str) -> Iterator[Terminal]:
+    screen, other = pty.openpty()
+    ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    argv = [sys.executable, "-m", "cray_agents", "top", *words]
+    environment = {**os.environ, "CRAY_AGENTS_API_KEY": key, "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        argv, cwd=ROOT, stdin=other, stdout=other, stderr=other, env=environment
+    )
+    os.close(other)
+    try:
+        yield Terminal(process, screen)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(screen)
+
+
+def test_it_follows_until_q_and_through_a_restart(tmp_path: Path) -> None:
+    secret = Keys(Home(tmp_path / "home")).create("ops", Role.admin)[1]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    watched = terminal("--url", url, "--every", "0.5", columns=60, key=secret)
+    with gateway(tmp_path / "home", port=port) as (_, process), watched as top:
+        top.wait_for(b"serving")
+        top.wait_for(b"at the engines")
+        top.wait_for(b"no training job yet")
+        assert b"ops (admin)" in top.drawn
+        process.kill()
+        process.wait()
+        top.wait_for(b"no platform answers")
+        top.drawn = b""
+        with gateway(tmp_path / "home", port=port):
+            top.wait_for(b"serving")
+            top.press(b"q")
+            assert top.process.wait(60) == 0
+
+
+def test_a_key_sees_what_it_may_read(tmp_path: Path) -> None:
+    keys = Keys(Home(tmp_path / "home"))
+    secrets = {role: keys.create(role.name, role)[1] for role in Role}
+    with gateway(tmp_path / "home") as (url, _):
+        for role, secret in secrets.items():
+            done = cli("top", "--url", url, "--json", cwd=tmp_path, CRAY_AGENTS_API_KEY=secret)
+            assert done.returncode == 0, done.stderr
+            overview = json.loads(done.stdout)
+            assert overview["who"]["role"] == role.name
+            assert (overview["jobs"] is None) == (role < Role.train)
+            text = cli("top", "--url", url, cwd=tmp_path, CRAY_AGENTS_API_KEY=secret).stdout
+            assert ("not for this key" in text) == (role < Role.admin)
+        wrong = cli("top", "--url", url, cwd=tmp_path, CRAY_AGENTS_API_KEY="sk-wrong")
+    assert wrong.returncode == 1 and "incorrect API key" in wrong.stderr
+
+
+def test_there_must_be_a_platform(tmp_path: Path) -> None:
+    done = cli("top", "--home", tmp_path / "home", cwd=tmp_path)
+    words = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "start one with `cray-agents up`" in words
+    gone = cli("top", "--url", "http://127.0.0.1:9", "--once", cwd=tmp_path)
+    assert gone.returncode == 1 and "no platform answers" in " ".join(gone.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([], ""), ([0.0, 0.5, 1.0], "▁▅█"), ([-1.0, 2.0], "▁█"), ([0.2] * 99, BARS[1] * 24)],
+)
+def test_a_curve_is_drawn_in_bars(values: list[float], bars: str) -> None:
+    assert curve(values) == bars
