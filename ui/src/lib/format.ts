@@ -6,7 +6,9 @@ const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFracti
 export const NONE = "–";
 
 export function number(value: number | null | undefined): string {
-  return value === null || value === undefined || Number.isNaN(value) ? NONE : NUMBER.format(value);
+  if (value === null || value === undefined || Number.isNaN(value)) return NONE;
+  if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1);
+  return NUMBER.format(value);
 }
 
 export function compact(value: number | null | undefined): string {
