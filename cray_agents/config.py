@@ -362,6 +362,13 @@ class Config(BaseModel):
         description="with --replicas slurm:0-MAX: minutes without a request before the last replica"
         " gives its place back",
     )
+    replica_warm: int = Field(
+        0,
+        ge=0,
+        description="with --replicas slurm:MIN-MAX: so many replicas that are not needed sleep in "
+        "their jobs in place of ending them. For sites where other jobs may use the GPUs of a job "
+        "that sleeps",
+    )
     preempt_training: bool = Field(
         True,
         description="with --replicas slurm:MIN-MAX: jobs and sessions of this root save, leave and "

@@ -255,12 +255,14 @@ class Pool:
         return sum(slot.state == "away" for slot in self._slots)
 
     def call_back(self) -> bool:
-        """Start a replica that is away. Return False if none is."""
-        return any(slot.places.come_back() for slot in self._slots)
+        """Start a replica that is away, first one that sleeps. Return False if none is."""
+        slots = sorted(self._slots, key=lambda slot: slot.places.asleep or 3)
+        return any(slot.places.come_back() for slot in slots)
 
-    def give_back(self) -> bool:
+    def give_back(self, *, sleep: bool = False) -> bool:
         """Let the least busy replica end its requests and leave its place; see `call_back`.
 
+        With `sleep` it keeps its place and sleeps there, with its GPU's memory free for others.
         A version stays served, but for the incumbent alone on the last replica. Return False if no
         replica can leave now.
         """
@@ -271,7 +273,7 @@ class Pool:
         free = [slot for slot in spared if slot.places.can_leave]
         if self.swapping or not free:
             return False
-        self._spawn(min(free, key=lambda slot: slot.in_flight).places.leave())
+        self._spawn(min(free, key=lambda slot: slot.in_flight).places.leave(sleep=sleep))
         return True
 
     async def _call_back_for_change(self, count: int) -> None:

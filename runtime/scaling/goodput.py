@@ -5,6 +5,7 @@ Hours are of GPUs, or of nodes where a holder has none. Of the hours that were h
     useful  a replica answered at least one request, or a job trained steps that were kept
     lost    a job trained steps that a later attempt trained again
     idle    a replica served, and nobody asked
+    asleep  a replica slept in its job
     other   starts, loads, saves, swaps, waits of a session for its next job
 
 Goodput is useful / held. A holder that was killed wrote no end. Its time counts to the last sign of
@@ -58,6 +59,7 @@ class Account:
     useful: float = 0.0
     lost: float = 0.0
     idle: float = 0.0
+    asleep: float = 0.0
     tokens_served: int = 0
     tokens_trained: int = 0
     steps: int = 0
@@ -65,13 +67,15 @@ class Account:
 
     def row(self, name: str) -> dict[str, Any]:
         """Return the row of a table; hours, and shares of them."""
-        other = max(0.0, self.total - self.useful - self.lost - max(0.0, self.idle))
+        known = self.useful + self.lost + max(0.0, self.idle) + self.asleep
+        other = max(0.0, self.total - known)
         return {
             "name": name,
             "held_hours": self.total / HOUR,
             "goodput": self.useful / self.total if self.total else None,
             "useful_hours": self.useful / HOUR,
             "idle_hours": max(0.0, self.idle) / HOUR,
+            "asleep_hours": self.asleep / HOUR,
             "lost_hours": self.lost / HOUR,
             "other_hours": other / HOUR,
             "tokens_served": self.tokens_served,
@@ -110,6 +114,7 @@ def goodput(
             for account in rows(_key(line, by)):
                 account.total += seconds * holding.weight
                 account.idle += (line.state == "serving") * seconds * holding.weight
+                account.asleep += (line.state == "asleep") * seconds * holding.weight
     for line in facts.busy:
         if since <= line.time < until:
             for account in rows(_key(line, by)):

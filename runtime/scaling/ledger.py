@@ -171,7 +171,7 @@ class _ReplicaAccount:
             place = {
                 "kind": "replica",
                 "holder": f"replica-{number}",
-                "state": status["state"],
+                "state": "asleep" if status.get("asleep") else status["state"],
                 "what": status["version"] or "",
                 "node": status["host"],
                 "gpus": tuple(self._gpus[number]) if number < len(self._gpus) else (),

@@ -114,13 +114,20 @@ class Simulation:
     """A cluster, its trace and its controller. `run` plays the trace to its end."""
 
     def __init__(
-        self, trace: Trace, controller: Controller, patience: float, watch: bool = False
+        self,
+        trace: Trace,
+        controller: Controller,
+        patience: float,
+        watch: bool = False,
+        period: float = PERIOD,
     ) -> None:
         """`patience`: seconds of waiting after which an answer counts for nothing.
 
-        `watch`: check after each decision that no node is held twice or forgotten.
+        `watch`: check after each decision that no node is held twice or forgotten. `period`:
+        seconds between two decisions.
         """
         self.trace, self.controller, self.patience, self.watch = trace, controller, patience, watch
+        self.period = period
         self.now = 0.0
         self.result = Simulated()
         self.classes = {each.name: _Serving(each) for each in trace.serving}
@@ -158,9 +165,9 @@ class Simulation:
             self._pass_to(time)
             event()
         self._pass_to(self.trace.seconds)
-        for job in self.running.values():
-            if not job.saving:
-                self.result.trained_work += self._done(job) * job.trace.nodes
+        for job in (*self.running.values(), *self.queued.values()):
+            runs = job.trace.name in self.running and not job.saving
+            self.result.trained_work += (self._done(job) if runs else job.kept) * job.trace.nodes
         for each in self.classes.values():
             self.result.unanswered += each.view.waiting
             for arrival, some in each.queue:  # they have waited at least so long
@@ -256,12 +263,12 @@ class Simulation:
             self._carry_out(action)
         if self.watch:
             self._check()
-        self._at(self.now + PERIOD, self._decide)
+        self._at(self.now + self.period, self._decide)
 
     def _observe(self, each: _Serving) -> None:
         view = each.view
         view.waited = self.now - each.queue[0][0] if each.queue else 0.0
-        view.arrivals, each.arrived = each.arrived / PERIOD, 0
+        view.arrivals, each.arrived = each.arrived / self.period, 0
         view.kv_use = min(1.0, view.in_flight / each.capacity) * 0.8 if each.capacity else 0.0
         view.serving, view.starting = len(each.serving), len(each.coming)
         view.draining = len(each.draining)

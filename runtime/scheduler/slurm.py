@@ -477,6 +477,19 @@ def read_job(line: str) -> Job:
     return Job(int(number), state, word, "" if reason == "None" else reason, name, nodes, since)
 
 
+def node_names(nodes: str) -> list[str]:
+    """Return the names that Slurm abbreviates: `n[1-2,5],m` are n1, n2, n5 and m."""
+    names = []
+    for part in re.findall(r"[^,\[\]]+(?:\[[^\]]+\])?", nodes):
+        name, _, spans = part.rstrip("]").partition("[")
+        for span in spans.split(",") if spans else ():
+            low, _, high = span.partition("-")
+            numbers = range(int(low), int(high or low) + 1)
+            names += [f"{name}{number:0{len(low)}d}" for number in numbers]
+        names += [] if spans else [name]
+    return names
+
+
 def read_node(line: str) -> NodeRoom | None:
     """Parse a line of sinfo's output by NODE_COLUMNS; None for a node that takes no job."""
     name, state, cores, gpus, used_gpus = line.split()

@@ -155,7 +155,8 @@ async def watch(
     await asyncio.gather(*(host.allocate() for host in hosts))
     trainer = MegatronTrainer(home, scheduler)
     restarting = asyncio.create_task(restart_unfinished_jobs(home, trainer))
-    await asyncio.sleep(12)  # the first round looks at every job
+    while len(await asyncio.to_thread(trainer.unchanged)) < JOBS:  # noqa: ASYNC110
+        await asyncio.sleep(1.0)  # the first round looks at every job
     before, count, began = cpu_seconds(), cluster.squeues, time.monotonic()
     await asyncio.sleep(seconds)
     lasted, after = time.monotonic() - began, cpu_seconds()

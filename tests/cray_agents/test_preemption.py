@@ -63,6 +63,7 @@ async def test_nodes_are_taken_and_given_back_as_in_the_simulator(tmp_path: Path
         for name, priority in jobs.items():
             cluster.submit(name, nice=-priority)
         await until(lambda: cluster.journal("dear").step and cluster.journal("cheap").step)
+        await check_sleepers(cluster, rules)
         real = await real_decisions(cluster, rules, levels, PERIODS)
         assert real == simulated_decisions(rules, levels, PERIODS, 3, jobs)
         assert real[0]["preempt", "cheap"] == 0 and real[1]["preempt", "cheap"] == 1
@@ -82,6 +83,21 @@ async def test_nodes_are_taken_and_given_back_as_in_the_simulator(tmp_path: Path
         assert names_of([line.holder for line in told], cluster) == ["cheap", "dear"]
         await check_priority(cluster, rules)
         await check_refusals(cluster)
+
+
+async def check_sleepers(cluster: VirtualCluster, rules: ScalingRules) -> None:
+    """A job on the node of a sleeping replica leaves before others; the replica waits for that."""
+    controller = cluster.controller(rules)
+    live = cluster.site.scheduler.live()
+    node = live[cluster.jobs["dear"]].nodes
+    assert controller._cluster is not None
+    state = await asyncio.to_thread(controller._cluster.look, 0.0, Counter({node: 1}))
+    views = {names_of([view.name], cluster)[0]: view for view in state.running}
+    assert views["dear"].sleepers == {"replicas": 1} and not views["cheap"].sleepers
+    assert state.used == {node, live[cluster.jobs["cheap"]].nodes}
+    load = controller._load
+    load._levels = [(node, 1), ("elsewhere", 1), ("elsewhere", 2)]
+    assert load.wakeable(state.used) == (1, 1) and load.asleep == {node: 1, "elsewhere": 2}
 
 
 async def check_priority(cluster: VirtualCluster, rules: ScalingRules) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,44 @@ async def test_under_load_replicas_come_and_without_they_all_go(tmp_path: Path) 
         await asyncio.gather(counting, return_exceptions=True)
 
 
+async def test_with_a_warm_pool_one_sleeps_and_is_woken_before_others_start(tmp_path: Path) -> None:
+    paced, pools = Paced(echo, pause=0.02), list[Pool]()
+    others = [InProcessEngine(paced) for _ in range(2)]
+    admission = Admission(
+        lambda: 2 * pools[0].serving if pools else 2,
+        serves=lambda model: bool(pools) and pools[0].serves("calc@1"), outage=60,
+    )  # fmt: skip
+    rules = ScalingRules((replace(QUICK, warm=1),))
+    async with served(tmp_path, paced, others=others, admission=admission) as gateway:
+        pool = gateway.pool
+        pools.append(pool)
+        counting = asyncio.create_task(
+            keep_replica_count(pool, admission, GatewayShares(), rules, every=0.02)
+        )
+
+        def asleep() -> list[int]:
+            return [one["asleep"] for one in pool.status()]
+
+        await until(lambda: states(pool) == ["away"] * 3 and sum(asleep()) == 1)
+        assert (await gateway.call("GET", "/health/ready"))[0] == 200
+        warm = asleep().index(1)
+        stays = [slot.engine_host for slot in pool._slots]
+        starts = list[int]()
+        for number, host in enumerate(stays):
+            started = host.start
+
+            async def start(*arguments: Any, _number: int = number, _start: Any = started) -> None:
+                starts.append(_number)
+                await _start(*arguments)
+
+            host.start = start  # type: ignore[method-assign]
+        assert (await gateway.ask("again")).text == "again"
+        assert warm not in starts
+        await until(lambda: states(pool) == ["away"] * 3 and sum(asleep()) == 1)
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
+
+
 def test_the_count_is_a_span() -> None:
     assert ReplicaCount.parse("slurm:0-8") == ReplicaCount(jobs=8, least=0)
     assert str(ReplicaCount.parse("slurm:2-8")) == "slurm:2-8"
@@ -158,6 +197,8 @@ def test_the_count_is_a_span() -> None:
     assert replica_rule(Config(), ReplicaCount(jobs=2)) is None
     rule = replica_rule(Config(max_num_seqs=9), ReplicaCount(jobs=4, least=1))
     assert rule is not None and (rule.slots, rule.least, rule.most, rule.calm) == (9, 1, 4, 600)
+    warm = replica_rule(Config(replica_warm=2), ReplicaCount(jobs=4, least=1))
+    assert rule.warm == 0 and warm is not None and warm.warm == 2
     given = Config(preempt_after_minutes=2, preempt_keep_nodes=3, preempt_quiet_hours=["22-6"])
     rules = scaling_rules(given, rule)
     assert (rules.least_run, rules.training_nodes, rules.preempts) == (120, 3, True)

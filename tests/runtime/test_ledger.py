@@ -67,6 +67,19 @@ def test_a_replica_is_useful_while_it_answers_and_idle_while_it_could(tmp_path: 
     assert set(rows(home, "node")) == {"a", "platform", "total"}
 
 
+def test_hours_asleep_are_told_apart(tmp_path: Path) -> None:
+    home, place = Home(tmp_path), {"node": "a", "gpus": ("0",), "what": "m@1"}
+    write(
+        home,
+        line(0, "hold", "replica-0", state="serving", **place),
+        line(1, "hold", "replica-0", state="asleep", **place),
+        line(4, "hold", "replica-0", state="starting", **place),
+        line(5, "leave", "replica-0", **place),
+    )
+    row = rows(home)["replica"]
+    assert hours(row) == (5.0, 0.0, 1.0, 0.0, 1.0) and row["asleep_hours"] == 3.0
+
+
 def test_steps_that_were_trained_again_are_lost(tmp_path: Path) -> None:
     """A job on two nodes reached step 10, was killed, and went on from step 6 to 20."""
     home = Home(tmp_path)

@@ -36,6 +36,7 @@ class Sleeper(Mortal):
     async def stop(self) -> None:
         self.stops += 1
         self.engine.asleep = 0
+        self._ended.clear()
 
 
 def states(pool: Pool) -> list[str]:

@@ -248,9 +248,11 @@ def test_a_simulated_day_keeps_the_rules(kind: str, seed: int) -> None:
     assert result.goodput <= result.utilisation <= 1
     if not trace.failures:
         assert result.lost_steps == 0
-        open_work = sum(
-            simulation._done(job) * job.trace.nodes
-            for job in simulation.running.values() if not job.saving)  # fmt: skip
+        open_work = sum(  # also of jobs that save, and that wait to go on
+            (job.kept if job.saving else simulation._done(job)) * job.trace.nodes
+            for job in simulation.running.values()
+        )
+        open_work += sum(job.kept * job.trace.nodes for job in simulation.queued.values())
         assert result.trained_work == pytest.approx(finished + open_work)
 
 

@@ -4,7 +4,8 @@
 
 It takes the place of vllm_plugins/server.py (`EngineSettings.program`). It says its version and the
 last message; "slow" in that makes it take its time. "call NAME ARGUMENTS" asks for a tool's call. A
-pause without `keep` breaks its answers off. With `--headless` it only lives.
+pause without `keep` breaks its answers off. While it sleeps it scores nothing, and after level 2 it
+has no weights. With `--headless` it only lives.
 """
 
 import asyncio
@@ -42,6 +43,7 @@ class ScriptedServer:
         self.root = self.checkpoint = checkpoint
         self.names = names
         self.label = ""
+        self.asleep = False
         self.proven = asyncio.Event()
         self.secret = os.environ[VARIABLE]
         self.guard = VersionGuard()
@@ -72,6 +74,13 @@ class ScriptedServer:
                 return web.json_response({"results": [None]})
             case "/start_weight_update":
                 self.checkpoint = ""  # until files are read, it has no weights that it could prove
+            case "/sleep":
+                self.asleep = True
+                self.checkpoint = self.checkpoint if request.query["level"] == "1" else ""
+            case "/wake_up":
+                self.asleep = False
+            case "/v1/completions" if self.asleep:
+                return web.json_response({"error": {"message": "asleep"}}, status=500)
             case "/pause" if request.query["mode"] == "abort":
                 for task in self.answering:
                     task.cancel()

@@ -10,6 +10,7 @@ which jobs save already. All methods block: call them in a thread.
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from cray_agents.ports import Command
 from cray_agents.runtime.pool.slurm.job_lease import JOB_PREFIX
 from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.runtime.scaling.observed import TrainingView
-from cray_agents.runtime.scheduler.slurm import Job, NodeRoom, Slurm
+from cray_agents.runtime.scheduler.slurm import Job, NodeRoom, Slurm, node_names
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.session.session_journal import SessionJournal
@@ -38,6 +39,7 @@ class ClusterState:
     """Places of a cluster at one moment: see `Observed`, whose fields these are.
 
     `waiting`, `replicas`: replicas whose job is in Slurm's queue, and those whose job runs.
+    `used`: nodes with training, which also leaves before a replica that sleeps there wakes.
     """
 
     waiting: int = 0
@@ -46,6 +48,7 @@ class ClusterState:
     free: int = 0
     leaving: int = 0
     running: list[TrainingView] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
 
 
 class ClusterView:
@@ -59,8 +62,11 @@ class ClusterView:
         self._need = replica.ranks // replica.nodes * (1 if self._gpus else replica.cpus_per_rank)
         self._ledger = LedgerFile(home.ledger, "preemptions")
 
-    def look(self, now: float) -> ClusterState:
-        """Return the present state; `now` is the controller's clock. Raises SchedulerError."""
+    def look(self, now: float, asleep: Counter[str] | None = None) -> ClusterState:
+        """Return the present state. Raises SchedulerError.
+
+        `now` is the controller's clock, `asleep` the number of sleeping replicas by node.
+        """
         # the jobs after the nodes: one that begins meanwhile is then not taken for one that waits
         rooms = self._scheduler.room("replica")
         state = ClusterState(
@@ -77,7 +83,13 @@ class ClusterView:
             if job.state == "queued":
                 continue
             view = self._view(name, job, past, free.get(job.nodes, 0))
-            if view is None or not view.nodes:
+            if view is None:
+                continue
+            nodes = node_names(job.nodes)
+            state.used.update(nodes)
+            if sleepers := sum((asleep or {}).get(node, 0) for node in nodes):
+                view.sleepers, view.nodes = {"replicas": sleepers}, max(view.nodes, sleepers)
+            if not view.nodes:
                 continue
             if (order := self._scheduler.preemption(name, job.id)) is None:
                 state.running.append(view)

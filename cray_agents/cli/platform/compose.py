@@ -318,7 +318,8 @@ def slurm_hosts(
     # late, as cryptography takes a moment to import
     from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
 
-    settings, command = engine_settings(config, sleeps=False), replica_command(config)
+    settings = engine_settings(config, sleeps=config.replica_warm > 0)
+    command = replica_command(config)
     spec = ReplicaSpec(
         model=name,
         number=0,

@@ -10,9 +10,11 @@ simulator's `admit`. Called by compose.py.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Set
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 
 from cray_agents.cli.platform.cluster_view import ClusterState, ClusterView
 from cray_agents.cli.platform.platform_process import ReplicaCount
@@ -51,6 +53,7 @@ def replica_rule(config: Config, replicas: ReplicaCount) -> ServingRule | None:
         most=replicas.jobs,
         calm=60 * config.replica_calm_minutes,
         empty=60 * config.replica_empty_minutes,
+        warm=config.replica_warm,
     )
 
 
@@ -124,8 +127,8 @@ class ReplicaController:
         # those that find no free place are submitted too: a place that is left is theirs then
         self._change("start", missing - self._submitted, actions)
         for action in actions:
-            if action.kind == "end":
-                self._change("end", action.count, actions)
+            if action.kind in ("end", "sleep"):
+                self._change(action.kind, action.count, actions)
             elif action.kind == "preempt" and cluster is not None:
                 why = f"{action.why} ({self._load.words})"
                 await asyncio.to_thread(cluster.preempt, jobs[action.name], why)
@@ -151,7 +154,10 @@ class ReplicaController:
         return kept
 
     def _change(self, kind: str, count: int, actions: list[ScalingAction]) -> None:
-        change = self._pool.call_back if kind == "start" else self._pool.give_back
+        if kind == "start":
+            change = self._pool.call_back
+        else:
+            change = partial(self._pool.give_back, sleep=kind == "sleep")
         changed = sum(change() for _ in range(count))
         if changed:
             why = next((action.why for action in actions if action.kind == kind), self._load.words)
@@ -169,7 +175,7 @@ class ReplicaController:
             state = None
         elif fresh:
             try:
-                state = await asyncio.to_thread(cluster.look, seen.time)
+                state = await asyncio.to_thread(cluster.look, seen.time, self._load.asleep)
             except CrayError as error:
                 log.warning("the cluster is not seen: %s", error)
                 state = None
@@ -179,11 +185,14 @@ class ReplicaController:
             view.starting = coming
             return
         # a job that runs is no replica of the pool before its supervisor has been found
-        begun = state.replicas - view.serving - view.draining - view.starting
+        begun = state.replicas - view.serving - view.draining - view.starting - sum(view.asleep)
         begun = max(0, min(begun, self._load.waiting))
         view.starting += begun
         self._submitted = self._load.waiting - begun
-        seen.nodes, seen.free = state.nodes, state.free
+        # a sleeping replica's job holds its place, which is free for itself alone
+        view.wakeable = self._load.wakeable(state.used)
+        each = self.scaler.rules.serving[0].nodes
+        seen.nodes, seen.free = state.nodes, state.free + sum(view.wakeable) * each
         seen.leaving = state.leaving + view.draining * self.scaler.rules.serving[0].nodes
         seen.running = state.running if fresh else []
 
@@ -191,7 +200,8 @@ class ReplicaController:
 class PlatformLoad:
     """The requests and replicas of a platform, as the controller sees them.
 
-    `waiting`: replicas whose job waits for its place, as last observed. `words`: the load.
+    `waiting`: replicas whose job waits for its place, as last observed. `asleep`: sleeping ones by
+    node. `words`: the load.
     """
 
     def __init__(
@@ -206,6 +216,17 @@ class PlatformLoad:
         self._clock = clock
         self._busy, self._time = 0.0, time.monotonic()
         self.waiting, self.words = 0, ""
+        self._levels: list[tuple[str, int]] = []  # of sleeping replicas: node, level
+
+    @property
+    def asleep(self) -> Counter[str]:
+        """The number of sleeping replicas by node."""
+        return Counter(node for node, _ in self._levels)
+
+    def wakeable(self, used: Set[str]) -> tuple[int, int]:
+        """Return how many replicas sleep at level 1 and 2 on nodes that are not `used`."""
+        levels = [level for node, level in self._levels if node not in used]
+        return levels.count(1), levels.count(2)
 
     def observe(self) -> Observed:
         """Return the present state, as if every replica that is away had a place."""
@@ -221,6 +242,8 @@ class PlatformLoad:
         waiting = (self._admission.waiting(batch) for batch in (False, True))
         inside = (self._admission.inside(batch) for batch in (False, True))
         seconds = self._admission.mean_seconds
+        self._levels = [(one["host"], one["asleep"]) for one in replicas if one["asleep"]]
+        asleep = self.wakeable(frozenset())
         view = ServingView(
             name=rule.name,
             waiting=sum(waiting),
@@ -229,7 +252,12 @@ class PlatformLoad:
             answer_seconds=seconds,
             serving=serving,
             starting=len(replicas) - serving - self._pool.away,
-            draining=sum(one["state"] == "away" and bool(one["host"]) for one in replicas),
+            draining=sum(
+                one["state"] == "away" and bool(one["host"]) and not one["asleep"]
+                for one in replicas
+            ),
+            asleep=asleep,
+            wakeable=asleep,
         )
         self.words = (
             f"{view.waiting} requests wait, {view.in_flight} are answered,"

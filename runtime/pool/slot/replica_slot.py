@@ -140,6 +140,7 @@ class ReplicaSlot(SlotWeights):
             "version": self.version,
             "versions": self.versions,
             "state": self.state,
+            "asleep": self.places.asleep,
             "in_flight": self.in_flight,
             "busy_seconds": self.requests.busy_seconds,
             "restarts": self.watch.restarts,

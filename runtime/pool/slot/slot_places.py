@@ -1,4 +1,8 @@
-"""Slot places: find a replica a place, hand over to a successor in time, and give places back."""
+"""Slot places: find a replica a place, hand over to a successor in time, and give places back.
+
+A replica that is not needed may also sleep on its place. It is away as one without a place: it
+answers nobody, and takes the newest version when it comes back. But it is woken, not started.
+"""
 
 import asyncio
 import logging
@@ -9,10 +13,12 @@ from cray_agents.errors import CrayError
 from cray_agents.runtime.pool.engine.engine_host import EngineHost
 from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.slot.lora_adapters import Adapters
+from cray_agents.runtime.pool.slot.slot_sleep import fall_asleep, wake_up
 from cray_agents.runtime.pool.slot.slot_weights import SlotWeights
 
 log = logging.getLogger(__name__)
 
+_OTHERS_LOOK = 0.1  # seconds between two looks if other gateways' requests have ended
 _RETRY = 30.0  # seconds until a successor that did not come is tried again
 
 
@@ -26,6 +32,8 @@ class SlotPlaces:
         self._retiring: dict[asyncio.Task[None], EngineHost] = {}  # that end their last requests
         self._gives_back = False  # until its place is given back
         self._comes_back = False  # it was away, and is to be started
+        self._slept: LoadedVersion | None = None  # with which it fell asleep on its place
+        self._level = 0  # of that sleep
 
     def stay_away(self, loaded: LoadedVersion) -> None:
         """Take no place until `come_back`; the version is the one to start with then."""
@@ -41,26 +49,74 @@ class SlotPlaces:
             and self._successor is None
         )
 
-    def leave(self) -> Coroutine[Any, Any, None]:
+    @property
+    def asleep(self) -> int:
+        """The level at which the replica sleeps on its place; 0: it does not."""
+        return self._level if self._slot.state == "away" else 0
+
+    def leave(self, *, sleep: bool = False) -> Coroutine[Any, Any, None]:
         """Answer no more requests; the coroutine gives the place back when the last one has ended.
 
-        Only for a slot that `can_leave`. A replica that dies meanwhile is brought back as ever, and
-        then keeps its place.
+        With `sleep` the replica then sleeps on its place, or gives it back if it cannot. Only for a
+        slot that `can_leave`. A replica that dies meanwhile is brought back as ever, and then keeps
+        its place.
         """
         self._gives_back = True
         self._slot.set_state("away")
-        return self._leave()
+        return self._leave(sleep)
 
-    async def _leave(self) -> None:
+    async def _leave(self, sleep: bool) -> None:
         try:
             while self._slot.in_flight and self._slot.state == "away":
                 await self._slot.notifier.wait()
             async with self._slot.changing:
-                if self._slot.state == "away":
-                    self._slot.adapters.clear()
-                    await self._slot.engine_host.release()
+                if self._slot.state == "away" and not (sleep and await self._fall_asleep()):
+                    await self._give_back()
         finally:
             self._gives_back = False
+
+    async def _give_back(self) -> None:
+        self._slept, self._level = None, 0
+        self._slot.adapters.clear()
+        await self._slot.engine_host.release()
+        self._slot.notifier.notify()
+
+    async def _fall_asleep(self) -> bool:
+        loaded = self._slot.loaded
+        if loaded is None:
+            return False
+        try:
+            while await self._slot.refuse():  # noqa: ASYNC110 - other gateways' requests
+                await asyncio.sleep(_OTHERS_LOOK)
+            self._level = await fall_asleep(self._slot, loaded)
+        except (CrayError, OSError) as error:
+            log.warning("the replica of %s leaves, it does not sleep: %s", loaded.version, error)
+            return False
+        self._slept = loaded
+        self._slot.notifier.notify()
+        return True
+
+    async def end_sleep(self) -> bool:
+        """Give back the place of a replica that sleeps. Return False if it does not sleep."""
+        if not self.asleep:  # what else changes it may hold `changing` for long
+            return False
+        async with self._slot.changing:
+            if not self.asleep:
+                return False
+            await self._give_back()
+            return True
+
+    async def serve_again(self, loaded: LoadedVersion) -> None:
+        """Wake the replica if it sleeps, else start it; the version serves once it is proven."""
+        slept, level, self._slept, self._level = self._slept, self._level, None, 0
+        if slept is not None and self._slot.engine_host.placed:
+            self._slot.set_state("starting")
+            try:
+                self._slot.accept(loaded, await wake_up(self._slot, slept, loaded, level))
+                return
+            except (CrayError, OSError) as error:
+                log.warning("%s did not wake up, and is started: %s", loaded.version, error)
+        await self._slot.restore(loaded)
 
     def come_back(self) -> bool:
         """Start again, on a new place. Return False if the slot is not away, or not yet."""
@@ -122,6 +178,7 @@ class SlotPlaces:
         The host answers until then, and ends what it has begun.
         """
         if self._slot.state == "away":
+            await self.end_sleep()
             return
         successor = self._successor = self._successor or host.successor()
         await successor.allocate()

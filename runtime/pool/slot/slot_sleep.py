@@ -1,14 +1,45 @@
-"""Slot sleep: free a replica's GPU while others use it, and serve the former version afterwards."""
+"""Slot sleep: free a replica's GPU while others use it, and serve afterwards, once proven.
+
+`SlotSleep` is the sleep of a turn (cli/platform/gpu_turns.py), after which the former version
+serves again. `fall_asleep` and `wake_up` are its steps, which slot_places.py takes too.
+"""
 
 import logging
 
-from cray_agents.errors import CrayError
+from cray_agents.errors import CrayError, SwapError
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.slot.phase_seconds import timed
 from cray_agents.runtime.pool.slot.slot_weights import SlotWeights
 
 log = logging.getLogger(__name__)
+
+
+async def fall_asleep(slot: SlotWeights, loaded: LoadedVersion) -> int:
+    """Free the GPU of a drained replica; return the level of its sleep. Raises CrayError."""
+    await slot.adapters.unload()
+    level = slot.engine_host.sleep_level(loaded.checkpoint)
+    await slot.engine_host.engine.sleep(level)
+    return level
+
+
+async def wake_up(
+    slot: SlotWeights, slept: LoadedVersion, loaded: LoadedVersion, level: int
+) -> ProbeReport:
+    """Wake a replica that fell asleep with `slept`; load `loaded` where it lacks it, and prove it.
+
+    Raises SwapError, EngineError.
+    """
+    if not slept.fits(loaded):
+        raise SwapError(f"{loaded.version} is of another shape than {slept.version}")
+    seconds: dict[str, float] = {}
+    with timed(seconds, "wake"):
+        await slot.engine_host.engine.wake(slept.checkpoint, slept.version)
+    same = slept.version == loaded.version
+    report = await (
+        slot.prove_and_resume(loaded, {}) if level == 1 and same else slot.reload(loaded)
+    )
+    return report.model_copy(update={"seconds": seconds | report.seconds})
 
 
 class SlotSleep:
@@ -47,9 +78,7 @@ class SlotSleep:
     async def _sleep(self, loaded: LoadedVersion) -> None:
         """Free the GPU; `_sleep_level` is 0 if the process had to be ended for that."""
         try:
-            await self._slot.adapters.unload()
-            level = self._slot.engine_host.sleep_level(loaded.checkpoint)
-            await self._slot.engine_host.engine.sleep(level)
+            level = await fall_asleep(self._slot, loaded)
         except (CrayError, OSError) as error:
             log.warning("the replica of %s is ended, it does not sleep: %s", loaded.version, error)
             self._slot.adapters.clear()
@@ -87,11 +116,7 @@ class SlotSleep:
         if not level:
             with timed(seconds, "load"):
                 return await self._slot.start_fresh(loaded)
-        with timed(seconds, "wake"):
-            await self._slot.engine_host.engine.wake(loaded.checkpoint, loaded.version)
-        report = await (
-            self._slot.reload(loaded) if level == 2 else self._slot.prove_and_resume(loaded, {})
-        )
-        seconds |= {"load": report.seconds.get("load", 0.0)} if level == 2 else {}
-        seconds |= {"prove": report.seconds.get("prove", 0.0)}
+        report = await wake_up(self._slot, loaded, loaded, level)
+        phases = ("wake", "load", "prove") if level == 2 else ("wake", "prove")
+        seconds |= {phase: report.seconds.get(phase, 0.0) for phase in phases}
         return report

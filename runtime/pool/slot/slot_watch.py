@@ -31,6 +31,9 @@ class SlotWatch:
         while True:
             await self._wait_until_lost()
             comes_back = self._places.take_call_back()
+            if not comes_back and await self._places.end_sleep():
+                log.warning("a replica that slept has ended, and stays away")
+                continue
             if not comes_back:
                 self._note_loss()
             delay, most = _OUT_BACKOFF if self._slot.state == "out" else _BACKOFF
@@ -43,7 +46,7 @@ class SlotWatch:
                     if self._slot.state == "serving" or self._slot.loaded is None:
                         break  # a swap has put a fresh process there
                     self.restarts += not comes_back
-                    await self._slot.restore(self._slot.loaded)
+                    await self._places.serve_again(self._slot.loaded)
                     if not comes_back:
                         self._note_restart()
                     comes_back = False

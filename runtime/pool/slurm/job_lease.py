@@ -73,8 +73,9 @@ class JobLease(Record):
     """The lease of a replica's job, while its supervisor lives.
 
     The supervisor listens on `address` and `port`, with `tls` or without. `version` is what its
-    engine was last loaded with; "" while it loads. `beat` grows with each heartbeat, written at
-    `time`. `ends_at`: the end of the job's time, in unix seconds.
+    engine was last loaded with; "" while it loads or sleeps. `asleep`: the level of its sleep.
+    `beat` grows with each heartbeat, written at `time`. `ends_at`: the end of the job's time, in
+    unix seconds.
     """
 
     address: str
@@ -85,6 +86,7 @@ class JobLease(Record):
     job: str | None = None
     gpus: str | None = None
     version: str = ""
+    asleep: int = 0
     beat: int = 0
     time: float = 0.0
     ends_at: float | None = None

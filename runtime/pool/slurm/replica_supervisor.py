@@ -98,6 +98,7 @@ class ReplicaSupervisor:
         self._alive = False
         self._why = ""
         self._started_on = self._version = self._weights = ""
+        self._asleep = 0  # level, as the gateway notes it before the engine sleeps
         self._leaving = False
         self._beat = self._term = 0
         self._began, self._ends_at = time.time(), end_of_job(spec.minutes)
@@ -152,6 +153,7 @@ class ReplicaSupervisor:
             "started_on": self._started_on,
             "version": self._version,
             "weights": self._weights,
+            "asleep": self._asleep,
             "leaving": self._leaving,
             "seconds_left": None if self._ends_at is None else self._ends_at - now,
             "seconds": None if self._ends_at is None else self._ends_at - self._began,
@@ -185,6 +187,7 @@ class ReplicaSupervisor:
     async def _note(self, request: web.Request) -> web.Response:
         body = await request.json()
         self._version, self._weights = str(body["version"]), str(body["weights"])
+        self._asleep = int(body.get("asleep", 0))
         return web.json_response({})
 
     async def _stop(self, request: web.Request) -> web.Response:
@@ -199,7 +202,7 @@ class ReplicaSupervisor:
     async def _watch(self) -> None:
         await self.replica.wait_until_dead()
         self._alive, self._why = False, self.replica.death_reason()
-        self._version, self._weights, self._share = "", "", None
+        self._version, self._weights, self._share, self._asleep = "", "", None, 0
         self._tell()
         if self._leaving:
             self.ended.set()
@@ -207,7 +210,7 @@ class ReplicaSupervisor:
     async def _end_engine(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
-        self._alive, self._version, self._weights = False, "", ""
+        self._alive, self._version, self._weights, self._asleep = False, "", "", 0
         if self._share is not None:
             self._share = None
             self._tell()
@@ -238,6 +241,7 @@ class ReplicaSupervisor:
                 job=os.environ.get("SLURM_JOB_ID"),
                 gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
                 version=self._version,
+                asleep=self._asleep,
                 beat=self._beat,
                 time=time.time(),
                 ends_at=self._ends_at,

@@ -433,6 +433,8 @@ class SlurmReplica(VllmHost):
         try:
             if not await asyncio.to_thread(same_shape, Path(left["started_on"]), checkpoint):
                 raise NotFound(f"it was started on {left['started_on']}, of another shape")
+            if left["asleep"]:
+                await engine.wake(Path(left["started_on"]), version)
             if left["weights"] == weights_of(checkpoint):
                 await engine.take_over(checkpoint, version)
                 await supervisor.order("note", version=version, weights=left["weights"])

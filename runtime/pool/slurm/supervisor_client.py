@@ -103,6 +103,17 @@ class PlacedEngine(VllmEngine):
         await self._supervisor.order("note", version=version, weights=weights_of(checkpoint))
         return seconds
 
+    async def sleep(self, level: int) -> None:
+        """Give the GPU's memory back: see `VllmEngine.sleep`. Who takes it over reads files."""
+        await self._supervisor.order("note", version="", weights="", asleep=str(level))
+        await super().sleep(level)
+
+    async def wake(self, checkpoint: Path, version: str) -> None:
+        """Take the GPU's memory again: see `VllmEngine.wake`."""
+        await super().wake(checkpoint, version)
+        held = weights_of(checkpoint) if self._weights else ""
+        await self._supervisor.order("note", version=version if held else "", weights=held)
+
     async def receive(self, job: str, like: Path) -> None:
         """Take weights that are not published yet: see `VllmEngine.receive`."""
         await self._supervisor.order("note", version="", weights="")

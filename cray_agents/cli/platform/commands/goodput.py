@@ -18,6 +18,7 @@ COLUMNS = [
     "goodput",
     "useful_hours",
     "idle_hours",
+    "asleep_hours",
     "lost_hours",
     "other_hours",
     "tokens_served",
