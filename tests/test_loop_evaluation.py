@@ -68,8 +68,8 @@ def test_the_pairs_behind_a_decision_are_on_record_with_their_runs(tmp_path: Pat
     decision, curve = detail["decision"], detail["curve"]
     assert decision["kind"] == "rejected" and decision["who"] == "loop loop"
     assert (detail["incumbent"], detail["record"]["version"]) == ("m@1", "m@2")
-    assert curve["points"][0] == (0, 1.0) and curve["limit"] == pytest.approx(20)
-    assert curve["points"][-1] == (detail["pairs"], pytest.approx(first.evidence))
+    assert curve["points"][0] == [0, 1.0] and curve["limit"] == pytest.approx(20)
+    assert curve["points"][-1] == [detail["pairs"], pytest.approx(first.evidence)]
     runs = {run.id: run for run in Store(home).runs(RunQuery(loop="loop", split="holdout"))}
     count = {"won": first.wins, "lost": first.losses, "even": first.ties}
     for outcome in ("won", "lost", "even"):

@@ -111,7 +111,13 @@ def _loop(site: Platform) -> None:
     for number, task in enumerate(tasks):
         task.metadata["kind"] = "even" if number % 2 else "odd"
     loop = site_loop(
-        platform=site, name=LOOP, method="grpo", attempts=2, rewards=[lucky], promotion=test
+        platform=site,
+        name=LOOP,
+        tasks=tasks,
+        method="grpo",
+        attempts=2,
+        rewards=[lucky],
+        promotion=test,
     )
     list(loop.run(2))
     asyncio.run(site.rollback("m", 1, who="test", reason="as before"))

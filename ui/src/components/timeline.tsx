@@ -27,7 +27,8 @@ interface Lane {
 
 const [PHASES, JOB, RUNS] = [1, 2, 3]; // the trace's groups of tracks
 const MOST_BARS = 200; // of a lane; bars closer to each other than a pixel become one
-const IDLE = "engines idle";
+const ROLLOUTS = "rollouts";
+const IDLE = "no call in rollouts";
 
 export function Timeline({ events }: { events: readonly TraceEvent[] }) {
   const { lanes, calls, end, from } = useMemo(() => read(events), [events]);
@@ -72,7 +73,7 @@ function InFlight({ calls, from, end }: { calls: Bar[]; from: number; end: numbe
   const [path, most] = useMemo(() => curve(calls, from, end), [calls, from, end]);
   return (
     <div class="lane">
-      <span class="lane-name">model calls, at most {number(most)}</span>
+      <span class="lane-name">its calls, at most {number(most)}</span>
       <svg
         class="track in-flight"
         viewBox="0 0 1000 100"
@@ -101,7 +102,9 @@ function read(events: readonly TraceEvent[]): { lanes: Lane[]; calls: Bar[]; end
   const job = spans.filter((one) => one.pid === JOB).map(barOf);
   if (job.length) lanes.push({ name: "steps of the job", tone: "job", bars: joined(job, (end - from) / 1000) });
   const calls = spans.filter((one) => one.pid === RUNS && one.name.startsWith("chat ")).map(barOf);
-  const idle = calls.length ? gaps(calls, from, end) : [];
+  // runs of the evaluation are not in the trace, so only the rollouts tell when nothing was asked
+  const rollouts = lanes.find((lane) => lane.name === ROLLOUTS)?.bars[0];
+  const idle = calls.length && rollouts ? gaps(calls, rollouts.from, rollouts.to) : [];
   if (idle.length) lanes.push({ name: IDLE, tone: "idle", bars: joined(idle, (end - from) / 1000) });
   return { lanes, calls, end, from: Number.isFinite(from) ? from : 0 };
 }
@@ -120,11 +123,12 @@ function joined(bars: Bar[], near: number): Bar[] {
   }
 }
 
-/** The times in which no call was in flight. */
+/** The times from `from` to `end` in which no call was in flight. */
 function gaps(calls: readonly Bar[], from: number, end: number): Bar[] {
   const made: Bar[] = [];
   let covered = from;
   for (const call of [...calls].sort((one, other) => one.from - other.from)) {
+    if (call.from > end) break;
     if (call.from > covered) made.push({ name: IDLE, from: covered, to: call.from });
     covered = Math.max(covered, call.to);
   }

@@ -172,6 +172,7 @@ function One({ id }: { id: string }) {
 function Progress({ batch }: { batch: Entry }) {
   const { total, completed, failed } = counts(batch);
   const done = completed + failed;
+  const goesOn = GOES_ON.includes(batch.status);
   const end = batch.finalizing_at ?? batch.completed_at ?? batch.cancelling_at ?? batch.expired_at;
   const spent = batch.in_progress_at ? (end ?? Date.now() / 1000) - batch.in_progress_at : null;
   const speed = spent && done ? done / spent : null;
@@ -192,8 +193,8 @@ function Progress({ batch }: { batch: Entry }) {
             <dt>failed</dt>
             <dd class={failed ? "error-text" : ""}>{number(failed)}</dd>
             <dt>speed</dt>
-            <dd>{speed === null ? "not known yet" : `${number(speed)} lines/s`}</dd>
-            {GOES_ON.includes(batch.status) && (
+            <dd>{speed !== null ? `${number(speed)} lines/s` : goesOn ? "not known yet" : "all in less than a second"}</dd>
+            {goesOn && (
               <>
                 <dt>left</dt>
                 <dd>{speed === null ? "not known yet" : `about ${seconds((total - done) / speed)}`}</dd>

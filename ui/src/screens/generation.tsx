@@ -47,7 +47,7 @@ export default function GenerationScreen({ path, params }: ScreenProps) {
         <h1>
           Generation {count} of <ScreenLink to={["loop", loop]}>{oneLine(loop, 80)}</ScreenLink>
         </h1>
-        {detail.data && <Outcome detail={detail.data} />}
+        {detail.data && <OutcomeChip detail={detail.data} />}
         <span class="spacer" />
         <button disabled={count === 0} onClick={() => neighbour(-1)} aria-label="The generation before">
           ←
@@ -73,10 +73,10 @@ export default function GenerationScreen({ path, params }: ScreenProps) {
               <TrainingSet id={data.record.dataset ?? null} />
               <Groups loop={loop} generation={count} />
             </div>
+            <TimelineCard key={trace} loop={loop} generation={count} idle={data.record.idle_share ?? null} />
             {data.pairs !== null && (
               <Pairs key={`${loop}/${count}`} loop={loop} generation={count} params={params} />
             )}
-            <TimelineCard key={trace} loop={loop} generation={count} idle={data.record.idle_share ?? null} />
           </div>
         )}
       </Loaded>
@@ -84,7 +84,7 @@ export default function GenerationScreen({ path, params }: ScreenProps) {
   );
 }
 
-function Outcome({ detail }: { detail: Detail }) {
+function OutcomeChip({ detail }: { detail: Detail }) {
   if (!compared(detail)) return <span class="chip">no candidate compared</span>;
   return detail.record.promoted ? <span class="chip good">promoted</span> : <span class="chip bad">rejected</span>;
 }
