@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from cray_agents.records import Trajectory as Trajectory
     from cray_agents.rewards.llm_judge import judge as judge
     from cray_agents.rewards.reward import reward as reward
+    from cray_agents.rewards.scanner import scanner as scanner
     from cray_agents.tasks.task_set import TaskSet as TaskSet
     from cray_agents.trainers.models.seed_model import make_tiny_model as make_tiny_model
     from cray_agents.training_commands import Datum as Datum
@@ -97,6 +98,7 @@ _MODULES = {
     "Run": "records",
     "RunContext": "agent.run_context",
     "RunFilter": "queries",
+    "scanner": "rewards.scanner",
     "ScriptedEngine": "engines.scripted",
     "Split": "records",
     "Stage": "loop.stages",

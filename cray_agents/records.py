@@ -259,7 +259,8 @@ class Trajectory(Record):
 class Reward(Record):
     """A named number on a run, with its origin. `turn` (from 0) is set if it is for one turn.
 
-    A reward replaces an earlier one of the same source, name and turn. The client chooses `source`.
+    A reward replaces an earlier one of the same source, name and turn. The client chooses `source`;
+    `scan:NAME` is the finding of a scanner, which counts in no sum.
     The gateway sets `giver` to the name of the API key used: "" is the platform's host itself, or
     a time without keys.
     """
@@ -271,6 +272,30 @@ class Reward(Record):
     comment: str | None = None
     time: float = Field(default_factory=time.time)
     giver: str = ""
+
+
+SCAN = "scan:"  # begins the source of a scanner's finding, and the tag of a run with one
+CLEAR = "clear:"  # begins the tag of a run in which a scanner found nothing
+
+
+def is_finding(source: str) -> bool:
+    """Tell whether a reward of this source is a scanner's finding, which no sum counts."""
+    return source.startswith(SCAN)
+
+
+def scanned_tags(tags: Iterable[str], findings: Iterable[tuple[str, float]]) -> list[str]:
+    """Return a run's tags, sorted, with those that its scanners' findings give it.
+
+    `findings` are (source, value). A run is tagged `scan:NAME` if the scanner NAME gave it or one
+    of its turns a number that is not 0, else `clear:NAME`. Nobody else can give such a tag.
+    """
+    has_findings: dict[str, bool] = {}
+    for source, value in findings:
+        has_findings[source] = has_findings.get(source, False) or value != 0
+    given = {
+        CLEAR + source[len(SCAN) :] if not has else source for source, has in has_findings.items()
+    }
+    return sorted({tag for tag in tags if not tag.startswith((SCAN, CLEAR))} | given)
 
 
 # name, source, value, turn, giver, time
@@ -354,10 +379,14 @@ class Run(Record, Generic[Output]):
 
     @property
     def reward(self) -> float | None:
-        """The sum of the rewards; None while there are none, or one of them failed."""
-        if not self.rewards or (self.error is not None and self.error.type == UNSCORED):
+        """The sum of the rewards; None while there are none, or one of them failed.
+
+        The findings of scanners (source `scan:NAME`) are not rewards of the work.
+        """
+        counted = [r.value for r in self.rewards if not is_finding(r.source)]
+        if not counted or (self.error is not None and self.error.type == UNSCORED):
             return None
-        return sum(r.value for r in self.rewards)
+        return sum(counted)
 
     @property
     def target(self) -> Any:

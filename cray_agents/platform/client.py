@@ -403,8 +403,9 @@ class Platform:
     ) -> dict[str, Any]:
         """Let a version answer a share of the live sessions; roll it back if it does worse.
 
-        `test`: share, promote_after, alpha, error_margin, reward_margin, low, high, givers. Raises
-        BadInput if there is only one replica, or a canary runs already.
+        `test`: share, promote_after, alpha, error_margin, reward_margin, low, high, givers,
+        scanners, scan_margin. Raises BadInput if there is only one replica, or a canary runs
+        already.
         """
         path = f"/models/{version.name}/canary"
         body = {"version": version.number, "who": who, "reason": reason, **test}

@@ -140,7 +140,7 @@ async def _score(
     suspect = False
     for function in rewards:
         try:
-            rewarded, suspicious = await _call_reward(run, function)
+            rewarded, suspicious = await call_reward(run, function)
             given += rewarded
             suspect |= suspicious
         except RewardError as error:
@@ -171,7 +171,7 @@ def prepare_rescoring(run: Run, output_type: Any) -> Run:
     return run.model_copy(update={"output": output, "error": None})
 
 
-async def _call_reward(run: Run, function: RewardFunction) -> tuple[list[Reward], bool]:
+async def call_reward(run: Run, function: RewardFunction) -> tuple[list[Reward], bool]:
     """Call a function; return its rewards, and True if it suspects the run. Raises RewardError."""
     options: RewardOptions = getattr(function, "__reward_options__", RewardOptions())
     name = options.name or str(getattr(function, "__name__", type(function).__name__))

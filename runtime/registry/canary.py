@@ -3,11 +3,13 @@
 A hash of the session's name and the canary's decides the side of a session. So a session stays on
 its side, and each canary selects anew. Whenever both sides have new outcomes, x is the difference
 of their means since the last time, positive if the candidate is worse. One x is of failed sessions,
-one of rewards. Two betting tests (`Stream` in cray_agents/promotion/e_process.py) collect evidence
-for E[x] > margin. The canary is rolled back when either reaches 2 / alpha. A candidate within the
-margins is rolled back with probability at most alpha, however long and often it is tested.
+one of rewards, and with `scanners` one of their findings. A betting test of each (`Stream` in
+cray_agents/promotion/e_process.py) collects evidence for E[x] > margin. The canary is rolled back
+when one of these 2 or 3 tests reaches 2 or 3 / alpha. A candidate within the margins is rolled back
+with probability at most alpha, however long and often it is tested.
 
-Only the first answer and the first failure of a session count, and only the first reward of a run.
+Only the first answer and the first failure of a session count, only the first reward of a run, and
+only the first finding of a scanner in it.
 So a request that is repeated and fails each time is one failure. The counts are saved beside the
 registry's files, a second late at most, so that a restarted gateway goes on from them.
 Called by runtime/gateway/model_calls/canary_traffic.py.
@@ -41,6 +43,9 @@ class CanaryTest(StrictRecord):
         reward_margin: largest accepted decrease of the mean reward, as a share of the range.
         promote_after: promote the candidate after so many of its sessions, if it is within the
             margins. None: the canary runs until it is ended.
+        scanners: names of scanners (`cray-agents scan`) that must not find more in the candidate's
+            runs.
+        scan_margin: largest accepted increase of the share of runs with a finding.
         low, high: the range of rewards; a reward outside counts as the nearer end.
         givers: names of the API keys whose rewards count, beside rewards given on the platform's
             host; None: all keys. Over HTTP the caller's own key is always among them.
@@ -51,6 +56,8 @@ class CanaryTest(StrictRecord):
     error_margin: float = Field(0.02, ge=0, lt=1)
     reward_margin: float = Field(0.05, ge=0, lt=1)
     promote_after: int | None = Field(None, ge=1)
+    scanners: list[str] = Field(default_factory=list, max_length=32)
+    scan_margin: float = Field(0.02, ge=0, lt=1)
     low: float = 0.0
     high: float = 1.0
     givers: list[str] | None = None
@@ -118,12 +125,14 @@ class Canary:
         self.version = f"{start.name}@{start.version}"
         self.failures = Comparison(self.test.error_margin)
         self.losses = Comparison(self.test.reward_margin)  # 1 - reward
+        self.findings = Comparison(self.test.scan_margin)  # 1: a scanner found something
         self.staged = False  # True once this process has loaded the version on a replica
         self.decided: Verdict | None = None
         self.changed = False  # True if there are outcomes that are not saved yet
         self._answered: set[int] = set()
         self._failed: set[int] = set()
         self._rewarded: set[int] = set()
+        self._scanned: set[int] = set()
 
     def draws(self, session: str) -> bool:
         """Tell whether the candidate answers a session; always the same for the same session."""
@@ -149,22 +158,36 @@ class Canary:
         self.losses.add(side, 1 - min(1.0, max(0.0, share)))
         self.changed = True
 
+    def add_finding(self, run_id: str, scanner: str, side: Side, *, has_finding: bool) -> None:
+        """Count the first finding of a scanner in a run, also that there is nothing."""
+        key = self._hash(f"{scanner} {run_id}")
+        if key in self._scanned or len(self._scanned) >= REMEMBERED:
+            return
+        self._scanned.add(key)
+        self.findings.add(side, float(has_finding))
+        self.changed = True
+
+    @property
+    def _limit(self) -> float:
+        """The evidence that rolls the canary back: the tests share alpha."""
+        return (3 if self.test.scanners else 2) / self.test.alpha
+
     def verdict(self) -> tuple[Verdict, str]:
         """Return the action to take now, and the reason."""
-        limit = 2 / self.test.alpha
-        for kind, comparison in (("errors", self.failures), ("rewards", self.losses)):
-            if comparison.stream.evidence >= limit:
+        tests = {"errors": self.failures, "rewards": self.losses, "findings": self.findings}
+        for kind, comparison in tests.items():
+            if comparison.stream.evidence >= self._limit:
                 return "roll back", f"worse {kind}: {self._describe(kind)}"
         after = self.test.promote_after
         sessions = self.failures.count["canary"]
-        within = self.failures.within_margin and self.losses.within_margin
+        within = all(comparison.within_margin for comparison in tests.values())
         if after is not None and sessions >= after and within:
             return "promote", f"no worse after {sessions} sessions"
         return "continue", ""
 
     def numbers(self) -> dict[str, Any]:
         """Return the counts and means of both sides, and the evidence so far."""
-        numbers: dict[str, Any] = {"limit": 2 / self.test.alpha}
+        numbers: dict[str, Any] = {"limit": self._limit}
         for side in ("canary", "control"):
             loss = self.losses.mean(side)
             reward = None if loss is None else self.test.high - loss * self._range
@@ -173,9 +196,12 @@ class Canary:
                 "failed": round(self.failures.total[side]),
                 "rewarded": self.losses.count[side],
                 "reward": reward,
+                "scanned": self.findings.count[side],
+                "found": round(self.findings.total[side]),
             }
         numbers["error_evidence"] = self.failures.stream.evidence
         numbers["reward_evidence"] = self.losses.stream.evidence
+        numbers["finding_evidence"] = self.findings.stream.evidence
         return numbers
 
     def _hash(self, text: str) -> int:
@@ -194,6 +220,11 @@ class Canary:
                 f"{canary['failed']} of {canary['answered']} against "
                 f"{control['failed']} of {control['answered']}"
             )
+        if kind == "findings":
+            return (
+                f"{', '.join(self.test.scanners)}: {canary['found']} in {canary['scanned']} runs "
+                f"against {control['found']} in {control['scanned']}"
+            )
         return (
             f"mean {canary['reward']:.3g} of {canary['rewarded']} runs against "
             f"{control['reward']:.3g} of {control['rewarded']}"
@@ -207,7 +238,11 @@ class Canary:
         The sets of counted sessions and runs are left out: after a restart they may count again.
         """
         self.changed = False
-        state = {"failures": self.failures.to_dict(), "losses": self.losses.to_dict()}
+        state = {
+            "failures": self.failures.to_dict(),
+            "losses": self.losses.to_dict(),
+            "findings": self.findings.to_dict(),
+        }
         return checksums.with_crc(orjson.dumps(state)) + b"\n"
 
     @classmethod
@@ -219,4 +254,6 @@ class Canary:
             state = checksums.read_json(path)
             canary.failures.restore(state["failures"])
             canary.losses.restore(state["losses"])
+            if "findings" in state:
+                canary.findings.restore(state["findings"])
         return canary

@@ -8,7 +8,7 @@ branch_choice.py picks its turns. Called by store.py.
 from collections.abc import Iterable
 from typing import Any
 
-from cray_agents.records import ModelCall, Reward, Run, Trajectory, Turn
+from cray_agents.records import ModelCall, Reward, Run, Trajectory, Turn, is_finding, scanned_tags
 from cray_agents.runtime.store.branch_choice import choose_turns
 from cray_agents.runtime.store.segments.facts import ending_of, text_of
 
@@ -28,11 +28,14 @@ def assemble(
     turns = run.trajectory.turns or [
         Turn(call_id=call.id) for call in choose_turns(_sort_calls(known.values()))
     ]
+    given = newest_rewards([*run.rewards, *map(Reward.model_validate, rewards)])
+    tags = {*run.tags, *(tag for call in known.values() for tag in call.tags)}
+    findings = [(r.source, r.value) for r in given if is_finding(r.source)]
     joined = [turn.model_copy(update={"call": known.get(turn.call_id)}) for turn in turns]
     return run.model_copy(
         update={
-            "rewards": newest_rewards([*run.rewards, *map(Reward.model_validate, rewards)]),
-            "tags": sorted({*run.tags, *(tag for call in known.values() for tag in call.tags)}),
+            "rewards": given,
+            "tags": scanned_tags(tags, findings),
             "trajectory": run.trajectory.model_copy(update={"turns": joined}),
         }
     )

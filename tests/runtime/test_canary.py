@@ -12,6 +12,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
+from cray_agents.paths import Home
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry.canary import Canary, Side
 from cray_agents.runtime.registry.registry import ModelEvent
@@ -213,6 +214,29 @@ async def test_it_is_rolled_back_when_rewards_fall_even_after_a_restart(
         assert set((await versions(gateway, named("after", 20))).values()) == {"calc@1"}
 
 
+async def test_it_is_rolled_back_when_scanners_find_more(tmp_path: Path, script: Script) -> None:
+    async with two(tmp_path, script) as gateway:
+        await start(gateway, share=0.5, scanners=["leak"])
+        limit = 3 / 0.05  # three tests share alpha
+        for n in range(20):
+            replies = await ask_all(gateway, named(f"batch-{n}", 24))
+            for reply in replies.values():
+                value = 1.0 if reply.text == "calc@2" else 0.0
+                body = {"name": "leak", "source": "scan:leak", "value": value}
+                path = f"/v1/trajectories/{reply.run_id}/rewards"
+                assert (await gateway.call("POST", path, json=body))[0] == 200
+                other = body | {"name": "tone", "source": "scan:tone", "value": 1.0}
+                assert (await gateway.call("POST", path, json=other))[0] == 200
+            if "canary_ended" in await kinds(gateway):
+                break
+        _, history = await gateway.call("GET", "/v1/models/calc/history")
+        ended = history["data"][-1]
+        assert ended["reason"].startswith("rolled back: worse findings: leak: ")
+        assert ended["numbers"]["finding_evidence"] >= ended["numbers"]["limit"] == limit
+        assert ended["numbers"]["canary"]["rewarded"] == 0  # findings are no rewards
+        assert ended["numbers"]["control"]["found"] == 0 < ended["numbers"]["control"]["scanned"]
+
+
 async def test_it_is_promoted_after_enough_sessions(tmp_path: Path, script: Script) -> None:
     async with two(tmp_path, script) as gateway:
         await start(gateway, share=0.5, promote_after=40)
@@ -272,6 +296,21 @@ async def test_promoting_or_rolling_back_ends_it(tmp_path: Path, script: Script)
         assert set((await versions(gateway, named("after", 20))).values()) == {"calc@2"}
 
 
+def test_findings_go_on_after_a_restart(tmp_path: Path) -> None:
+    start = ModelEvent(name="m", number=1, version=2, numbers={"scanners": ["leak"]})
+    canary = Canary(start)
+    for n in range(9):
+        canary.add_finding(f"r{n}", "leak", "canary", has_finding=n % 2 == 0)
+        canary.add_finding(f"r{n}", "leak", "canary", has_finding=True)  # of a run its first
+        canary.add_finding(f"s{n}", "leak", "control", has_finding=False)
+    home = Home(tmp_path)
+    path = home.canary("m", 1)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(canary.to_bytes())
+    assert Canary.load(home, start).numbers() == canary.numbers()
+    assert canary.numbers()["canary"]["found"] == 5
+
+
 def judged(seed: int, canary: float, control: float, reward: float | None = None) -> Canary:
     """A canary of a tenth of 4,000 sessions: shares that fail, or mean rewards."""
     rng = random.Random(seed)
@@ -310,6 +349,6 @@ def test_rewards_are_told_in_their_own_range() -> None:
         canary.add_reward(f"r{n}", "canary", value)
         canary.add_reward(f"r{n}", "canary", 0.0)  # of a run its first
     assert canary.numbers()["canary"] | {"reward": 0} == {
-        "answered": 0, "failed": 0, "rewarded": 3, "reward": 0
+        "answered": 0, "failed": 0, "rewarded": 3, "reward": 0, "scanned": 0, "found": 0,
     }  # fmt: skip
     assert canary.numbers()["canary"]["reward"] == pytest.approx(2.0)  # 99 counts as 3

@@ -255,7 +255,7 @@ async def test_tls_covers_both_servers_and_what_is_without_it_is_not_taken_over(
 
 
 async def test_a_successor_is_ready_before_the_place_is_left(site: Site) -> None:
-    ends = {"SLURM_JOB_END_TIME": str(time.time() + 16)}
+    ends = {"SLURM_JOB_END_TIME": str(time.time() + 40)}  # the successor has 15 s from the middle
     (host,) = site.hosts(1, environment=ends)
     pool = site.pool([host], wait_timeout=100)
     await pool.start(*first(site.folder))

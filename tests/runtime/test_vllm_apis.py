@@ -67,7 +67,7 @@ async def gateway(
     host = Replica(
         "calc", EngineSettings(kv_cache_gib=0.125, engine_args=COMPACT), folder / "replica.log"
     )
-    async with served(folder, host=host, model=model) as gateway:
+    async with served(folder, host=host, model=model, keep_alive=60) as gateway:
         yield gateway
 
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 models = typer.Typer(
     no_args_is_help=True,
-    help="Model versions: list, show, history, lineage, promote, rollback, reject, canary, prune.",
+    help="Model versions: list, show, history, lineage, promote, rollback, reject, canary,"
+    " memorisation, drift, prune.",
 )
 
 Name = Annotated[str, typer.Argument(help="A model's name.")]
@@ -175,6 +176,10 @@ def canary(
         list[str] | None,
         typer.Option(help="An API key whose rewards count, by name; repeatable."),
     ] = None,
+    scanner: Annotated[
+        list[str] | None,
+        typer.Option(help="A scanner that must not find more (`cray-agents scan`); repeatable."),
+    ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="End the one that runs.")] = False,
     reason: Reason = "",
     who: Who = "",
@@ -182,7 +187,8 @@ def canary(
 ) -> None:
     """Let name@N answer a share of the live sessions; name alone shows the one that runs.
 
-    It is rolled back by itself when more sessions fail or rewards are lower than beside it.
+    It is rolled back by itself when more sessions fail, rewards are lower or scanners find more
+    than beside it.
     """
     name, at, _ = version.partition("@")
     if stop:
@@ -194,7 +200,12 @@ def canary(
         console.print_json(data=call_platform(home, lambda p: p.canary_status(name)))
         return
     wanted = _version(*parse_version(version))
-    test = {"share": share, "promote_after": promote_after, "givers": giver or []}
+    test = {
+        "share": share,
+        "promote_after": promote_after,
+        "givers": giver or [],
+        "scanners": scanner or [],
+    }
     by = who or user()
     print_event(call_platform(home, lambda p: p.canary(wanted, who=by, reason=reason, **test)))
 

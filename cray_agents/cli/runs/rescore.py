@@ -95,14 +95,8 @@ def stateless_function(target: str) -> "RewardFunction":
     Raises BadInput for none, and for one that has state besides the run: a method, an object such
     as LLMJudge, a closure, a function of more than a run.
     """
-    place, _, name = target.rpartition(":")
-    if not place or not name.isidentifier():
-        raise BadInput(
-            f"--reward {target!r}: name it as FILE.py:NAME or MODULE:NAME", param="reward"
-        )
-    function = getattr(_module(place), name, None)
-    if function is None:
-        raise BadInput(f"{place} has no {name!r}", param="reward")
+    name = target.rpartition(":")[2]
+    function = find_function(target, "reward")
     if not isinstance(function, types.FunctionType):
         kind = type(function).__name__
         raise BadInput(
@@ -129,7 +123,18 @@ def stateless_function(target: str) -> "RewardFunction":
     return function
 
 
-def _module(place: str) -> types.ModuleType:
+def find_function(target: str, param: str) -> Any:
+    """Return what FILE.py:NAME or MODULE:NAME names, given as `param`. Raises BadInput."""
+    place, _, name = target.rpartition(":")
+    if not place or not name.isidentifier():
+        raise BadInput(f"{param} {target!r}: name it as FILE.py:NAME or MODULE:NAME", param=param)
+    function = getattr(_module(place, param), name, None)
+    if function is None:
+        raise BadInput(f"{place} has no {name!r}", param=param)
+    return function
+
+
+def _module(place: str, param: str) -> types.ModuleType:
     if place.endswith(".py"):
         from cray_agents.cli.agent.agents import load
 
@@ -138,7 +143,7 @@ def _module(place: str) -> types.ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise BadInput(f"--reward: no module {error.name!r}", param="reward") from error
+        raise BadInput(f"{param}: no module {error.name!r}", param=param) from error
 
 
 async def _rescore(

@@ -99,7 +99,9 @@ def _decision(ended: dict[str, Any], promoted: bool) -> Decision:
     return Decision(
         verdict="promote" if promoted else "reject",
         reason=f"canary: {ended['reason']}",
-        evidence=max(numbers.get("error_evidence", 1.0), numbers.get("reward_evidence", 1.0)),
+        evidence=max(
+            numbers.get(f"{kind}_evidence", 1.0) for kind in ("error", "reward", "finding")
+        ),
         limit=numbers.get("limit", 1.0),
         tasks=0,
         planned=0,

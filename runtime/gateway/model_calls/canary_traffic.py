@@ -14,7 +14,7 @@ from functools import partial
 from cray_agents.errors import EngineError, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
-from cray_agents.records import ModelVersion, reward_of_givers
+from cray_agents.records import CLEAR, SCAN, ModelVersion, reward_of_givers
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.canary import Canary, Side, Verdict
 from cray_agents.runtime.registry.registry import Registry
@@ -122,7 +122,10 @@ class CanaryTraffic:
                 self._note_answer(canary, session, version, failed=failed)
 
     async def note_reward(self, run_id: str) -> None:
-        """Count the reward of a live run, if it has one. A loop's own runs are not live."""
+        """Count the reward of a live run, if it has one, and what scanners found in it.
+
+        A loop's own runs are not live.
+        """
         if not self._loaded_all:  # after a restart no request may have come yet
             self._loaded_all = True
             for name in self._registry.names():
@@ -131,14 +134,19 @@ class CanaryTraffic:
         if not self._canaries:
             return
         run = await asyncio.to_thread(self._run_facts, run_id)
-        if run is None or run.reward is None or run.loop is not None or run.imported is not None:
+        if run is None or run.loop is not None or run.imported is not None:
             return
         for canary in list(self._canaries.values()):
             side = self._side(canary, set(run.models))
+            if side is None or run.started < canary.start.time:
+                continue
             reward = reward_of_givers(run.reward, run.given, canary.test.givers)
-            if side is not None and reward is not None and run.started >= canary.start.time:
+            if reward is not None:
                 canary.add_reward(run_id, side, reward)
-                self._judge(canary)
+            for scanner in canary.test.scanners:
+                if (has_finding := SCAN + scanner in run.tags) or CLEAR + scanner in run.tags:
+                    canary.add_finding(run_id, scanner, side, has_finding=has_finding)
+            self._judge(canary)
 
     async def close(self) -> None:
         """Stop saving in the background and save the last counts."""

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from cray_agents.records import UNSCORED, GivenReward
+from cray_agents.records import UNSCORED, GivenReward, is_finding, scanned_tags
 from cray_agents.runtime.store.segments.facts import Fact
 
 
 class RunFacts(NamedTuple):
     """A run without its bodies: the fields that lists show and queries compare.
 
-    `rewards` are (name, source, value, turn), the newest of each name, source and turn. `reward` is
-    their sum; None if there are none, or if computing one failed. `given` are the newest rewards of
+    `rewards` are (name, source, value, turn), the newest of each name, source and turn, without the
+    findings of scanners, which are among the `tags`. `reward` is their sum; None if there are none,
+    or if computing one failed. `given` are the newest rewards of
     each giver, (..., giver, time), if any came with an API key. `rewards_of_givers` of records.py
     selects some of them. A run without a description (`described` false) gets its facts from its
     calls. Times are in unix seconds.
@@ -151,6 +152,11 @@ class MergedRun:
         run_input, output, imported, redacted, owner = heads
         by_giver = _newest_by_giver([*given, *self.rewards]) if given else self.rewards
         rewards = _newest_rewards(by_giver) if len(by_giver) > 1 else by_giver
+        findings = [(reward[1], reward[2]) for reward in rewards if is_finding(reward[1])]
+        if findings:
+            rewards = [reward for reward in rewards if not is_finding(reward[1])]
+            by_giver = [reward for reward in by_giver if not is_finding(reward[1])]
+        tags = _union(self.tags, tags)
         return RunFacts(
             run_id,
             self.described is not None,
@@ -168,7 +174,7 @@ class MergedRun:
             infrastructure,
             sum([reward[2] for reward in rewards]) if rewards and error != UNSCORED else None,
             tuple([(reward[0], reward[1], reward[2], reward[4]) for reward in rewards]),
-            tuple(_union(self.tags, tags)),
+            tuple(scanned_tags(tags, findings) if findings or tags else tags),
             started,
             seconds,
             turns or self.calls,
