@@ -24,7 +24,15 @@ from cray_agents import Platform
 from cray_agents.paths import Home
 from cray_agents.runtime.dashboard import static_files
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from tests.support.dashboard_site import HOSTILE, LONG_RUN, LONG_TURNS, site
+from tests.support.dashboard_site import (
+    BAD_LINES,
+    BATCH_LINES,
+    HOSTILE,
+    LONG_RUN,
+    LONG_TURNS,
+    LOOP,
+    site,
+)
 from tests.support.gateway_process import gateway
 
 if TYPE_CHECKING:
@@ -56,6 +64,11 @@ SCREENS = {
     "search": "#/search?q=word",
     "loop": "#/loop/sums",
     "models": "#/models?at=m%401",
+    "generation": f"#/generation/{LOOP}/1",
+    "first generation": f"#/generation/{LOOP}/0",
+    "foreign generation": "#/generation/sums/1",
+    "datasets": "#/dataset",
+    "batches": "#/batch",
 }
 
 pytestmark = [
@@ -169,7 +182,7 @@ def test_every_screen_shows_and_is_accessible(platform: Platform, watch: Any, na
 
 def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) -> None:
     with urllib.request.urlopen(f"{platform.url}/v1/jobs") as answer:
-        [job] = json.load(answer)["data"]
+        job = next(each for each in json.load(answer)["data"] if each["steps"] == 3)
     page = watch(platform.url)
     page.open(f"#/job/{job['id']}")
     page.page.get_by_role("heading", name="Log").wait_for()
@@ -179,10 +192,79 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
     assert f"cray-agents jobs cancel {job['id']}" in page.page.inner_text("dialog")
 
 
+def test_a_generation_shows_its_evidence_and_each_pair_compares(
+    platform: Platform, watch: Any
+) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/loops/{LOOP}/generations/1") as answer:
+        detail = json.load(answer)
+    assert detail["decision"]["numbers"]["evidence"] == detail["curve"]["points"][-1][1]
+    page = watch(platform.url)
+    page.open(f"#/loop/{LOOP}")
+    page.page.get_by_role("link", name="1", exact=True).click()
+    page.page.wait_for_selector(".lane-bar")
+    assert "hidden probes" in page.text() or "odd" in page.text()
+    assert f"loop {LOOP}" in page.text() and "of 20" in page.text()
+    with page.page.expect_download() as saved:
+        page.page.get_by_role("button", name="Download for Perfetto").click()
+    assert json.loads(saved.value.path().read_text())["otherData"]["loop"] == LOOP
+    page.page.get_by_role("button", name="won").click()
+    page.page.wait_for_function("() => location.hash.includes('outcome=won')")
+    page.settle()
+    page.page.keyboard.press("j")
+    page.page.wait_for_selector("tr.selected")
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_function("() => location.hash.startsWith('#/compare')")
+
+
+def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: Any) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
+        made = next(each for each in json.load(answer)["data"] if each["method"] == "sft")
+    page = watch(platform.url)
+    page.open("#/dataset")
+    page.page.get_by_role("link", name=made["id"]).click()
+    page.page.wait_for_selector(".token.trained")
+    assert f"--dataset {made['id']}" in page.text()
+    reason, count = next(iter(made["rejected"].items()))
+    page.page.locator(".funnel").get_by_role("link", name=reason.replace("_", " ")).click()
+    page.page.wait_for_function("() => location.hash.includes('reason=')")
+    page.settle()
+    rows = page.page.get_by_role("region", name="Considered runs").locator("tbody tr")
+    assert rows.count() == min(count, 50)
+    page.page.keyboard.press("]")
+    page.page.wait_for_function("() => location.hash.includes('at=1')")
+    page.settle()
+    page.page.locator(".token").first.click()
+    page.page.wait_for_selector(".token.selected")
+
+
+def test_batches_show_failed_lines_and_are_cancelled_and_saved(
+    platform: Platform, watch: Any
+) -> None:
+    page = watch(platform.url)
+    page.open("#/batch")
+    page.page.locator("tr", has_text="completed").get_by_role("link").click()
+    page.page.get_by_role("heading", name="Failed lines").wait_for()
+    page.settle()
+    assert f"of {BATCH_LINES} lines" in page.text() and "line-0" in page.text()
+    with page.page.expect_download() as saved:
+        page.page.get_by_role("button", name="Download errors").click()
+    assert len(saved.value.path().read_text().splitlines()) == BAD_LINES
+    page.open("#/batch")
+    page.page.locator("tr", has_text="validating").get_by_role("link").click()
+    page.page.get_by_role("button", name="Cancel the batch").click()
+    assert "cray-agents batch cancel batch_" in page.page.inner_text("dialog")
+    page.page.locator("dialog").get_by_role("button", name="Cancel the batch").click()
+    page.wait_for("cancel")
+    assert page.page.evaluate("window.broken") is None
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_wider_than_the_window(platform: Platform, watch: Any, width: int) -> None:
     page = watch(platform.url, viewport={"width": width, "height": 800})
-    for name in ("overview", "runs", "run", "tokens", "compare", "playground"):
+    for name in (
+        *("overview", "runs", "run", "tokens", "compare", "playground"),
+        *("generation", "foreign generation", "datasets", "batches"),
+    ):
         page.open(SCREENS[name])
         wide = page.page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width, name

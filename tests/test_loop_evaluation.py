@@ -9,13 +9,15 @@ import pytest
 
 from cray_agents import Curriculum, PromotionTest, ScriptedEngine, Stage
 from cray_agents.agent.hooks import Hooks
-from cray_agents.errors import HookError, SwapError
+from cray_agents.errors import HookError, NotFound, SwapError
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.views.generation_evidence import generation_detail, pairs_page
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.killable_loop import echo, lucky, site_loop
 from tests.support.scripted_platform import platform
@@ -57,6 +59,32 @@ def test_a_policy_goes_on_from_what_is_lower_by_chance_alone(
 
     first = first_generation(tmp_path, some, **GRPO)
     assert (first.wins, first.losses, first.promoted, first.onward) == (3, lost, False, onward)
+
+
+def test_the_pairs_behind_a_decision_are_on_record_with_their_runs(tmp_path: Path) -> None:
+    first = first_generation(tmp_path, even_where)
+    home, registry = Home(tmp_path), Registry(Home(tmp_path))
+    detail = generation_detail(home, registry, "loop", 1)
+    decision, curve = detail["decision"], detail["curve"]
+    assert decision["kind"] == "rejected" and decision["who"] == "loop loop"
+    assert (detail["incumbent"], detail["record"]["version"]) == ("m@1", "m@2")
+    assert curve["points"][0] == [0, 1.0] and curve["limit"] == pytest.approx(20)
+    assert curve["points"][-1] == [detail["pairs"], pytest.approx(first.evidence)]
+    runs = {run.id: run for run in Store(home).runs(RunQuery(loop="loop", split="holdout"))}
+    count = {"won": first.wins, "lost": first.losses, "even": first.ties}
+    for outcome in ("won", "lost", "even"):
+        page = pairs_page(home, "loop", 1, outcome, 0, 100)
+        assert page["total"] == len(page["data"]) == count[outcome] and page["next"] is None
+        for pair in page["data"]:
+            ours, theirs = runs[pair["candidate_run"]], runs[pair["incumbent_run"]]
+            assert ours.task is not None and theirs.task is not None
+            assert ours.task.id == theirs.task.id == pair["task"]
+            assert (ours.model, theirs.model) == ("m@2", "m@1")
+            assert (ours.reward, theirs.reward) == (pair["candidate"], pair["incumbent"])
+    assert pairs_page(home, "loop", 1, None, 0, 7)["next"] == 7
+    assert generation_detail(home, registry, "loop", 0)["decision"] is None
+    with pytest.raises(NotFound, match="noted no pairs"):
+        pairs_page(home, "loop", 0, None, 0, 7)
 
 
 def test_what_makes_the_reward_fail_counts_as_the_worst(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from cray_agents.loop.rollouts import RolloutRequest, Rollouts, failed_by_infras
 from cray_agents.loop.version_gate import VersionGate
 from cray_agents.loop.worker_runs import ENVIRONMENT_ERRORS
 from cray_agents.platform.client import Platform
+from cray_agents.promotion.paired_evidence import PairedEvidence, entry_of, paired
 from cray_agents.promotion.sequential_test import (
     WHOLE,
     Decision,
@@ -176,10 +177,33 @@ class HoldoutEvaluator:
                 decision = decide(pairs, self.test, hidden=hidden, gaps=gaps + more, **look)
             if decision.verdict != "continue":
                 break
+        await self._note(candidate, pairs, theirs, runs, len(order), number)
         if decision.verdict == "promote":  # the next candidate is compared with all of them
             rest = order[len(runs) :]
             runs += await self._answers(candidate, rest, "evaluate holdout", len(runs))
         return decision, runs
+
+    async def _note(
+        self,
+        candidate: ModelVersion,
+        pairs: Sequence[Pair],
+        theirs: dict[str, Run],
+        runs: Sequence[Run],
+        planned: int,
+        number: int,
+    ) -> None:
+        """Note the pairs of a decision in the journal, before its effect."""
+        ours = _by_task(runs)
+        incumbent = next((run.model for run in theirs.values()), "")
+        note = PairedEvidence(
+            incumbent=incumbent,
+            candidate=candidate.id,
+            test=self.test,
+            planned=planned,
+            pairs=paired(pairs, {task: (theirs[task].id, run.id) for task, run in ours.items()}),
+        )
+        loop, entry = self.rollouts.loop, entry_of(number)
+        await self.platform.remember(loop, entry, note.model_dump(mode="json"))
 
     def _pairs(
         self, tasks: Sequence[Task], theirs: dict[str, Run], runs: Sequence[Run]

@@ -113,6 +113,23 @@ class Views:
         """Return a loop's generation in Chrome's trace format, which Perfetto opens."""
         return await self._http.get(f"/loops/{loop}/generations/{generation}/timeline")
 
+    async def generation(self, loop: str, generation: int) -> Json:
+        """Return a generation with the decision on its candidate, and the wealth after each pair.
+
+        Raises NotFound.
+        """
+        return await self._http.get(f"/loops/{loop}/generations/{generation}")
+
+    async def pairs(
+        self, loop: str, generation: int, at: int = 0, limit: int = 100, **options: Any
+    ) -> Json:
+        """Return the pairs of runs behind a decision, in their order; option: outcome.
+
+        `outcome` is won, lost or even. Raises NotFound where none are noted.
+        """
+        query = {"at": at, "limit": limit, **options}
+        return await self._http.get(f"/loops/{loop}/generations/{generation}/pairs", query)
+
     async def histograms(self, dataset: str, bins: int = 24) -> Json:
         """Return distributions over a dataset: rewards, tokens, trained tokens, versions."""
         return await self._http.get(f"/datasets/{dataset}/histograms", {"bins": bins})

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cray_agents.generation import Generation
+from cray_agents.promotion.sequential_test import Decision
 from cray_agents.records import Message, Record, Redaction, Reward, ToolCall, WeightChange
 
 
@@ -67,6 +68,74 @@ class LoopSummary(Record):
     updated: float
     last: Generation | None
     holdout: list[HoldoutPoint]
+
+
+class WealthCurve(Record):
+    """The wealth of the bets that the candidate is better, after so many pairs; it starts at 1.
+
+    The candidate is promoted where the wealth reaches `limit`, which is 1 / `alpha`, if no guard
+    fails. `planned`: the most pairs that the decision could have. Of many `points` some are shown.
+    """
+
+    limit: float
+    alpha: float
+    planned: int
+    points: list[tuple[int, float]]
+
+
+class ShownDecision(Record):
+    """A decision on a candidate. `numbers` are null where they are no loop's."""
+
+    kind: Literal["promoted", "rejected"]
+    who: str
+    time: float
+    reason: str
+    numbers: Decision | None
+
+
+class GenerationDetail(Record):
+    """A generation of a loop with the decision on its candidate, `record.version`.
+
+    `ended`: the time of its record. `incumbent`, `pairs` and `curve` are null where no pairs are
+    noted: nothing was compared, or an older version compared it.
+    """
+
+    loop: str
+    record: Generation
+    ended: float
+    decision: ShownDecision | None
+    incumbent: str | None
+    pairs: int | None
+    curve: WealthCurve | None
+
+
+PairOutcome = Literal["won", "lost", "even"]
+
+
+class ShownPair(Record):
+    """A pair of runs of one held-out task: `n` counts from 1, in the order of evaluation.
+
+    `outcome` is the candidate's; `wealth` that after this pair. A run of the candidate that could
+    not be scored has the least reward.
+    """
+
+    n: int
+    task: str
+    tag: str | None
+    incumbent: float
+    candidate: float
+    incumbent_run: str
+    candidate_run: str
+    outcome: PairOutcome
+    wealth: float
+
+
+class PairPage(Record):
+    """Pairs of a decision. `total`: those of this outcome. `next`: where to go on, or null."""
+
+    total: int
+    data: list[ShownPair]
+    next: int | None
 
 
 class UsageRow(Record):

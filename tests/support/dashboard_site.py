@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import json
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,10 +14,13 @@ from typing import Any
 
 import openai
 
-from cray_agents import Agent, DatasetRecipe, Hyperparameters, Platform, Task
+from cray_agents import Agent, DatasetRecipe, Hyperparameters, Platform, PromotionTest, Task
 from cray_agents.generation import Generation
+from cray_agents.paths import Home
+from cray_agents.runtime.batches.worker import run_worker
 from cray_agents.tools.calculator import calculator
 from tests.runtime.views.test_run_views import Scoring, model_with_tokenizer
+from tests.support.killable_loop import lucky, site_loop, some_tasks
 from tests.support.scripted_platform import platform
 
 #: Texts that try to be markup, to hide, to reorder, or to be too much for a browser.
@@ -34,6 +38,8 @@ HOSTILE = {
     "prototype": '{"__proto__": {"broken": 1}, "constructor": null, "toString": []}',
 }
 LONG_RUN, LONG_TURNS = "run-long", 120
+LOOP = "lucky"  # of two generations: the first promotes, the second does not
+BATCH_LINES, BAD_LINES = 12, 2
 
 
 def answer(request: dict[str, Any]) -> Any:
@@ -48,9 +54,10 @@ def answer(request: dict[str, Any]) -> Any:
     return str(last["content"])
 
 
-async def _fill(site: Platform) -> None:
+async def _fill(site: Platform, home: Path) -> None:
     await asyncio.gather(_agents(site), _hostile(site), _long(site))
     await _train(site)
+    await _batch(site, home)
     for number in range(3):
         record = Generation(
             generation=number,
@@ -97,6 +104,63 @@ async def _train(site: Platform) -> None:
     await site.wait_for(job, lambda status: None)
 
 
+def _loop(site: Platform) -> None:
+    """Two generations of a loop with a real decision each; what served before serves again."""
+    test = PromotionTest(hidden=0.2, batch=16, guard="kind")
+    tasks = some_tasks(train=24)
+    for number, task in enumerate(tasks):
+        task.metadata["kind"] = "even" if number % 2 else "odd"
+    loop = site_loop(
+        platform=site,
+        name=LOOP,
+        tasks=tasks,
+        method="grpo",
+        attempts=2,
+        rewards=[lucky],
+        promotion=test,
+    )
+    list(loop.run(2))
+    asyncio.run(site.rollback("m", 1, who="test", reason="as before"))
+
+
+async def _batch(site: Platform, home: Path) -> None:
+    """A batch that is answered, with lines that fail."""
+    client = openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+    lines = [
+        {
+            "custom_id": f"line-{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": "absent" if number < BAD_LINES else "m",
+                "messages": [{"role": "user", "content": HOSTILE["script"]}],
+            },
+        }
+        for number in range(BATCH_LINES)
+    ]
+    text = "\n".join(map(json.dumps, lines)).encode()
+    worker = asyncio.create_task(run_worker(Home(home), site.url, window=4))
+    try:
+        file = await client.files.create(file=("lines.jsonl", text), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        for _ in range(1000):
+            if (await client.batches.retrieve(batch.id)).status == "completed":
+                break
+            await asyncio.sleep(0.2)
+    finally:
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+    await client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        metadata={"note": HOSTILE["script"], "long": "x" * 500},
+    )
+    await client.close()
+
+
 async def _hostile(site: Platform) -> None:
     client = openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
     for name, text in HOSTILE.items():
@@ -127,7 +191,8 @@ def site(home: Path) -> Iterator[Platform]:
     """The platform, with its runs recorded."""
     model = model_with_tokenizer(home.parent / f"{home.name}-model")
     with platform(home, Scoring(answer), model=model) as served:
-        asyncio.run(_fill(served))
+        asyncio.run(_fill(served, home))
+        _loop(served)
         yield served
 
 

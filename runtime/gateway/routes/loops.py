@@ -1,6 +1,7 @@
 """The journal of loops: a record of each finished generation, and other entries, written once."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from cray_agents.runtime.gateway.http.shapes import (
     AFTER,
     ANY,
     BOOL,
+    COUNT,
     TRACE,
+    Described,
     count_up_to,
     data_of,
     object_of,
@@ -33,11 +36,16 @@ from cray_agents.runtime.gateway.http.shapes import (
 )
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.observability.timeline import MOST_RUNS, generation_timeline
+from cray_agents.runtime.views.generation_evidence import (
+    generation_detail,
+    outcome_named,
+    pairs_page,
+)
 from cray_agents.runtime.views.job_series import job_events
 from cray_agents.runtime.views.loop_summaries import loops_page
-from cray_agents.runtime.views.view_records import LoopSummary
+from cray_agents.runtime.views.view_records import GenerationDetail, LoopSummary, PairPage
 
-PAGE_LIMIT = 1000  # loops in a page
+PAGE_LIMIT = 1000  # loops or pairs in a page
 CREATED = object_of({"created": BOOL})
 
 router = Router("Training")
@@ -82,6 +90,40 @@ async def read_generation_timeline(services: Services, request: Request) -> Resp
         return orjson.dumps(generation_timeline(loop, record, ended, job_events=events, runs=runs))
 
     return Response(await asyncio.to_thread(read), media_type="application/json")
+
+
+@router.get(
+    "/v1/loops/{loop}/generations/{number}",
+    Role.train,
+    answer=GenerationDetail,
+    fails="404 not_found",
+)
+async def read_generation(services: Services, request: Request) -> Response:
+    """Return a finished generation with the decision on its candidate, and the wealth behind it."""
+    loop, count = path_id(request, "loop", "loop"), path_number(request, "number", "generation")
+    detail = partial(generation_detail, services.home, services.registry, loop, count)
+    return json_response(await asyncio.to_thread(detail))
+
+
+@router.get(
+    "/v1/loops/{loop}/generations/{number}/pairs",
+    Role.train,
+    query={
+        "outcome": {"enum": ["won", "lost", "even"]},
+        "at": Described(COUNT, "The first pair, from 0."),
+        "limit": count_up_to(PAGE_LIMIT),
+    },
+    answer=PairPage,
+    fails="404 not_found",
+)
+async def list_pairs(services: Services, request: Request) -> Response:
+    """List the held-out tasks that a decision compared, with both runs, in their order."""
+    loop, count = path_id(request, "loop", "loop"), path_number(request, "number", "generation")
+    params = query(request)
+    outcome = outcome_named(params.get("outcome"))
+    at, limit = number(params, "at", 0), number(params, "limit", 100, PAGE_LIMIT)
+    read = partial(pairs_page, services.home, loop, count, outcome, at, limit)
+    return json_response(await asyncio.to_thread(read))
 
 
 @router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=ANY, fails="404 not_found")

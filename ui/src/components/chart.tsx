@@ -5,8 +5,17 @@ import "uplot/dist/uPlot.min.css";
 import { number } from "../lib/format";
 import { theme } from "../lib/theme";
 
-export function Chart(props: { title: string; points: readonly (readonly [number, number])[]; axis: string }) {
-  const { title, points, axis } = props;
+export interface ChartProps {
+  title: string;
+  points: readonly (readonly [number, number])[];
+  axis: string;
+  /** A value to reach, drawn as a dashed line. */
+  limit?: number;
+  /** Equal factors are equally far from each other. */
+  logarithmic?: boolean;
+}
+
+export function Chart({ title, points, axis, limit, logarithmic }: ChartProps) {
   const box = useRef<HTMLDivElement>(null);
   const colours = theme.value;
   useEffect(() => {
@@ -19,13 +28,21 @@ export function Chart(props: { title: string; points: readonly (readonly [number
       {
         width: element.clientWidth,
         height: 180,
-        scales: { x: { time: false } },
-        series: [{ label: axis }, { label: title, stroke: colour("--accent"), width: 1.5, spanGaps: false }],
+        scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : {} },
+        series: [
+          { label: axis },
+          { label: title, stroke: colour("--accent"), width: 1.5, spanGaps: false },
+          { label: "limit", stroke: colour("--good"), width: 1.5, dash: [6, 4], points: { show: false } },
+        ].slice(0, limit === undefined ? 2 : 3),
         axes: [axes, { ...axes, size: 60 }],
         legend: { show: false },
         cursor: { drag: { x: true, y: false } },
       },
-      [points.map(([x]) => x), points.map(([, y]) => y)],
+      [
+        points.map(([x]) => x),
+        points.map(([, y]) => y),
+        ...(limit === undefined ? [] : [points.map(() => limit)]),
+      ],
       element,
     );
     const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height: 180 }));
@@ -34,7 +51,7 @@ export function Chart(props: { title: string; points: readonly (readonly [number
       watcher.disconnect();
       plot.destroy();
     };
-  }, [points, colours]);
+  }, [points, colours, limit, logarithmic]);
   const values = points.map(([, y]) => y);
   const text = points.length
     ? `${title}: ${points.length} points from ${number(values[0])} to ${number(values.at(-1))}`

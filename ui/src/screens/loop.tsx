@@ -81,7 +81,9 @@ function Rows({ list, loop }: { list: Generation[]; loop: string }) {
         <tbody>
           {list.map((one) => (
             <tr key={one.generation}>
-              <td>{one.generation}</td>
+              <td>
+                <ScreenLink to={["generation", loop, String(one.generation)]}>{one.generation}</ScreenLink>
+              </td>
               <td>
                 <Version id={one.version} />
               </td>

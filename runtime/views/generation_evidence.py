@@ -1,0 +1,166 @@
+"""Generation evidence: a loop's generation, the decision on its candidate, and the pairs behind.
+
+The decision comes from the history of the candidate's name, the pairs from the loop's journal,
+which loops of older versions did not write. Called by gateway/routes/loops.py.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.generation import Generation
+from cray_agents.paths import Home
+from cray_agents.promotion.paired_evidence import PairedEvidence, entry_of
+from cray_agents.promotion.sequential_test import Decision
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.registry.registry import ModelEvent, Registry
+from cray_agents.runtime.views.view_records import (
+    GenerationDetail,
+    PairOutcome,
+    ShownDecision,
+    ShownPair,
+    WealthCurve,
+)
+
+MOST_POINTS = 600  # of a curve
+CACHED = 8  # notes of pairs
+
+
+def generation_detail(home: Home, registry: Registry, loop: str, number: int) -> dict[str, Any]:
+    """Return a GenerationDetail as JSON. Raises NotFound, Corrupt."""
+    path = home.loop(loop) / "generations" / f"{number}.json"
+    try:
+        content, ended = checksums.read_json(path), path.stat().st_mtime
+    except FileNotFoundError:
+        raise NotFound(f"loop {loop!r} has no generation {number}", param="number") from None
+    try:
+        record = Generation.model_validate(content)
+    except ValidationError as error:
+        raise NotFound(
+            f"generation {number} of loop {loop!r} has other fields than a loop's: "
+            f"/v1/loops/{loop}/generations has them",
+            param="number",
+        ) from error
+    noted = read_pairs(home, loop, number)
+    return GenerationDetail(
+        loop=loop,
+        record=record,
+        ended=ended,
+        decision=_decision(registry, loop, record),
+        incumbent=None if noted is None else noted.incumbent,
+        pairs=None if noted is None else len(noted.pairs),
+        curve=None if noted is None else _curve(noted),
+    ).model_dump(mode="json")
+
+
+def pairs_page(
+    home: Home, loop: str, number: int, outcome: PairOutcome | None, at: int, limit: int
+) -> dict[str, Any]:
+    """Return a PairPage as JSON. Raises NotFound where no pairs are noted, Corrupt."""
+    noted = read_pairs(home, loop, number)
+    if noted is None:
+        raise NotFound(
+            f"loop {loop!r} noted no pairs of generation {number}: it compared no candidate then, "
+            "or was run by a version before pairs were noted",
+            param="number",
+        )
+    wealth = noted.wealth()
+    rows = [
+        ShownPair(
+            n=n,
+            task=pair.task,
+            tag=pair.tag,
+            incumbent=pair.incumbent,
+            candidate=pair.candidate,
+            incumbent_run=pair.incumbent_run,
+            candidate_run=pair.candidate_run,
+            outcome=_outcome(pair.candidate - pair.incumbent),
+            wealth=after,
+        )
+        for n, (pair, after) in enumerate(zip(noted.pairs, wealth, strict=True), 1)
+    ]
+    chosen = [row for row in rows if outcome in (None, row.outcome)]
+    return {
+        "total": len(chosen),
+        "data": [row.model_dump(mode="json") for row in chosen[at : at + limit]],
+        "next": at + limit if at + limit < len(chosen) else None,
+    }
+
+
+def outcome_named(name: str | None) -> PairOutcome | None:
+    """Return the outcome of this name. Raises BadInput."""
+    match name:
+        case None | "won" | "lost" | "even":
+            return name
+    raise BadInput(f"outcome must be won, lost or even, not {name[:50]!r}", param="outcome")
+
+
+def read_pairs(home: Home, loop: str, number: int) -> PairedEvidence | None:
+    """Return the pairs noted for a generation's decision; None if there are none."""
+    path = home.loop(loop) / "journal" / f"{entry_of(number)}.json"
+    try:
+        return _read(path, path.stat().st_mtime_ns)
+    except FileNotFoundError:
+        return None
+
+
+@lru_cache(CACHED)
+def _read(path: Path, changed: int) -> PairedEvidence | None:
+    try:
+        return PairedEvidence.model_validate(checksums.read_json(path))
+    except ValidationError:
+        return None  # the entry of a client of its own
+
+
+def _decision(registry: Registry, loop: str, record: Generation) -> ShownDecision | None:
+    """Return the last event of the candidate that this loop made; None if there is none."""
+    name, _, version = record.version.rpartition("@")
+    try:
+        events = registry.history(name)
+    except NotFound:
+        return None
+    mine = [
+        event
+        for event in events
+        if event.kind in ("promoted", "rejected")
+        and str(event.version) == version
+        and event.who == f"loop {loop}"
+    ]
+    return None if not mine or record.evidence is None else _shown(mine[-1])
+
+
+def _shown(event: ModelEvent) -> ShownDecision:
+    try:
+        numbers = Decision.model_validate(event.numbers)
+    except ValidationError:
+        numbers = None
+    return ShownDecision(
+        kind="promoted" if event.kind == "promoted" else "rejected",
+        who=event.who,
+        time=event.time,
+        reason=event.reason,
+        numbers=numbers,
+    )
+
+
+def _curve(noted: PairedEvidence) -> WealthCurve:
+    """Return the wealth after each pair; of many, those at equal steps, the greatest and the last.
+
+    A wealth that reached the limit must be seen, so the greatest is among them.
+    """
+    wealth = [1.0, *noted.wealth()]
+    step = -(-len(wealth) // MOST_POINTS)
+    shown = {*range(0, len(wealth), step), len(wealth) - 1, wealth.index(max(wealth))}
+    return WealthCurve(
+        limit=1 / noted.test.alpha,
+        alpha=noted.test.alpha,
+        planned=noted.planned,
+        points=[(n, wealth[n]) for n in sorted(shown)],
+    )
+
+
+def _outcome(difference: float) -> PairOutcome:
+    return "won" if difference > 0 else "lost" if difference < 0 else "even"

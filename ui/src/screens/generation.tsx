@@ -1,0 +1,494 @@
+/** Generation: why its candidate was promoted or rejected, what it was trained on, and where the time went. */
+import { useState } from "preact/hooks";
+import { Chart } from "../components/chart";
+import { Version } from "../components/chips";
+import { CopyAs } from "../components/copy_as";
+import { Download } from "../components/download";
+import { Funnel } from "../components/funnel";
+import { ScreenLink } from "../components/screen_link";
+import { Empty, Failure, Loaded } from "../components/states";
+import { Timeline, type TraceEvent } from "../components/timeline";
+import { address, get } from "../lib/api";
+import { number, oneLine, percent, time } from "../lib/format";
+import { useKeys } from "../lib/keyboard";
+import type { components } from "../lib/openapi";
+import { useResource } from "../lib/resource";
+import { go, href, setParams } from "../lib/route";
+import type { ScreenProps } from ".";
+
+type Detail = components["schemas"]["GenerationDetail"];
+type Pair = components["schemas"]["ShownPair"];
+type Outcome = Pair["outcome"];
+const PAGE = 50; // pairs
+const MOST_GROUPS = 1000;
+const SHOWN_GROUPS = 30;
+const OUTCOMES: readonly Outcome[] = ["won", "lost", "even"];
+const TONES: Record<Outcome, string> = { won: "good", lost: "bad", even: "" };
+
+export default function GenerationScreen({ path, params }: ScreenProps) {
+  const [loop, text] = [path[0] ?? "", path[1] ?? ""];
+  const count = Number(text);
+  const named = loop !== "" && /^\d{1,9}$/.test(text);
+  const ids = { loop, number: count };
+  const detail = useResource(
+    (signal) => get("/v1/loops/{loop}/generations/{number}", { path: ids as never, signal }),
+    [loop, text],
+  );
+  const neighbour = (step: number) => named && count + step >= 0 && go(href(["generation", loop, String(count + step)]));
+  useKeys({
+    "[": ["the generation before", () => neighbour(-1)],
+    "]": ["the generation after", () => neighbour(1)],
+  });
+  if (!named) return <Failure error={new Error("The address names no generation: it is #/generation/LOOP/NUMBER.")} />;
+  const trace = address("/v1/loops/{loop}/generations/{number}/timeline", ids);
+  return (
+    <>
+      <div class="row">
+        <h1>
+          Generation {count} of <ScreenLink to={["loop", loop]}>{oneLine(loop, 80)}</ScreenLink>
+        </h1>
+        {detail.data && <OutcomeChip detail={detail.data} />}
+        <span class="spacer" />
+        <button disabled={count === 0} onClick={() => neighbour(-1)} aria-label="The generation before">
+          ←
+        </button>
+        <button onClick={() => neighbour(1)} aria-label="The generation after">
+          →
+        </button>
+        <Download path={trace} name={`${loop}-${count}.trace.json`}>
+          Download for Perfetto
+        </Download>
+        <CopyAs
+          python={`await Platform().views.generation(${JSON.stringify(loop)}, ${count})`}
+          path={address("/v1/loops/{loop}/generations/{number}", ids)}
+        />
+      </div>
+      <Loaded of={detail}>
+        {(data) => (
+          <div class="section">
+            <div class="cards">
+              <DecisionCard detail={data} />
+              <WealthCard detail={data} />
+              <GuardsCard detail={data} />
+              <TrainingSet id={data.record.dataset ?? null} />
+              <Groups loop={loop} generation={count} />
+            </div>
+            <TimelineCard key={trace} loop={loop} generation={count} idle={data.record.idle_share ?? null} />
+            {data.pairs !== null && (
+              <Pairs key={`${loop}/${count}`} loop={loop} generation={count} params={params} />
+            )}
+          </div>
+        )}
+      </Loaded>
+    </>
+  );
+}
+
+function OutcomeChip({ detail }: { detail: Detail }) {
+  if (!compared(detail)) return <span class="chip">no candidate compared</span>;
+  return detail.record.promoted ? <span class="chip good">promoted</span> : <span class="chip bad">rejected</span>;
+}
+
+/** Tell whether a candidate was compared with what was promoted. */
+function compared({ decision, record }: Detail): boolean {
+  return decision !== null || (record.evidence !== null && record.evidence !== undefined);
+}
+
+function DecisionCard({ detail }: { detail: Detail }) {
+  const { decision, record, incumbent } = detail;
+  const numbers = decision?.numbers;
+  const gaps = [record.unscored, record.unpaired, record.failed_pairs].map((one) => one ?? 0);
+  return (
+    <section class="card">
+      <h2>Decision</h2>
+      <dl class="facts">
+        <dt>{compared(detail) ? "candidate" : "version"}</dt>
+        <dd>
+          <Version id={record.version} />
+        </dd>
+        {incumbent && (
+          <>
+            <dt>against</dt>
+            <dd>
+              <Version id={incumbent} />
+            </dd>
+          </>
+        )}
+        <dt>held out</dt>
+        <dd>
+          {record.holdout_tasks ? `${percent(record.holdout_success)} of ${number(record.holdout_tasks)} tasks` : "not evaluated"}
+        </dd>
+        {numbers && (
+          <>
+            <dt>difference</dt>
+            <dd>
+              {signed(numbers.difference)} ± {number(numbers.error)}
+            </dd>
+          </>
+        )}
+        {compared(detail) && (
+          <>
+            <dt>pairs</dt>
+            <dd>
+              {number(record.wins)} won, {number(record.losses)} lost, {number(record.ties)} even
+              {numbers && `, of at most ${number(numbers.planned)}`}
+            </dd>
+            <dt>evidence</dt>
+            <dd>
+              {number(record.evidence)}
+              {numbers && ` of ${number(numbers.limit)}`}
+            </dd>
+            <dt>incomplete</dt>
+            <dd>
+              {gaps.some(Boolean)
+                ? `${number(gaps[0])} unscored (count as the worst), ${number(gaps[1])} without the incumbent's reward, ${number(gaps[2])} failed by the infrastructure`
+                : "none"}
+            </dd>
+          </>
+        )}
+        <dt>probe</dt>
+        <dd>
+          {record.probe_max_logprob_diff === null || record.probe_max_logprob_diff === undefined
+            ? "not measured"
+            : `${number(record.probe_max_logprob_diff)} nats at most between trainer and engine`}
+        </dd>
+        {decision && (
+          <>
+            <dt>by</dt>
+            <dd>{oneLine(decision.who, 100)}</dd>
+            <dt>at</dt>
+            <dd>{time(decision.time)}</dd>
+          </>
+        )}
+        <dt>why</dt>
+        <dd>{oneLine(decision?.reason || record.note || "no reason is on record", 600)}</dd>
+        {record.stopped && (
+          <>
+            <dt>the loop ended</dt>
+            <dd>{oneLine(record.stopped, 300)}</dd>
+          </>
+        )}
+        {record.job_id && (
+          <>
+            <dt>job</dt>
+            <dd>
+              <ScreenLink to={["job", record.job_id]}>{oneLine(record.job_id, 60)}</ScreenLink>
+            </dd>
+          </>
+        )}
+      </dl>
+    </section>
+  );
+}
+
+function WealthCard({ detail }: { detail: Detail }) {
+  const { curve } = detail;
+  return (
+    <section class="card">
+      <h2>Evidence that it is better</h2>
+      {curve ? (
+        <>
+          <Chart
+            title="wealth"
+            axis="pairs"
+            points={curve.points as [number, number][]}
+            limit={curve.limit}
+            logarithmic
+          />
+          <p class="quiet">
+            A bet on each pair; promoted at the dashed line, {number(curve.limit)} = 1 / {number(curve.alpha)}. A candidate
+            that is no better gets there with a chance of at most {percent(curve.alpha)}.
+          </p>
+        </>
+      ) : (
+        <Empty>
+          {compared(detail)
+            ? "The pairs of this decision are not on record: an older version of the loop made it."
+            : "No candidate was compared in this generation."}
+        </Empty>
+      )}
+    </section>
+  );
+}
+
+function GuardsCard({ detail }: { detail: Detail }) {
+  const guards = detail.decision?.numbers?.guards ?? [];
+  return (
+    <section class="card">
+      <h2>Guards</h2>
+      {guards.length === 0 ? (
+        <Empty>No guard was on: the test watches no tag, and saw no hidden probes.</Empty>
+      ) : (
+        <div class="table-box" tabIndex={0} role="region" aria-label="Guards">
+          <table>
+            <thead>
+              <tr>
+                <th>tag</th>
+                <th class="number">tasks</th>
+                <th class="number">difference</th>
+                <th class="number">evidence</th>
+                <th>guard</th>
+              </tr>
+            </thead>
+            <tbody>
+              {guards.map((one) => (
+                <tr key={one.tag}>
+                  <td class="wrap">{oneLine(one.tag, 80)}</td>
+                  <td class="number">{number(one.tasks)}</td>
+                  <td class="number">
+                    {signed(one.difference)} ± {number(one.error)}
+                  </td>
+                  <td class="number">
+                    {number(one.evidence)} of {number(one.limit)}
+                  </td>
+                  <td>
+                    <span class={`chip ${one.failed ? "bad" : "good"}`}>{one.failed ? "failed" : "holds"}</span>
+                  </td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </section>
+  );
+}
+
+function TrainingSet({ id }: { id: string | null }) {
+  const histograms = useResource(
+    async (signal) => (id ? get("/v1/datasets/{dataset_id}/histograms", { path: { dataset_id: id }, signal }) : null),
+    [id],
+  );
+  return (
+    <section class="card">
+      <h2>Training set</h2>
+      {id ? (
+        <>
+          <p>
+            <ScreenLink to={["dataset", id]}>{oneLine(id, 60)}</ScreenLink>
+          </p>
+          <Loaded of={histograms}>{(data) => data && <Funnel dataset={id} counts={data.funnel} />}</Loaded>
+        </>
+      ) : (
+        <Empty>Nothing was trained in this generation.</Empty>
+      )}
+    </section>
+  );
+}
+
+/** The tasks of a generation's training runs; those whose attempts got all the same reward teach nothing. */
+function Groups({ loop, generation }: { loop: string; generation: number }) {
+  const stats = useResource(
+    (signal) =>
+      get("/v1/trajectories/stats", {
+        query: { loop, generation, split: "train", by: "task", limit: MOST_GROUPS } as never,
+        signal,
+      }),
+    [loop, generation],
+  );
+  return (
+    <section class="card">
+      <h2>Groups of attempts</h2>
+      <Loaded of={stats}>
+        {({ data, has_more }) => {
+          const tried = data.filter((one) => one.rewarded > 1);
+          const flat = tried.filter((one) => one.min_reward === one.max_reward);
+          if (!data.length) return <Empty>No training run of this generation is stored.</Empty>;
+          if (!tried.length) return <Empty>Each of {number(data.length)} tasks has one rewarded attempt: there are no groups.</Empty>;
+          const order = [...flat, ...tried.filter((one) => !flat.includes(one))].slice(0, SHOWN_GROUPS);
+          return (
+            <>
+              <p>
+                <span class={`chip ${flat.length ? "bad" : "good"}`}>{number(flat.length)} without variance</span> of{" "}
+                {number(tried.length)}
+                {has_more && ` among the first ${number(data.length)} tasks`}
+              </p>
+              <div class="table-box" tabIndex={0} role="region" aria-label="Groups">
+                <table>
+                  <thead>
+                    <tr>
+                      <th>task</th>
+                      <th class="number">attempts</th>
+                      <th class="number">rewards</th>
+                      <th />
+                    </tr>
+                  </thead>
+                  <tbody>
+                    {order.map((one) => (
+                      <tr key={one.task}>
+                        <td class="wrap">
+                          <ScreenLink to={["runs"]} params={{ loop, generation, task: one.task ?? "" }}>
+                            {oneLine(one.task ?? "", 40)}
+                          </ScreenLink>
+                        </td>
+                        <td class="number">{number(one.runs)}</td>
+                        <td class="number">
+                          {number(one.min_reward)} – {number(one.max_reward)}
+                        </td>
+                        <td>{flat.includes(one) && <span class="chip bad">all the same</span>}</td>
+                      </tr>
+                    ))}
+                  </tbody>
+                </table>
+              </div>
+              {tried.length > order.length && <p class="hint">{number(tried.length - order.length)} more are not listed.</p>}
+            </>
+          );
+        }}
+      </Loaded>
+    </section>
+  );
+}
+
+function Pairs({ loop, generation, params }: { loop: string; generation: number; params: URLSearchParams }) {
+  const outcome = OUTCOMES.find((one) => one === params.get("outcome")) ?? null;
+  const at = Math.max(0, Math.floor(Number(params.get("from")) || 0));
+  const pairs = useResource(
+    (signal) =>
+      get("/v1/loops/{loop}/generations/{number}/pairs", {
+        path: { loop, number: generation } as never,
+        query: { outcome: outcome ?? undefined, at, limit: PAGE } as never,
+        signal,
+      }),
+    [loop, generation, outcome, at],
+  );
+  const rows = pairs.data?.data ?? [];
+  const chosen = rows.findIndex((one) => String(one.n) === params.get("pair"));
+  const select = (n: number) => {
+    const row = rows[Math.min(rows.length - 1, Math.max(0, n))];
+    if (row) setParams({ pair: row.n });
+  };
+  const open = (pair: Pair | undefined) =>
+    pair && go(href(["compare"], { a: pair.incumbent_run, b: pair.candidate_run }));
+  useKeys({
+    j: ["next pair", () => select(chosen + 1)],
+    k: ["previous pair", () => select(chosen - 1)],
+    Enter: ["compare the runs of the pair", () => open(rows[chosen])],
+  });
+  return (
+    <section class="card wide">
+      <div class="row">
+        <h2>Pairs</h2>
+        <span class="spacer" />
+        {[null, ...OUTCOMES].map((one) => (
+          <button
+            key={one ?? "all"}
+            aria-pressed={one === outcome}
+            onClick={() => setParams({ outcome: one, from: null, pair: null })}
+          >
+            {one ?? "all"}
+          </button>
+        ))}
+      </div>
+      <Loaded of={pairs}>
+        {({ data, total, next }) =>
+          total === 0 ? (
+            <Empty>{outcome ? `No pair was ${outcome}.` : "No pair was complete."}</Empty>
+          ) : (
+            <>
+              <PairTable rows={data} chosen={chosen} />
+              <div class="row" style={{ marginTop: "0.5rem" }}>
+                <span class="quiet">
+                  {number(at + 1)} – {number(at + data.length)} of {number(total)}
+                </span>
+                <button disabled={at === 0} onClick={() => setParams({ from: Math.max(0, at - PAGE), pair: null })}>
+                  Previous
+                </button>
+                <button disabled={next === null} onClick={() => setParams({ from: next, pair: null })}>
+                  Next
+                </button>
+              </div>
+            </>
+          )
+        }
+      </Loaded>
+    </section>
+  );
+}
+
+function PairTable({ rows, chosen }: { rows: Pair[]; chosen: number }) {
+  return (
+    <div class="table-box" tabIndex={0} role="region" aria-label="Pairs of runs">
+      <table>
+        <thead>
+          <tr>
+            <th class="number">n</th>
+            <th>task</th>
+            <th>tag</th>
+            <th class="number">incumbent</th>
+            <th class="number">candidate</th>
+            <th>outcome</th>
+            <th class="number">wealth</th>
+            <th />
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((one, n) => (
+            <tr key={one.n} class={n === chosen ? "selected" : ""}>
+              <td class="number">{number(one.n)}</td>
+              <td class="wrap">{oneLine(one.task, 60)}</td>
+              <td>{one.tag === null ? "–" : oneLine(one.tag, 40)}</td>
+              <td class="number">
+                <ScreenLink to={["run", one.incumbent_run]}>{number(one.incumbent)}</ScreenLink>
+              </td>
+              <td class="number">
+                <ScreenLink to={["run", one.candidate_run]}>{number(one.candidate)}</ScreenLink>
+              </td>
+              <td>
+                <span class={`chip ${TONES[one.outcome]}`}>{one.outcome}</span>
+              </td>
+              <td class="number">{number(one.wealth)}</td>
+              <td>
+                <ScreenLink to={["compare"]} params={{ a: one.incumbent_run, b: one.candidate_run }}>
+                  compare
+                </ScreenLink>
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function TimelineCard({ loop, generation, idle }: { loop: string; generation: number; idle: number | null }) {
+  const [open, setOpen] = useState(true);
+  const trace = useResource(
+    async (signal) =>
+      (await get("/v1/loops/{loop}/generations/{number}/timeline", {
+        path: { loop, number: generation } as never,
+        signal,
+      })) as unknown as { traceEvents: TraceEvent[]; otherData: { runs_left_out?: number } },
+    [loop, generation],
+  );
+  return (
+    <section class="card wide">
+      <div class="row" style={{ marginBottom: "0.5rem" }}>
+        <h2 style={{ margin: 0 }}>Timeline</h2>
+        <span class="quiet">
+          {idle === null ? "how long engines were idle is not known" : `engines were idle for ${percent(idle)} of it`}
+        </span>
+        <span class="spacer" />
+        <button aria-expanded={open} onClick={() => setOpen(!open)}>
+          {open ? "Fold" : "Show"}
+        </button>
+      </div>
+      {open && (
+        <Loaded of={trace}>
+          {({ traceEvents, otherData }) => (
+            <>
+              <Timeline events={traceEvents} />
+              {!!otherData.runs_left_out && (
+                <p class="hint">{number(otherData.runs_left_out)} runs are not drawn: the first ones are.</p>
+              )}
+            </>
+          )}
+        </Loaded>
+      )}
+    </section>
+  );
+}
+
+function signed(value: number): string {
+  return value > 0 ? `+${number(value)}` : number(value);
+}
