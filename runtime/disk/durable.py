@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from cray_agents.records import new_id
@@ -88,7 +89,8 @@ def create_file(path: Path, data: bytes) -> bool:
     except FileExistsError:
         return False
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # on a root that is read-only now the name may stand already
+            draft.unlink(missing_ok=True)
     sync(path.parent)
     return True
 

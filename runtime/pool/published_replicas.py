@@ -135,7 +135,12 @@ class FollowedReplica:
         self._engines: dict[str, VllmEngine] = {}
 
     async def follow(self, latest: PublishedReplica) -> None:
-        """Take what the controller says now."""
+        """Take what the controller says now.
+
+        What a lost process was asked fails at once: no answer may ever come from a node that is
+        gone.
+        """
+        lost = latest.losses != self.losses
         self._latest = latest
         server, at = self._server, (latest.url, latest.secret)
         if latest.url and (server is None or (server.url, server.secret) != at):
@@ -152,6 +157,8 @@ class FollowedReplica:
         for former in [one for one in self._former if not one.busy]:
             self._former.remove(former)
             await former.close()
+        if lost and server is not None:
+            await server.close()
 
     @property
     def losses(self) -> int:

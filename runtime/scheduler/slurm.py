@@ -169,10 +169,14 @@ class Slurm:
             self.cluster.close()
 
     def submit(self, command: Command) -> str:
-        """Queue a command, or find its live job. Raises SchedulerError."""
+        """Queue a command, or find its live job. Raises SchedulerError.
+
+        A job that waits leaves out the command's nodes from then on, and no others.
+        """
         if not NAME.fullmatch(command.name):
             raise SchedulerError(f"{command.name!r} is no job's name: it must match {NAME.pattern}")
-        script, options = self.script(command), self._exclusions(command)
+        script, left_out = self.script(command), self._left_out(command)
+        options = [f"--exclude={left_out}"] if command.exclude and left_out else []
         if self.cluster and command.kind == "replica":
             options.append(TOP_PRIORITY)  # a node that training leaves for it is not training's
         with self._lock:
@@ -181,6 +185,8 @@ class Slurm:
             while True:
                 # also after an unclear failure: Slurm may have accepted the job
                 if live := self._live_jobs(command.name):
+                    if live[-1].state == "queued":
+                        self._leave_out(command.name, live[-1].id, left_out)
                     return str(live[-1].id)
                 self.guard()
                 try:
@@ -193,6 +199,16 @@ class Slurm:
             if self.cluster:
                 self.cluster.remember_id(job_id)
             return str(job_id)
+
+    def _leave_out(self, name: str, job_id: int, nodes: str) -> None:
+        """Let a job that waits leave out these nodes, and no others. Raises SchedulerError."""
+        self.guard()
+        try:
+            self._call("scontrol", "update", f"jobid={job_id}", f"excnodelist={nodes}")
+        except SchedulerError:
+            jobs = self._live_jobs(name)
+            if any(job.id == job_id and job.state == "queued" for job in jobs):
+                raise  # else it has started meanwhile
 
     def script(self, command: Command) -> str:
         """Return the batch script of a command. Raises SchedulerError."""
@@ -284,16 +300,17 @@ class Slurm:
         nodes = [read_node(row) for row in rows]
         return list({node.name: node for node in nodes if node is not None}.values())
 
-    def _exclusions(self, command: Command) -> list[str]:
-        """Return sbatch's option for the nodes to leave out, if enough others are left.
+    def _left_out(self, command: Command) -> str:
+        """Return the nodes to leave out, as Slurm takes them; "": none.
 
-        The most important exclusions stay. On the command line it wins over the script's own
-        `--exclude`, and so it repeats that one's nodes.
+        Of the command's own the most important ones stay, as long as enough others are left. Those
+        of the site's and the command's `--exclude` stay all: what is given later wins over them.
         """
-        if not command.exclude:
-            return []
         given = [*self._options, *self.settings.slurm_options.get(command.kind, [])]
         given += command.slurm_options
+        own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")][-1:]
+        if not command.exclude:
+            return ",".join(own)
         partition = [option for option in given if option.startswith("--partition=")][-1:]
         rows = self._call("sinfo", "-h", "-N", *partition, "-o", "%N %t").splitlines()
         states = dict(row.split() for row in rows)
@@ -301,10 +318,7 @@ class Slurm:
         wanted = [node for node in dict.fromkeys(command.exclude) if node in states]
         while wanted and len(usable - set(wanted)) < command.nodes:
             wanted.pop()
-        if not wanted:
-            return []
-        own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")][-1:]
-        return [f"--exclude={','.join([*own, *wanted])}"]
+        return ",".join([*own, *wanted])
 
     def _failed_node(self, job: Job) -> str:
         """Return the node where a job failed; of several, the one that is not up. Cached."""

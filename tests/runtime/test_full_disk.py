@@ -1,4 +1,4 @@
-"""A platform whose disk is full: refusals that say so, readiness that tells, and nothing left over.
+"""A platform whose disk is full or read-only: refusals that say so, and nothing left over.
 
 The gateway is a process of its own whose shared root is a tmpfs of two MiB, in a mount namespace.
 """
@@ -135,6 +135,29 @@ def test_uploads_and_what_else_writes(tmp_path: Path) -> None:
                 assert (path, status, answered["error"]["code"]) == (path, 507, "disk_full")
         left = everything(home) - before
         assert not {name for name in left if (home.root / name).is_file()}
+
+
+def test_a_root_that_is_read_only_for_a_time(tmp_path: Path) -> None:
+    with small_gateway(tmp_path / "home") as (url, home):
+        process, place = home.root.parts[2], str(tmp_path / "home")
+
+        def inside(*argv: str) -> None:
+            names = ("--user", "--mount", "--preserve-credentials")
+            subprocess.run(["nsenter", "--target", process, *names, *argv], check=True)
+
+        inside("mount", "--bind", place, place)
+        inside("mount", "-o", "remount,bind,ro", place)
+        uploaded = {"filename": "f", "purpose": "batch", "bytes": 9, "mime_type": "a/b"}
+        for status, answered in (
+            upload(url, b"some lines"),
+            call(f"{url}/v1/uploads", uploaded),
+            call(f"{url}/v1/trajectories/events", {"events": [reward("r")]}),
+        ):
+            error = answered["error"]
+            assert (status, error["code"]) == (503, "store_error"), answered
+            assert "Read-only file system" in error["message"]
+        inside("umount", "--lazy", place)
+        assert upload(url, b"some lines")[0] == 200
 
 
 def reward(run_id: str) -> dict[str, Any]:

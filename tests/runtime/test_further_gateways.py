@@ -19,11 +19,21 @@ from cray_agents.cli.platform.gateways.further_process import further_services
 from cray_agents.config import Config
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.controller_link import ControllerLink
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import SwapMode
+from cray_agents.runtime.pool.published_replicas import (
+    FollowedPool,
+    PublishedPool,
+    PublishedReplica,
+)
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.store import Store
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, says, until
+from tests.support.scripted_pool import checkpoint
+from tests.support.scripted_server import PROGRAM
 from tests.support.shared_gateways import FurtherGateway, SharedSite, shared_site
+from tests.support.slurm_pool import ask
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -319,3 +329,41 @@ async def test_a_first_replica_is_waited_for_as_long_as_by_the_controller(tmp_pa
     finally:
         await services.close()
         await store.close()
+
+
+async def test_what_a_lost_node_was_asked_is_asked_of_another_replica(tmp_path: Path) -> None:
+    """Nothing comes from the node, not even the end of a connection."""
+    settings = EngineSettings(program=PROGRAM, dtype="float32", start_timeout=100)
+    lost, other = (Replica("m", settings, tmp_path / f"log-{n}") for n in (1, 2))
+    path = tmp_path / "serving.json"
+
+    def publish(server: VllmEngine, losses: int) -> None:
+        replica = PublishedReplica(
+            url=server.url, secret=server.secret, names={"m@1": server.model}, expected=["m@1"],
+            state="serving", losses=losses,
+        )  # fmt: skip
+        content = PublishedPool(replicas=[replica], incumbent="m@1").model_dump_json().encode()
+        durable.replace_file(path, checksums.with_crc(content))
+
+    pool = FollowedPool(
+        path, wait_timeout=60, answer_timeout=600, on_failure=lambda place, losses, why: None
+    )
+    try:
+        for replica in (lost, other):
+            await replica.start(checkpoint(tmp_path, 1), "m@1")
+            await replica.engine.resume()
+            await replica.engine.admit("m@1")
+        assert lost.pid is not None
+        publish(lost.engine, 0)
+        await pool.look()
+        assert await ask(pool, "m@1") == "m@1: hello"
+        os.kill(lost.pid, signal.SIGSTOP)
+        asked = asyncio.create_task(ask(pool, "m@1"))
+        await until(lambda: pool.status()[0]["in_flight"] == 1)
+        publish(other.engine, 1)
+        await pool.look()
+        assert await asyncio.wait_for(asked, 60) == "m@1: hello"
+    finally:
+        await pool.close()
+        for replica in (lost, other):
+            await replica.stop()

@@ -375,6 +375,25 @@ def test_excluded_nodes_are_left_out_as_far_as_others_are_left(home: Path) -> No
 
 
 @slurm
+def test_a_job_that_waits_may_begin_on_a_node_that_is_no_longer_left_out(home: Path) -> None:
+    cluster = PrivateCluster(home, nodes=2, cpus=2)
+    cluster.start()
+    first = cluster.nodes[0]
+    with Slurm(home, cluster) as scheduler:
+        scheduler.submit(command(home, "sleep 60", "full", exclude=[first], cpus_per_rank=2))
+        waits = command(home, "echo $SLURMD_NODENAME", exclude=[first])
+        number = scheduler.submit(waits)
+        until(lambda: bool(scheduler.status(waits.name).reason))
+        assert scheduler.submit(waits) == number  # leaves it out still
+        time.sleep(3)  # Slurm looks every two seconds
+        assert scheduler.status(waits.name).state == "queued"
+        assert scheduler.submit(waits.model_copy(update={"exclude": []})) == number
+        assert end_of(scheduler).state == "succeeded"
+        assert Path(waits.log).read_text().split() == [first]
+        assert scheduler.submit(command(home, "sleep 60", "full")) != number  # it runs: no change
+
+
+@slurm
 def test_a_private_cluster_gives_each_gpu_to_one_job_by_its_id(home: Path) -> None:
     cluster = PrivateCluster(home, cpus=4, gpus=["5", "GPU-5f-12", "MIG-9a"])
     cluster.start()

@@ -5,7 +5,8 @@
 It takes the place of vllm_plugins/server.py (`EngineSettings.program`). It says its version and the
 last message; "slow" in that makes it take its time. "call NAME ARGUMENTS" asks for a tool's call. A
 pause without `keep` breaks its answers off. While it sleeps it scores nothing, and after level 2 it
-has no weights. With `--headless` it only lives.
+has no weights. With `--headless` it only lives. Weights that contain `NOT_TRAINED` give other
+logprobs than their probe.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from cray_agents.runtime.vllm_plugins.lock import (
 BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
 VERSION, EVENT = "x-cray-version", b"event: cray.samples\ndata: "
 PROGRAM = (sys.executable, "-m", "tests.support.scripted_server")
+NOT_TRAINED = b"not what was trained"
 SLOW = float(os.environ.get("CRAY_TEST_SLOW", "1"))  # seconds
 
 
@@ -104,9 +106,11 @@ class ScriptedServer:
             return []
         manifest = json.loads((Path(self.checkpoint) / "manifest.json").read_text())
         known = {tuple(p["token_ids"]): p["logprobs"] for p in manifest["probe"]}
+        weights = Path(self.checkpoint) / "model.safetensors"
+        off = 1.0 if weights.exists() and NOT_TRAINED in weights.read_bytes() else 0.0
         return [
             {"index": number, "prompt_logprobs": [None, *(
-                {str(token): {"logprob": value, "rank": 1}}
+                {str(token): {"logprob": value - off, "rank": 1}}
                 for token, value in zip(ids[1:], known[tuple(ids)], strict=True)
             )]}
             for number, ids in enumerate(body["prompt"])

@@ -283,6 +283,25 @@ def test_a_node_that_failed_is_left_out_for_a_time_and_told(tmp_path: Path) -> N
     assert "its node failed (n3)" in told and "n7 is left out until" in told
 
 
+def test_a_job_that_waits_may_use_a_node_again_whose_time_is_over(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    assert site.end("NODE_FAIL", node="n3").state == "queued"
+    site.scheduler.reason = "Resources"
+    for _ in range(2):
+        assert site.trainer.status(site.id).state == "queued"
+        assert len(site.scheduler.commands) == 2
+    assert site.trainer.unchanged() == set()  # n3 is left out since the last call
+    assert site.trainer.unchanged() == {site.id}
+    for path in site.home.excluded_nodes.iterdir():
+        path.unlink()
+    assert site.trainer.unchanged() == set()
+    for _ in range(2):
+        assert site.trainer.status(site.id).reason == "Resources"
+        assert [each.exclude for each in site.scheduler.commands] == [[], ["n3"], []]
+    assert read_handover(site.journal).restarts == 1
+    assert site.trainer.unchanged() == {site.id}
+
+
 def test_nothing_is_said_of_other_nodes_where_all_jobs_run_on_one_host(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.trainer.resources = Resources(host=this_host())

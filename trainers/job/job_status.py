@@ -5,6 +5,8 @@ Called by megatron_trainer.py, which adds what the scheduler knows.
 
 from typing import Any
 
+from pydantic import Field
+
 from cray_agents.paths import Home
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
@@ -20,7 +22,8 @@ class Handover(Record):
     seconds of a restart that a pause delays, `why` its reason.
 
     `resumed`: the command ended for a pause or a retry, which is neither a cancellation nor a
-    death. `session`: the id of the training session that the job was handed to.
+    death. `session`: the id of the training session that the job was handed to. `left_out`: the
+    nodes that it leaves out while it waits.
     """
 
     id: str = ""
@@ -32,6 +35,7 @@ class Handover(Record):
     log_bytes: int = 0
     due: float = 0.0
     why: str = ""
+    left_out: list[str] = Field(default_factory=list)
 
 
 def read_status(home: Home, job_id: str) -> JobStatus:

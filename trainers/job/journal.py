@@ -414,12 +414,12 @@ def _newest(pauses: set[str]) -> int:
 
 def size_of_log(path: Path) -> int:
     """Return a log's size in bytes; 0 if there is none."""
-    return path.stat().st_size if path.exists() else 0
+    return path.stat().st_size if path.name in durable.names_in(path.parent) else 0
 
 
 def tail_from(path: Path, start: int) -> str:
     """Return the end of a log, without what was in it at a size of `start` bytes."""
-    if not path.exists():
+    if path.name not in durable.names_in(path.parent):
         return ""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)

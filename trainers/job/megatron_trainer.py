@@ -120,6 +120,7 @@ class MegatronTrainer:
         self.parked_gib = usual if parked_gib is None else parked_gib
         self._starting = threading.Lock()  # taken by everything that may start a job
         self._seen: dict[str, CommandStatus] = {}  # of jobs with commands of their own, if live
+        self._left_out: list[str] = []  # nodes, at the last call of `unchanged`
 
     @property
     def dtype(self) -> Dtype:
@@ -144,6 +145,8 @@ class MegatronTrainer:
             self._guard()
             if not journal.exists:
                 self._check(spec)
+                if spec.commands is not None:
+                    CommandJournal(journal.folder).prepare()
                 journal.write_spec(self._choose_layout(journal, spec))
                 self._hand_over(journal, Handover())
             elif should_retry(journal, spec):
@@ -214,12 +217,21 @@ class MegatronTrainer:
         for, such as a pause, acts at once. Raises SchedulerError.
         """
         seen = self._seen.copy()
-        if any(command.state == "queued" for command in seen.values()):
+        waiting = {job_id for job_id, command in seen.items() if command.state == "queued"}
+        if waiting:
             self._free_idle_sessions("")
-        return {job_id for job_id in seen if self.scheduler.status(job_id) == seen[job_id]}
+        if (left_out := self._nodes_left_out()) == self._left_out:
+            waiting = set()
+        self._left_out = left_out
+        rest = seen.keys() - waiting
+        return {job_id for job_id in rest if self.scheduler.status(job_id) == seen[job_id]}
 
     def _look(self, journal: JobJournal, spec: JobSpec) -> JobStatus | CommandStatus:
-        """Return a job's status, or its command's if the command ended before the job."""
+        """Return a job's status, or its command's if that has to change.
+
+        A command that ended before its job is followed by another one, and one that waits leaves
+        out the nodes that failed lately, and no others.
+        """
         self._seen.pop(journal.job_id, None)
         if journal.cancelled:
             return self._describe(journal, spec, "cancelled")
@@ -235,6 +247,8 @@ class MegatronTrainer:
         command = self.scheduler.status(session.session_id if session else journal.job_id)
         if command.state == "queued":  # a session that was busy at its submission may be idle now
             self._free_idle_sessions(session.session_id if session else "")
+            if not journal.paused and read_handover(journal).left_out != self._nodes_left_out():
+                return command
         if session is not None and command.state == "running":
             command = session_view(session, journal, command)
         if command.state == "queued" and journal.paused:
@@ -254,6 +268,11 @@ class MegatronTrainer:
     def _go_on(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
         """Restart a job whose command ended early, unless somebody cancelled the command."""
         last, session = read_handover(journal), self._session_of(journal)
+        if command.state == "queued":
+            again = self.command_of(spec)
+            self.scheduler.submit(again)
+            note_handover(journal, last.model_copy(update={"left_out": again.exclude}))
+            return self._describe(journal, spec, "queued", command.reason)
         if last.resumed:
             self._hand_over(journal, Handover(step=progress_of(spec, journal)))
             return self._describe(journal, spec, "queued")
@@ -457,7 +476,8 @@ class MegatronTrainer:
     def _hand_over(self, journal: JobJournal, handover: Handover) -> None:
         """Start the job's command, or put it into its session's queue and see that this runs."""
         spec = journal.spec()
-        handover = handover.model_copy(update={"attempts": journal.attempts, "due": 0.0})
+        noted = {"attempts": journal.attempts, "due": 0.0, "left_out": self._nodes_left_out()}
+        handover = handover.model_copy(update=noted)
         if spec.session is None:
             forget_end(journal.folder)
             handover = handover.model_copy(update={"log_bytes": size_of_log(journal.log)})
@@ -543,8 +563,12 @@ class MegatronTrainer:
             kind="training" if spec.session is None else "session",
             slurm_options=spec.slurm_options,
             notice_seconds=notice_seconds(spec, self.home, nodes),
-            exclude=[node.node for node in excluded_nodes(self.home.excluded_nodes)],
+            exclude=self._nodes_left_out(),
         )
+
+    def _nodes_left_out(self) -> list[str]:
+        """Return the nodes that failed lately, the newest first."""
+        return [node.node for node in excluded_nodes(self.home.excluded_nodes)]
 
     # ---- statuses
     def _final_status(self, journal: JobJournal) -> JobStatus | None:

@@ -22,6 +22,11 @@ class CommandJournal:
     def __init__(self, folder: Path) -> None:
         self._commands, self._results = folder / "commands", folder / "results"
 
+    def prepare(self) -> None:
+        """Make both folders, before a host that looks into them could believe in their absence."""
+        for folder in (self._commands, self._results):
+            folder.mkdir(parents=True, exist_ok=True)
+
     def append(self, sequence: int, command: TrainingCommand) -> None:
         """Add the next command; adding the same one again changes nothing. Raises BadInput."""
         last = self.last

@@ -43,6 +43,7 @@ from cray_agents.errors import (
 )
 from cray_agents.runtime.gateway.http.server_paths import without_paths
 
+AWAY = {errno.EROFS, errno.EIO, errno.ESTALE}  # a file system that may come back
 PASSED_ON = {400, 413, 422, 429}  # statuses of an engine that blame the request
 ERROR_CODE = "cray_agents.error_code"  # in the scope of a failed request, for middleware.py
 SENT = "cray_agents.sent"  # in the scope: the JSON body
@@ -173,11 +174,18 @@ async def on_cray_error(request: Request, error: Exception) -> Response:
 
 
 async def on_os_error(request: Request, error: Exception) -> Response:
-    """Answer a full disk, for Starlette; raise any other error of the system as a bug."""
+    """Answer a full disk or a root that is away, for Starlette.
+
+    Any other error of the system is raised, as a bug.
+    """
     assert isinstance(error, OSError)
-    if error.errno not in FULL:
+    if error.errno not in FULL | AWAY:
         raise error
     log.error("%s %s: %s", request.method, request.url.path, error)
+    if error.errno in AWAY:
+        text = os.strerror(error.errno or errno.EIO)
+        away = StoreError(f"{text}: the platform's root cannot be used now; ask again in a moment")
+        return await on_cray_error(request, away)
     text = os.strerror(error.errno or errno.ENOSPC)
     full = DiskFull(f"{text}: nothing was stored; free some of the platform's disk, send it again")
     return await on_cray_error(request, full)

@@ -48,9 +48,9 @@ class Http:
 
     async def close(self) -> None:
         """Drop the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None  # first: what comes meanwhile gets another
+        if session is not None:
+            await session.close()
 
     @asynccontextmanager
     async def answer(

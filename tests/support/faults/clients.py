@@ -1,14 +1,17 @@
-"""Clients of a cluster under faults: questions, agents with a tool, and a training over two nodes.
+"""Clients of a cluster under faults: questions, batches, agents with a tool, and trainings.
 
-Each is a thread that goes on until `ended` is set, and keeps what it was promised.
+All but the batches are threads that go on until `ended` is set. Each keeps what it was promised.
 """
 
 import asyncio
 import threading
 import time
 import uuid
+from contextlib import suppress
+from typing import Any
 
 import openai
+import orjson
 
 from cray_agents import Agent, Platform
 from cray_agents.errors import EngineError, NoController, StoreError, TooManyRequests
@@ -16,7 +19,7 @@ from cray_agents.records import Run, StopReason
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.session.command_journal import CommandJournal
-from tests.support.faults.cluster import TRAINED, Cluster, ask
+from tests.support.faults.cluster import TRAINED, VLLM, Cluster, ask
 from tests.support.killable_session import ONE_STEP, STEPS, train
 
 COMMANDS = STEPS * len(ONE_STEP) + 1
@@ -55,6 +58,98 @@ class Client(threading.Thread):
                 pass
             self.retries += 1
             time.sleep(0.2)
+
+
+class Batches:
+    """A first batch, and a tenth of its lines again and again: the queue is never long empty."""
+
+    def __init__(self, cluster: Cluster, lines: int) -> None:
+        self.lines: list[int] = []  # of each batch
+        self.ids: list[str] = []
+        self._cluster, self._first = cluster, lines
+        self.submit()
+
+    def submit(self) -> None:
+        """Put a batch into the queue, once."""
+        number = len(self.lines)
+        self.lines.append(self._first if not number else max(1, self._first // 10))
+        self._cluster.until(lambda: self._submit(number), "a batch in the queue")
+
+    def _submit(self, number: int) -> bool:
+        client, name = self._cluster.client(), {"number": str(number)}
+        with suppress(openai.OpenAIError):
+            made = [batch.id for batch in client.batches.list() if batch.metadata == name]
+            if not made:
+                content = b"\n".join(
+                    orjson.dumps(_line(number, n)) for n in range(self.lines[number])
+                )
+                file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+                made = [
+                    client.batches.create(
+                        input_file_id=file.id,
+                        endpoint="/v1/chat/completions",
+                        completion_window="24h",
+                        metadata=name,
+                    ).id
+                ]
+            self.ids += made
+            return True
+        return False
+
+    def keep_one(self) -> None:
+        """Submit another one if all are completed."""
+        if self.answered(len(self.ids) - 1) == self.lines[-1]:
+            self.submit()
+
+    def answered(self, number: int) -> int:
+        """The lines of a batch with an answer; -1: nobody says. All: it is completed."""
+        with suppress(openai.OpenAIError):
+            batch = self._cluster.client().batches.retrieve(self.ids[number])
+            assert batch.status not in ("failed", "expired", "cancelled"), batch
+            done = batch.request_counts.completed if batch.request_counts else 0
+            return done if batch.status == "completed" else min(done, self.lines[number] - 1)
+        return -1
+
+    def finish(self) -> None:
+        """Wait for the last one's end."""
+        last, before = len(self.ids) - 1, -1
+
+        def goes_on() -> bool:
+            return self.answered(last) > before
+
+        while before < self.lines[-1]:
+            self._cluster.until(goes_on, "a batch's answers")
+            before = self.answered(last)
+
+    def texts(self) -> list[str]:
+        """The question of each line."""
+        return [_text(batch, n) for batch, lines in enumerate(self.lines) for n in range(lines)]
+
+    def check(self) -> None:
+        """Each line has one answer, that of its question."""
+        client = self._cluster.client()
+        for number, batch in enumerate(self.ids):
+            output = client.batches.retrieve(batch).output_file_id
+            assert output is not None
+            content = client.files.content(output).content
+            lines = [orjson.loads(line) for line in content.splitlines()]
+            assert sorted(line["custom_id"] for line in lines) == sorted(
+                f"c{n}" for n in range(self.lines[number])
+            )
+            for line in lines:
+                said = line["response"]["body"]["choices"][0]["message"]["content"]
+                text = _text(number, int(line["custom_id"][1:]))
+                assert VLLM or said.endswith(f": {text}"), line
+
+
+def _text(batch: int, line: int) -> str:
+    return f"batch {batch}, line {line}"
+
+
+def _line(batch: int, line: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": _text(batch, line)}]
+    return {"custom_id": f"c{line}", "method": "POST", "url": "/v1/chat/completions",
+            "body": {"model": "m", "messages": messages}}  # fmt: skip
 
 
 def twice(number: int) -> int:

@@ -1,7 +1,8 @@
 """A platform over several virtual nodes: two processes of `up`, replicas as jobs, a shared root.
 
 Each node, and the host of each platform process, may have a view of its own of the root
-(root_views.py). The engines are scripted servers, unless CRAY_TEST_ENGINES=vllm.
+(root_views.py); the processes then also take themselves to be on hosts of other names. The engines
+are scripted servers, unless CRAY_TEST_ENGINES=vllm.
 """
 
 import itertools
@@ -23,8 +24,9 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.slurm.job_lease import JobLease, attempts, read_lease
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.trainers.models.seed_model import make_seed_model
-from tests.support.bare_models import bare_model
+from tests.support.bare_models import provable_model
 from tests.support.faults.root_views import RootView
+from tests.support.scripted_server import NOT_TRAINED
 
 ROOT = Path(__file__).parents[3]
 VLLM = os.environ.get("CRAY_TEST_ENGINES") == "vllm"
@@ -42,6 +44,12 @@ exclude_minutes = 0.5
 [job]
 environment = {{ PYTHONPATH = "{ROOT}" }}
 """
+#: The gate of a training looks at GPUs, by a program that fails on the nodes that a file names.
+GPUS = """\
+#!/bin/sh
+[ -e "$folder/bad-$SLURMD_NODENAME" ] && { echo GPU is lost; exit 15; }
+echo 0, 0, No
+"""
 
 
 class ViewedSlurm(PrivateCluster):
@@ -49,7 +57,7 @@ class ViewedSlurm(PrivateCluster):
 
     def __init__(self, directory: Path, views: dict[str, RootView]) -> None:
         self._programs = directory.with_name("bin")
-        super().__init__(directory, nodes=NODES, cpus=4, gpus=[])
+        super().__init__(directory, nodes=NODES, cpus=8, gpus=[])
         self._programs.mkdir()
         for node, name in zip(self.nodes, [n for n in views if n not in LOGINS], strict=True):
             (self._programs / node).write_text("\n".join(views[name].enter))
@@ -83,20 +91,43 @@ class Cluster:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.models = 0
         self._logins = itertools.cycle(LOGINS)
-        (folder / "cray-agents.toml").write_text(SETTINGS)
+        more = "" if VLLM else self._add_gpus(folder / "gpus")
+        (folder / "cray-agents.toml").write_text(SETTINGS + more)
         self.environment = {**os.environ, **slurm.environment, "PYTHONPATH": str(ROOT)}
         self._up("--model", self.new_model())
         self.until(lambda: self.asks(), "the first answer")
         self._up("--standby")
 
-    def new_model(self) -> Path:
-        """Make a model that replicas can serve; return its folder."""
+    def _add_gpus(self, folder: Path) -> str:
+        """Let nodes have GPUs that health gates look at; return the settings of jobs."""
+        folder.mkdir()
+        program = folder / "nvidia-smi"
+        program.write_text(GPUS.replace("$folder", str(folder)))
+        program.chmod(0o755)
+        return f"prolog = ['export CUDA_VISIBLE_DEVICES=0 PATH={folder}:$PATH']\n"
+
+    @contextmanager
+    def lost_gpu(self, node: str) -> Iterator[None]:
+        """Let the health gate fail on a node."""
+        file = self.folder / "gpus" / f"bad-{node}"
+        file.touch()
+        try:
+            yield
+        finally:
+            file.unlink()
+
+    def new_model(self, *, proven: bool = True) -> Path:
+        """Make a model that replicas can serve; return its folder.
+
+        `proven`: they give the logprobs of its golden probe.
+        """
         self.models += 1
         folder = self.folder / f"model-{self.models}"
         if VLLM:
             make_seed_model(folder, seed=self.models, corpus=["What is 1 + 1?"])
             return folder
-        return bare_model(folder, str(self.models).encode())
+        content = str(self.models).encode()
+        return provable_model(folder, content if proven else content + b" " + NOT_TRAINED)
 
     def add_trained_model(self) -> None:
         """Register a model that a session can train, under a name of its own."""
@@ -121,6 +152,17 @@ class Cluster:
                     stderr=log,
                 )
             )
+
+    def down(self) -> list[int]:
+        """End the platform as an operator does; return the exit codes of its processes."""
+        enter = self.views[self.controller()["host"]].enter if self.views else []
+        argv = [*enter, sys.executable, "-m", "cray_agents", "down", "--home", str(self._root)]
+        done = subprocess.run(
+            argv, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.until(lambda: all(p.poll() is not None for p in self.processes), "the platform's end")
+        return [process.returncode for process in self.processes]
 
     def keep_two(self) -> None:
         """Start a standby in place of a process that has ended."""
@@ -202,12 +244,13 @@ def cluster(folder: Path, *, cached: bool) -> Iterator[Cluster]:
     if cached:
         (folder / "disk").mkdir()
         for name in (*(f"node-{n}" for n in range(1, NODES + 1)), *LOGINS):
-            views[name] = RootView(folder / "views" / name, folder / "disk", root)
+            host = name if name in LOGINS else ""
+            views[name] = RootView(folder / "views" / name, folder / "disk", root, host)
     directory = folder / "slurm"
     slurm = (
         ViewedSlurm(directory, views)
         if cached
-        else PrivateCluster(directory, nodes=NODES, cpus=4, gpus=[])
+        else PrivateCluster(directory, nodes=NODES, cpus=8, gpus=[])
     )
     made = None
     try:

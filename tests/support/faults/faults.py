@@ -10,11 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import openai
+import pytest
 
+from cray_agents.trainers.job.journal import JobJournal
 from tests.support.faults.clients import Training
-from tests.support.faults.cluster import NODES, REPLICAS, Cluster
+from tests.support.faults.cluster import NODES, REPLICAS, VLLM, Cluster
 
 SESSION = "cray_agents.trainers.session.session_process"
 
@@ -35,10 +38,12 @@ class Faults:
             self.drain_node,
         ]  # fmt: skip
         if training is not None:
-            self._kinds += [self.kill_rank, self.kill_launcher]
+            self._kinds += [self.kill_rank, self.kill_launcher, self.fail_gate]
+        self._kinds += [self.refuse_version] if not VLLM else []
         if cluster.views:
             self._kinds += [self.lose_power, self.stall_root, self.slow_root,
                             self.read_only_root, self.stall_all_roots]  # fmt: skip
+        self._due = {kind.__name__ for kind in (self._kinds if training else self._left)}
         self._begun = 0.0
 
     def strike(self) -> None:
@@ -56,13 +61,15 @@ class Faults:
             f"all replicas after {fault.__name__}",
         )
         self.seconds[fault.__name__].append(time.monotonic() - self._begun)
+        self._due.discard(fault.__name__)
+        self._check_proofs()
         if self._training is not None:
             self._wait_for_training(self._training)
 
     @property
     def some_left(self) -> bool:
-        """True until each kind of a round was caused."""
-        return bool(self._left)
+        """True until each kind was caused; without a training, until the first four were."""
+        return bool(self._due)
 
     def table(self) -> Iterator[str]:
         """Yield rows in Markdown: kind, count, median and longest seconds to recovery."""
@@ -74,13 +81,13 @@ class Faults:
 
     # ---- serving
     def kill_engine(self) -> None:
-        pid = self._chance.choice(list(self._cluster.replicas()))
+        pid, _ = self._replica()
         self._kill(pid)
         self._wait_for_successor(pid)
 
     def kill_supervisor(self) -> None:
         """Its engine dies with it."""
-        pid = self._chance.choice(list(self._cluster.replicas()))
+        pid, _ = self._replica()
         self._kill(parent_of(pid))
         self._wait_for_successor(pid)
 
@@ -93,17 +100,19 @@ class Faults:
             os.kill(lease.pid, signal.SIGCONT)
 
     def cancel_job(self) -> None:
-        replica = self._chance.choice(list(self._cluster.replicas().values()))
+        pid, replica = self._replica()
         self._cluster.command("scancel", replica["job"])
-        self._wait_for_successor(replica["pid"])
+        self._wait_for_successor(pid)
 
     # ---- Slurm
     def lose_node(self) -> None:
         """Slurm ends the jobs of a node that is down; the others have room for them."""
-        replica = self._chance.choice(list(self._cluster.replicas().values()))
+        pid, replica = self._replica()
         words = ("scontrol", "update", f"nodename={replica['host']}")
         self._cluster.command(*words, "state=down", "reason=test")
-        self._wait_for_successor(replica["pid"])
+        down = time.monotonic()
+        self._wait_for_successor(pid)
+        self._note("lose node: down to successor", down)
         self._cluster.command(*words, "state=resume")
 
     def kill_slurmd(self) -> None:
@@ -118,16 +127,16 @@ class Faults:
 
     def drain_node(self) -> None:
         """A node takes no more jobs; the replica that ends on it begins again elsewhere."""
-        replica = self._chance.choice(list(self._cluster.replicas().values()))
+        pid, replica = self._replica()
         words = ("scontrol", "update", f"nodename={replica['host']}")
         self._cluster.command(*words, "state=drain", "reason=test")
         self._cluster.command("scancel", replica["job"])
-        self._wait_for_successor(replica["pid"])
+        self._wait_for_successor(pid)
         self._cluster.command(*words, "state=resume")
 
     def lose_power(self) -> None:
         """All processes of a node stand still; some nodes come back with them, some without."""
-        pid, replica = self._chance.choice(list(self._cluster.replicas().items()))
+        pid, replica = self._replica()
         stopped = self._processes_of_node(replica["host"])
         for one in stopped:
             with suppress(ProcessLookupError):
@@ -154,6 +163,53 @@ class Faults:
     def kill_launcher(self) -> None:
         """Likewise; Slurm's step ends with it."""
         self._kill_one(self._launchers())
+
+    def fail_gate(self) -> None:
+        """A node has lost its GPU when the session begins anew, which so comes to another one."""
+        launchers, nodes, begun = self._launchers(), self._nodes_of_session(), time.time()
+        if not nodes:
+            return
+        node = self._chance.choice(sorted(nodes))
+        with self._cluster.lost_gpu(node):
+            done = self._done()
+            self._kill(*launchers)
+            self._cluster.until(
+                lambda: self._gate_verdict(node, begun) or self._done() > done, "a session again"
+            )
+            if (verdict := self._gate_verdict(node, begun)) is None:
+                return  # Slurm had other nodes for it
+            self._cluster.until(lambda: self._started_after(verdict), "a start on another node")
+            self._cluster.until(lambda: self._done() > done, "a session on other nodes")
+            assert node not in self._nodes_of_session()
+            late = max(0.0, self._started_after(verdict) - verdict)
+            self.seconds["fail gate: verdict to start on other nodes"].append(late)
+
+    def _nodes_of_session(self) -> set[str]:
+        found = set()
+        for pid in self._launchers():
+            with suppress(OSError):  # it has ended
+                found.add(node_of(pid))
+        return found
+
+    def _done(self) -> int:
+        assert self._training is not None
+        return self._training.done
+
+    def _gate_verdict(self, node: str, since: float) -> float | None:
+        """The unix time of the verdict that a node failed its gate."""
+        home = self._cluster.home
+        for folder in home.jobs.glob("job-*"):
+            for event in JobJournal(home, folder.name).events():
+                new = event["event"] == "verdict" and event["time"] > since
+                if new and event["node"] == node and "health gate" in event["message"]:
+                    return float(event["time"])
+        return None
+
+    def _started_after(self, moment: float) -> float:
+        """The unix time at which the first launcher of a session began after a moment; 0: none."""
+        paths = self._cluster.home.sessions.glob("session-*/attempts/*")
+        times = (path.stat().st_mtime for path in paths if path.name.isdigit())
+        return min((one for one in times if one > moment), default=0.0)
 
     # ---- the shared root
     def stall_root(self) -> None:
@@ -191,7 +247,9 @@ class Faults:
         self._cluster.until(
             lambda: self._cluster.controller().get("term", 0) > before["term"], "a new term"
         )
-        self._note("kill controller: to the new term", killed)
+        here = self._cluster.controller().get("host") == before["host"]
+        what = f"kill controller, standby on {'its' if here else 'another'} host"
+        self._note(f"{what}: to the new term", killed)
         name = f"name-{uuid.uuid4().hex[:8]}"
         model = self._cluster.new_model()
 
@@ -202,7 +260,7 @@ class Faults:
             return False
 
         self._cluster.until(decided, "a decision of the new controller")
-        self._note("kill controller: to the next decision", killed)
+        self._note(f"{what}: to the next decision", killed)
 
     def stop_controller(self) -> None:
         """It stands still for longer than its lease; it may decide nothing when it goes on."""
@@ -224,11 +282,10 @@ class Faults:
 
     def kill_gateway(self) -> None:
         """A further one, of those that the controller keeps."""
-        pid = self._cluster.controller()["pid"]
-        children = Path(f"/proc/{pid}/task/{pid}/children")
-        for child in map(int, children.read_text().split()):
-            if b"gateway" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
-                self._kill(child)
+        self._cluster.until(self._further_gateways, "a further gateway")
+        killed = self._further_gateways()
+        self._kill(*killed)
+        self._cluster.until(lambda: self._further_gateways() - killed, "a further gateway again")
 
     def promote(self) -> None:
         """A new version, while all goes on."""
@@ -236,7 +293,44 @@ class Faults:
         version = self._cluster.call("/models/m/versions", {"checkpoint": str(model)})["number"]
         self._cluster.call("/models/m/promote", {"version": version, "who": "test"})
 
+    def refuse_version(self) -> None:
+        """One whose weights give other logprobs than its probe is not promoted."""
+        model = self._cluster.new_model(proven=False)
+        version = self._cluster.call("/models/m/versions", {"checkpoint": str(model)})["number"]
+        with pytest.raises(openai.APIStatusError, match="not the trainer's weights"):
+            self._cluster.call("/models/m/promote", {"version": version, "who": "test"})
+
     # ---- means
+    def _replica(self) -> tuple[int, Any]:
+        """Choose one, by its engine's pid, while all serve."""
+        found: dict[int, Any] = {}
+
+        def all_serve() -> bool:
+            found.clear()
+            found.update(self._cluster.replicas())
+            return len(found) == REPLICAS
+
+        self._cluster.until(all_serve, "all replicas")
+        return self._chance.choice(sorted(found.items(), key=lambda one: one[0]))
+
+    def _check_proofs(self) -> None:
+        """Each replica that serves has proven its version by tokens of its probe."""
+        for replica in self._cluster.replicas().values():
+            proof = replica["probe"]
+            assert proof["passed"] and proof["version"] == replica["version"], replica
+            assert VLLM or proof["tokens"] == 2, replica
+
+    def _further_gateways(self) -> set[int]:
+        """The pids of those that the controller keeps."""
+        found = set()
+        with suppress(OSError, KeyError):
+            pid = self._cluster.controller()["pid"]
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+            for child in map(int, children.split()):
+                if b"gateway" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                    found.add(child)
+        return found
+
     def _daemons(self, name: str) -> list[int]:
         """Of this cluster."""
         return [pid for pid, words in self._processes() if Path(words[0]).name == name]
@@ -269,8 +363,9 @@ class Faults:
 
     def _kill(self, *pids: int) -> None:
         for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if pid > 1:  # else its parent has ended
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for process in self._cluster.processes:
             if process.pid in pids:
                 process.wait()
@@ -313,6 +408,13 @@ def parent_of(pid: int) -> int:
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
     return 0
+
+
+def node_of(pid: int) -> str:
+    """The name of a Slurm job's node, by the environment of one of its processes."""
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    (name,) = (word for word in words if word.startswith(b"SLURMD_NODENAME="))
+    return name.decode().partition("=")[2]
 
 
 def every_pid() -> list[int]:

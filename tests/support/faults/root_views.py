@@ -1,7 +1,7 @@
 """Views of a shared root: bindfs mounts that cache names, attributes and absences, one for a host.
 
 A stand-in for NFS clients. Processes started by `RootView.enter` see the folder by the root's usual
-path, in a mount namespace of their own.
+path, in a mount namespace of their own, and may have a host name of their own.
 """
 
 import os
@@ -26,9 +26,13 @@ def missing() -> str:
 
 
 class RootView:
-    """The shared root at `disk` as one host sees it, which calls it `root`."""
+    """The shared root at `disk` as one host sees it, which calls it `root`.
 
-    def __init__(self, folder: Path, disk: Path, root: Path) -> None:
+    `host`: the name that its processes take the host to have; "": this machine's.
+    """
+
+    def __init__(self, folder: Path, disk: Path, root: Path, host: str = "") -> None:
+        self._host = host
         self.mount, self._read_only = folder / "mount", folder / "read-only"
         self._root = root
         for path in (self.mount, self._read_only, root):
@@ -49,7 +53,10 @@ class RootView:
     def enter(self) -> list[str]:
         """Words before a command that shall run on this host."""
         inside = 'mount --bind "$0" "$1" && shift && exec "$@"'
-        return ["unshare", "--mount", "--propagation", "slave", "sh", "-c", inside,
+        name = ["--uts"] if self._host else []
+        if self._host:
+            inside = f"hostname {self._host} && {inside}"
+        return ["unshare", *name, "--mount", "--propagation", "slave", "sh", "-c", inside,
                 str(self.mount), str(self._root)]  # fmt: skip
 
     def stall(self, seconds: float) -> None:

@@ -301,8 +301,8 @@ def note_end(folder: Path, end: BadEnd) -> None:
 
 def read_end(folder: Path) -> BadEnd | None:
     """Return the report of the newest start's bad end; None if it left none."""
-    path = folder / END
-    return checksums.read_record(BadEnd, path) if path.exists() else None
+    listed = END in durable.names_in(folder)  # another host wrote it
+    return checksums.read_record(BadEnd, folder / END) if listed else None
 
 
 def forget_end(folder: Path) -> None:
