@@ -62,9 +62,12 @@ def screens(url: str) -> dict[str, str]:
     query = f"loop={loop}&view=summary&split=train&generation=1&max_reward=0&min_turns=2&limit=1"
     surprised = ask(url, f"trajectories?{query}")["data"][0]["id"]
     job = ask(url, "jobs")["data"][0]["id"]
+    dataset = ask(url, "datasets?limit=1")["data"][0]["id"]
     return {
         "overview": "overview",
         "loop": f"loop/{loop}",
+        "generation": f"generation/{loop}/2",
+        "dataset": f"dataset/{dataset}",
         "runs": "runs?q=" + urllib.request.quote(f"loop:{loop} and reward>=1"),
         "run": f"run/{better}",
         "tokens": f"run/{surprised}?t=0&mode=tokens&prompt=1",

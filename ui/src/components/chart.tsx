@@ -5,6 +5,9 @@ import "uplot/dist/uPlot.min.css";
 import { number } from "../lib/format";
 import { theme } from "../lib/theme";
 
+/** Distances of marks on an axis of steps, generations or tasks. */
+const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 8 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+
 export interface ChartProps {
   title: string;
   points: readonly (readonly [number, number])[];
@@ -27,14 +30,17 @@ export function Chart({ title, points, axis, limit, logarithmic }: ChartProps) {
     const plot = new uPlot(
       {
         width: element.clientWidth,
-        height: 180,
+        height: 160,
         scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : {} },
         series: [
           { label: axis },
           { label: title, stroke: colour("--accent"), width: 1.5, spanGaps: false },
           { label: "limit", stroke: colour("--good"), width: 1.5, dash: [6, 4], points: { show: false } },
         ].slice(0, limit === undefined ? 2 : 3),
-        axes: [axes, { ...axes, size: 60 }],
+        axes: [
+          { ...axes, size: 30, incrs: WHOLE },
+          { ...axes, size: 60 },
+        ],
         legend: { show: false },
         cursor: { drag: { x: true, y: false } },
       },
@@ -45,7 +51,7 @@ export function Chart({ title, points, axis, limit, logarithmic }: ChartProps) {
       ],
       element,
     );
-    const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height: 180 }));
+    const watcher = new ResizeObserver(() => plot.setSize({ width: element.clientWidth, height: 160 }));
     watcher.observe(element);
     return () => {
       watcher.disconnect();

@@ -168,11 +168,11 @@ function DecisionCard({ detail }: { detail: Detail }) {
             <dd>{oneLine(record.stopped, 300)}</dd>
           </>
         )}
-        {record.job_id && (
+        {record.job && (
           <>
             <dt>job</dt>
             <dd>
-              <ScreenLink to={["job", record.job_id]}>{oneLine(record.job_id, 60)}</ScreenLink>
+              <ScreenLink to={["job", record.job]}>{oneLine(record.job, 60)}</ScreenLink>
             </dd>
           </>
         )}

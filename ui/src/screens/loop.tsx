@@ -108,7 +108,7 @@ function Rows({ list, loop }: { list: Generation[]; loop: string }) {
               </td>
               <td>{number(one.accepted_runs)}</td>
               <td>{compact(one.tokens)}</td>
-              <td>{one.job_id ? <ScreenLink to={["job", one.job_id]}>{oneLine(one.job_id, 20)}</ScreenLink> : "–"}</td>
+              <td>{one.job ? <ScreenLink to={["job", one.job]}>{oneLine(one.job.replace(/^job-/, ""), 8)}</ScreenLink> : "–"}</td>
               <td>{number(one.probe_max_logprob_diff)}</td>
               <td title={oneLine(phases(one), 300)}>{seconds(one.wall)}</td>
             </tr>
