@@ -222,7 +222,7 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     page = watch(platform.url)
     page.open("#/dataset")
     page.page.get_by_role("link", name=made["id"]).click()
-    page.page.wait_for_selector(".token.trained")
+    page.page.wait_for_selector(".token.trained[data-n]")
     assert f"--dataset {made['id']}" in page.text()
     reason, count = next(iter(made["rejected"].items()))
     page.page.locator(".funnel").get_by_role("link", name=reason.replace("_", " ")).click()
@@ -233,7 +233,7 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     page.page.keyboard.press("]")
     page.page.wait_for_function("() => location.hash.includes('at=1')")
     page.settle()
-    page.page.locator(".token").first.click()
+    page.page.locator(".token[data-n]").first.click()
     page.page.wait_for_selector(".token.selected")
 
 
