@@ -75,7 +75,7 @@ class ClusterView:
         )
         past, stuck = time.time() - now, False
         free = {room.name: self._free(room) for room in rooms}
-        places_asleep = asleep or {}
+        places_asleep = asleep or Counter[str]()
         for name, job in self._scheduler.live().items():
             if name.startswith(JOB_PREFIX):
                 state.replicas += job.state == "running"
