@@ -11,6 +11,7 @@ import json
 import shutil
 import subprocess
 import sys
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,11 +67,10 @@ def screens(url: str) -> dict[str, str]:
     return {
         "overview": "overview",
         "loop": f"loop/{loop}",
-        "generation": f"generation/{loop}/2",
         "dataset": f"dataset/{dataset}",
-        "runs": "runs?q=" + urllib.request.quote(f"loop:{loop} and reward>=1"),
+        "runs": "runs?q=" + urllib.parse.quote(f"loop:{loop} and reward>=1"),
         "run": f"run/{better}",
-        "tokens": f"run/{surprised}?t=0&mode=tokens&prompt=1",
+        "tokens": f"run/{surprised}?t=1&mode=tokens&prompt=1",
         "compare": f"compare?a={worse}&b={better}",
         "job": f"job/{job}",
         "models": "models",

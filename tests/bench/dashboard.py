@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
+import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -147,7 +147,7 @@ def measure_screens(slow: SlowPage, runs: int) -> None:
     for number in range(TIMES * 2):
         line = FILTERS[number % len(FILTERS)] + f" and turns>={number % 2}"
         slow.go("#/overview", "h1, h2", "Replicas|Overview")
-        times.append(slow.go(f"#/runs?q={urllib.request.quote(line)}", "a.run-row", "Task"))
+        times.append(slow.go(f"#/runs?q={urllib.parse.quote(line)}", "a.run-row", "Task"))
     print_row("filter to rows", times, "ms", "200 ms (95th)")
     outline, first = [], []
     for _ in range(TIMES // 2):

@@ -180,7 +180,7 @@ async def test_with_a_warm_pool_one_sleeps_and_is_woken_before_others_start(tmp_
                 starts.append(_number)
                 await _start(*arguments)
 
-            host.start = start  # type: ignore[method-assign]
+            host.start = start  # type: ignore[method-assign, assignment]
         assert (await gateway.ask("again")).text == "again"
         assert warm not in starts
         await until(lambda: states(pool) == ["away"] * 3 and sum(asleep()) == 1)

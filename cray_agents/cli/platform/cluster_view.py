@@ -75,6 +75,7 @@ class ClusterView:
         )
         past, stuck = time.time() - now, False
         free = {room.name: self._free(room) for room in rooms}
+        places_asleep = asleep or Counter[str]()
         for name, job in self._scheduler.live().items():
             if name.startswith(JOB_PREFIX):
                 state.replicas += job.state == "running"
@@ -87,7 +88,7 @@ class ClusterView:
                 continue
             nodes = node_names(job.nodes)
             state.used.update(nodes)
-            if sleepers := sum((asleep or {}).get(node, 0) for node in nodes):
+            if sleepers := sum(places_asleep.get(node, 0) for node in nodes):
                 view.sleepers, view.nodes = {"replicas": sleepers}, max(view.nodes, sleepers)
             if not view.nodes:
                 continue

@@ -227,22 +227,21 @@ function GuardsCard({ detail }: { detail: Detail }) {
                 <th class="number">tasks</th>
                 <th class="number">difference</th>
                 <th class="number">evidence</th>
-                <th>guard</th>
               </tr>
             </thead>
             <tbody>
               {guards.map((one) => (
                 <tr key={one.tag}>
-                  <td class="wrap">{oneLine(one.tag, 80)}</td>
+                  <td class="wrap">
+                    {oneLine(one.tag, 80)}{" "}
+                    <span class={`chip ${one.failed ? "bad" : "good"}`}>{one.failed ? "failed" : "holds"}</span>
+                  </td>
                   <td class="number">{number(one.tasks)}</td>
                   <td class="number">
                     {signed(one.difference)} ± {number(one.error)}
                   </td>
                   <td class="number">
                     {number(one.evidence)} of {number(one.limit)}
-                  </td>
-                  <td>
-                    <span class={`chip ${one.failed ? "bad" : "good"}`}>{one.failed ? "failed" : "holds"}</span>
                   </td>
                 </tr>
               ))}
