@@ -129,10 +129,10 @@ def _decision(registry: Registry, loop: str, record: Generation) -> ShownDecisio
         and str(event.version) == version
         and event.who == f"loop {loop}"
     ]
-    return None if not mine or record.evidence is None else _shown(mine[-1])
+    return None if not mine or record.evidence is None else _describe_decision(mine[-1])
 
 
-def _shown(event: ModelEvent) -> ShownDecision:
+def _describe_decision(event: ModelEvent) -> ShownDecision:
     try:
         numbers = Decision.model_validate(event.numbers)
     except ValidationError:
@@ -153,12 +153,12 @@ def _curve(noted: PairedEvidence) -> WealthCurve:
     """
     wealth = [1.0, *noted.wealth()]
     step = -(-len(wealth) // MOST_POINTS)
-    shown = {*range(0, len(wealth), step), len(wealth) - 1, wealth.index(max(wealth))}
+    places = {*range(0, len(wealth), step), len(wealth) - 1, wealth.index(max(wealth))}
     return WealthCurve(
         limit=1 / noted.test.alpha,
         alpha=noted.test.alpha,
         planned=noted.planned,
-        points=[(n, wealth[n]) for n in sorted(shown)],
+        points=[(n, wealth[n]) for n in sorted(places)],
     )
 
 

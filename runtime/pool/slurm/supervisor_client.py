@@ -111,8 +111,8 @@ class PlacedEngine(VllmEngine):
     async def wake(self, checkpoint: Path, version: str) -> None:
         """Take the GPU's memory again: see `VllmEngine.wake`."""
         await super().wake(checkpoint, version)
-        held = weights_of(checkpoint) if self._weights else ""
-        await self._supervisor.order("note", version=version if held else "", weights=held)
+        weights = weights_of(checkpoint) if self._weights else ""
+        await self._supervisor.order("note", version=version if weights else "", weights=weights)
 
     async def receive(self, job: str, like: Path) -> None:
         """Take weights that are not published yet: see `VllmEngine.receive`."""
