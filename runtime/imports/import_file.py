@@ -14,7 +14,7 @@ import orjson
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Event
-from cray_agents.runtime.imports import atif, chats, jsonl, sharegpt
+from cray_agents.runtime.imports import atif, chats, jsonl, openenv, sharegpt
 from cray_agents.runtime.imports.imported_run import Importing, Read
 from cray_agents.runtime.imports.record_source import RecordSource, SourceRecord
 from cray_agents.runtime.store import Store
@@ -23,7 +23,13 @@ MAX_PROBLEMS = 20  # bad lines after which reading stops
 GROUP = 512  # events appended at once; a run's are not split, so it may be a few more
 
 FORMATS: Mapping[str, Read] = MappingProxyType(
-    {"openai": chats.read, "sharegpt": sharegpt.read, "atif": atif.read, "jsonl": jsonl.read}
+    {
+        "openai": chats.read,
+        "sharegpt": sharegpt.read,
+        "atif": atif.read,
+        "jsonl": jsonl.read,
+        "openenv": openenv.read,
+    }
 )
 
 

@@ -18,7 +18,7 @@ from cray_agents.records import Split
 if TYPE_CHECKING:
     from cray_agents.runtime.imports import Imported, Importing
 
-FORMATS = "openai (chats, preferences), sharegpt, atif, jsonl (whole records, by `export`)"
+FORMATS = "openai (chats, preferences), sharegpt, atif, openenv, jsonl (whole records, by `export`)"
 
 
 def add_to(app: typer.Typer) -> None:
