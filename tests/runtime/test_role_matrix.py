@@ -102,6 +102,8 @@ GET     /v1/loops/{loop}/generations/{number}/timeline  train   nothing
 GET     /v1/loops/{loop}/journal/{entry}                train   nothing
 POST    /v1/loops/{loop}/journal/{entry}                train   shared
 GET     /v1/loops/{loop}/generations                    train   nothing
+GET     /v1/loops/{loop}/generations/{number}           train   nothing
+GET     /v1/loops/{loop}/generations/{number}/pairs     train   nothing
 POST    /v1/loops/{loop}/generations/{number}           train   shared
 GET     /v1/rollouts                                    train   nothing
 POST    /v1/rollouts                                    train   shared
