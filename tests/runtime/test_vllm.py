@@ -310,6 +310,7 @@ async def test_no_block_of_the_prefix_cache_outlives_its_weights(serving: Servin
 async def test_kept_streams_go_on_under_new_weights_and_tell_from_where(serving: Serving) -> None:
     serving.pool.swap_mode = "keep"
     begun = asyncio.Semaphore(0)
+    probe = golden_probe(serving.models["m@2"])  # now: the streams would end meanwhile
     request = {"messages": CHAT, "max_tokens": 600, "ignore_eos": True, "stream": True}
 
     async def one(number: int) -> EngineCall:
@@ -322,9 +323,7 @@ async def test_kept_streams_go_on_under_new_weights_and_tell_from_where(serving:
     streams = [asyncio.create_task(one(number)) for number in range(32)]
     for _ in range(40):
         await begun.acquire()
-    report = await serving.pool.swap(
-        serving.models["m@2"], "m@2", golden_probe(serving.models["m@2"])
-    )
+    report = await serving.pool.swap(serving.models["m@2"], "m@2", probe)
     assert set(report.seconds) == {"pause", "load", "prove", "resume"}
     crossed = []
     for asked in await asyncio.gather(*streams):
