@@ -263,7 +263,7 @@ CHECKED = (
 )
 
 
-@pytest.mark.timeout(120 + 120 * TIMES)
+@pytest.mark.timeout(900 + 120 * TIMES)
 def test_it_answers_as_its_document_says(tmp_path: Path) -> None:
     """Schemathesis makes good and bad requests of the document, and reads the answers by it."""
     load_all_checks()
