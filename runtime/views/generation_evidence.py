@@ -70,15 +70,7 @@ def pairs_page(
     wealth = noted.wealth()
     rows = [
         ShownPair(
-            n=n,
-            task=pair.task,
-            tag=pair.tag,
-            incumbent=pair.incumbent,
-            candidate=pair.candidate,
-            incumbent_run=pair.incumbent_run,
-            candidate_run=pair.candidate_run,
-            outcome=_outcome(pair.candidate - pair.incumbent),
-            wealth=after,
+            **dict(pair), n=n, outcome=_outcome(pair.candidate - pair.incumbent), wealth=after
         )
         for n, (pair, after) in enumerate(zip(noted.pairs, wealth, strict=True), 1)
     ]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cray_agents.generation import Generation
+from cray_agents.promotion.paired_evidence import RunPair
 from cray_agents.promotion.sequential_test import Decision
 from cray_agents.records import Message, Record, Redaction, Reward, ToolCall, WeightChange
 
@@ -112,7 +113,7 @@ class GenerationDetail(Record):
 PairOutcome = Literal["won", "lost", "even"]
 
 
-class ShownPair(Record):
+class ShownPair(RunPair):
     """A pair of runs of one held-out task: `n` counts from 1, in the order of evaluation.
 
     `outcome` is the candidate's; `wealth` that after this pair. A run of the candidate that could
@@ -120,12 +121,6 @@ class ShownPair(Record):
     """
 
     n: int
-    task: str
-    tag: str | None
-    incumbent: float
-    candidate: float
-    incumbent_run: str
-    candidate_run: str
     outcome: PairOutcome
     wealth: float
 

@@ -12,11 +12,13 @@ with each step; `VersionedState` records it. Read next: scheduler.py, in the eng
 """
 
 import asyncio
+import time
 from contextvars import ContextVar
 from typing import Any
 
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
@@ -25,10 +27,12 @@ from cray_agents.runtime.vllm_plugins.adapters import unload_completely
 from cray_agents.runtime.vllm_plugins.scheduler import MARK
 
 ASK = b"x-cray-capture"  # request header; its value names the request for ABORT
+MERGE = b"x-cray-merge"  # request header of a stream whose events may hold several tokens
 BODY = b"x-cray-body"  # response header: bytes of the answer itself; the samples follow them
 VERSION = b"x-cray-version"  # response header of a stream: the version of its first token
 EVENT = b"event: cray.samples\ndata: "  # the last event of a stream
-SEND_INTERVAL = 0.02  # seconds between pieces of a stream
+INTERVAL, LONGEST = 0.02, 0.1  # seconds between two events of a stream: if few, at most
+SENDS = 1000  # a second, of all streams; beyond that the interval grows
 ABORT = "/cray/abort/"  # + name: ends a request as if its client had left, but still answers it
 
 UNSATISFIABLE = orjson.dumps(
@@ -45,6 +49,7 @@ UNSATISFIABLE = orjson.dumps(
 
 #: The list that the current request's samples go to; None: it is not captured.
 _capture: ContextVar["list[CapturedSequence] | None"] = ContextVar("capture", default=None)
+_merge: ContextVar[bool] = ContextVar("merge", default=False)  # what MERGE of that request says
 
 FIELDS = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids", "versions")
 
@@ -87,25 +92,48 @@ class CapturingProcessor(LogprobsProcessor):  # type: ignore[misc]
 
 
 class VersionedState(RequestState):  # type: ignore[misc]
-    """A RequestState that records the version of each step, and the reason of a stop string."""
+    """A RequestState that records the version of each step, and the reason of a stop string.
+
+    In a stream it merges the tokens of `send_interval` seconds into one output, where the request
+    allows that: vLLM's work for an event costs more than a token, however many the event holds.
+    """
 
     last_version: str | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        if isinstance(self.logprobs_processor, CapturingProcessor) and self.detokenizer.stop:
-            self.make_request_output = self._record_finish  # only for requests with stop strings
+        if not isinstance(self.logprobs_processor, CapturingProcessor):
+            return
+        self._unsent: list[int] = []  # tokens that no output holds yet
+        self._sent_at = 0.0  # by time.monotonic
+        self._merges = self.output_kind is RequestOutputKind.DELTA and _merge.get()
+        if self._merges or self.detokenizer.stop:
+            self.make_request_output = self._make_captured_output
 
-    def _record_finish(
-        self, new_token_ids: Any, pooled: Any, finish_reason: Any, *more: Any, **options: Any
+    def _make_captured_output(
+        self,
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: Any,
+        *more: Any,
+        **options: Any,
     ) -> Any:
-        """Record the finish reason; vLLM calls this each step, after looking for stop strings.
+        """Return the output of a step, or None; record the finish reason.
 
-        If the last token completes a stop string, the reason differs from the engine core's.
+        vLLM calls this each step, after looking for stop strings, and for a request that ends
+        early. If the last token completes a stop string, the reason differs from the engine core's.
         """
         if finish_reason is not None:
             self.logprobs_processor.sampled.finish_reason = str(finish_reason)
-        return super().make_request_output(new_token_ids, pooled, finish_reason, *more, **options)
+        if self._merges:
+            self._unsent += new_token_ids
+            now = time.monotonic()
+            if finish_reason is None and now - self._sent_at < send_interval():
+                return None
+            self._sent_at = now
+            new_token_ids, self._unsent = self._unsent, []
+        make_output = super().make_request_output
+        return make_output(new_token_ids, pooling_output, finish_reason, *more, **options)
 
     def track_weight_version(self, weight_version: str) -> None:
         """Record a step's version. vLLM calls this before it takes the step's tokens."""
@@ -162,7 +190,7 @@ class Capture:
         unload_completely()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = _requested_name(scope)
+        name = _header(scope, ASK)
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(ABORT):
@@ -180,11 +208,12 @@ class Capture:
         abort = self._aborts[name] = asyncio.Event()
         answer = _CapturedAnswer(send)
         token = _capture.set(answer.samples)
+        _merge.set(_header(scope, MERGE) is not None)
         try:
             await self.app(scope, _disconnect_on(abort, receive), answer.take)
             await answer.end(abort.is_set())
         finally:
-            answer.cancel_timer()
+            answer.close()
             _capture.reset(token)
             self._aborts.pop(name, None)
 
@@ -193,9 +222,11 @@ class _CapturedAnswer:
     """An answer on its way to the client; its end is held back until the samples are appended.
 
     A stream starts at its first token, and its headers carry that token's version. Later tokens
-    are sent in pieces, at most one per `SEND_INTERVAL` seconds. A send, with the gateway's work
+    are sent in pieces, at most one per `send_interval` seconds. A send, with the gateway's work
     for it, costs more than a token. A slower stream is sent token by token.
     """
+
+    streaming = 0  # answers that have begun to stream, and have not ended
 
     def __init__(self, send: Send) -> None:
         self.samples: list[CapturedSequence] = []
@@ -207,6 +238,7 @@ class _CapturedAnswer:
         self._sent_at = 0.0  # by the loop's clock
         self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Task[None] | None = None
+        self._counted = False
 
     async def take(self, message: Message) -> None:
         """Receive a message from the application, as its ASGI `send`."""
@@ -221,11 +253,12 @@ class _CapturedAnswer:
             if self._timer is not None:
                 return
             now = self._loop.time()
-            if now - self._sent_at >= SEND_INTERVAL:
+            interval = send_interval()
+            if now - self._sent_at >= interval:
                 self._sent_at = now
                 await self._send_pieces()
             else:
-                self._timer = self._loop.call_at(self._sent_at + SEND_INTERVAL, self._send_later)
+                self._timer = self._loop.call_at(self._sent_at + interval, self._send_later)
         else:
             self._pieces.append(message.get("body", b""))
             if self._streams and not self._unsatisfiable and any(s.versions for s in self.samples):
@@ -243,6 +276,8 @@ class _CapturedAnswer:
         version = [(VERSION, first[0].encode())] if first else []
         await self._send({**self._head, "headers": [*self._head["headers"], *version]})
         self._head = None
+        self._counted = True
+        _CapturedAnswer.streaming += 1
         self._sent_at = self._loop.time()
         await self._send_pieces()
 
@@ -262,8 +297,14 @@ class _CapturedAnswer:
     def _clear_sending(self, sending: "asyncio.Task[None]") -> None:
         self._sending = None
 
-    def cancel_timer(self) -> None:
-        """Send no more pieces by the timer."""
+    def close(self) -> None:
+        """Count the stream as ended, and send no more by the timer."""
+        self._cancel_timer()
+        if self._counted:
+            self._counted = False
+            _CapturedAnswer.streaming -= 1
+
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -280,7 +321,7 @@ class _CapturedAnswer:
         if self._streams:
             if self._head is not None:
                 await self._begin()
-            self.cancel_timer()
+            self._cancel_timer()
             if self._sending is not None:
                 await self._sending
             last = b"".join([*self._pieces, EVENT, tail, b"\n\n"])
@@ -306,9 +347,18 @@ class _CapturedAnswer:
         await self._send({"type": "http.response.body", "body": UNSATISFIABLE})
 
 
-def _requested_name(scope: Scope) -> str | None:
+def send_interval() -> float:
+    """Return the seconds between two events of a stream.
+
+    All streams of a replica share the process that makes and sends events, so it grows with their
+    number: 20 ms up to 20 streams, 32 ms with 32, 100 ms with 100 or more.
+    """
+    return min(max(INTERVAL, _CapturedAnswer.streaming / SENDS), LONGEST)
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
     for key, value in scope.get("headers", ()):
-        if key == ASK:
+        if key == name:
             return str(value.decode("latin-1"))
     return None
 

@@ -45,6 +45,7 @@ from cray_agents.runtime.vllm_plugins.lock import EXPECT, GUARD
 
 # these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
 CAPTURE = "x-cray-capture"
+MERGE = "x-cray-merge"
 BODY = "x-cray-body"
 VERSION = "x-cray-version"
 EVENT = b"event: cray.samples\ndata: "
@@ -171,6 +172,8 @@ class VllmEngine:
             headers[EXPECT] = exchange.version
         if exchange.capture:
             headers[CAPTURE] = exchange.id
+            if not exchange.request.get("tools"):  # vLLM's parsers of calls know single tokens best
+                headers[MERGE] = "1"
         request = {**exchange.request, "model": self.model}
         return self._http.answer(
             "POST", exchange.path, request, headers=headers, public_name=exchange.version
