@@ -14,12 +14,14 @@ leave. Busy seconds are spread evenly over the time since the platform's beat be
 time since the place's last job. What is more than that time is left out: it was never held.
 
 A holder that was killed wrote no end. Its time counts to the last sign of it: the last line of its
-file, or the last event of its job. Called by goodput.py, and by runtime/cost/.
+file, the last event of its job, or the last steps or queued job of its session. Called by
+goodput.py, and by runtime/cost/.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, NamedTuple, get_args
@@ -331,7 +333,7 @@ def _read(home: Home) -> _Facts:
                 begins[line.holder].append(line.time)
     for reader, last in files:
         for line in list(reader.open()):
-            end = max(last, _last_sign(home, line))
+            end = max(last, _last_sign(home, line, facts))
             later = [begin for begin in begins[line.holder] if begin > line.time]
             if line.kind != "replica":  # a job's next attempt begins when this one is over
                 end = min([end, *later])
@@ -348,11 +350,20 @@ def _merge(before: Attempt | None, line: LedgerLine) -> Attempt:
     return Attempt(line.time, line.first, line.last, line.seconds, line.tokens, place)
 
 
-def _last_sign(home: Home, line: LedgerLine) -> float:
+def _last_sign(home: Home, line: LedgerLine, facts: _Facts) -> float:
     """Return when a job or a session that wrote no end was last known to live."""
-    files = {"job": home.job(line.holder) / "events.jsonl",
-             "session": home.sessions / line.holder / "log.txt"}  # fmt: skip
-    try:
-        return files[line.kind].stat().st_mtime
-    except (KeyError, OSError):
-        return 0.0
+    session = home.sessions / line.holder
+    files = {
+        "job": [home.job(line.holder) / "events.jsonl"],
+        "session": [session / "log.txt", session / "queue"],
+    }
+    signs = [
+        attempt.time
+        for attempts in facts.attempts.values()
+        for attempt in attempts.values()
+        if line.kind == "session" and attempt.place == (line.holder, line.attempt)
+    ]
+    for path in files.get(line.kind, []):
+        with suppress(OSError):
+            signs.append(path.stat().st_mtime)
+    return max(signs, default=0.0)

@@ -211,6 +211,7 @@ async def run(
         lease=lease,
         reward_limit=config.reward_limit,
         run_headers=tuple(config.run_headers),
+        prices=config.prices,
         traces=live_traces(config),
         admission=make_admission(config, pool, registry, shares, scales=rule is not None),
         shares=shares,
