@@ -142,7 +142,8 @@ class UsageRow(Record):
     """The usage of a key, a model or a bucket of time, or of a group of these.
 
     `key` is the id of the API key that began the runs, "" without one; `name` is its name. `model`
-    is the version that ended a run, and gets all of its tokens. `time` is the bucket's beginning.
+    is the version that ended a run, and gets all of its tokens. `time` is the bucket's beginning,
+    `last` the start of the newest run.
     """
 
     key: str | None = None
@@ -155,6 +156,7 @@ class UsageRow(Record):
     sampled_tokens: int
     seconds: float
     errors: int
+    last: float
 
 
 class UsageTable(Record):
@@ -270,7 +272,8 @@ class NewKey(ShownKey):
 class StatsRow(Record):
     """Figures of a group of runs. `success`: share of the rewarded runs with a reward of 1 or more.
 
-    It has the fields that it is grouped by beside these; `time` is a bucket's beginning.
+    `last` is the start of the newest run. It has the fields that it is grouped by beside these;
+    `time` is a bucket's beginning.
     """
 
     runs: int
@@ -285,6 +288,7 @@ class StatsRow(Record):
     errors: int
     infrastructure: int
     mean_seconds: float | None
+    last: float
     p50_seconds: float | None = None
     p95_seconds: float | None = None
     agent: str | None = None

@@ -194,7 +194,7 @@ async def test_a_part_of_the_time_begins_with_a_whole_hour(tmp_path: Path) -> No
         assert (late.since, late.until) == (T + 2 * HOUR, T + 4 * HOUR)
         assert late.uses["requests"].gpu_seconds == 0
         assert late.uses["unattributed"].gpu_seconds == pytest.approx(HOUR / 2)
-        bounds = ({"until": T + 2 * HOUR}, {"since": T + 2 * HOUR})
+        bounds: list[dict[str, Any]] = [{"until": T + 2 * HOUR}, {"since": T + 2 * HOUR}]
         parts = [table(home, store, **bound).total for bound in bounds]
         assert added(parts) == pytest.approx(added([table(home, store).total]))
 
