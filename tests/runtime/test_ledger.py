@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from cray_agents import ScriptedEngine
 from cray_agents.cli import app
+from cray_agents.cli.platform.replica_devices import devices_of_replicas
+from cray_agents.config import Config
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
 from cray_agents.runtime.scaling.goodput import HOUR, GroupedBy, goodput
@@ -25,7 +27,7 @@ from cray_agents.runtime.scaling.ledger import (
     keep_ledger,
     read_ledger,
 )
-from cray_agents.runtime.scheduler.gpu_placement import gpu_type
+from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type
 from cray_agents.trainers.job.job_ledger import held_cores, holding_node
 from tests.support.scripted_pool import Mortal, ask, says_version, serving
 
@@ -183,6 +185,12 @@ def test_without_slurm_a_jobs_cores_are_its_ranks_threads(monkeypatch: pytest.Mo
     assert held_cores(2) == 6
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert held_cores(2) == 2
+
+
+def test_replicas_on_the_cpu_have_their_threads_and_jobs_their_cores(tmp_path: Path) -> None:
+    config = Config(home=tmp_path, replica_cpus=6)
+    devices = devices_of_replicas(config, GpuPlacement(), 1, [3, 3])
+    assert [(each.gpus, each.cores) for each in devices] == [((), 3), ((), 3), ((), 6)]
 
 
 def test_the_type_of_a_gpu_is_slurms_name_of_its_model(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from cray_agents.records import Record, new_id
 from cray_agents.runtime.disk import checksums, durable
 
 PREFIX = "sk-cray-"
+NO_KEY = "none"  # as a name: requests without a key
 PLATFORM_ID = "platform"  # in the place of a key's id: the platform's own commands and processes
 FRESH_SECONDS = 0.5  # until a key that another process made or revoked is noticed
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
@@ -77,11 +78,13 @@ def key_names(home: Home) -> dict[str, str]:
 def id_of_key(id_or_name: str, names: dict[str, str]) -> str:
     """Return the id of a key: of this id, else the newest of this name. Raises NotFound.
 
-    `names`: as key_names returns them, oldest first.
+    `none` is "", of requests without a key. `names`: as key_names returns them, oldest first.
     """
     if id_or_name in names:
         return id_or_name
     ids = [key for key, name in names.items() if name == id_or_name]
+    if not ids and id_or_name == NO_KEY:
+        return ""
     if not ids:
         raise NotFound(f"no key {id_or_name[:200]!r}; see `cray-agents keys list`", param="key")
     return ids[-1]

@@ -39,7 +39,7 @@ router = Router("Platform")
     query={
         "by": {"enum": list(GROUPS)},
         "bucket": BUCKET,
-        "key": Described(TEXT, "The id or name of a key."),
+        "key": Described(TEXT, "The id or name of a key; none: requests without one."),
         "loop": TEXT,
         "run": Described(TEXT, "A run, with its requests; alone."),
         "since": REAL,

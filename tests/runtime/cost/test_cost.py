@@ -329,6 +329,7 @@ async def test_a_platforms_keys_pay_for_what_they_asked(tmp_path: Path) -> None:
             assert (await cost(secret, f"?key={user.id}"))[1]["whole"]["runs"] == 2
             assert (await cost(boss, "?key=user&by=model"))[1]["data"][0]["model"] == "calc@1"
             assert (await cost(trainer, "?by=loop"))[0] == 200
+            assert (await cost(boss, "?key=none"))[1]["data"] == []
             one = CostTable.model_validate((await cost(secret, f"?run={run}"))[1])
             assert one.requests is not None and len(one.requests) == 1
             for key, query, refusal, param in (
@@ -336,7 +337,7 @@ async def test_a_platforms_keys_pay_for_what_they_asked(tmp_path: Path) -> None:
                 (secret, "?key=boss", 403, None),
                 (trainer, "?key=boss", 403, None),
                 (trainer, "?loop=none", 404, "loop"),
-                (boss, "?key=none", 404, "key"),
+                (boss, "?key=nobody", 404, "key"),
                 (boss, "?run=none", 404, None),
                 (boss, f"?run={run}&by=key", 400, "run"),
                 (boss, "?by=colour", 400, "by"),

@@ -21,6 +21,8 @@ type Cost = components["schemas"]["CostRow"];
 type Amount = components["schemas"]["CostAmount"];
 
 const DAY = 86_400;
+/** Requests without a key, in the address and in a question: an empty parameter is none. */
+const NO_KEY = "none";
 /** Spans of time: their seconds, and the bucket that their curves are divided by. */
 const SPANS: Record<string, [number, string]> = { day: [DAY, "1h"], week: [7 * DAY, "1d"], quarter: [91 * DAY, "1d"] };
 const ROLES: Record<RoleName, string> = {
@@ -41,7 +43,8 @@ interface Line {
 export default function Keys({ params }: ScreenProps) {
   const span = SPANS[params.get("span") ?? ""] ? params.get("span")! : "week";
   const [length, bucket] = SPANS[span]!;
-  const chosen = params.get("key");
+  const named = params.get("key");
+  const chosen = named === NO_KEY ? "" : named;
   const since = Math.floor((Date.now() / 1000 - length) / 3600) * 3600;
   const deps = [span, may("admin")];
   const known = useResource(
@@ -56,7 +59,7 @@ export default function Keys({ params }: ScreenProps) {
   );
   const costs = useResource((signal) => get("/v1/cost", { query: { by: "key", since }, signal }), deps);
   const curves = useResource(
-    (signal) => get("/v1/cost", { query: { by: "key", since, bucket, ...(chosen === null ? {} : { key: chosen }) }, signal }),
+    (signal) => get("/v1/cost", { query: { by: "key", since, bucket, ...(chosen === null ? {} : { key: chosen || NO_KEY }) }, signal }),
     [...deps, chosen],
   );
   const [making, setMaking] = useState(false);
@@ -64,7 +67,8 @@ export default function Keys({ params }: ScreenProps) {
   const [secret, setSecret] = useState<components["schemas"]["NewKey"] | null>(null);
   const rows = lines(known.data ?? [], used.data?.data ?? [], costs.data?.data ?? []);
   const at = rows.findIndex((row) => row.id === chosen);
-  const select = (n: number) => rows[n] && setParams({ key: rows[n].id });
+  const choose = (id: string) => setParams({ key: id || NO_KEY });
+  const select = (n: number) => rows[n] && choose(rows[n].id);
   useKeys({
     j: ["next key", () => select(Math.min(rows.length - 1, at + 1))],
     k: ["previous key", () => select(Math.max(0, at - 1))],
@@ -104,7 +108,7 @@ export default function Keys({ params }: ScreenProps) {
           <Loaded of={used}>
             {() => (
               <Loaded of={known}>
-                {() => <List rows={rows} chosen={chosen} table={costs.data} select={(id) => setParams({ key: id })} end={setEnding} />}
+                {() => <List rows={rows} chosen={chosen} table={costs.data} select={choose} end={setEnding} />}
               </Loaded>
             )}
           </Loaded>

@@ -29,7 +29,9 @@ def add_to(app: typer.Typer) -> None:
 
 def cost(
     loop: Annotated[str | None, typer.Option(help="The generations of this loop.")] = None,
-    key: Annotated[str | None, typer.Option(help="This API key by day; its name or id.")] = None,
+    key: Annotated[
+        str | None, typer.Option(help="This API key by day: its name or id, or none.")
+    ] = None,
     run: Annotated[str | None, typer.Option(help="The requests of this run.")] = None,
     by: Annotated[
         str | None,
