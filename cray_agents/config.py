@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    ValidationError,
+    field_validator,
+)
 
 from cray_agents.errors import ConfigError
 from cray_agents.paths import Home
@@ -201,6 +208,36 @@ class JobSettings(BaseModel):
         return by_kind
 
 
+class PriceSettings(BaseModel):
+    """The section `[prices]`: what an hour of a device and energy cost, for `cray-agents cost`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    currency: str = Field("USD", pattern=r"^[A-Z]{3}$", description="of all prices")
+    gpu_hour: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict,
+        description="price of a GPU for an hour by Slurm's type, as {h100 = 2.5}; gpu: any other",
+    )
+    core_hour: NonNegativeFloat | None = Field(None, description="price of a core for an hour")
+    kwh: NonNegativeFloat | None = Field(
+        None, description="price of a kWh, for energy that was measured"
+    )
+
+    @property
+    def known(self) -> bool:
+        """At least one price is given."""
+        return bool(self.gpu_hour) or self.core_hour is not None or self.kwh is not None
+
+    def of_gpu(self, kind: str) -> float | None:
+        """Return the price of a GPU for an hour; None if none is given.
+
+        `kind`: its type or model, as LedgerLine has it. The longest type that is a part of it
+        counts, as in Slurm, where `h100` means `nvidia_h100_80gb_hbm3`.
+        """
+        named = [name for name in self.gpu_hour if name.lower() in kind.lower()]
+        return self.gpu_hour[max(named, key=len)] if named else self.gpu_hour.get("gpu")
+
+
 def _check_variable(name: str, given: str) -> None:
     if not VARIABLE.fullmatch(name):
         raise ValueError(f"{given!r} cannot name environment variables")
@@ -325,6 +362,10 @@ class Config(BaseModel):
     job: JobSettings = Field(
         default_factory=JobSettings,
         description="the section [job]: how jobs start at a site",
+    )
+    prices: PriceSettings = Field(
+        default_factory=PriceSettings,
+        description="the section [prices]: what devices and energy cost",
     )
     spare_replicas: int = Field(
         1,
@@ -571,14 +612,22 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
         raise ConfigError(f"{key} = {first['input']!r}: {first['msg']}", param=key) from error
 
 
+#: Settings that are tables, with an example of their variable.
+_JSON_EXAMPLES = {
+    "redact_patterns": '{"name": "pattern"}',
+    "job": '{"modules": ["cuda/12"]}',
+    "prices": '{"gpu_hour": {"h100": 2.5}}',
+}
+
+
 def _parse_variable(key: str, value: str) -> Any:
     """Parse a variable: lists by spaces, paths by colons, JSON, else the text as it is."""
     if key in ("engine_args", "redact", "run_headers", "slurm_options"):
         return value.split()
     if key in ("model_roots", "trust_remote_code"):
         return [path for path in value.split(os.pathsep) if path]
-    if key in ("redact_patterns", "job"):
-        example = '{"name": "pattern"}' if key == "redact_patterns" else '{"modules": ["cuda/12"]}'
+    if key in _JSON_EXAMPLES:
+        example = _JSON_EXAMPLES[key]
         try:
             return json.loads(value or "{}")
         except ValueError as error:
@@ -589,12 +638,14 @@ def _parse_variable(key: str, value: str) -> Any:
 
 
 def _check_sections(values: dict[str, Any]) -> None:
-    """Check the keys of the sections `[job]` and `[job.container]`. Raises ConfigError."""
+    """Check the keys of the sections `[job]`, `[job.container]`, `[prices]`. Raises ConfigError."""
     job = values.get("job")
     if isinstance(job, dict):
         _check_keys(job, "[job]", known=JobSettings)
         if isinstance(job.get("container"), dict):
             _check_keys(job["container"], "[job.container]", known=JobContainer)
+    if isinstance(prices := values.get("prices"), dict):
+        _check_keys(prices, "[prices]", known=PriceSettings)
 
 
 def _check_keys(

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from cray_agents import Platform
 from cray_agents.paths import Home
 from cray_agents.runtime.dashboard import static_files
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.observability.audit_log import read_audit
 from tests.support.dashboard_site import (
     BAD_LINES,
     BATCH_LINES,
@@ -69,6 +71,8 @@ SCREENS = {
     "foreign generation": "#/generation/sums/1",
     "datasets": "#/dataset",
     "batches": "#/batch",
+    "keys": "#/keys",
+    "keys of a quarter": "#/keys?span=quarter&key=none",
 }
 
 pytestmark = [
@@ -258,12 +262,110 @@ def test_batches_show_failed_lines_and_are_cancelled_and_saved(
     assert page.page.evaluate("window.broken") is None
 
 
+def test_usage_of_keys_has_curves_and_its_price(platform: Platform, watch: Any) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/cost?by=key") as answer:
+        cost = json.load(answer)
+    (row,) = cost["data"]
+    assert cost["currency"] == "EUR" and 0 < row["spent"]["cost"] < cost["total"]["cost"]
+    page = watch(platform.url)
+    page.open("#/keys?span=day")
+    page.page.wait_for_selector("figure canvas")
+    for name in ("Tokens an hour", "Runs an hour", "core-seconds an hour", "EUR an hour"):
+        assert page.page.get_by_role("img", name=name).count() == 1
+    table = page.page.get_by_role("region", name="Keys")
+    assert "this host, without a key" in table.inner_text() and "EUR" in table.inner_text()
+    assert "answered requests" in page.text() and "All of it cost" in page.text()
+    page.page.keyboard.press("j")
+    page.page.wait_for_function("() => location.hash.includes('key=none')")
+    page.page.locator("select").select_option("week")
+    page.page.get_by_role("img", name="Runs a day").wait_for()
+    assert str(row["runs"]) in page.text().replace(",", "")
+
+
+def test_keys_are_made_and_revoked_with_a_reason(tmp_path: Path, watch: Any) -> None:
+    home = Home(tmp_path / "home")
+    boss = Keys(home).create("boss", Role.admin)[1]
+    with gateway(home.root) as (url, _):
+        page = watch(url)
+        page.expected = ["401", *GONE]
+        page.open("#/keys")
+        _sign_in(page, boss)
+        page.page.get_by_role("button", name="Create a key").click()
+        dialog = page.page.locator("dialog")
+        dialog.get_by_label("Name").fill("two words")
+        dialog.get_by_label("Role").select_option("train")
+        dialog.get_by_label("Reason").fill("Zoë asked")
+        shown = "cray-agents keys create 'two words' --role train --reason 'Zoë asked'"
+        assert shown in dialog.inner_text()
+        dialog.get_by_role("button", name="Create the key").click()
+        dialog.get_by_role("alert").wait_for()
+        assert "cannot name a key" in dialog.inner_text()
+        page.expected.append("400")
+        dialog.get_by_label("Name").fill("zoe")
+        dialog.get_by_role("button", name="Create the key").click()
+        page.page.get_by_role("heading", name="The key zoe").wait_for()
+        secret = page.page.locator("dialog .mono").inner_text().strip()
+        page.page.get_by_role("button", name="Done").click()
+        _ask(url, secret)
+        page.page.reload()
+        page.settle()
+        row = page.page.get_by_role("region", name="Keys").locator("tr", has_text="zoe")
+        row.get_by_text("works").wait_for()
+        assert "ago" in row.inner_text() and secret not in page.page.content()
+        _own_usage(watch(url), secret)
+        row.get_by_role("button", name="Revoke zoe").click()
+        act = page.page.locator("dialog").get_by_role("button", name="Revoke the key")
+        assert act.is_disabled()
+        page.page.locator("dialog").get_by_label("Reason").fill("she left")
+        act.click()
+        row.get_by_text("revoked").wait_for()
+        assert Keys(home).check(secret) is None
+    reasons = {(line.action, line.reason, line.status) for line in read_audit(home.audit)}
+    assert ("POST /v1/keys", "Zoë asked", 200) in reasons
+    assert ("DELETE /v1/keys/{key}", "she left", 200) in reasons
+
+
+def _sign_in(page: Watched, secret: str) -> None:
+    page.page.get_by_label("API key").fill(secret)
+    page.page.get_by_role("button", name="Sign in").click()
+    page.page.get_by_role("heading", name="Keys and usage").wait_for()
+    page.settle()
+
+
+def _ask(url: str, secret: str) -> None:
+    """Ask a model with a key just made, which works within a second."""
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
+    asked = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
+    for _ in range(600):
+        try:
+            with urllib.request.urlopen(asked) as answer:
+                assert answer.status == 200
+                return
+        except urllib.error.HTTPError as refusal:
+            assert refusal.code == 401
+            time.sleep(0.2)
+    raise AssertionError("the key does not work")
+
+
+def _own_usage(page: Watched, secret: str) -> None:
+    """A key below admin sees its own use, no other key, and nothing to change."""
+    page.expected = ["401", *GONE]
+    page.open("#/keys")
+    _sign_in(page, secret)
+    rows = page.page.get_by_role("region", name="Keys").locator("tbody tr")
+    rows.first.wait_for()
+    assert rows.count() == 1 and "zoe" in rows.inner_text() and "boss" not in page.text()
+    assert page.page.get_by_role("button", name="Create a key").count() == 0
+    assert page.page.get_by_role("button", name="Revoke").count() == 0
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_wider_than_the_window(platform: Platform, watch: Any, width: int) -> None:
     page = watch(platform.url, viewport={"width": width, "height": 800})
     for name in (
         *("overview", "runs", "run", "tokens", "compare", "playground"),
-        *("generation", "foreign generation", "datasets", "batches"),
+        *("generation", "foreign generation", "datasets", "batches", "keys"),
     ):
         page.open(SCREENS[name])
         wide = page.page.evaluate("document.documentElement.scrollWidth")

@@ -42,6 +42,7 @@ COMMANDS = {
     "plan": ("jobs.plan",),
     "simulate": ("platform.commands.simulate",),
     "goodput": ("platform.commands.goodput",),
+    "cost": ("platform.commands.cost",),
     "observability": ("platform.commands.observability",),
     "export": ("data.export",),
     "import": ("data.imports",),

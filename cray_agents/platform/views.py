@@ -87,6 +87,14 @@ class Views:
         """Return runs, calls, tokens and seconds by group; options: bucket, since, until, limit."""
         return await self._http.get("/usage", {"by": by, **options})
 
+    async def cost(self, **options: Any) -> Json:
+        """Return what devices, energy and money went into, with what nobody used (see docs/cost).
+
+        Options: by (use, key, model, loop, generation), key, loop, run, bucket, since, until,
+        limit, after.
+        """
+        return await self._http.get("/cost", options)
+
     async def keys(self) -> list[Json]:
         """Return the newest thousand API keys, without their secrets (role admin)."""
         return list((await self._http.get("/keys", {"limit": 1000}))["data"])

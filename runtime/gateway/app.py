@@ -27,6 +27,7 @@ from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.routes import (
     batches,
     changes,
+    costs,
     dashboard,
     datasets,
     exports,
@@ -70,6 +71,7 @@ ROUTERS = (
     rollouts.router,
     platform.router,
     keys.router,
+    costs.router,
     changes.router,
     observability.router,
     gateways.router,

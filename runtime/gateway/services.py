@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cray_agents.config import PriceSettings
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.runtime.batches.queue import BatchQueue
@@ -74,7 +75,7 @@ class Services:
     traces: sends spans of calls, runs and jobs; None: none.
     lease: of the controller, which decides; None in tests of the gateway alone.
     joining: taken while an upload's parts are put together. exports: the processes under way.
-    sign_ins: of browsers to the dashboard.
+    sign_ins: of browsers to the dashboard. prices: by which costs are counted.
     """
 
     home: Home
@@ -103,6 +104,7 @@ class Services:
     joining: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(JOINS))
     exports: set[Process] = field(default_factory=set)
     sign_ins: SignIns = field(default_factory=SignIns)
+    prices: PriceSettings = field(default_factory=PriceSettings)
     several_gateways: bool = field(default=False, init=False)
     run_owners: RunOwners = field(init=False)
     idempotency_keys: IdempotencyKeys = field(init=False)
@@ -144,7 +146,9 @@ class Services:
         self.versions = VersionSwitcher(
             self.home, self.store, self.registry, self.pool, self.admission, self.metrics
         )
-        self.metrics.add(FileCollector(self.home, self.store, self.registry, self.batches))
+        self.metrics.add(
+            FileCollector(self.home, self.store, self.registry, self.batches, self.prices)
+        )
 
     @property
     def history(self) -> Path:

@@ -36,6 +36,7 @@ class AuditLine(Record):
 
     `who`, `key`, `role`: of the API key; `who` is the user of this host for a command. `action`:
     the route or the command. `status`: of the answer; 0 for a command. `request`: its x-request-id.
+    `reason`: that the caller gave, in the header X-Reason or as `--reason`.
     """
 
     time: float
@@ -46,6 +47,7 @@ class AuditLine(Record):
     path: str = ""
     status: int = 0
     request: str = ""
+    reason: str = ""
     prev: str = ""
     heads: dict[str, str] = Field(default_factory=dict)
 

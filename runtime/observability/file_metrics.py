@@ -1,4 +1,4 @@
-"""File metrics: loops, jobs, batches, store and ledger of a root, as families for Prometheus.
+"""File metrics: loops, jobs, batches, store and costs of a root, as families for Prometheus.
 
 Jobs and loops are processes without a port. What they write on the shared root is read here, at
 most every `LOOK` seconds however often somebody scrapes, in the caller's thread. Finished records
@@ -17,22 +17,23 @@ from typing import Any, get_args
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from cray_agents.config import PriceSettings
 from cray_agents.errors import CrayError
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.batch_records import Status
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.observability.cost_metrics import cost_families
 from cray_agents.runtime.observability.job_tails import JobTails
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.scaling.goodput import HOUR, goodput
 from cray_agents.runtime.store import Store
 
 LOOK = 10.0  # seconds between two looks at files
 ACCOUNT = 60.0  # seconds between two readings of the ledger, which is read whole
+ACCOUNT_SHARE = 0.01  # ... of the time, at most, that they take
 MOST_LOOPS = MOST_JOBS = 20  # with series of their own: those that changed last
 MOST_BATCHES = 50  # newest ones that are counted
-USES = ("useful", "idle", "lost", "other")
 _LOOP_NUMBERS = {  # a generation's fields as families
     "generation": "Number of the last finished generation",
     "holdout_success": "Mean reward on held-out tasks",
@@ -52,15 +53,22 @@ log = logging.getLogger(__name__)
 class FileCollector:
     """A collector of what files of the root say; see `Metrics.add`."""
 
-    def __init__(self, home: Home, store: Store, registry: Registry, batches: BatchQueue) -> None:
-        self._home, self._store = home, store
+    def __init__(
+        self,
+        home: Home,
+        store: Store,
+        registry: Registry,
+        batches: BatchQueue,
+        prices: PriceSettings,
+    ) -> None:
+        self._home, self._store, self._prices = home, store, prices
         self._registry, self._batches = registry, batches
         self._loops = _LoopRecords(home)
         self._jobs = JobTails(home, MOST_JOBS)
         self._lock = threading.Lock()
         self._families: list[Metric] = []
         self._ledger: list[Metric] = []
-        self._looked = self._accounted = float("-inf")
+        self._looked = self._next_account = float("-inf")
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families. Blocks: call in a thread."""
@@ -69,9 +77,10 @@ class FileCollector:
             if now - self._looked >= LOOK:
                 self._families = list(self._look())
                 self._looked = now
-            if now - self._accounted >= ACCOUNT:
-                self._ledger = list(_read(self._account))
-                self._accounted = now
+            if now >= self._next_account:
+                self._ledger = list(_read(self._costs))
+                took = time.monotonic() - now
+                self._next_account = now + max(ACCOUNT, took / ACCOUNT_SHARE)
             families = [*self._families, *self._ledger]
         yield from self._store_families()
         yield from families
@@ -194,16 +203,9 @@ class FileCollector:
                     reward.add_metric([canary.version, arm], numbers[arm]["reward"])
         yield from (share, failed, reward)
 
-    def _account(self) -> Iterator[Metric]:
-        seconds = GaugeMetricFamily(
-            "cray_device_seconds",
-            "Seconds that GPUs (nodes without any) were held, by holder and what came of them",
-            labels=["kind", "use"],
-        )
-        for row in goodput(self._home)[:-1]:
-            for use in USES:
-                seconds.add_metric([row["name"], use], row[f"{use}_hours"] * HOUR)
-        yield seconds
+    def _costs(self) -> Iterator[Metric]:
+        loops = {row[0] for row in self._loops.newest()}
+        return cost_families(self._home, self._store, self._prices, loops)
 
 
 def _read(reader: Callable[[], Iterator[Metric]]) -> list[Metric]:

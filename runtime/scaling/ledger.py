@@ -13,7 +13,7 @@ Lines are facts with their time, so files may be read in any order, also while t
     preempt a job or session was asked to leave its nodes for a replica, and why (`what`)
 
 The ledger is an account, not a state: nothing is decided by it, and what cannot be written is
-left out. Read next: goodput.py, which adds it up.
+left out. Read next: holdings.py, which says what came of the time of each holder.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,9 +42,11 @@ class LedgerLine(Record):
     """A fact of the ledger; `time` in unix seconds.
 
     `what`: the version that a replica serves, the parent of a job, the name of a session's loop.
-    `gpus`: as the node numbers them. `within`, `within_attempt`: the session that trains a job.
-    `first`, `last`: steps before an attempt, and after it so far. `seconds`: of those steps, or
-    busy ones.
+    `gpus`: as the node numbers them. `gpu_type`: as Slurm knows it, see `gpu_placement.gpu_type`.
+    `cores`: that the holder has; 0 if nobody counted them. `within`, `within_attempt`: the session
+    that trains a job. `first`, `last`: steps before an attempt, and after it so far. `seconds`: of
+    those steps, or busy ones. `joules`: that the holder's GPUs took on this node since its last
+    line with this field, as they measured it themselves; None: not measured.
     """
 
     time: float
@@ -55,12 +58,24 @@ class LedgerLine(Record):
     what: str = ""
     node: str = ""
     gpus: tuple[str, ...] = ()
+    gpu_type: str = ""
+    cores: int = 0
     within: str = ""
     within_attempt: int = 0
     first: int = 0
     last: int = 0
     seconds: float = 0.0
     tokens: int = 0
+    joules: float | None = None
+
+
+@dataclass(frozen=True)
+class HeldDevices:
+    """Devices of a node that a holder has, in the fields of LedgerLine."""
+
+    gpus: tuple[str, ...] = ()
+    gpu_type: str = ""
+    cores: int = 0
 
 
 class LedgerFile:
@@ -130,7 +145,7 @@ async def keep_ledger(
     ledger: LedgerFile,
     replicas: Callable[[], Sequence[dict[str, Any]]],
     sampled: Callable[[], int],
-    gpus: Sequence[Sequence[str]] = (),
+    devices: Sequence[HeldDevices] = (),
     *,
     every: float = EVERY,
     beat: float = BEAT,
@@ -140,9 +155,9 @@ async def keep_ledger(
     Args:
         replicas: returns what `Pool.status` does.
         sampled: returns the tokens that all replicas sampled so far.
-        gpus: of each replica.
+        devices: of each replica.
     """
-    account = _ReplicaAccount(gpus, sampled())
+    account = _ReplicaAccount(devices, sampled())
     try:
         while True:
             begun = time.monotonic()
@@ -159,8 +174,8 @@ async def keep_ledger(
 class _ReplicaAccount:
     """State of a platform's replicas as it was written, and the lines that follow from news."""
 
-    def __init__(self, gpus: Sequence[Sequence[str]], tokens: int) -> None:
-        self._gpus, self._tokens = gpus, tokens
+    def __init__(self, devices: Sequence[HeldDevices], tokens: int) -> None:
+        self._devices, self._tokens = devices, tokens
         self._places: dict[int, dict[str, Any]] = {}  # fields of the line of each replica
         self._busy: dict[int, float] = {}
 
@@ -168,13 +183,14 @@ class _ReplicaAccount:
         """Return the changes of states, versions and places since the last call."""
         lines, now = [], time.time()
         for number, status in enumerate(replicas):
+            known = number < len(self._devices)
             place = {
                 "kind": "replica",
                 "holder": f"replica-{number}",
                 "state": "asleep" if status.get("asleep") else status["state"],
                 "what": status["version"] or "",
                 "node": status["host"],
-                "gpus": tuple(self._gpus[number]) if number < len(self._gpus) else (),
+                **asdict(self._devices[number] if known else HeldDevices()),
             }
             before = self._places.get(number, place | {"node": ""})
             if before == place:

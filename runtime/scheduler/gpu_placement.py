@@ -10,6 +10,7 @@ None of this was run on a GPU.
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
@@ -183,6 +184,20 @@ def nvidia_devices() -> list[str]:
     """Return the device files of this machine's GPUs."""
     devices = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
     return [str(path) for path in sorted(devices, key=lambda path: int(path.name[6:]))]
+
+
+def gpu_type(driver: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """Return the model of this host's first GPU as Slurm writes it; "" without one.
+
+    Such as `nvidia_h100_80gb_hbm3`: a type of gres that Slurm finds itself is a part of this name
+    (gres.conf, AutoDetect=nvml). `driver`: the folder in which NVIDIA's driver describes GPUs.
+    """
+    for path in sorted(driver.glob("*/information")):
+        with suppress(OSError):
+            for line in path.read_text().splitlines():
+                if line.startswith("Model:"):
+                    return "_".join(line.removeprefix("Model:").lower().split())
+    return ""
 
 
 def name_gpus(gpus: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Loop summaries: every loop with its last generation and its curve of held-out success.
 
 A generation's record never changes once it is written, so each is read once. Called by
-gateway/routes/loops.py.
+gateway/routes/loops.py; runtime/cost/ reads the records, too.
 """
 
 from functools import lru_cache
@@ -47,15 +47,13 @@ def _changed(folder: Path) -> float:
 
 
 def _summary(folder: Path, updated: float) -> dict[str, Any]:
-    paths = [p for p in (folder / "generations").glob("*.json") if p.stem.isdecimal()]
-    paths.sort(key=lambda path: int(path.stem))
-    records = [_record(path, path.stat().st_mtime_ns) for path in paths]
+    records = generation_records(folder)
     known = [record for record in records if record is not None]
     step = -(-len(known) // POINTS) or 1
     points = [*known[::-step][::-1]] if known else []  # the last one is always among them
     return LoopSummary(
         id=folder.name,
-        generations=len(paths),
+        generations=len(records),
         updated=updated,
         last=records[-1] if records else None,
         holdout=[
@@ -69,6 +67,16 @@ def _summary(folder: Path, updated: float) -> dict[str, Any]:
             for each in points
         ],
     ).model_dump(mode="json")
+
+
+def generation_records(folder: Path) -> list[Generation | None]:
+    """Return a loop's finished generations in order; None for one that a client of its own wrote.
+
+    Raises Corrupt.
+    """
+    paths = [path for path in (folder / "generations").glob("*.json") if path.stem.isdecimal()]
+    paths.sort(key=lambda path: int(path.stem))
+    return [_record(path, path.stat().st_mtime_ns) for path in paths]
 
 
 @lru_cache(CACHED)

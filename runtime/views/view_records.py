@@ -137,7 +137,8 @@ class UsageRow(Record):
     """The usage of a key, a model or a bucket of time, or of a group of these.
 
     `key` is the id of the API key that began the runs, "" without one; `name` is its name. `model`
-    is the version that ended a run, and gets all of its tokens. `time` is the bucket's beginning.
+    is the version that ended a run, and gets all of its tokens. `time` is the bucket's beginning,
+    `last` the start of the newest run.
     """
 
     key: str | None = None
@@ -150,6 +151,7 @@ class UsageRow(Record):
     sampled_tokens: int
     seconds: float
     errors: int
+    last: float
 
 
 class UsageTable(Record):
@@ -159,6 +161,91 @@ class UsageTable(Record):
     bucket: float | None
     data: list[UsageRow]
     has_more: bool
+
+
+class CostAmount(Record):
+    """Devices that were held, with their energy and price.
+
+    `gpu_seconds`, `core_seconds`: seconds times GPUs, and times cores, of the holders. `joules`:
+    where the GPUs measured them, which is `measured_share` of the holders' time; null: nowhere.
+    `cost` is in the table's currency, without what it lists as `unpriced`; null: without prices.
+    """
+
+    gpu_seconds: float
+    core_seconds: float
+    joules: float | None
+    measured_share: float | None
+    cost: float | None
+
+
+CostUse = Literal["requests", "unattributed", "idle", "asleep", "training", "lost", "other"]
+
+
+class CostRow(Record):
+    """The cost of a key, a model, a loop, a generation or a use, or of these in a bucket of time.
+
+    `key` is an id, "" without one, and `name` its name. `serving` is for the tokens of its runs,
+    `training` for the kept steps of its jobs, `spent` both. `succeeded`: runs with a reward of 1 or
+    more; `per_success`: `spent` for each of them. `gain`: what a generation, or all, added to the
+    held-out success of the promoted version; `per_point`: `spent` for each hundredth of it, null
+    where nothing was gained.
+    """
+
+    id: str
+    use: CostUse | None = None
+    key: str | None = None
+    name: str | None = None
+    model: str | None = None
+    loop: str | None = None
+    generation: int | None = None
+    time: float | None = None
+    runs: int = 0
+    succeeded: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    spent: CostAmount
+    serving: CostAmount
+    training: CostAmount
+    per_success: CostAmount | None = None
+    holdout_success: float | None = None
+    gain: float | None = None
+    per_point: CostAmount | None = None
+
+
+class CostRequest(Record):
+    """A model call of a run, with its share of what the run took."""
+
+    id: str
+    model: str
+    time: float
+    prompt_tokens: int
+    sampled_tokens: int
+    spent: CostAmount
+
+
+class CostTable(Record):
+    """Cost by group, from `since` to `until`, in whole hours.
+
+    `total` is all that was held in that time, `uses` by what came of it: they add up to it.
+    `unattributed` is time of replicas that answered no stored run. `unpriced`: types of devices
+    without a price, where others have one. `whole`: all rows of a loop or a key as one. `requests`:
+    of a single run.
+    """
+
+    by: str
+    bucket: float | None
+    since: float
+    until: float
+    currency: str | None
+    unpriced: list[str]
+    total: CostAmount
+    uses: dict[CostUse, CostAmount]
+    whole: CostRow | None
+    data: list[CostRow]
+    requests: list[CostRequest] | None
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 class ShownKey(Record):
@@ -180,7 +267,8 @@ class NewKey(ShownKey):
 class StatsRow(Record):
     """Figures of a group of runs. `success`: share of the rewarded runs with a reward of 1 or more.
 
-    It has the fields that it is grouped by beside these; `time` is a bucket's beginning.
+    `last` is the start of the newest run. It has the fields that it is grouped by beside these;
+    `time` is a bucket's beginning.
     """
 
     runs: int
@@ -195,6 +283,7 @@ class StatsRow(Record):
     errors: int
     infrastructure: int
     mean_seconds: float | None
+    last: float
     p50_seconds: float | None = None
     p95_seconds: float | None = None
     agent: str | None = None

@@ -35,7 +35,8 @@ def test_create_list_revoke(tmp_path: Path) -> None:
     assert found is not None and (found.name, found.role) == ("ann", Role.train)
     other = json.loads(cli("keys", "create", "bob", "--json", *home, cwd=tmp_path).stdout)
     assert (other["name"], other["role"], other["secret"][:8]) == ("bob", "use", "sk-cray-")
-    ended = cli("keys", "revoke", "ann", *home, cwd=tmp_path)
+    ended = cli("keys", "revoke", "ann", "--reason", "she left", *home, cwd=tmp_path)
+    assert "she left" in cli("audit", "list", *home, cwd=tmp_path).stdout
     assert (ended.returncode, found.id in ended.stdout) == (0, True)
     listed = cli("keys", "list", "--json", *home, cwd=tmp_path).stdout
     rows = [(row["name"], row["role"], row["state"]) for row in json.loads(listed)]

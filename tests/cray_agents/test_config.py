@@ -105,6 +105,27 @@ def test_a_bad_value_of_the_section_is_named(tmp_path: Path, text: str, said: st
         load_config({}, tmp_path)
 
 
+def test_prices_are_a_section_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "cray-agents.toml"
+    assert not load_config({}, tmp_path).prices.known
+    file.write_text('[prices]\ncurrency = "EUR"\ncore_hour = 0.05\ngpu_hour = {h100 = 2.5}\n')
+    prices = load_config({}, tmp_path).prices
+    assert (prices.currency, prices.core_hour, prices.of_gpu("h100")) == ("EUR", 0.05, 2.5)
+    monkeypatch.setenv("CRAY_AGENTS_PRICES", '{"kwh": 0.3}')
+    assert load_config({}, tmp_path).prices.kwh == 0.3
+    for text, named in (
+        ("gpu_hours = {h100 = 1}", "did you mean gpu_hour"),
+        ("core_hour = -1", "prices.core_hour"),
+        ("kwh = inf", "prices.kwh"),
+        ("gpu_hour = {h100 = 'much'}", "prices.gpu_hour.h100"),
+        ("currency = 'dollars'", "prices.currency"),
+    ):
+        monkeypatch.delenv("CRAY_AGENTS_PRICES", raising=False)
+        file.write_text(f"[prices]\n{text}\n")
+        with pytest.raises(ConfigError, match=named):
+            load_config({}, tmp_path)
+
+
 def test_where_a_platform_is_belongs_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,25 +3,32 @@
 import asyncio
 import json
 import os
+import random
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from cray_agents import ScriptedEngine
 from cray_agents.cli import app
+from cray_agents.cli.platform.replica_devices import devices_of_replicas
+from cray_agents.config import Config
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
 from cray_agents.runtime.scaling.goodput import HOUR, GroupedBy, goodput
+from cray_agents.runtime.scaling.holdings import read_holdings
 from cray_agents.runtime.scaling.ledger import (
+    HeldDevices,
     LedgerFile,
     LedgerLine,
     holding,
     keep_ledger,
     read_ledger,
 )
-from cray_agents.trainers.job.job_ledger import holding_node
+from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type
+from cray_agents.trainers.job.job_ledger import held_cores, holding_node
 from tests.support.scripted_pool import Mortal, ask, says_version, serving
 
 T = 1_000_000.0
@@ -62,8 +69,8 @@ def test_a_replica_is_useful_while_it_answers_and_idle_while_it_could(tmp_path: 
     row = rows(home)["replica"]
     assert hours(row) == (10.0, 2.0, 6.0, 0.0, 2.0)
     assert (row["goodput"], row["tokens_served"]) == (0.2, 700)
-    assert hours(rows(home, since=T + 2 * HOUR)["total"]) == (6.0, 2.0, 4.0, 0.0, 0.0)
-    assert hours(rows(home, until=T + 2 * HOUR)["total"]) == (4.0, 0.0, 2.0, 0.0, 2.0)
+    assert hours(rows(home, since=T + 2 * HOUR)["total"]) == (6.0, 1.333333, 4.666667, 0.0, 0.0)
+    assert hours(rows(home, until=T + 2 * HOUR)["total"]) == (4.0, 0.666667, 1.333333, 0.0, 2.0)
     assert set(rows(home, "node")) == {"a", "platform", "total"}
 
 
@@ -164,11 +171,112 @@ def test_of_a_nodes_launchers_the_first_one_writes(
     for number in "012":
         monkeypatch.setenv("SLURM_LOCALID", number)
         monkeypatch.setenv("SLURMD_NODENAME", "n7")
-        with holding_node(home, "job", "job-1", 2, "checkpoints/x"):
+        monkeypatch.setenv("SLURM_CPUS_ON_NODE", "6")
+        with holding_node(home, "job", "job-1", 2, "checkpoints/x", 4):
             pass
     (lines,) = read_ledger(home.ledger)
-    assert [(each.event, each.node, each.attempt) for each in lines] == [
-        ("hold", "n7", 2), ("leave", "n7", 2)]  # fmt: skip
+    assert [(each.event, each.node, each.attempt, each.cores) for each in lines] == [
+        ("hold", "n7", 2, 6), ("leave", "n7", 2, 6)]  # fmt: skip
+
+
+def test_without_slurm_a_jobs_cores_are_its_ranks_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert held_cores(2) == 6
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert held_cores(2) == 2
+
+
+def test_replicas_on_the_cpu_have_their_threads_and_jobs_their_cores(tmp_path: Path) -> None:
+    config = Config(home=tmp_path, replica_cpus=6)
+    devices = devices_of_replicas(config, GpuPlacement(), 1, [3, 3])
+    assert [(each.gpus, each.cores) for each in devices] == [((), 3), ((), 3), ((), 6)]
+
+
+def test_the_type_of_a_gpu_is_slurms_name_of_its_model(tmp_path: Path) -> None:
+    assert gpu_type(tmp_path) == ""
+    about = tmp_path / "0000:01:00.0" / "information"
+    about.parent.mkdir()
+    about.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 1\n")
+    assert gpu_type(tmp_path) == "nvidia_h100_80gb_hbm3"
+
+
+def test_what_came_of_the_hours_adds_up_to_them(tmp_path: Path) -> None:
+    """Ledgers by chance, which also claim more than was held: busy seconds, steps."""
+    for seed in range(60):
+        home, chance = Home(tmp_path / str(seed)), random.Random(seed)
+        facts = []
+        for number in range(chance.randint(1, 3)):
+            holder = f"{chance.choice(['replica', 'job', 'session'])}-{number}"
+            place = {
+                "node": chance.choice("ab"),
+                "gpus": tuple("01"[: chance.randint(0, 2)]),
+                "attempt": chance.randint(0, 1),
+            }
+            for _ in range(chance.randint(1, 12)):
+                event = chance.choice(["hold", "hold", "leave", "busy", "steps", "served"])
+                facts.append(
+                    line(
+                        chance.random() * 8,
+                        event,
+                        holder,
+                        state=chance.choice(["serving", "starting", "asleep"]),
+                        seconds=chance.random() * 4 * HOUR,
+                        first=0,
+                        last=chance.randint(1, 5),
+                        **place,
+                    )
+                )
+        write(home, *sorted(facts, key=lambda fact: fact.time))
+        parts = ("useful_hours", "idle_hours", "asleep_hours", "lost_hours", "other_hours")
+        begin = T + chance.random() * 8 * HOUR
+        for by in get_args(GroupedBy):
+            spans = ((0.0, T + 99 * HOUR), (0.0, begin), (begin, T + 99 * HOUR))
+            whole, before, after = (goodput(home, *span, by) for span in spans)
+            for row in (*whole, *before, *after):
+                assert sum(row[part] for part in parts) == pytest.approx(row["held_hours"])
+                assert all(row[part] >= 0 for part in parts)
+            held = [table[-1]["held_hours"] for table in (whole, before, after)]
+            assert held[0] == pytest.approx(held[1] + held[2])
+        pieces = read_holdings(home).pieces
+        assert whole[-1]["held_hours"] == pytest.approx(_held(home))
+        assert all(0 < piece.seconds <= piece.end - piece.begin + 1e-6 for piece in pieces)
+
+
+def _held(home: Home) -> float:
+    """The hours held by a plain reading: each hold lasts to its holder's next line of its place."""
+    (lines,) = read_ledger(home.ledger)
+    total = 0.0
+    for at, each in enumerate(lines):
+        if each.event != "hold":
+            continue
+        ends = [
+            later.time
+            for later in lines[at + 1 :]
+            if later.event in ("hold", "leave")
+            and (later.holder, later.node) == (each.holder, each.node)
+        ]
+        end = ends[0] if ends else lines[-1].time
+        total += (end - each.time) / HOUR * max(1, len(each.gpus))
+    return total
+
+
+def test_energy_counts_where_it_was_measured(tmp_path: Path) -> None:
+    home, place = Home(tmp_path), {"node": "a", "gpus": ("0",), "state": "serving"}
+    write(
+        home,
+        line(0, "hold", "replica-0", **place),
+        line(1, "busy", "replica-0", seconds=HOUR / 4, joules=100.0, **place),
+        line(2, "hold", "replica-0", **(place | {"state": "starting"})),
+        line(3, "busy", "replica-0", seconds=HOUR, joules=60.0, **place),
+        line(5, "leave", "replica-0", **place),
+    )
+    pieces = read_holdings(home).pieces
+    joules: dict[str, float] = defaultdict(float)
+    for piece in pieces:
+        joules[piece.use] += piece.joules
+    assert joules == pytest.approx({"serving": 25.0 + 30.0, "idle": 75.0, "other": 30.0})
+    assert sum(piece.measured for piece in pieces) == pytest.approx(3 * HOUR)
 
 
 async def test_a_platforms_replicas_are_written_as_they_change(tmp_path: Path) -> None:
@@ -177,7 +285,14 @@ async def test_a_platforms_replicas_are_written_as_they_change(tmp_path: Path) -
     async with serving(tmp_path, host) as pool:
         file = LedgerFile(home.ledger, "platform")
         keeping = asyncio.create_task(
-            keep_ledger(file, pool.status, lambda: sampled[0], [["3"]], every=0.01, beat=0.05)
+            keep_ledger(
+                file,
+                pool.status,
+                lambda: sampled[0],
+                [HeldDevices(("3",), "nvidia_x", 2)],
+                every=0.01,
+                beat=0.05,
+            )
         )
 
         async def seen(state: str) -> None:

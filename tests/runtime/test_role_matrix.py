@@ -122,6 +122,7 @@ GET     /v1/keys                                        admin   nothing
 POST    /v1/keys                                        admin   shared
 DELETE  /v1/keys/{key}                                  admin   shared
 GET     /v1/usage                                       use     nothing
+GET     /v1/cost                                        use     nothing
 GET     /v1/events                                      train   nothing
 GET     /v1/pool                                        admin   nothing
 POST    /v1/pool/lease                                  admin   shared

@@ -15,9 +15,12 @@ from typing import Any
 import openai
 
 from cray_agents import Agent, DatasetRecipe, Hyperparameters, Platform, PromotionTest, Task
+from cray_agents.config import PriceSettings
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.worker import run_worker
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.tools.calculator import calculator
 from tests.runtime.views.test_run_views import Scoring, model_with_tokenizer
 from tests.support.killable_loop import lucky, site_loop, some_tasks
@@ -188,9 +191,16 @@ async def _long(site: Platform) -> None:
 
 @contextmanager
 def site(home: Path) -> Iterator[Platform]:
-    """The platform, with its runs recorded."""
+    """The platform, with its runs recorded, and a ledger of its replica's two cores."""
     model = model_with_tokenizer(home.parent / f"{home.name}-model")
-    with platform(home, Scoring(answer), model=model) as served:
+    prices = PriceSettings(core_hour=1.5, currency="EUR")
+
+    async def keep(pool: Pool) -> None:
+        file = LedgerFile(Home(home).ledger, "platform")
+        cores = [HeldDevices(cores=2)]
+        await keep_ledger(file, pool.status, lambda: 0, cores, every=0.2, beat=1.0)
+
+    with platform(home, Scoring(answer), model=model, beside=keep, prices=prices) as served:
         asyncio.run(_fill(served, home))
         _loop(served)
         yield served

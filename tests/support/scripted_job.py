@@ -47,7 +47,8 @@ def main() -> int:
     journal = JobJournal(Home(path.parents[2]), path.parent.name)
     spec, attempt = journal.spec(), journal.claim_attempt()
     step = max((int(p.name.removeprefix("step-")) for p in journal.resume_points), default=0)
-    with holding_node(journal.home, "job", spec.id, attempt, spec.parent) as ledger:
+    world = spec.layout.world
+    with holding_node(journal.home, "job", spec.id, attempt, spec.parent, world) as ledger:
         journal.rewind(step)
         journal.event("started", attempt=attempt, from_step=step, left_out=0, layers="")
         while step < spec.hyperparameters.steps and not leave.wait(STEP):

@@ -12,6 +12,7 @@ import uvicorn
 import uvloop
 
 from cray_agents import Platform, ScriptedEngine
+from cray_agents.config import PriceSettings
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt
@@ -39,6 +40,7 @@ def platform(
     others: Sequence[ScriptedEngine] = (),
     spares: Sequence[ScriptedEngine] = (),
     beside: Callable[[Pool], Coroutine[Any, Any, None]] | None = None,
+    prices: PriceSettings | None = None,
     **scripted: Any,
 ) -> Iterator[Platform]:
     """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts.
@@ -64,6 +66,7 @@ def platform(
             registry=registry,
             trainer=trainer or ScriptedTrainer(home, probe=PROBE, **scripted),
             pool=pool,
+            prices=prices or PriceSettings(),
         )
         version = registry.resolve(name)
         folder = home.checkpoint(version.checkpoint)

@@ -73,7 +73,8 @@ def run(journal: JobJournal) -> int:
     first = placement.node == 0
     attempt = journal.claim_attempt() if first else journal.attempts
     placement = replace(placement, attempt=attempt)
-    with holding_node(journal.home, "job", spec.id, attempt, spec.parent) as ledger:
+    world = spec.layout.world
+    with holding_node(journal.home, "job", spec.id, attempt, spec.parent, world) as ledger:
         check_node(journal.home.root)
         work = read_inputs(journal, spec, attempt)
         try:

@@ -13,17 +13,17 @@ from typing import Any
 from cray_agents.errors import Corrupt
 from cray_agents.paths import Home
 from cray_agents.runtime.scaling.ledger import LedgerFile, holding
-from cray_agents.runtime.scheduler.gpu_placement import host_gpus
+from cray_agents.runtime.scheduler.gpu_placement import gpu_type, host_gpus
 from cray_agents.trainers.job.journal import JobJournal
 
 
 @contextmanager
 def holding_node(
-    home: Home, kind: str, holder: str, attempt: int, what: str
+    home: Home, kind: str, holder: str, attempt: int, what: str, ranks: int
 ) -> Iterator[LedgerFile]:
-    """Write that this node and its GPUs are held while the block runs.
+    """Write that this node's GPUs and cores are held while the block runs.
 
-    Of several launchers on a node only the first one does.
+    `ranks`: of all nodes. Of several launchers on a node only the first one writes.
     """
     if os.environ.get("SLURM_LOCALID", "0") != "0":
         yield LedgerFile(home.ledger, holder)
@@ -36,8 +36,22 @@ def holding_node(
         what=what,
         state="training",
         gpus=tuple(host_gpus()),
+        gpu_type=gpu_type(),
+        cores=held_cores(ranks),
     ) as ledger:
         yield ledger
+
+
+def held_cores(ranks: int) -> int:
+    """Return the cores that a job has on this node: what Slurm gave it, else what it asked for.
+
+    Without Slurm all `ranks` are here, with a core for each thread that the trainer gave them.
+    """
+    given = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    return ranks * (int(threads) if threads.isdecimal() else 1)
 
 
 def note_steps(ledger: LedgerFile, journal: JobJournal, within: tuple[str, int] = ("", 0)) -> None:

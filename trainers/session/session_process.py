@@ -70,7 +70,8 @@ def run(session: SessionJournal) -> int:
     main_of_rank = partial(resident.run, session, attempt, on_cpu)
     arguments = [str(session.home.root), session.session_id, attempt]
     recipe = ("cray_agents.trainers.session.session_process", arguments)
-    with holding_node(session.home, "session", session.session_id, attempt, spec.name):
+    holder = (session.session_id, attempt, spec.name, spec.layout.world)
+    with holding_node(session.home, "session", *holder):
         outcome = run_ranks(placement, session.folder / "logs", main_of_rank, recipe)
     if outcome.refusal is not None and (job_id := session.current) is not None:
         record_failure(JobJournal(session.home, job_id), outcome.refusal)

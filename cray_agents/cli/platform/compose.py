@@ -34,12 +34,12 @@ from cray_agents.cli.platform.gateways.sockets import address
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule, scaling_rules
+from cray_agents.cli.platform.replica_devices import devices_of_replicas, replica_command
 from cray_agents.cli.platform.root.permissions import keep_private
 from cray_agents.cli.platform.root.root_claim import describe_inheritance, say, stand_by, start_anew
 from cray_agents.config import Config
-from cray_agents.errors import BadInput, ConfigError, SetupError, StoreError
+from cray_agents.errors import ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
-from cray_agents.ports import Command
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
 from cray_agents.runtime.controller_lease import ControllerLease
@@ -60,17 +60,15 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.slurm.job_board import JobBoard
 from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica, cancel_surplus
-from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scaling.decision import ServingRule
-from cray_agents.runtime.scaling.ledger import LedgerFile, keep_ledger
+from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.gpu_placement import (
     GpuPlacement,
     check_weights_fit,
-    gpus_per_server,
     host_gpus,
     place_on_host,
 )
@@ -153,6 +151,7 @@ def serve(
             platform = describe_platform(config, scheduler, resources)
             jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler, lease)
             pool = make_pool(config, version.name, replicas.here, placement, jobs)
+            threads = engine_settings(config, sleeps=False).compute_threads
             platform_run = run(
                 config,
                 registry,
@@ -163,7 +162,7 @@ def serve(
                 ports,
                 lease,
                 training,
-                [*placement.replicas, *gpus_in_jobs(config, replicas.jobs)],
+                devices_of_replicas(config, placement, replicas.jobs, [threads] * replicas.here),
                 rule,
                 cluster_view(config, scheduler, resources, rule),
             )
@@ -180,13 +179,13 @@ async def run(
     ports: Ports,
     lease: ControllerLease,
     training: TrainingSide | None = None,
-    gpus: Sequence[Sequence[str]] = (),
+    devices: Sequence[HeldDevices] = (),
     rule: ServingRule | None = None,
     cluster: ClusterView | None = None,
 ) -> None:
     """Run the replicas and the gateway in the event loop until the platform ends.
 
-    `training`: the jobs that use the replicas' GPUs by turns. `gpus`: of each replica.
+    `training`: the jobs that use the replicas' GPUs by turns. `devices`: of each replica.
     `rule`: by which replicas come and go; None: all stay. `cluster`: whose training gives way.
     """
     listener = ports.listener
@@ -212,6 +211,7 @@ async def run(
         lease=lease,
         reward_limit=config.reward_limit,
         run_headers=tuple(config.run_headers),
+        prices=config.prices,
         traces=live_traces(config),
         admission=make_admission(config, pool, registry, shares, scales=rule is not None),
         shares=shares,
@@ -225,7 +225,7 @@ async def run(
     upkeep = asyncio.create_task(keep_up(store))
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
     ledger = LedgerFile(home.ledger, "platform")
-    account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, gpus)
+    account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, devices)
     history = keep_history(services.history, services.sample_metrics)
     background = [batches, upkeep, jobs, *map(asyncio.create_task, (account, history))]
     if rule is not None:
@@ -341,38 +341,6 @@ def slurm_hosts(
         )
         for n in range(replicas)
     ]
-
-
-def replica_command(config: Config) -> Command:
-    """Return what all replicas' jobs ask Slurm for. Raises BadInput for nodes that do not fit."""
-    gpus = gpus_per_server(config.engine_args) if has_gpu_build() else 0
-    nodes = config.replica_nodes
-    ranks = gpus or nodes
-    if ranks % nodes:
-        raise BadInput(
-            f"a replica of {gpus} GPUs (engine_args) does not divide over replica_nodes = {nodes}",
-            param="replica_nodes",
-        )
-    cores = config.replica_cpus or (4 * gpus or 2 * nodes)
-    trusted = os.pathsep.join(map(str, model_code.allowed_directories()))
-    return Command(
-        name="replica",
-        kind="replica",
-        argv=[],
-        directory="",
-        log="",
-        environment={model_code.VARIABLE: trusted} if trusted else {},
-        nodes=nodes,
-        ranks=ranks,
-        cpus_per_rank=-(-cores // ranks),
-        gpus=gpus > 0,
-    )
-
-
-def gpus_in_jobs(config: Config, replicas: int) -> list[list[str]]:
-    """Return the GPUs of each replica that is a Slurm job, as numbered within its job."""
-    each = gpus_per_server(config.engine_args) if has_gpu_build() else 0
-    return [[str(number) for number in range(each)]] * replicas
 
 
 def cluster_view(

@@ -27,6 +27,8 @@ from cray_agents.records import Record, new_id
 from cray_agents.runtime.disk import checksums, durable
 
 PREFIX = "sk-cray-"
+NO_KEY = "none"  # as a name: requests without a key
+PLATFORM_ID = "platform"  # in the place of a key's id: the platform's own commands and processes
 FRESH_SECONDS = 0.5  # until a key that another process made or revoked is noticed
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _RECORD = ".json"
@@ -62,8 +64,30 @@ class KeyRecord(Record):
 
 
 def key_names(home: Home) -> dict[str, str]:
-    """Return the name of every key that was ever made, by its id; "" is this host itself."""
-    return {"": "", **{record.id: record.name for record, _ in Keys(home).list()}}
+    """Return the name of every key that was ever made, by its id.
+
+    "" is this host itself, and `platform` the platform's own processes, as loops of this host.
+    """
+    return {
+        "": "",
+        PLATFORM_ID: PLATFORM_ID,
+        **{record.id: record.name for record, _ in Keys(home).list()},
+    }
+
+
+def id_of_key(id_or_name: str, names: dict[str, str]) -> str:
+    """Return the id of a key: of this id, else the newest of this name. Raises NotFound.
+
+    `none` is "", of requests without a key. `names`: as key_names returns them, oldest first.
+    """
+    if id_or_name in names:
+        return id_or_name
+    ids = [key for key, name in names.items() if name == id_or_name]
+    if not ids and id_or_name == NO_KEY:
+        return ""
+    if not ids:
+        raise NotFound(f"no key {id_or_name[:200]!r}; see `cray-agents keys list`", param="key")
+    return ids[-1]
 
 
 def role_named(name: str) -> Role:

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import AccessDenied
-from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.http.api_keys import PLATFORM_ID, Keys, Role
 from cray_agents.runtime.gateway.http.error_envelope import BadEncoding
 
 TINKER = "tml-"  # the beginning of keys in Tinker's client, which takes no others
@@ -62,7 +62,7 @@ class Caller:
 
 
 ANYBODY = Caller("", "anybody", Role.admin)
-PLATFORM = Caller("platform", "platform", Role.admin)  # its own commands and batch worker
+PLATFORM = Caller(PLATFORM_ID, PLATFORM_ID, Role.admin)  # its own commands and batch worker
 
 
 def caller_of(request: Request) -> Caller:

@@ -14,6 +14,7 @@ import logging
 import re
 import time
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
@@ -42,6 +43,7 @@ NOT_AUDITED = {
     "/api/v1/weights_info",
     "/api/v1/get_info",
 }
+MOST_REASON = 1000  # characters of a reason that the audit log keeps
 REQUEST_ID = "cray_agents.request_id"  # in the scope: the request's id, as the answer has it
 
 Headers = list[tuple[bytes, bytes]]
@@ -150,7 +152,16 @@ def _audit_fields(scope: Scope, status: int, request_id: bytes) -> dict[str, Any
         "path": scope["path"],
         "status": status,
         "request": request_id.decode(),
+        "reason": _reason(scope),
     }
+
+
+def _reason(scope: Scope) -> str:
+    """Return the reason that a caller gave for a change: X-Reason, UTF-8 as in a URL."""
+    for name, value in scope["headers"]:
+        if name == b"x-reason":
+            return unquote(value.decode("latin-1"))[:MOST_REASON]
+    return ""
 
 
 def _with_timeout(receive: Receive, seconds: float) -> Receive:

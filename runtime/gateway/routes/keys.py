@@ -147,7 +147,7 @@ async def read_usage(services: Services, request: Request) -> Response:
 
 def _usage_rows(rows: list[dict[str, Any]], names: dict[str, str]) -> list[dict[str, Any]]:
     """Return UsageRows as JSON, in the order of time, then most tokens first."""
-    wanted = ("runs", "calls", "prompt_tokens", "sampled_tokens", "seconds", "errors")
+    wanted = ("runs", "calls", "prompt_tokens", "sampled_tokens", "seconds", "errors", "last")
     usage = [
         {
             "key": row.get("key"),

@@ -241,17 +241,71 @@ DEVICES = MetricBoard(
     "Devices and disk",
     (
         BoardPanel(
-            "What came of GPUs (nodes without any)",
-            ((f"deriv(cray_device_seconds[{RATE}])", "{{kind}} {{use}}"),),
+            "What came of GPUs",
+            ((f'deriv(cray_held_seconds{{unit="gpu"}}[{RATE}])', "{{kind}} {{use}}"),),
             "short",
-            "Devices in use at a time; from the ledger, once a minute.",
+            "GPUs in use at a time; from the ledger, once a minute or less often.",
+        ),
+        BoardPanel(
+            "What came of cores",
+            ((f'deriv(cray_held_seconds{{unit="core"}}[{RATE}])', "{{kind}} {{use}}"),),
+            "short",
+            "Cores in use at a time; from the ledger, once a minute or less often.",
         ),
         BoardPanel("Disk of the shared root", _latest("cray_disk_bytes", "{{kind}}"), "bytes"),
         BoardPanel("Damaged places in the store", _latest("cray_store_problems", "places")),
     ),
 )
 
-BOARDS = (SERVING, POOL, QUEUE, LOOP, JOB, DEVICES)
+COST = MetricBoard(
+    "cost",
+    "Cost",
+    (
+        BoardPanel(
+            "Cost of a day, by what came of it",
+            (("sum by (use) (cray_cost - cray_cost offset 1d)", "{{use}}"),),
+            "short",
+            "In the currency of [prices]; requests and training are use, all else is not.",
+        ),
+        BoardPanel("Cost so far", (("sum by (use) (cray_cost)", "{{use}}"),)),
+        BoardPanel(
+            "Share of use",
+            (
+                (
+                    'sum by (unit) (cray_held_seconds{use=~"requests|training"}) / '
+                    "sum by (unit) (cray_held_seconds)",
+                    "{{unit}}",
+                ),
+            ),
+            "percentunit",
+        ),
+        BoardPanel("Energy measured", (("sum by (use) (cray_energy_joules)", "{{use}}"),), "joule"),
+        BoardPanel("Cost by loop", _latest("cray_loop_cost", "{{loop}}")),
+        BoardPanel(
+            "Device-seconds by loop",
+            _latest("cray_loop_device_seconds", "{{loop}} {{use}} {{unit}}"),
+            "s",
+        ),
+        BoardPanel("Cost of a success", _latest("cray_loop_cost_per_success", "{{loop}}")),
+        BoardPanel(
+            "Cost of a point of held-out success",
+            _latest("cray_loop_cost_per_point", "{{loop}}"),
+            "short",
+            "A point is a hundredth. Nothing is shown for a loop that gained nothing.",
+        ),
+        BoardPanel(
+            "Cost by key",
+            _latest("cray_key_cost", "{{key}}"),
+            "short",
+            "A key is the hash of its id.",
+        ),
+        BoardPanel(
+            "Device-seconds by key", _latest("cray_key_device_seconds", "{{key}} {{unit}}"), "s"
+        ),
+    ),
+)
+
+BOARDS = (SERVING, POOL, QUEUE, LOOP, JOB, DEVICES, COST)
 
 ALERTS = (
     Alert(

@@ -85,6 +85,11 @@ class EngineSettings:
     program: tuple[str, ...] = ()
 
     @property
+    def compute_threads(self) -> int:
+        """Threads of a server on the CPU: as set, else one fewer than this process has cores."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+
+    @property
     def probe_limits(self) -> LogprobLimits:
         """Largest allowed differences from the trainer's logprobs: the rounding of the dtype."""
         exact = self.dtype in ("float32", "float") or (self.dtype == "auto" and not has_gpu_build())
@@ -431,13 +436,12 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
     }
     if has_gpu_build():
         return ours | vllm
-    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) - 1)
     return (
         ours
         | vllm
         | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two replicas would share one core
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(settings.compute_threads),
             # forked, with the worker in the engine core's process: saves importing vLLM twice
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",

@@ -317,10 +317,10 @@ class Index:
         of the API key that began the run) and day (of UTC, `2026-01-31`). A row has these and runs,
         rewarded, success (share of rewarded runs with a reward of 1 or more), mean_reward,
         min_reward, max_reward, calls, prompt_tokens, sampled_tokens, errors, infrastructure,
-        mean_seconds, seconds, p50_seconds, p95_seconds. Options: `bucket` groups by `time`, the
-        beginning of so many seconds, too; `percentiles` False leaves the last two out, which takes
-        a fraction of the time; `owner`, runs of this key only; `limit`, groups. Raises BadInput for
-        another `by`.
+        mean_seconds, seconds, last (start), p50_seconds, p95_seconds. Options: `bucket` groups by
+        `time`, the beginning of so many seconds, too; `percentiles` False leaves these two out,
+        which takes a fraction of the time; `owner`, runs of this key only; `limit`, groups. Raises
+        BadInput for another `by`.
         """
         with self._database.reading() as connection:
             return statistics(connection, query, by, **options)

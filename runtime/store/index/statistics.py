@@ -38,13 +38,14 @@ _FIGURES = {
     "infrastructure": "sum(infrastructure)",
     "mean_seconds": "avg(seconds)",
     "seconds": "sum(seconds)",
+    "last": "max(started)",
 }
 #: Nearest-rank percentiles: the smallest value that 50 or 95 % of runs do not exceed.
 _PERCENTILES = {
     "p50_seconds": "min(CASE WHEN place * 100 >= number * 50 THEN seconds END)",
     "p95_seconds": "min(CASE WHEN place * 100 >= number * 95 THEN seconds END)",
 }
-_USED = "reward, calls, prompt, sampled, error, infrastructure, seconds"
+_USED = "reward, calls, prompt, sampled, error, infrastructure, seconds, started"
 #: Facets: columns of the covering SQLite indexes; `model` and `tag` are sets.
 FACETS = {
     **{name: name for name in ("agent", "loop", "generation", "split", "stop_reason", "error")},

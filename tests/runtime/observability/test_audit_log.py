@@ -37,7 +37,7 @@ async def test_changes_are_noted_with_their_callers_and_looks_are_not(tmp_path: 
         record, use = keys.create("web", Role.use)
         promote = "/v1/models/calc/promote"
         for key, status in ((use, 403), (admin, 200)):
-            headers = {"authorization": f"Bearer {key}"}
+            headers = {"authorization": f"Bearer {key}", "x-reason": "it is better, na%C3%AFve one"}
             done = await gateway.call("POST", promote, json={"version": 1}, headers=headers)
             assert done[0] == status
             await gateway.call("GET", "/v1/models", headers=headers)
@@ -53,6 +53,7 @@ async def test_changes_are_noted_with_their_callers_and_looks_are_not(tmp_path: 
         ("boss", "admin", action, promote, 200),
         ("", "", action, promote, 401),
     ]
+    assert [line.reason for line in lines] == [*["it is better, naïve one"] * 2, ""]
     assert all(line.request for line in lines) and verify_audit(folder) == []
     assert use not in str(lines) and record.id not in str(lines)
 

@@ -12,13 +12,14 @@ import yaml
 from typer.testing import CliRunner
 
 from cray_agents.cli import app
+from cray_agents.config import PriceSettings
 from cray_agents.errors import BadInput
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.observability.boards.board_files import board_files
 from cray_agents.runtime.observability.boards.catalog import ALERTS, BOARDS
 from cray_agents.runtime.observability.boards.promql import UsedMetric, used_metrics
 from cray_agents.runtime.registry.canary import Canary, CanaryTest
-from cray_agents.runtime.scaling.ledger import LedgerFile
+from tests.support import costly_root
 from tests.support.bare_models import bare_model
 from tests.support.scraped_metrics import labels_of, write_loop_and_jobs
 from tests.support.scripted_gateway import served
@@ -55,12 +56,13 @@ def test_the_extractor() -> None:
 
 
 async def test_every_expression_names_what_a_scrape_has(tmp_path: Path) -> None:
-    async with served(tmp_path) as gateway:
+    prices = PriceSettings(gpu_hour={"gpu": 1.0}, core_hour=0.1)
+    async with served(tmp_path, prices=prices) as gateway:
         services = gateway.services
         write_loop_and_jobs(services.home)
-        ledger = LedgerFile(services.home.ledger, "test")
-        ledger.note(event="hold", kind="replica", holder="replica-0", node="n", state="serving")
-        ledger.note(event="leave", kind="replica", holder="replica-0", node="n")
+        costly_root.write_ledger(services.home)
+        costly_root.write_loop(services.home)
+        await costly_root.write_runs(services.store)
         services.metrics.swapped(1.0, True)
         await gateway.ask("hi", stream=True)
         registry = services.registry

@@ -336,6 +336,7 @@ def test_statistics_by_group(index: Index) -> None:
         "infrastructure": 0,
         "mean_seconds": 49.5,
         "seconds": 4950.0,
+        "last": 99 * 86400.0,
         "p50_seconds": 49.0,
         "p95_seconds": 94.0,
     }

@@ -40,6 +40,7 @@ GETS = (
     "/v1/models/lineage",
     "/v1/queue",
     "/v1/usage",
+    "/v1/cost",
     "/v1/keys",
     "/v1/whoami",
     "/v1/health/warnings",

@@ -14,11 +14,13 @@ export interface ChartProps {
   axis: string;
   /** A value to reach, drawn as a dashed line. */
   limit?: number;
+  /** The axis is of unix seconds, written as dates and times. */
+  clock?: boolean;
   /** Equal factors are equally far from each other. */
   logarithmic?: boolean;
 }
 
-export function Chart({ title, points, axis, limit, logarithmic }: ChartProps) {
+export function Chart({ title, points, axis, limit, clock = false, logarithmic }: ChartProps) {
   const box = useRef<HTMLDivElement>(null);
   const colours = theme.value;
   useEffect(() => {
@@ -31,14 +33,14 @@ export function Chart({ title, points, axis, limit, logarithmic }: ChartProps) {
       {
         width: element.clientWidth,
         height: 160,
-        scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : {} },
+        scales: { x: { time: clock }, y: logarithmic ? { distr: 3 } : {} },
         series: [
           { label: axis },
           { label: title, stroke: colour("--accent"), width: 1.5, spanGaps: false },
           { label: "limit", stroke: colour("--good"), width: 1.5, dash: [6, 4], points: { show: false } },
         ].slice(0, limit === undefined ? 2 : 3),
         axes: [
-          { ...axes, size: 30, incrs: WHOLE },
+          clock ? { ...axes, size: 40 } : { ...axes, size: 30, incrs: WHOLE },
           { ...axes, size: 60 },
         ],
         legend: { show: false },
@@ -57,7 +59,7 @@ export function Chart({ title, points, axis, limit, logarithmic }: ChartProps) {
       watcher.disconnect();
       plot.destroy();
     };
-  }, [points, colours, limit, logarithmic]);
+  }, [points, colours, limit, clock, logarithmic]);
   const values = points.map(([, y]) => y);
   const text = points.length
     ? `${title}: ${points.length} points from ${number(values[0])} to ${number(values.at(-1))}`

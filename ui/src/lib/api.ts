@@ -17,6 +17,8 @@ interface Sent<O> {
   query?: Part<O, "query">;
   body?: Body<O>;
   signal?: AbortSignal;
+  /** Why a change is made, for the audit log. */
+  reason?: string;
 }
 
 /** A refusal of the gateway, in its own words. */
@@ -56,10 +58,13 @@ interface AnySent {
   query?: unknown;
   body?: unknown;
   signal?: AbortSignal;
+  reason?: string;
 }
 
 async function json(method: string, template: string, sent: AnySent): Promise<unknown> {
-  const response = await request(method, address(template, sent.path, sent.query), sent.body, sent.signal);
+  const more: Record<string, string> = sent.reason ? { "x-reason": encodeURIComponent(sent.reason) } : {};
+  const path = address(template, sent.path, sent.query);
+  const response = await request(method, path, sent.body, sent.signal, "application/json", more);
   return response.json();
 }
 

@@ -157,7 +157,7 @@ function One({ id }: { id: string }) {
               title="Cancel the batch"
               danger
               cli={() => `cray-agents batch cancel ${quoted(id)}`}
-              act={() => post("/v1/batches/{batch_id}/cancel", { path: { batch_id: id } }).then(batch.reload)}
+              act={(reason) => post("/v1/batches/{batch_id}/cancel", { path: { batch_id: id }, reason }).then(batch.reload)}
               close={() => setCancelling(false)}
             >
               <p style={{ margin: 0 }}>No more lines are sent. The answers so far stay.</p>

@@ -96,7 +96,7 @@ export default function Job({ path }: ScreenProps) {
               title={`${act} the job`}
               danger={act === "cancel"}
               cli={() => `cray-agents jobs ${act} ${quoted(id)}`}
-              act={() => post(`/v1/jobs/{job_id}/${act}`, { path: { job_id: id } } as never).then(job.reload)}
+              act={(reason) => post(`/v1/jobs/{job_id}/${act}`, { path: { job_id: id }, reason } as never).then(job.reload)}
               close={() => setAct(null)}
             />
           )}

@@ -1,1 +1,1 @@
-"""Commands about the platform: `up`, `down`, `status`, `keys`, `doctor`, `goodput`, `simulate`."""
+"""Commands about the platform: `up`, `down`, `status`, `keys`, `goodput`, `cost`, and more."""

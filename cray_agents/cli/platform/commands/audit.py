@@ -8,7 +8,7 @@ import typer
 from cray_agents.cli.screen import HomeOption, JsonOption, console, root, show, when
 from cray_agents.errors import BadInput
 
-COLUMNS = ["time", "who", "role", "action", "path", "status"]
+COLUMNS = ["time", "who", "role", "action", "path", "status", "reason"]
 
 audit = typer.Typer(no_args_is_help=True, help="Who changed what: list, verify.")
 

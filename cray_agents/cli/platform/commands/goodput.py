@@ -49,11 +49,12 @@ def goodput(
     groups: dict[str, GroupedBy] = {name: name for name in get_args(GroupedBy)}
     if by not in groups:
         raise BadInput(f"--by {by!r}: give {', '.join(groups)}", param="by")
-    begin = 0.0 if since is None else time.time() - _seconds(since)
+    begin = 0.0 if since is None else time.time() - seconds_of(since)
     show(add_up(root(home), begin, by=groups[by]), COLUMNS, as_json=as_json)
 
 
-def _seconds(text: str) -> float:
+def seconds_of(text: str) -> float:
+    """Return the seconds of a time such as 30m, 12h or 7d. Raises BadInput."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", text)
     if match is None:
         raise BadInput(f"--since {text!r}: give a time such as 30m, 12h or 7d", param="since")

@@ -17,6 +17,8 @@ from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, show
 from cray_agents.config import load_config
 from cray_agents.paths import Home
 
+ReasonOption = Annotated[str, typer.Option(help="For the audit log.")]
+
 keys = typer.Typer(no_args_is_help=True, help="API keys: create, list, revoke.")
 
 
@@ -31,6 +33,7 @@ def create(
     role: Annotated[
         str, typer.Option(help="use (call models), train (and train them), admin (everything).")
     ] = "use",
+    reason: ReasonOption = "",
     home: HomeOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,7 +42,7 @@ def create(
 
     opened = open_root(load_config({"home": home}))
     record, secret = Keys(opened).create(name, role_named(role))
-    _note(opened, f"keys create --role {role}", record.id, name)
+    _note(opened, f"keys create --role {role}", record.id, name, reason)
     if as_json:
         print(json.dumps({**record.model_dump(mode="json"), "secret": secret}))
         return
@@ -73,6 +76,7 @@ def list_keys(home: HomeOption = None, as_json: JsonOption = False) -> None:
 @keys.command("revoke")
 def revoke(
     key: Annotated[str, typer.Argument(help="Its name or id, as `keys list` shows it.")],
+    reason: ReasonOption = "",
     home: HomeOption = None,
 ) -> None:
     """End a key, for good. It stops working within a second."""
@@ -80,14 +84,15 @@ def revoke(
 
     opened = open_root(load_config({"home": home}))
     for record in Keys(opened).revoke(key):
-        _note(opened, "keys revoke", record.id, record.name)
+        _note(opened, "keys revoke", record.id, record.name, reason)
         console.print(f"revoked {escape(record.name)} ({record.id})", soft_wrap=True)
 
 
-def _note(home: Home, action: str, key: str, name: str) -> None:
+def _note(home: Home, action: str, key: str, name: str, reason: str) -> None:
     """Write the change to the audit log; the caller is the user of this host."""
     from cray_agents.runtime.observability.audit_log import AuditLog
 
     log = AuditLog(home.audit)
-    log.note(who=f"{getpass.getuser()}@{socket.gethostname()}", action=action, path=f"{key} {name}")
+    who = f"{getpass.getuser()}@{socket.gethostname()}"
+    log.note(who=who, action=action, path=f"{key} {name}", reason=reason)
     log.close()

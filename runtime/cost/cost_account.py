@@ -1,0 +1,150 @@
+"""Cost account: all that was held in a time, by what came of it, with prices of tokens and jobs.
+
+The time of replicas is given to requests by tokens. In each hour (UTC) and for each model name,
+
+    spent(run) = spent(replicas that answered) x w(run) / sum of w over the hour's runs
+    w = prompt tokens + SAMPLED x sampled tokens
+
+A run counts in the hour in which it began, with its last version, as in /v1/usage. A prompt token
+is computed with many others at once, a sampled one with those of the other requests under way:
+reading the weights costs as much as computing some 300 tokens on an H100 (990 TFLOP/s of bfloat16,
+3.35 TB/s: H100 SXM data sheet), shared by some 64 requests (`max_num_seqs`), so SAMPLED is 4.
+
+Training is given to jobs by their steps that were kept. What else was held is a line of its own and
+given to nobody: idle, asleep, lost, other, and time in which replicas answered what is no stored
+run (probes, forgotten runs). The lines add up to what was held. Called by cost_table.py.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from cray_agents.config import PriceSettings
+from cray_agents.queries import RunFilter
+from cray_agents.runtime.cost.amount import HOUR, Amount, Pricer, sum_of
+from cray_agents.runtime.scaling.holdings import LedgerAccount, Piece
+from cray_agents.runtime.store import Store
+from cray_agents.runtime.views.view_records import CostUse
+
+SAMPLED = 4.0  # prompt tokens that a sampled one counts as
+COST_USES: tuple[CostUse, ...] = get_args(CostUse)
+ModelHour = tuple[float, str]  # the hour's beginning, the model's name without its version
+
+
+@dataclass
+class CostAccount:
+    """All that was held from `since` to `until`.
+
+    `lines`: by kind of holder and use. `trained`: by job. `rates`: of an hour and a model name what
+    one weighted token took.
+    """
+
+    since: float
+    until: float
+    prices: PriceSettings
+    lines: dict[tuple[str, CostUse], Amount] = field(default_factory=dict)
+    trained: dict[str, Amount] = field(default_factory=dict)
+    rates: dict[ModelHour, Amount] = field(default_factory=dict)
+    unpriced: set[str] = field(default_factory=set)
+
+    @property
+    def total(self) -> Amount:
+        """All that was held."""
+        return sum_of(list(self.lines.values()))
+
+    def uses(self) -> dict[CostUse, Amount]:
+        """Return what was held by its use, of all kinds of holders."""
+        return {
+            use: sum_of([amount for (_, each), amount in self.lines.items() if each == use])
+            for use in COST_USES
+        }
+
+    def spent_on(self, model: str | None, began: float, prompt: int, sampled: int) -> Amount:
+        """Return what tokens took: of runs that began in an hour and ended with this version."""
+        amount = Amount()
+        rate = self.rates.get(model_hour(model, began))
+        if rate is not None:
+            amount.add(rate, weight(prompt, sampled))
+        return amount
+
+
+def weight(prompt: int, sampled: int) -> float:
+    """Return how much tokens count: see the formula at the top."""
+    return prompt + SAMPLED * sampled
+
+
+def model_hour(model: str | None, began: float) -> ModelHour:
+    """Return the hour of a time, and the name of a version."""
+    return began // HOUR * HOUR, (model or "").partition("@")[0]
+
+
+def account_of(
+    ledger: LedgerAccount,
+    store: Store,
+    prices: PriceSettings,
+    since: float = 0.0,
+    until: float | None = None,
+) -> CostAccount:
+    """Return the account of a time, in whole hours: `since` down, `until` up, at most until now."""
+    now = time.time()
+    since = since // HOUR * HOUR
+    until = now if until is None else min(now, -(-until // HOUR) * HOUR)
+    pricer = Pricer(prices)
+    lines: dict[tuple[str, CostUse], Amount] = defaultdict(Amount)
+    trained: dict[str, Amount] = defaultdict(Amount)
+    served: dict[ModelHour, Amount] = defaultdict(Amount)
+    for piece in ledger.pieces:
+        if (share := piece.share(since, until)) <= 0:
+            continue
+        if piece.use == "serving":
+            for hour, amount in _by_hour(piece, pricer, since, until):
+                served[hour].add(amount)
+            continue
+        amount = pricer.price(piece, share)
+        lines[piece.line.kind, piece.use].add(amount)
+        if piece.use == "training":
+            trained[piece.job].add(amount)
+    rates: dict[ModelHour, Amount] = {}
+    weights = _weights(store, since, until) if served else {}
+    for hour, amount in served.items():
+        if whole := weights.get(hour):
+            rates[hour] = Amount()
+            rates[hour].add(amount, 1.0 / whole)
+        lines["replica", "requests" if whole else "unattributed"].add(amount)
+    return CostAccount(since, until, prices, dict(lines), dict(trained), rates, pricer.unpriced)
+
+
+def _by_hour(
+    piece: Piece, pricer: Pricer, since: float, until: float
+) -> list[tuple[ModelHour, Amount]]:
+    """Return a piece's amounts in the hours that it goes through."""
+    begin, end = max(since, piece.begin), min(until, piece.end)
+    rows = []
+    while begin < end:
+        hour = model_hour(piece.line.what, begin)
+        until_hour = min(end, hour[0] + HOUR)
+        rows.append((hour, pricer.price(piece, piece.share(begin, until_hour))))
+        begin = until_hour
+    return rows
+
+
+def _weights(store: Store, since: float, until: float) -> Mapping[ModelHour, float]:
+    """Return the weighted tokens of each hour and model name."""
+    weights: dict[ModelHour, float] = defaultdict(float)
+    for row in token_rows(store, RunFilter(since=since, until=until), []):
+        weights[model_hour(row["model"], row["time"])] += row["weight"]
+    return weights
+
+
+def token_rows(
+    store: Store, runs: RunFilter, by: Sequence[str], owner: str | None = None
+) -> list[dict[str, Any]]:
+    """Return statistics of runs by some fields, version and hour, with `weight` and `succeeded`."""
+    groups = list(dict.fromkeys([*by, "model"]))
+    rows = store.stats(runs, groups, bucket=HOUR, percentiles=False, owner=owner)
+    for row in rows:
+        row["weight"] = weight(row["prompt_tokens"] or 0, row["sampled_tokens"] or 0)
+        row["succeeded"] = round((row["success"] or 0.0) * row["rewarded"])
+    return rows

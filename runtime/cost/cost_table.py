@@ -1,0 +1,316 @@
+"""Cost table: rows of cost by key, model, loop, generation or use, for the API and the command.
+
+Called by gateway/routes/costs.py and `cray-agents cost`. Read next: cost_account.py, which gives
+time to requests and jobs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cray_agents.config import PriceSettings
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.queries import RunFilter
+from cray_agents.runtime.cost.amount import HOUR, Amount, sum_of
+from cray_agents.runtime.cost.cost_account import CostAccount, account_of, token_rows, weight
+from cray_agents.runtime.cost.loop_costs import (
+    POINT,
+    LoopGains,
+    LoopGenerations,
+    LoopStep,
+    loops_of,
+    progress_of,
+    training_by_loop,
+)
+from cray_agents.runtime.scaling.holdings import read_holdings
+from cray_agents.runtime.store import Store
+from cray_agents.runtime.views.view_records import CostRequest, CostRow, CostTable
+
+GROUPS = ("use", "key", "model", "loop", "generation")
+PAGE = 1000  # rows
+
+
+@dataclass(frozen=True)
+class CostQuery:
+    """The question that a cost table answers.
+
+    by: what the rows are of, one of GROUPS. bucket: seconds, whole hours, by which keys and models
+    are divided further. key: an id; loop: a name. owner: the key whose runs alone may be seen;
+    None: all. since, until: unix seconds, rounded to whole hours.
+    """
+
+    by: str = "use"
+    bucket: float | None = None
+    key: str | None = None
+    loop: str | None = None
+    since: float = 0.0
+    until: float | None = None
+    owner: str | None = None
+    after: str | None = None
+    limit: int = PAGE
+
+
+@dataclass
+class _Sum:
+    """The sums of a row. `labels`: its fields that say of what it is."""
+
+    name: str
+    labels: dict[str, Any]
+    serving: Amount = field(default_factory=Amount)
+    training: Amount = field(default_factory=Amount)
+    runs: int = 0
+    succeeded: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+
+    @property
+    def spent(self) -> Amount:
+        return sum_of([self.serving, self.training])
+
+    def count(self, row: dict[str, Any], account: CostAccount) -> None:
+        """Add runs of one hour and version."""
+        prompt, sampled = row["prompt_tokens"] or 0, row["sampled_tokens"] or 0
+        self.serving.add(account.spent_on(row["model"], row["time"], prompt, sampled))
+        self.runs += row["runs"]
+        self.succeeded += row["succeeded"]
+        self.prompt_tokens += prompt
+        self.sampled_tokens += sampled
+
+
+def cost_table(
+    home: Home, store: Store, prices: PriceSettings, query: CostQuery, names: dict[str, str]
+) -> CostTable:
+    """Return the table. `names`: of keys, by id. Raises BadInput."""
+    check(query)
+    account = account_of(read_holdings(home), store, prices, query.since, query.until)
+    if query.by == "use":
+        return _table(account, query, None, _use_rows(account), more=False)
+    sums = _sums(home, store, account, query, names)
+    rows = [_row(each, account) for each in sums]
+    whole = None
+    if query.key is not None or query.loop is not None:
+        whole = _row(_merged(sums, query, names), account)
+    if query.after is not None:
+        ids = [row.id for row in rows]
+        if query.after not in ids:
+            raise BadInput(f"after: no row {query.after[:200]!r} is listed here", param="after")
+        rows = rows[ids.index(query.after) + 1 :]
+    more, rows = len(rows) > query.limit, rows[: query.limit]
+    return _table(account, query, whole, rows, more=more)
+
+
+def cost_rows(
+    home: Home, store: Store, account: CostAccount, query: CostQuery, names: dict[str, str]
+) -> list[CostRow]:
+    """Return all rows of a query that is not `by` use."""
+    return [_row(each, account) for each in _sums(home, store, account, query, names)]
+
+
+def _sums(
+    home: Home, store: Store, account: CostAccount, query: CostQuery, names: dict[str, str]
+) -> list[_Sum]:
+    if query.by in ("loop", "generation"):
+        return _loop_sums(home, store, account, query)
+    return _request_sums(store, account, query, names)
+
+
+def run_cost(
+    home: Home, store: Store, prices: PriceSettings, run_id: str, names: dict[str, str]
+) -> CostTable:
+    """Return the cost of a run, and of each of its requests. Raises NotFound.
+
+    The account is of the hour in which the run began.
+    """
+    run, facts = store.run(run_id), store.places(run_id)[0]
+    since = facts.started // HOUR * HOUR
+    account = account_of(read_holdings(home), store, prices, since, since + HOUR)
+    prompt, sampled = facts.prompt_tokens, facts.sampled_tokens
+    spent = account.spent_on(facts.model, facts.started, prompt, sampled)
+    succeeded = run.reward is not None and run.reward >= 1
+    labels = {
+        "key": run.owner,
+        "name": names.get(run.owner, run.owner),
+        "model": facts.model,
+        "loop": run.loop,
+        "generation": run.generation,
+        "time": facts.started,
+    }
+    sums = _Sum(run_id, labels, spent, Amount(), 1, int(succeeded), prompt, sampled)
+    tokens = [(len(call.prompt_token_ids), len(call.token_ids)) for call in run.calls]
+    whole = sum(weight(*each) for each in tokens)
+    requests = [
+        CostRequest(
+            id=call.id,
+            model=call.model,
+            time=call.started,
+            prompt_tokens=read,
+            sampled_tokens=written,
+            spent=spent.to_record(prices, weight(read, written) / whole if whole else 0.0),
+        )
+        for call, (read, written) in zip(run.calls, tokens, strict=True)
+    ]
+    table = _table(account, CostQuery(), None, [_row(sums, account)], more=False)
+    return table.model_copy(update={"by": "run", "requests": requests})
+
+
+def check(query: CostQuery) -> None:
+    """Raise BadInput for a question that has no answer."""
+    if query.by not in GROUPS:
+        raise BadInput(f"by {query.by[:50]!r}: give {', '.join(GROUPS)}", param="by")
+    if query.bucket is not None and (query.bucket % HOUR or query.by not in ("key", "model")):
+        raise BadInput("bucket: whole hours, as 1h or 1d, and only by key or model", param="bucket")
+    if query.by == "generation" and query.loop is None:
+        raise BadInput("by generation: name the loop, too", param="loop")
+    if query.by == "use" and (query.key is not None or query.loop is not None):
+        raise BadInput(
+            "by use is of all that was held: give by=model, or by=generation for a loop",
+            param="by",
+        )
+    if query.key is not None and query.by in ("loop", "generation"):
+        raise BadInput("a key has no loop's training: give by=key or by=model", param="by")
+
+
+def _use_rows(account: CostAccount) -> list[CostRow]:
+    """Return a row for each use, which add up to all that was held."""
+    nothing = Amount().to_record(account.prices)
+    rows = []
+    for use, amount in account.uses().items():
+        spent = amount.to_record(account.prices)
+        serving, training = (spent if use == each else nothing for each in ("requests", "training"))
+        rows.append(CostRow(id=use, use=use, spent=spent, serving=serving, training=training))
+    return rows
+
+
+def _request_sums(
+    store: Store, account: CostAccount, query: CostQuery, names: dict[str, str]
+) -> list[_Sum]:
+    """Return the sums of keys or models: by time, then by what was spent."""
+    sums: dict[tuple[str, float | None], _Sum] = {}
+    owner = query.key if query.owner is None else query.owner
+    if query.key is not None and owner != query.key:
+        return []
+    runs = RunFilter(since=account.since, until=account.until, loop=query.loop)
+    for row in token_rows(store, runs, [query.by], owner):
+        value = row[query.by] or ""
+        when = None if query.bucket is None else row["time"] // query.bucket * query.bucket
+        if (value, when) not in sums:
+            labels: dict[str, Any] = {query.by: value, "time": when}
+            if query.by == "key":
+                labels["name"] = names.get(value, value)
+            name = (value or "none") + ("" if when is None else f":{when:.0f}")
+            sums[value, when] = _Sum(name, labels)
+        sums[value, when].count(row, account)
+
+    def order(each: _Sum) -> tuple[float, float, float, str]:
+        spent = each.spent
+        return each.labels["time"] or 0.0, -spent.gpu_seconds, -spent.core_seconds, each.name
+
+    return sorted(sums.values(), key=order)
+
+
+def _loop_sums(home: Home, store: Store, account: CostAccount, query: CostQuery) -> list[_Sum]:
+    """Return the sums of loops, with those of no loop's runs and jobs; or of a loop's generations.
+
+    Raises NotFound.
+    """
+    loops = loops_of(home)
+    if query.loop is not None and query.loop not in loops:
+        raise NotFound(f"no loop {query.loop[:200]!r}", param="loop")
+    known = {loop: progress_of(records) for loop, records in loops.items()}
+    by_generation = query.by == "generation"
+    sums: dict[LoopStep, _Sum] = {}
+
+    def row_of(loop: str, number: int | None) -> _Sum:
+        step = LoopStep(loop, number if by_generation else None)
+        if step not in sums:
+            progress = known.get(loop, LoopGains())
+            labels = {"loop": loop, "gain": progress.whole_gain}
+            if by_generation:
+                at = -1 if number is None else number
+                labels |= {"generation": number, "gain": progress.gain.get(at)}
+                labels["holdout_success"] = progress.success.get(at)
+            name = (loop or "none") + (f":{number}" if by_generation else "")
+            sums[step] = _Sum(name, labels)
+        return sums[step]
+
+    runs = RunFilter(since=account.since, until=account.until, loop=query.loop)
+    for row in token_rows(store, runs, ["loop", "generation", "split"]):
+        loop, number = row["loop"] or "", row["generation"]
+        if number is None and row["split"] != "train" and loop in loops:
+            number = LoopGenerations(loops[loop]).of_version(row["model"] or "")
+        row_of(loop, number).count(row, account)
+    for (loop, number), amount in training_by_loop(home, account.trained, loops).items():
+        if query.loop in (None, loop):
+            row_of(loop, number).training.add(amount)
+    return [
+        sums[step]
+        for step in sorted(sums, key=lambda step: (step[0], -1 if step[1] is None else step[1]))
+    ]
+
+
+def _merged(sums: Sequence[_Sum], query: CostQuery, names: dict[str, str]) -> _Sum:
+    """Return all sums of a key or a loop as one."""
+    gains = [each.labels["gain"] for each in sums if each.labels.get("gain") is not None]
+    labels: dict[str, Any] = {"loop": query.loop, "gain": sum(gains) if gains else None}
+    if query.key is not None:
+        labels |= {"key": query.key, "name": names.get(query.key, query.key)}
+    return _Sum(
+        "whole",
+        labels,
+        sum_of([each.serving for each in sums]),
+        sum_of([each.training for each in sums]),
+        *(
+            sum(column)
+            for column in zip(
+                (0, 0, 0, 0),
+                *((e.runs, e.succeeded, e.prompt_tokens, e.sampled_tokens) for e in sums),
+                strict=True,
+            )
+        ),
+    )
+
+
+def _row(sums: _Sum, account: CostAccount) -> CostRow:
+    spent, prices, gain = sums.spent, account.prices, sums.labels.get("gain")
+    points = gain / POINT if gain is not None and gain > 0 else None
+    return CostRow(
+        id=sums.name,
+        **sums.labels,
+        runs=sums.runs,
+        succeeded=sums.succeeded,
+        prompt_tokens=sums.prompt_tokens,
+        sampled_tokens=sums.sampled_tokens,
+        spent=spent.to_record(prices),
+        serving=sums.serving.to_record(prices),
+        training=sums.training.to_record(prices),
+        per_success=spent.to_record(prices, 1 / sums.succeeded) if sums.succeeded else None,
+        per_point=spent.to_record(prices, 1 / points) if points else None,
+    )
+
+
+def _table(
+    account: CostAccount,
+    query: CostQuery,
+    whole: CostRow | None,
+    rows: Sequence[CostRow],
+    *,
+    more: bool,
+) -> CostTable:
+    prices = account.prices
+    return CostTable(
+        by=query.by,
+        bucket=query.bucket,
+        since=account.since,
+        until=account.until,
+        currency=prices.currency if prices.known else None,
+        unpriced=sorted(account.unpriced),
+        total=account.total.to_record(prices),
+        uses={use: amount.to_record(prices) for use, amount in account.uses().items()},
+        whole=whole,
+        data=list(rows),
+        requests=None,
+        has_more=more,
+        first_id=rows[0].id if rows else None,
+        last_id=rows[-1].id if rows else None,
+    )
