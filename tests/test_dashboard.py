@@ -6,15 +6,12 @@ another origin, or more than 3,000 nodes. Without Chromium or a build of the pag
 
 import gzip
 import json
-import re
-import shutil
 import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +31,13 @@ from tests.support.dashboard_site import (
     site,
 )
 from tests.support.gateway_process import gateway
+from tests.support.watched_pages import MOST_NODES, Watched, chromium, needs_pages, watching
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parents[1]
-AXE = ROOT / "ui" / "node_modules" / "axe-core" / "axe.min.js"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-BUILT = (static_files.STATIC / "index.html").is_file()
-MOST_NODES = 3000
 FIRST_KB, ALL_KB = 120, 400  # compressed
-WAIT = 120_000  # milliseconds: a busy machine is slow
-FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
 #: Errors of a browser whose gateway ends before it.
 GONE = ["ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY"]
 SCREENS = {
@@ -71,44 +60,8 @@ SCREENS = {
     "batches": "#/batch",
 }
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium"),
-    pytest.mark.skipif(not BUILT, reason="needs the built dashboard: make ui"),
-]
+pytestmark = needs_pages()
 pytest.importorskip("playwright", reason="needs playwright, of requirements/dev.txt")
-
-
-@dataclass
-class Watched:
-    """A page, and what went wrong on it."""
-
-    page: "Page"
-    url: str
-    problems: list[str] = field(default_factory=list)
-    expected: list[str] = field(default_factory=list)  # patterns of errors that the test makes
-
-    def open(self, fragment: str) -> None:
-        """Show a screen, as it is when nothing is loaded any more."""
-        self.page.goto(f"{self.url}/{fragment}")
-        self.settle()
-
-    def settle(self) -> None:
-        self.page.wait_for_function(
-            "() => document.querySelector('main') && !document.body.innerText.includes('Loading …')"
-        )
-
-    def text(self) -> str:
-        return str(self.page.inner_text("main"))
-
-    def wait_for(self, text: str) -> None:
-        self.page.get_by_text(text).first.wait_for()
-
-    def check(self) -> None:
-        nodes = self.page.evaluate("document.querySelectorAll('*').length")
-        assert nodes <= MOST_NODES
-        reports = self.page.evaluate("window.reports")
-        bad = [one for one in self.problems if not any(re.search(p, one) for p in self.expected)]
-        assert (reports, bad) == ([], [])
 
 
 @pytest.fixture(scope="module")
@@ -120,45 +73,15 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 @pytest.fixture(scope="module")
 def browser(platform: Platform) -> Iterator["Browser"]:
     """After the platform: while Playwright runs, this thread has an event loop."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture
 def watch(browser: "Browser") -> Iterator[Callable[..., Watched]]:
     """Opens pages, each in a profile of its own, and checks them at the end."""
-    pages: list[Watched] = []
-
-    def make(url: str, **options: Any) -> Watched:
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(WAIT)
-        page = context.new_page()
-        watched = Watched(page, url)
-        page.add_init_script(
-            "window.reports = [];"
-            "addEventListener('securitypolicyviolation', e =>"
-            " reports.push(e.blockedURI + e.violatedDirective))"
-        )
-        note = watched.problems.append
-        page.on("console", lambda m: note(f"console: {m.text}") if m.type == "error" else None)
-        page.on("pageerror", lambda error: note(f"error: {error}"))
-        page.on(
-            "request",
-            lambda r: (
-                None if r.url.startswith((url, "data:", "blob:")) else note(f"request: {r.url}")
-            ),
-        )
-        pages.append(watched)
-        return watched
-
-    yield make
-    for watched in pages:
-        watched.check()
-        watched.page.context.close()
+    with watching(browser) as make:
+        yield make
 
 
 @pytest.mark.parametrize("name", SCREENS)
@@ -166,18 +89,7 @@ def test_every_screen_shows_and_is_accessible(platform: Platform, watch: Any, na
     page = watch(platform.url, color_scheme="dark" if len(name) % 2 else "light")
     page.open(SCREENS[name])
     assert len(page.text()) > 20 and not page.page.query_selector(".failure")
-    if not AXE.is_file():
-        return  # the packages of the build are not here
-    page.page.evaluate(AXE.read_text())
-    page.page.wait_for_timeout(50)
-    found = page.page.evaluate(
-        "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})"
-    )
-    assert [
-        (one["id"], node["target"], node["failureSummary"])
-        for one in found["violations"]
-        for node in one["nodes"][:3]
-    ] == []
+    assert page.barriers() == []
 
 
 def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) -> None:
