@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,8 @@ SCREENS = {
     "overview": "#/overview",
     "runs": "#/runs",
     "filtered runs": "#/runs?q=" + "reward%3E%3D1%20and%20loop%3Asums",
+    "tasks": "#/tasks?q=loop%3Alucky",
+    "tasks by generation": f"#/tasks?q=loop%3A{LOOP}&by=generation&order=worst",
     "run": "#/run/run-3-0",
     "tokens": "#/run/run-3-0?t=1&mode=tokens&prompt=1",
     "raw": "#/run/run-3-0?mode=raw",
@@ -130,7 +133,7 @@ def test_a_generation_shows_its_evidence_and_each_pair_compares(
 
 def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: Any) -> None:
     with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
-        made = next(each for each in json.load(answer)["data"] if each["method"] == "sft")
+        made = [each for each in json.load(answer)["data"] if each["method"] == "sft"][-1]
     page = watch(platform.url)
     page.open("#/dataset")
     page.page.get_by_role("link", name=made["id"]).click()
@@ -147,6 +150,41 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     page.settle()
     page.page.locator(".token[data-n]").first.click()
     page.page.wait_for_selector(".token.selected")
+
+
+def test_two_datasets_are_compared(platform: Platform, watch: Any) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
+        newer, older = (each for each in json.load(answer)["data"] if each["method"] == "sft")
+    asked = f"{platform.url}/v1/datasets/diff?a={older['id']}&b={newer['id']}"
+    with urllib.request.urlopen(asked) as answer:
+        differences = json.load(answer)
+    assert differences["runs"]["removed"] > 0 == differences["runs"]["added"]
+    page = watch(platform.url)
+    page.open("#/dataset")
+    for made in (newer, older):
+        page.page.get_by_label(f"mark {made['id']}").check()
+    page.page.get_by_role("button", name="Compare the marked two").click()
+    page.page.wait_for_function("() => location.hash.includes('against=')")
+    page.wait_for("generations")
+    page.settle()
+    assert page.page.locator("svg.histogram rect.other").count() > 0
+    assert page.barriers() == []
+    page.page.get_by_role("button", name=f"removed: {differences['runs']['removed']}").click()
+    page.page.wait_for_function("() => location.hash.includes('change=removed')")
+    page.settle()
+    rows = page.page.get_by_role("region", name="Runs of either set").locator("tbody tr")
+    page.page.wait_for_function("() => document.body.innerText.includes('not considered')")
+    assert rows.count() == differences["runs"]["removed"]
+    address = page.page.url
+    narrow = watch(platform.url, viewport={"width": 390, "height": 800}, color_scheme="dark")
+    narrow.open(address.removeprefix(f"{platform.url}/"))
+    narrow.page.get_by_role("region", name="Runs of either set").wait_for()
+    assert narrow.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert narrow.barriers() == []
+    page.page.keyboard.press("j")
+    page.page.wait_for_selector("tr.selected")
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_function("() => location.hash.startsWith('#/run/')")
 
 
 def test_batches_show_failed_lines_and_are_cancelled_and_saved(
@@ -174,7 +212,7 @@ def test_batches_show_failed_lines_and_are_cancelled_and_saved(
 def test_nothing_is_wider_than_the_window(platform: Platform, watch: Any, width: int) -> None:
     page = watch(platform.url, viewport={"width": width, "height": 800})
     for name in (
-        *("overview", "runs", "run", "tokens", "compare", "playground"),
+        *("overview", "runs", "tasks", "run", "tokens", "compare", "playground"),
         *("generation", "foreign generation", "datasets", "batches"),
     ):
         page.open(SCREENS[name])
@@ -220,6 +258,39 @@ def test_the_filter_line_facets_and_keys_choose_runs(platform: Platform, watch: 
     page.page.wait_for_selector("article .message")
     page.open("#/runs?q=nonsense%3A1")
     page.wait_for('"nonsense" is no field')
+
+
+def test_the_grid_of_tasks_is_walked_by_keys_and_a_cell_leads_to_its_runs(
+    platform: Platform, watch: Any
+) -> None:
+    asked = f"{platform.url}/v1/trajectories/stats?loop={LOOP}&by=task,model&limit=10000"
+    with urllib.request.urlopen(asked) as answer:
+        groups = json.load(answer)["data"]
+    tasks = sorted({each["task"] for each in groups})
+    versions = sorted({each["model"] for each in groups})
+    page = watch(platform.url)
+    page.open(f"#/tasks?q=loop%3A{LOOP}")
+    table = page.page.get_by_role("table", name="Success by task")
+    assert table.get_by_role("columnheader").count() == 1 + len(versions) > 2
+    assert f"{len(tasks)} tasks" in page.text()
+    page.page.keyboard.press("j")
+    page.page.keyboard.press("l")
+    page.page.wait_for_function("() => /row=.+col=/.test(location.hash)")
+    cell = groups[0]
+    chosen = urllib.parse.urlencode({"row": cell["task"], "col": cell["model"]})
+    page.open(f"#/tasks?q=loop%3A{LOOP}&{chosen}")
+    page.page.wait_for_selector(".cell.selected")
+    success = cell["success"]
+    rate = "no reward" if success is None else f"{round(success * 1000) / 10:g} %"
+    shown = page.page.inner_text(".cell.selected")
+    assert shown.split() == [*rate.split(), str(cell["runs"])]
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_function("() => location.hash.startsWith('#/runs')")
+    page.page.wait_for_selector("a.run-row")
+    page.settle()
+    page.page.wait_for_function(
+        f"() => document.querySelectorAll('a.run-row').length === {cell['runs']}"
+    )
 
 
 def test_a_run_is_walked_by_keys_and_linked_by_turn_and_token(

@@ -43,7 +43,7 @@ LEVEL = 6  # gzip's own default
 
 
 class RunPacker:
-    """Runs of a store as packed of the page."""
+    """Runs of a store, packed for the page."""
 
     def __init__(self, store: Store) -> None:
         self._pages = RunPages(store)

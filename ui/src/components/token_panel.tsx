@@ -22,7 +22,7 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
     [id, n, prompt],
   );
   const canScore = features.value.includes("score");
-  const scored = canScore && isScored(measure);
+  const scored = isScored(measure);
   const score = useResource(
     (signal) =>
       scored && other
@@ -45,7 +45,7 @@ export function TokenPanel(props: { id: string; n: number; params: URLSearchPara
             onChange={(event) => setParams({ color: event.currentTarget.value, against: other || null })}
           >
             {Object.entries(MEASURES)
-              .filter(([name]) => canScore || !isScored(name as Measure))
+              .filter(([name]) => canScore || name === measure || !isScored(name as Measure))
               .map(([name, about]) => (
                 <option key={name} value={name}>
                   {about}

@@ -9,6 +9,7 @@ export type { ScreenProps } from "../lib/screen_list";
 export const SCREENS: readonly Screen[] = [
   { name: "overview", title: "Overview", role: "use", menu: true, load: () => import("./overview") },
   { name: "runs", title: "Runs", role: "train", menu: true, load: () => import("./runs") },
+  { name: "tasks", title: "Tasks", role: "train", menu: true, load: () => import("./tasks") },
   { name: "run", title: "Run", role: "use", menu: false, load: () => import("./run") },
   { name: "loop", title: "Loop", role: "train", menu: false, load: () => import("./loop") },
   { name: "generation", title: "Generation", role: "train", menu: false, load: () => import("./generation") },

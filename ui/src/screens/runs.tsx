@@ -1,6 +1,7 @@
 /** Runs: every stored run in a table, chosen by a line of text, by facets and by ranges. */
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { CopyAs } from "../components/copy_as";
+import { FilterLine } from "../components/filter_line";
 import { Histogram } from "../components/histogram";
 import { RunHead, RunRow } from "../components/run_row";
 import { Failure, Loaded } from "../components/states";
@@ -72,32 +73,6 @@ function lineOf(params: URLSearchParams): string {
     } else if (!["order", "at", "q"].includes(name)) terms.push(term(name, value));
   }
   return terms.join(" and ");
-}
-
-function FilterLine({ line, setLine }: { line: string; setLine: (text: string) => void }) {
-  const [text, setText] = useState(line);
-  const input = useRef<HTMLInputElement>(null);
-  useEffect(() => setText(line), [line]);
-  useKeys({ "/": ["filter", () => input.current?.focus()] });
-  return (
-    <form
-      class="filter"
-      onSubmit={(event) => {
-        event.preventDefault();
-        setLine(text.trim());
-      }}
-    >
-      <input
-        ref={input}
-        class="wide"
-        type="search"
-        aria-label="Filter"
-        placeholder='reward<1 and seconds>60 and "division by zero"'
-        value={text}
-        onInput={(event) => setText(event.currentTarget.value)}
-      />
-    </form>
-  );
 }
 
 function Side(props: { filter: Filter["query"]; line: string; setLine: (text: string) => void; hasText: boolean }) {
