@@ -6,16 +6,14 @@ another origin, or more than 3,000 nodes. Without Chromium or a build of the pag
 
 import gzip
 import json
-import re
-import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,27 +34,21 @@ from tests.support.dashboard_site import (
     site,
 )
 from tests.support.gateway_process import gateway
+from tests.support.watched_pages import MOST_NODES, Watched, chromium, needs_pages, watching
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parents[1]
-AXE = ROOT / "ui" / "node_modules" / "axe-core" / "axe.min.js"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-BUILT = (static_files.STATIC / "index.html").is_file()
-MOST_NODES = 3000
 FIRST_KB, ALL_KB = 120, 400  # compressed
-WAIT = 120_000  # milliseconds: a busy machine is slow
-FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
 #: Errors of a browser whose gateway ends before it.
 GONE = ["ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY"]
 SCREENS = {
     "overview": "#/overview",
     "runs": "#/runs",
     "filtered runs": "#/runs?q=" + "reward%3E%3D1%20and%20loop%3Asums",
+    "tasks": "#/tasks?q=loop%3Alucky",
+    "tasks by generation": f"#/tasks?q=loop%3A{LOOP}&by=generation&order=worst",
     "run": "#/run/run-3-0",
     "tokens": "#/run/run-3-0?t=1&mode=tokens&prompt=1",
     "raw": "#/run/run-3-0?mode=raw",
@@ -75,44 +67,8 @@ SCREENS = {
     "keys of a quarter": "#/keys?span=quarter&key=none",
 }
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium"),
-    pytest.mark.skipif(not BUILT, reason="needs the built dashboard: make ui"),
-]
+pytestmark = needs_pages()
 pytest.importorskip("playwright", reason="needs playwright, of requirements/dev.txt")
-
-
-@dataclass
-class Watched:
-    """A page, and what went wrong on it."""
-
-    page: "Page"
-    url: str
-    problems: list[str] = field(default_factory=list)
-    expected: list[str] = field(default_factory=list)  # patterns of errors that the test makes
-
-    def open(self, fragment: str) -> None:
-        """Show a screen, as it is when nothing is loaded any more."""
-        self.page.goto(f"{self.url}/{fragment}")
-        self.settle()
-
-    def settle(self) -> None:
-        self.page.wait_for_function(
-            "() => document.querySelector('main') && !document.body.innerText.includes('Loading …')"
-        )
-
-    def text(self) -> str:
-        return str(self.page.inner_text("main"))
-
-    def wait_for(self, text: str) -> None:
-        self.page.get_by_text(text).first.wait_for()
-
-    def check(self) -> None:
-        nodes = self.page.evaluate("document.querySelectorAll('*').length")
-        assert nodes <= MOST_NODES
-        reports = self.page.evaluate("window.reports")
-        bad = [one for one in self.problems if not any(re.search(p, one) for p in self.expected)]
-        assert (reports, bad) == ([], [])
 
 
 @pytest.fixture(scope="module")
@@ -124,45 +80,15 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 @pytest.fixture(scope="module")
 def browser(platform: Platform) -> Iterator["Browser"]:
     """After the platform: while Playwright runs, this thread has an event loop."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture
 def watch(browser: "Browser") -> Iterator[Callable[..., Watched]]:
     """Opens pages, each in a profile of its own, and checks them at the end."""
-    pages: list[Watched] = []
-
-    def make(url: str, **options: Any) -> Watched:
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
-        context.set_default_timeout(WAIT)
-        page = context.new_page()
-        watched = Watched(page, url)
-        page.add_init_script(
-            "window.reports = [];"
-            "addEventListener('securitypolicyviolation', e =>"
-            " reports.push(e.blockedURI + e.violatedDirective))"
-        )
-        note = watched.problems.append
-        page.on("console", lambda m: note(f"console: {m.text}") if m.type == "error" else None)
-        page.on("pageerror", lambda error: note(f"error: {error}"))
-        page.on(
-            "request",
-            lambda r: (
-                None if r.url.startswith((url, "data:", "blob:")) else note(f"request: {r.url}")
-            ),
-        )
-        pages.append(watched)
-        return watched
-
-    yield make
-    for watched in pages:
-        watched.check()
-        watched.page.context.close()
+    with watching(browser) as make:
+        yield make
 
 
 @pytest.mark.parametrize("name", SCREENS)
@@ -170,18 +96,7 @@ def test_every_screen_shows_and_is_accessible(platform: Platform, watch: Any, na
     page = watch(platform.url, color_scheme="dark" if len(name) % 2 else "light")
     page.open(SCREENS[name])
     assert len(page.text()) > 20 and not page.page.query_selector(".failure")
-    if not AXE.is_file():
-        return  # the packages of the build are not here
-    page.page.evaluate(AXE.read_text())
-    page.page.wait_for_timeout(50)
-    found = page.page.evaluate(
-        "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})"
-    )
-    assert [
-        (one["id"], node["target"], node["failureSummary"])
-        for one in found["violations"]
-        for node in one["nodes"][:3]
-    ] == []
+    assert page.barriers() == []
 
 
 def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) -> None:
@@ -222,7 +137,7 @@ def test_a_generation_shows_its_evidence_and_each_pair_compares(
 
 def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: Any) -> None:
     with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
-        made = next(each for each in json.load(answer)["data"] if each["method"] == "sft")
+        made = [each for each in json.load(answer)["data"] if each["method"] == "sft"][-1]
     page = watch(platform.url)
     page.open("#/dataset")
     page.page.get_by_role("link", name=made["id"]).click()
@@ -239,6 +154,41 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     page.settle()
     page.page.locator(".token[data-n]").first.click()
     page.page.wait_for_selector(".token.selected")
+
+
+def test_two_datasets_are_compared(platform: Platform, watch: Any) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
+        newer, older = (each for each in json.load(answer)["data"] if each["method"] == "sft")
+    asked = f"{platform.url}/v1/datasets/diff?a={older['id']}&b={newer['id']}"
+    with urllib.request.urlopen(asked) as answer:
+        differences = json.load(answer)
+    assert differences["runs"]["removed"] > 0 == differences["runs"]["added"]
+    page = watch(platform.url)
+    page.open("#/dataset")
+    for made in (newer, older):
+        page.page.get_by_label(f"mark {made['id']}").check()
+    page.page.get_by_role("button", name="Compare the marked two").click()
+    page.page.wait_for_function("() => location.hash.includes('against=')")
+    page.wait_for("generations")
+    page.settle()
+    assert page.page.locator("svg.histogram rect.other").count() > 0
+    assert page.barriers() == []
+    page.page.get_by_role("button", name=f"removed: {differences['runs']['removed']}").click()
+    page.page.wait_for_function("() => location.hash.includes('change=removed')")
+    page.settle()
+    rows = page.page.get_by_role("region", name="Runs of either set").locator("tbody tr")
+    page.page.wait_for_function("() => document.body.innerText.includes('not considered')")
+    assert rows.count() == differences["runs"]["removed"]
+    address = page.page.url
+    narrow = watch(platform.url, viewport={"width": 390, "height": 800}, color_scheme="dark")
+    narrow.open(address.removeprefix(f"{platform.url}/"))
+    narrow.page.get_by_role("region", name="Runs of either set").wait_for()
+    assert narrow.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert narrow.barriers() == []
+    page.page.keyboard.press("j")
+    page.page.wait_for_selector("tr.selected")
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_function("() => location.hash.startsWith('#/run/')")
 
 
 def test_batches_show_failed_lines_and_are_cancelled_and_saved(
@@ -364,7 +314,7 @@ def _own_usage(page: Watched, secret: str) -> None:
 def test_nothing_is_wider_than_the_window(platform: Platform, watch: Any, width: int) -> None:
     page = watch(platform.url, viewport={"width": width, "height": 800})
     for name in (
-        *("overview", "runs", "run", "tokens", "compare", "playground"),
+        *("overview", "runs", "tasks", "run", "tokens", "compare", "playground"),
         *("generation", "foreign generation", "datasets", "batches", "keys"),
     ):
         page.open(SCREENS[name])
@@ -410,6 +360,39 @@ def test_the_filter_line_facets_and_keys_choose_runs(platform: Platform, watch: 
     page.page.wait_for_selector("article .message")
     page.open("#/runs?q=nonsense%3A1")
     page.wait_for('"nonsense" is no field')
+
+
+def test_the_grid_of_tasks_is_walked_by_keys_and_a_cell_leads_to_its_runs(
+    platform: Platform, watch: Any
+) -> None:
+    asked = f"{platform.url}/v1/trajectories/stats?loop={LOOP}&by=task,model&limit=10000"
+    with urllib.request.urlopen(asked) as answer:
+        groups = json.load(answer)["data"]
+    tasks = sorted({each["task"] for each in groups})
+    versions = sorted({each["model"] for each in groups})
+    page = watch(platform.url)
+    page.open(f"#/tasks?q=loop%3A{LOOP}")
+    table = page.page.get_by_role("table", name="Success by task")
+    assert table.get_by_role("columnheader").count() == 1 + len(versions) > 2
+    assert f"{len(tasks)} tasks" in page.text()
+    page.page.keyboard.press("j")
+    page.page.keyboard.press("l")
+    page.page.wait_for_function("() => /row=.+col=/.test(location.hash)")
+    cell = groups[0]
+    chosen = urllib.parse.urlencode({"row": cell["task"], "col": cell["model"]})
+    page.open(f"#/tasks?q=loop%3A{LOOP}&{chosen}")
+    page.page.wait_for_selector(".cell.selected")
+    success = cell["success"]
+    rate = "no reward" if success is None else f"{round(success * 1000) / 10:g} %"
+    shown = page.page.inner_text(".cell.selected")
+    assert shown.split() == [*rate.split(), str(cell["runs"])]
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_function("() => location.hash.startsWith('#/runs')")
+    page.page.wait_for_selector("a.run-row")
+    page.settle()
+    page.page.wait_for_function(
+        f"() => document.querySelectorAll('a.run-row').length === {cell['runs']}"
+    )
 
 
 def test_a_run_is_walked_by_keys_and_linked_by_turn_and_token(

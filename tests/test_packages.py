@@ -19,6 +19,7 @@ LINKED = ("runtime", "tools", "trainers")  # folders that cray_agents/ links to
 #: Files as `make ui` builds them; they are not in the repository, but in both artefacts.
 DASHBOARD = {
     "runtime/dashboard/static/index.html": b"<!doctype html>",
+    "runtime/dashboard/static/viewer.html": b"<!doctype html>",
     "runtime/dashboard/static/assets/index-1.js.zst": b"packed",
 }
 BUILD = "from setuptools import build_meta; import sys; build_meta.build_{}(sys.argv[1])"

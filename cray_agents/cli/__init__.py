@@ -38,7 +38,7 @@ COMMANDS = {
     "why": ("jobs.why",),
     "runs": ("runs.runs", "runs.maintenance", "runs.reward", "runs.rescore"),
     "scan": ("runs.scan",),
-    "dataset": ("data.datasets", "runs.maintenance"),
+    "dataset": ("data.datasets", "data.dataset_diff", "runs.maintenance"),
     "plan": ("jobs.plan",),
     "simulate": ("platform.commands.simulate",),
     "goodput": ("platform.commands.goodput",),

@@ -142,6 +142,14 @@ class Views:
         """Return distributions over a dataset: rewards, tokens, trained tokens, versions."""
         return await self._http.get(f"/datasets/{dataset}/histograms", {"bins": bins})
 
+    async def dataset_diff(self, one: str, other: str, bins: int = 24) -> Json:
+        """Return how two datasets differ: runs, reasons, recipes, counts, distributions."""
+        return await self._http.get("/datasets/diff", {"a": one, "b": other, "bins": bins})
+
+    async def dataset_diff_runs(self, one: str, other: str, **options: Any) -> Json:
+        """Return runs that two datasets treat differently; options: change, limit, after."""
+        return await self._http.get("/datasets/diff/runs", {"a": one, "b": other, **options})
+
     async def samples(self, dataset: str, at: int = 0, limit: int = 1, **options: Any) -> Json:
         """Return samples of a dataset as the trainer reads them; options: split, model."""
         query = {"at": at, "limit": limit, **options}

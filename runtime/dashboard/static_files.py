@@ -3,13 +3,14 @@
 `make ui` builds ui/ into the folder `static`, which wheels carry. The page `index.html` names the
 files in `assets` by hashes of their contents, so these may be kept for ever. The policy lets a page
 load nothing from elsewhere and make no markup of text. Called by gateway/routes/dashboard.py.
+`viewer.html` is not served: exports/formats/html.py makes files of it.
 """
 
 import hashlib
 import re
 from pathlib import Path
 
-from cray_agents.errors import NotFound
+from cray_agents.errors import NotFound, SetupError
 
 STATIC = Path(__file__).parent / "static"
 POLICY = (
@@ -78,6 +79,17 @@ def asset(name: str, accepted: str, folder: Path = STATIC) -> StaticFile:
     made = StaticFile(path, accepted)
     made.headers["cache-control"] = "public, max-age=31536000, immutable"
     return made
+
+
+def viewer() -> bytes:
+    """Return the page behind which exports put runs. Raises SetupError where it is not built."""
+    try:
+        return (STATIC / "viewer.html").read_bytes()
+    except FileNotFoundError:
+        raise SetupError(
+            "the viewer of runs is not built: in a checkout `make ui` builds it, which needs npm's "
+            "registry once; packages of cray-agents have it. `--format jsonl` needs none"
+        ) from None
 
 
 def accepts(header: str, encoding: str) -> bool:

@@ -73,6 +73,17 @@ def accepted_runs(home: Home, dataset_id: str) -> Iterator[str]:
         yield from batch.filter(batch.column("accepted")).column("run").to_pylist()
 
 
+def considered_table(home: Home, dataset_id: str, columns: list[str]) -> Any:
+    """Return columns of runs.parquet as a pyarrow table. Raises NotFound, Corrupt."""
+    import pyarrow
+
+    read_dataset(home, dataset_id)
+    batches = list(_batches(home.dataset(dataset_id), columns))
+    if not batches:
+        return pyarrow.table({name: [] for name in columns})
+    return pyarrow.Table.from_batches(batches).select(columns)
+
+
 class RunsPage(NamedTuple):
     """A page of rows of runs.parquet. `has_more` tells whether more rows follow."""
 

@@ -1,4 +1,4 @@
-"""LineFormat: turn a run, or a pair of runs, into JSON records and codes of losses.
+"""LineFormat: turn a run, or a pair of runs, into records and codes of losses.
 
 A format's module defines a LineFormat and knows nothing of files; formats/catalog.py lists all. A
 run that a format cannot carry is the error `unsupported_export`. Anything else left out is a loss,
@@ -8,12 +8,15 @@ named by a code that LOSSES explains in a sentence. Used by all formats.
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.store import Store
 
 Json = dict[str, Any]
 
@@ -26,12 +29,27 @@ class Written(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LineFormat:
-    """A format whose file is JSON lines; it has `write_run` or `write_pair`.
+class OnePage:
+    """A file that is one page: what it begins with, and how a record stands in it.
 
-    `about` describes its contents in a sentence. `write_run` gets a whole run with its calls.
-    `write_pair` gets the better and the worse of two runs on one task. Both raise BadInput with
-    the code unsupported_export for a run that the format cannot carry.
+    `head` returns the beginning; it raises SetupError where this installation lacks it. When the
+    file has `most_bytes`, it ends with `full` instead of further runs.
+    """
+
+    head: Callable[[], bytes]
+    encode: Callable[[Run, Json], bytes]
+    most_bytes: int
+    full: bytes
+
+
+@dataclass(frozen=True)
+class LineFormat:
+    """A format whose file is records, one after the other: JSON lines, unless it is a `page`.
+
+    It has `write_run`, `write_pair` or `with_store`. `about` describes its contents in a sentence.
+    `write_run` gets a whole run with its calls. `write_pair` gets the better and the worse of two
+    runs on one task. `with_store` returns a `write_run` that reads more of the runs' store. All
+    raise BadInput with the code unsupported_export for a run that the format cannot carry.
     """
 
     name: str
@@ -39,10 +57,12 @@ class LineFormat:
     about: str
     write_run: Callable[[Run], Written] | None = None
     write_pair: Callable[[Run, Run], Written] | None = None
+    with_store: Callable[["Store"], Callable[[Run], Written]] | None = None
     suffix: str = ".jsonl"
+    page: OnePage | None = None
 
 
-MISSING, UNSUPPORTED = "missing_runs", "unsupported_runs"
+MISSING, UNSUPPORTED, FULL = "missing_runs", "unsupported_runs", "full_file"
 LOSSES = MappingProxyType(
     {
         "conversation_only": "the conversation alone is carried: no rewards, ending, tags, times, "
@@ -85,6 +105,11 @@ LOSSES = MappingProxyType(
         "unpaired": "which of two runs on a task was the better is left out",
         "unlabelled": "whether a run is desirable is left out",
         "content_parts": "contents in several parts stand as JSON",
+        "later_turns": "runs are cut where their turns take too much of the file: later turns are "
+        "left out",
+        FULL: "runs are left out because the file was full: a browser opens no larger one "
+        "well; export fewer runs to a file",
+        "token_texts": "tokens have no texts where the tokenizer of their version is not here",
         "call_details": "how and when each model call was made, and how long each tool took, is "
         "left out",
     }

@@ -39,6 +39,7 @@ SMALL = 4 << 20  # bytes of lines made before any is sent
 PIECE = 1 << 20  # bytes of a file read at a time
 LEFT_SECONDS = 86_400.0  # until a killed export's folder is removed
 LINES, PARQUET, TAR = "application/x-ndjson", "application/vnd.apache.parquet", "application/x-tar"
+PAGE = "text/html; charset=utf-8"
 BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
@@ -111,7 +112,8 @@ def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) ->
     while size < SMALL and (piece := next(data, None)) is not None:
         first.append(piece)
         size += len(piece)
-    head: dict[str, Any] = {"type": LINES, "name": f"{source.name}.{form.name}{form.suffix}"}
+    media = LINES if form.page is None else PAGE
+    head: dict[str, Any] = {"type": media, "name": f"{source.name}.{form.name}{form.suffix}"}
     if size < SMALL:
         head |= {"length": size, "losses": dict(tally.losses)}
     elif rules.strict:

@@ -7,7 +7,7 @@ writing, formats/catalog.py for the formats.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast, get_args
@@ -89,10 +89,14 @@ def format_named(name: str) -> Format:
 
 
 def open_runs(
-    home: Home, query: RunFilter, ages: dict[str, str], skip_missing: bool
+    home: Home,
+    query: RunFilter,
+    ages: dict[str, str],
+    skip_missing: bool,
+    names: Sequence[str] = (),
 ) -> ExportSource:
-    """Return the stored runs that match, as a source. `ages` is described at StoredRuns."""
-    return StoredRuns(Store(home), query, ages, skip_missing)
+    """Return the stored runs that match, or those of these names, as a source: see StoredRuns."""
+    return StoredRuns(Store(home), query, ages, skip_missing, tuple(names))
 
 
 def open_dataset(
@@ -147,7 +151,7 @@ def export(
     source = source.with_state(draft.state(identity) or {}) if not options.restart else source
     if isinstance(form, LineFormat):
         writer_of(source, form)
-        _check_file(target)
+        _check_file(form, target)
     elif not draft.whole(identity):
         check_target(form, target)
     if isinstance(form, LineFormat) or not reads_shards(source, form):
@@ -164,7 +168,9 @@ def export(
     return Summary(journal.records, journal.runs, files, journal.bytes, losses, resumed)
 
 
-def _check_file(target: Path) -> None:
+def _check_file(form: LineFormat, target: Path) -> None:
+    if form.page is not None and target.suffix == ".zst":
+        raise BadInput(f"no browser opens {target.name}: name it {form.suffix}", param="output")
     if target.exists() and not target.is_file():
         kind = "a directory" if target.is_dir() else "no file"
         raise BadInput(

@@ -62,6 +62,7 @@ class Store:
     def __init__(
         self, home: Home, writer: str | None = None, *, redactor: Redactor | None = None
     ) -> None:
+        self.home = home
         self.conversations = Conversations()
         self.segments = Segments(home.segments)
         self.identity = identity_of(home)

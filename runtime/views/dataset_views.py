@@ -7,7 +7,7 @@ dataset of any size takes the same memory. Called by gateway/routes/dataset_view
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cray_agents.errors import Corrupt
 from cray_agents.paths import Home
@@ -22,14 +22,24 @@ SAMPLE_COLUMNS = (
 )
 
 
-def dataset_histograms(home: Home, dataset_id: str, bins: int) -> dict[str, Any]:
-    """Return DatasetHistograms as JSON. Raises NotFound, Corrupt."""
+class DatasetValues(NamedTuple):
+    """Values of a dataset: rewards of considered runs; of each sample its tokens, and those that
+    are trained on; samples by the version that sampled them.
+    """
+
+    rewards: list[float | None]
+    tokens: list[float | None]
+    trained: list[float | None]
+    versions: Counter[str]
+
+
+def dataset_values(home: Home, manifest: dict[str, Any]) -> DatasetValues:
+    """Read the values of a dataset. Raises NotFound, Corrupt."""
     import numpy as np
     import pyarrow.compute
 
-    manifest = reader.read_dataset(home, dataset_id)
-    tokens: list[int] = []
-    trained: list[int] = []
+    tokens: list[float | None] = []
+    trained: list[float | None] = []
     versions: Counter[str] = Counter()
     for batch in _rows(_shards(home, manifest), ["loss_mask", "versions"]):
         masks = batch.column("loss_mask")
@@ -38,13 +48,19 @@ def dataset_histograms(home: Home, dataset_id: str, bins: int) -> dict[str, Any]
         trained += np.diff(ends[masks.offsets.to_numpy() - masks.offsets[0].as_py()]).tolist()
         for names in batch.column("versions").to_pylist():
             versions.update(set(names))
-    rewards = [row["reward"] for row in reader.dataset_runs(home, dataset_id)]
-    considered = manifest.get("considered_runs") or 0
+    rewards = [row["reward"] for row in reader.dataset_runs(home, manifest["id"])]
+    return DatasetValues(rewards, tokens, trained, versions)
+
+
+def dataset_histograms(home: Home, dataset_id: str, bins: int) -> dict[str, Any]:
+    """Return DatasetHistograms as JSON. Raises NotFound, Corrupt."""
+    manifest = reader.read_dataset(home, dataset_id)
+    rewards, tokens, trained, versions = dataset_values(home, manifest)
     return {
         "id": dataset_id,
         "samples": len(tokens),
         "funnel": {
-            "considered": considered,
+            "considered": manifest.get("considered_runs") or 0,
             "accepted": manifest.get("accepted_runs") or 0,
             "rejected": manifest.get("rejected") or {},
         },
@@ -64,10 +80,17 @@ def histogram_of(
     if not known:
         return {"edges": [], "counts": [], "missing": missing}
     edges = bin_edges(min(known), max(known), bins, whole=whole)
+    return {"edges": edges, "counts": bin_counts(known, edges), "missing": missing}
+
+
+def bin_counts(values: Sequence[float], edges: Sequence[float]) -> list[int]:
+    """Count values in equal bins between these edges, all of which hold them."""
+    if not edges:
+        return []
     width, counts = edges[1] - edges[0], [0] * (len(edges) - 1)
-    for value in known:
+    for value in values:
         counts[min(len(counts) - 1, int((value - edges[0]) / width))] += 1
-    return {"edges": edges, "counts": counts, "missing": missing}
+    return counts
 
 
 def sample_page(home: Home, dataset_id: str, split: str, at: int, limit: int) -> dict[str, Any]:

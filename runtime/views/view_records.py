@@ -530,6 +530,99 @@ class DatasetHistograms(Record):
     versions: dict[str, int]
 
 
+class ComparedDataset(Record):
+    """A dataset that is compared. `rejected`: the runs left out by reason."""
+
+    id: str
+    method: str
+    created: float | None
+    samples: int
+    tokens: int
+    trained_tokens: int
+    accepted_runs: int
+    considered_runs: int
+    rejected: dict[str, int]
+
+
+class RunChanges(Record):
+    """Counts of the runs that either of two datasets considered.
+
+    `added` are in the other alone, `removed` in the one alone, `kept` in both. `changed` are in
+    both too, with another reward or number of samples. `out` are in neither.
+    """
+
+    added: int
+    removed: int
+    kept: int
+    changed: int
+    out: int
+
+
+class DatasetMove(Record):
+    """Runs that fared otherwise: `before` in the one dataset, `after` in the other.
+
+    Each is `taken`, `not considered`, or the reason for leaving them out.
+    """
+
+    before: str
+    after: str
+    runs: int
+
+
+class RecipeDifference(Record):
+    """A field of the recipes that differs, with both values."""
+
+    field: str
+    one: Any
+    other: Any
+
+
+class ComparedHistogram(Record):
+    """Counts of the values of two datasets in the same bins: see Histogram.
+
+    `missing` and `means` are of the one and the other; a mean of no values is null.
+    """
+
+    edges: list[float]
+    one: list[int]
+    other: list[int]
+    missing: list[int]
+    means: list[float | None]
+
+
+class DatasetDifferences(Record):
+    """Differences of two datasets. Runs are the same by id, demonstrations by their messages.
+
+    `moves`: most runs first. `versions`: samples of the one and the other by the version that
+    sampled them.
+    """
+
+    one: ComparedDataset
+    other: ComparedDataset
+    runs: RunChanges
+    moves: list[DatasetMove]
+    recipe: list[RecipeDifference]
+    reward: ComparedHistogram
+    tokens: ComparedHistogram
+    trained_tokens: ComparedHistogram
+    versions: dict[str, list[int]]
+
+
+class ChangedRun(Record):
+    """A run that either of two datasets considered; see RunChanges and DatasetMove.
+
+    `rewards` and `samples` are of the one and the other.
+    """
+
+    run: str
+    task: str | None
+    change: Literal["added", "removed", "kept", "changed", "out"]
+    before: str
+    after: str
+    rewards: list[float | None]
+    samples: list[int]
+
+
 class ShownSample(Record):
     """A sample of a dataset as the trainer sees it; the lists are of its tokens.
 

@@ -34,7 +34,7 @@ from tests.bench.corpus import write_corpus
 from tests.bench.views import LONG, TURNS, write_long_run
 from tests.runtime.views.test_run_views import model_with_tokenizer
 from tests.support.gateway_process import gateway
-from tests.test_dashboard import CHROMIUM, FLAGS
+from tests.support.watched_pages import CHROMIUM, FLAGS
 
 TOKENS = 32_768
 TIMES = 12

@@ -1,5 +1,6 @@
 """`cray-agents export`: every format, its options, what it says and where."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,11 +14,13 @@ from typer.testing import CliRunner, Result
 
 from cray_agents.cli import app
 from cray_agents.cli.data import export as command
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
+from cray_agents.runtime.dashboard import static_files
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.exports.formats.catalog import FORMATS
+from cray_agents.runtime.exports.formats.html import HTML
 from tests.support.exports.small_runs import filled, name_of
 
 RUNS = 24
@@ -37,6 +40,14 @@ def pairs(home: Path) -> str:
     store = filled(Home(home), 0)
     recipe = DatasetRecipe(loop="l", method="dpo", validation=0.4)
     return str(build_dataset(store, Home(home), recipe)["id"])
+
+
+@pytest.fixture(autouse=True)
+def viewer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of the viewer, which checkouts may not have."""
+    built = tmp_path_factory.mktemp("built")
+    (built / "viewer.html").write_text("<!doctype html><title>a page</title>\n")
+    monkeypatch.setattr(static_files, "STATIC", built)
 
 
 def cli(*words: object, home: Path) -> subprocess.CompletedProcess[str]:
@@ -72,7 +83,9 @@ def test_every_format(home: Path, pairs: str, tmp_path: Path, name: str) -> None
     summary = json.loads(done.stdout)
     assert summary["format"] == name and summary["records"] > 0 and not summary["resumed"]
     assert target.is_dir() == (name in FOLDERS)
-    if target.is_file():
+    if name == "html":
+        assert target.read_bytes().count(b" data-run>") == summary["records"]
+    elif target.is_file():
         lines = target.read_bytes().splitlines()
         assert len(lines) == summary["records"] and all(map(json.loads, lines))
     assert all(loss["count"] and loss["sentence"] for loss in summary["losses"].values())
@@ -137,6 +150,44 @@ def test_what_runs_alone_do_not_tell_is_said(home: Path, tmp_path: Path) -> None
     labelled = str(build_dataset(filled(Home(home), 0), Home(home), recipe)["id"])
     done = here("-f", "trl", "--dataset", labelled, "-o", tmp_path / "out", home=home)
     assert done.exit_code == 0 and "unlabelled" in done.output
+
+
+def test_named_runs_alone(home: Path, tmp_path: Path) -> None:
+    chosen = [name_of(17), name_of(3)]
+    done = here(*chosen, "-q", "-o", tmp_path / "out", home=home)
+    assert done.exit_code == 0, done.exception
+    lines = (tmp_path / "out").read_bytes().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == sorted(chosen)
+    by_task = here(*chosen, "-f", "verl", "-o", tmp_path / "verl.parquet", home=home)
+    assert by_task.exit_code == 0, by_task.exception
+    assert pq.read_table(tmp_path / "verl.parquet").num_rows == 2
+    target = ["-o", tmp_path / "no"]
+    refused(here("run-nope", *target, home=home), "run-nope", "recorded")
+    refused(here(*chosen, "--min-reward", 1, *target, home=home), "--min-reward", "names")
+    refused(here(*chosen, "--dataset", "d", *target, home=home), "not both")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_page_needs_the_built_viewer(home: Path, tmp_path: Path) -> None:
+    (static_files.STATIC / "viewer.html").unlink()
+    done = here("-f", "html", "-o", tmp_path / "runs.html", home=home)
+    assert isinstance(done.exception, SetupError) and "make ui" in str(done.exception)
+    refused(here("-f", "html", "-o", tmp_path / "runs.html.zst", home=home), "browser")
+
+
+def test_a_page_that_is_full_says_so(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = dataclasses.replace(HTML.page, most_bytes=5000)
+    monkeypatch.setitem(FORMATS, "html", dataclasses.replace(HTML, page=page))
+    done = here("-f", "html", "-o", tmp_path / "runs.html", "--json", home=home)
+    summary = json.loads(done.stdout)
+    left = summary["losses"]["full_file"]["count"]
+    assert left > 0 and summary["records"] + left == RUNS
+    assert b" data-full>" in (tmp_path / "runs.html").read_bytes()
+    allowed = ["--strict", "--allow", "token_texts"]
+    strict = here("-f", "html", "-o", tmp_path / "s.html", *allowed, home=home)
+    refused(strict, "full")
 
 
 def test_zst(home: Path, tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ POST    /v1/trajectories/{run_id}/events                use     owned
 POST    /v1/trajectories/{run_id}/rewards               use     owned
 GET     /v1/datasets                                    train   nothing
 POST    /v1/datasets                                    train   shared
+GET     /v1/datasets/diff                               train   nothing
+GET     /v1/datasets/diff/runs                          train   nothing
 GET     /v1/datasets/{dataset_id}                       train   nothing
 GET     /v1/datasets/{dataset_id}/runs                  train   nothing
 GET     /v1/datasets/{dataset_id}/card                  train   nothing

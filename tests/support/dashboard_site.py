@@ -102,6 +102,7 @@ async def _agents(site: Platform) -> None:
 async def _train(site: Platform) -> None:
     """A dataset of the runs that succeeded, and a job on it."""
     dataset = await site.build_dataset(DatasetRecipe(method="sft", loop="sums"))
+    await site.build_dataset(DatasetRecipe(method="sft", loop="sums", generations=[0, 1]))
     steps = Hyperparameters(steps=3)
     job = await site.submit_job(dataset=dataset["id"], parent="m@1", hyperparameters=steps)
     await site.wait_for(job, lambda status: None)

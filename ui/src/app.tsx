@@ -8,10 +8,10 @@ import { Failure, Loading } from "./components/states";
 import { connection, follow } from "./lib/events";
 import { useKeys } from "./lib/keyboard";
 import { go, href, route } from "./lib/route";
+import { screens, type Screen, type ScreenProps } from "./lib/screen_list";
 import { caller, clearKey, key, keyAskedFor, may } from "./lib/session";
 import { signIn } from "./lib/sign_in";
 import { nextTheme, theme } from "./lib/theme";
-import { SCREENS, type Screen, type ScreenProps } from "./screens";
 
 const CONNECTION = {
   live: "live",
@@ -43,7 +43,7 @@ function Frame() {
   });
   const { path, params } = route.value;
   const name = path[0] ?? "overview";
-  const screen = SCREENS.find((one) => one.name === name);
+  const screen = screens.value.find((one) => one.name === name);
   useEffect(() => {
     document.title = `${[screen?.title ?? name, ...path.slice(1)].join(" · ")} · cray-agents`;
   });
@@ -57,7 +57,7 @@ function Frame() {
           cray-agents
         </a>
         <nav aria-label="Screens">
-          {SCREENS.filter((one) => one.menu && may(one.role)).map((one) => (
+          {screens.value.filter((one) => one.menu && may(one.role)).map((one) => (
             <a key={one.name} href={href([one.name])} aria-current={one.name === name ? "page" : undefined}>
               {one.title}
             </a>

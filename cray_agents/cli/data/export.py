@@ -42,6 +42,7 @@ FORMATS = {  # as --help lists them; runtime/exports defines them
     "tokens": "Parquet: ids, labels, logprobs, advantages",
     "verl": "Parquet: a task per row, for verl's RL trainers",
     "huggingface": "a folder for datasets.load_dataset",
+    "html": "one page that shows the runs in a browser, without a platform",
 }
 HELP = """Write runs, or a dataset, in a format that other tools read.
 
@@ -51,6 +52,10 @@ Interrupted, the same command goes on where it was. What a format leaves out is 
 Formats:
 """ + "\n".join(f"{name:<22} {about}" for name, about in FORMATS.items())
 
+RunsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN]...", help="These runs alone.", show_default=False),
+]
 FormatOption = Annotated[str, typer.Option("--format", "-f", help="One of those above.")]
 OutputOption = Annotated[
     Path | None,
@@ -92,6 +97,7 @@ def add_to(app: typer.Typer) -> None:
 
 @expand_groups
 def export(
+    runs: RunsArgument = None,
     form: FormatOption = "jsonl",
     output: OutputOption = None,
     home: HomeOption = None,
@@ -115,12 +121,18 @@ def export(
     root = config.root
     make_private(root.root, config.group)  # the export itself gets the modes of the user's umask
     if dataset is not None:
-        _check_alone(filters)
+        _check_alone(filters, "--dataset", "a dataset's runs are chosen when it is built")
+        if runs:
+            raise BadInput("name runs, or a dataset, not both", param="runs")
         source = exporter.open_dataset(
             root, dataset, chosen, filters.split or "train", skip_missing
         )
     else:
-        source = exporter.open_runs(root, filters.run_filter(), _ages(filters), skip_missing)
+        if runs:
+            _check_alone(filters, "the names of runs", "they choose all of them", split=True)
+        source = exporter.open_runs(
+            root, filters.run_filter(), _ages(filters), skip_missing, runs or ()
+        )
     rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
     with _show_progress(quiet) as on_progress:
         if output is None:
@@ -139,14 +151,12 @@ def export(
             errors.print("  the dataset's validation split is not in it: --split validation")
 
 
-def _check_alone(filters: FilterOptions) -> None:
-    """Raise BadInput for filters beside --dataset, other than --split."""
+def _check_alone(filters: FilterOptions, beside: str, why: str, *, split: bool = False) -> None:
+    """Raise BadInput for filters beside what chooses the runs; for --split only if told so."""
     for name, value in asdict(filters).items():
-        if value is not None and name != "split":
+        if value is not None and (split or name != "split"):
             raise BadInput(
-                f"--{name.replace('_', '-')} does not go with --dataset: a dataset's runs are "
-                "chosen when it is built",
-                param=name,
+                f"--{name.replace('_', '-')} does not go with {beside}: {why}", param=name
             )
 
 

@@ -2,6 +2,7 @@
 
 from cray_agents.runtime.exports.export_format import LineFormat
 from cray_agents.runtime.exports.formats.atif import ATIF
+from cray_agents.runtime.exports.formats.html import HTML
 from cray_agents.runtime.exports.formats.huggingface import HUGGINGFACE
 from cray_agents.runtime.exports.formats.jsonl import JSONL
 from cray_agents.runtime.exports.formats.openai_lines import OPENAI, OPENAI_PREFERENCE
@@ -21,4 +22,5 @@ LINE_FORMATS = {each.name: each for each in _LINES}
 FORMATS: dict[str, LineFormat | TableFormat] = {
     **LINE_FORMATS,
     **{each.name: each for each in _TABLES},
+    HTML.name: HTML,
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from cray_agents.records import Run
+from cray_agents.runtime.store import Store
 
 
 class Item(NamedTuple):
@@ -26,11 +27,14 @@ class Item(NamedTuple):
 
 
 class ExportSource(Protocol):
-    """Items to export. `pairs` tells that they are pairs of runs.
+    """Items to export, of runs in `store`. `pairs` tells that they are pairs of runs.
 
     `name` and `description` are for people. `dataset` is the folder of a dataset, None for stored
     runs; `split` is its split.
     """
+
+    @property
+    def store(self) -> Store: ...
 
     @property
     def pairs(self) -> bool: ...

@@ -1,4 +1,4 @@
-"""JSON lines exports: write them to a file that survives kills, or stream them.
+"""Exports of lines, or of one page: write them to a file that survives kills, or stream them.
 
 Lines are made in blocks whose borders depend on the items alone. A compressed file has a frame per
 block, so an export resumed after a kill ends with the same bytes. Called by exporter.py. Read next:
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from cray_agents.errors import BadInput, StoreError
+from cray_agents.records import Run
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.exports.export_format import LineFormat, Written, line_of
+from cray_agents.runtime.exports.export_format import FULL, Json, LineFormat, Written, line_of
 from cray_agents.runtime.exports.sources.export_source import ExportSource
 from cray_agents.runtime.exports.writers.counts import (
     ExportCounts,
@@ -37,32 +38,56 @@ class Block(NamedTuple):
 
 
 def blocks(
-    source: ExportSource, form: LineFormat, tally: ExportCounts, rules: LossRules, after: str = ""
+    source: ExportSource,
+    form: LineFormat,
+    tally: ExportCounts,
+    rules: LossRules,
+    after: str = "",
+    before: int = 0,
 ) -> Iterator[Block]:
     """Yield the lines of the items after a cursor and count them in `tally`.
 
-    Raises BadInput, StoreError.
+    `before`: the bytes of earlier blocks. Raises BadInput, StoreError.
     """
-    write = writer_of(source, form)
+    write, page = writer_of(source, form), form.page
+    if page is None:
+        encode: Callable[[Run, Json], bytes] = line_of
+    elif tally.losses[FULL]:  # a kill came before the end was noted
+        return
+    else:
+        encode = page.encode
+        if before == 0:
+            head = page.head()
+            before = len(head)
+            yield Block(head, after)
     lines: list[bytes] = []
     size = items = 0
+    cursor = after
     for item in source.items(after):
+        if page is not None and before + size >= page.most_bytes:
+            left = (source.count() or tally.runs + 1) - tally.runs
+            tally.add(FULL, left, rules)
+            yield Block(b"".join((*lines, page.full)), cursor)
+            return
         written = tally.write_item(item, write, rules)
         for record in written.records:
-            line = line_of(item.runs[0], record)
+            line = encode(item.runs[0], record)
             lines += (line, b"\n")
             size += len(line) + 1
         items += 1
-        if items >= ITEMS or size >= BLOCK:
-            yield Block(b"".join(lines), item.cursor)
-            lines, size, items = [], 0, 0
         cursor = item.cursor
+        if items >= ITEMS or size >= BLOCK:
+            yield Block(b"".join(lines), cursor)
+            before += size
+            lines, size, items = [], 0, 0
     if items:
         yield Block(b"".join(lines), cursor)
 
 
 def writer_of(source: ExportSource, form: LineFormat) -> Callable[..., Written]:
     """Return the writer of this source's items. Raises BadInput if the format has none."""
+    if form.with_store is not None:
+        return form.with_store(source.store)
     write = form.write_pair if source.pairs else form.write_run
     if write is None:
         raise BadInput(
@@ -91,7 +116,7 @@ def write_lines(
         tally, total = journal.tally(), source.count()
         with _open_part(draft.part, journal.bytes) as file:
             saved = time.monotonic()
-            for block in blocks(source, form, tally, rules, journal.cursor):
+            for block in blocks(source, form, tally, rules, journal.cursor, journal.bytes):
                 _write(file, compress(block.data))
                 journal = journal.advance(block.cursor, file.tell(), tally)
                 if time.monotonic() - saved > EVERY_SECONDS:

@@ -15,6 +15,7 @@ from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import may_name
 from cray_agents.runtime.gateway.http.bodies import (
+    ID,
     json_in_thread,
     json_response,
     number,
@@ -45,8 +46,18 @@ from cray_agents.runtime.gateway.http.shapes import (
 )
 from cray_agents.runtime.gateway.services import Services, vocabulary_of
 from cray_agents.runtime.registry.model_files import refuse_links_outside
+from cray_agents.runtime.views.dataset_differences import (
+    CHANGES,
+    changed_runs,
+    dataset_differences,
+)
 from cray_agents.runtime.views.dataset_views import add_texts, dataset_histograms, sample_page
-from cray_agents.runtime.views.view_records import DatasetHistograms, SamplePage
+from cray_agents.runtime.views.view_records import (
+    ChangedRun,
+    DatasetDifferences,
+    DatasetHistograms,
+    SamplePage,
+)
 
 PAGE_LIMIT = 1000  # datasets or runs in a page
 MOST_BINS, MOST_SAMPLES = 200, 50
@@ -78,6 +89,8 @@ CONSIDERED_RUN = NamedShape(
         }
     ),
 )
+
+PAIR = {"a": Described(TEXT, "A training set."), "b": Described(TEXT, "Another one.")}
 
 router = Router("Training")
 
@@ -123,6 +136,53 @@ async def build_dataset(services: Services, request: Request) -> Response:
         recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
     manifest = await services.datasets.build(recipe)
     return json_response({name: manifest.get(name) for name in _SUMMARY})
+
+
+@router.get(
+    "/v1/datasets/diff",
+    Role.train,
+    query={**PAIR, "bins": {**COUNT, "minimum": 1, "maximum": MOST_BINS}},
+    answer=DatasetDifferences,
+    fails="404 not_found",
+)
+async def diff_datasets(services: Services, request: Request) -> Response:
+    """Tell how two training sets differ: runs, reasons, recipes, counts and distributions.
+
+    A run is the same by its id, a demonstration by its messages.
+    """
+    params = query(request)
+    one, other = _two_ids(params)
+    read = partial(dataset_differences, services.home, one, other, _bins(params))
+    return await json_in_thread(read)
+
+
+@router.get(
+    "/v1/datasets/diff/runs",
+    Role.train,
+    query={
+        **PAIR,
+        "change": Described(
+            {"enum": list(CHANGES)}, "Only these; without it all that are not the same in both."
+        ),
+        "limit": count_up_to(PAGE_LIMIT),
+        "after": Described(TEXT, "The last run of the page before."),
+    },
+    answer=page_of(ChangedRun),
+    fails="404 not_found",
+)
+async def list_changed_runs(services: Services, request: Request) -> Response:
+    """List the runs that two training sets treat differently, by id."""
+    params = query(request)
+    read_page = partial(
+        changed_runs,
+        services.home,
+        *_two_ids(params),
+        params.get("change"),
+        params.get("after"),
+        number(params, "limit", 100, PAGE_LIMIT),
+    )
+    listing = await asyncio.to_thread(read_page)
+    return json_response(page(listing.rows, listing.has_more, "run"))
 
 
 @router.get("/v1/datasets/{dataset_id}", Role.train, answer=SUMMARY, fails="404 not_found")
@@ -173,10 +233,7 @@ async def list_dataset_runs(services: Services, request: Request) -> Response:
 )
 async def read_dataset_histograms(services: Services, request: Request) -> Response:
     """Return distributions over a training set: rewards, tokens, trained tokens, versions."""
-    bins = number(query(request), "bins", 24, MOST_BINS)
-    if not bins:
-        raise BadInput("bins must be 1 or more", param="bins")
-    read = partial(dataset_histograms, services.home, _dataset_id(request), bins)
+    read = partial(dataset_histograms, services.home, _dataset_id(request), _bins(query(request)))
     return json_response(await asyncio.to_thread(read))
 
 
@@ -260,6 +317,23 @@ def _check_links(tokenizer: Path) -> None:
 
 def _dataset_id(request: Request) -> str:
     return path_id(request, "dataset_id", "dataset")
+
+
+def _two_ids(params: dict[str, str]) -> tuple[str, str]:
+    """Return the ids `a` and `b` of a query. Raises BadInput, NotFound."""
+    for name in ("a", "b"):
+        if name not in params:
+            raise BadInput(f"{name} must name a dataset", param=name)
+        if not ID.fullmatch(params[name]):
+            raise NotFound(f"no dataset {params[name][:200]!r}", param=name)
+    return params["a"], params["b"]
+
+
+def _bins(params: dict[str, str]) -> int:
+    bins = number(params, "bins", 24, MOST_BINS)
+    if not bins:
+        raise BadInput("bins must be 1 or more", param="bins")
+    return bins
 
 
 def _flag(params: dict[str, str], name: str) -> bool | None:

@@ -57,7 +57,7 @@ from cray_agents.runtime.views.view_records import (
 
 MARKS, WINDOW = 10_000, 200  # turns in an outline and in a window, at most
 TOP = 20  # likely tokens at a place, at most
-GROUPS, BINS = 1000, 200
+GROUPS, BINS = 10_000, 200
 FROM = Described(COUNT, "The first turn, from 0.")
 
 router = Router("Training")

@@ -19,6 +19,7 @@ import zstandard
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter
+from cray_agents.runtime.dashboard import static_files
 from cray_agents.runtime.datasets.samples.run_samples import Span, TokenSample
 from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
@@ -48,6 +49,7 @@ TARGETS = {
     "tokens": "tokens",
     "verl": "verl.parquet",
     "huggingface": "folder",
+    "html": "runs.html",
 }
 
 
@@ -68,6 +70,14 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl_files, "ITEMS", 50)
     monkeypatch.setattr(jsonl_files, "EVERY_SECONDS", 0.0)
     monkeypatch.setattr(parquet_files, "ROWS", 10)
+
+
+@pytest.fixture(autouse=True)
+def viewer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of the viewer, which checkouts may not have."""
+    built = tmp_path_factory.mktemp("built")
+    (built / "viewer.html").write_text("<!doctype html><title>a page</title>\n")
+    monkeypatch.setattr(static_files, "STATIC", built)
 
 
 def bytes_of(path: Path) -> dict[str, bytes]:

@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { go, href } from "../lib/route";
 import { may } from "../lib/session";
-import { SCREENS } from "../screens";
+import { screens } from "../lib/screen_list";
 import { Dialog } from "./dialog";
 
 interface Command {
@@ -13,14 +13,14 @@ interface Command {
 function commands(text: string): Command[] {
   const words = text.trim();
   const lower = words.toLowerCase();
-  const known = SCREENS.filter((one) => one.menu && may(one.role) && one.title.toLowerCase().includes(lower)).map(
+  const known = screens.value.filter((one) => one.menu && may(one.role) && one.title.toLowerCase().includes(lower)).map(
     (one) => ({ label: one.title, fragment: href([one.name]) }),
   );
   if (!words) return known;
   const made: Command[] = [];
   if (/^[A-Za-z0-9][\w.:@-]*$/.test(words)) {
     made.push({ label: `Open the run ${words}`, fragment: href(["run", words]) });
-    for (const screen of SCREENS.filter((one) => !one.menu && one.name !== "run" && may(one.role))) {
+    for (const screen of screens.value.filter((one) => !one.menu && one.name !== "run" && may(one.role))) {
       made.push({ label: `Open ${screen.title.toLowerCase()} ${words}`, fragment: href([screen.name, words]) });
     }
   }

@@ -1,11 +1,11 @@
 /** Screen link: a link to a screen for those who may see it; for others, and where it is not built, its text. */
 import type { ComponentChildren } from "preact";
 import { href, type Params } from "../lib/route";
+import { screens } from "../lib/screen_list";
 import { may } from "../lib/session";
-import { SCREENS } from "../screens";
 
 export function ScreenLink(props: { to: readonly string[]; params?: Params; children: ComponentChildren }) {
-  const screen = SCREENS.find((one) => one.name === props.to[0]);
+  const screen = screens.value.find((one) => one.name === props.to[0]);
   if (!screen || !may(screen.role)) return <span>{props.children}</span>;
   return <a href={href(props.to, props.params)}>{props.children}</a>;
 }

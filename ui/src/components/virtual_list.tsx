@@ -24,8 +24,8 @@ export interface VirtualListProps {
   /** Called with the rows that are in the page. */
   onRange?: (first: number, last: number) => void;
   class?: string;
-  role?: "list" | "rowgroup";
-  rowRole?: "listitem" | "row";
+  /** A table: its head, which stays in sight, as a row; each row then has cells. */
+  head?: ComponentChildren;
 }
 
 export function VirtualList(props: VirtualListProps) {
@@ -53,19 +53,33 @@ export function VirtualList(props: VirtualListProps) {
     if (selected !== undefined && selected >= 0 && selected < count) list.scrollToIndex(selected, { align });
   }, [selected, count > 0, props.again]);
   const items = list.getVirtualItems();
+  const isTable = props.head !== undefined;
   const [first, last] = [items[0]?.index ?? 0, items.at(-1)?.index ?? -1];
   useLayoutEffect(() => props.onRange?.(first, last), [first, last]);
   return (
-    <div class={`virtual ${props.class ?? ""}`} ref={scroller} tabIndex={0} role="region" aria-label={label}>
-      <div class="space" role={props.role ?? "list"} style={{ height: `${list.getTotalSize()}px` }}>
+    <div
+      class={`virtual ${props.class ?? ""}`}
+      ref={scroller}
+      tabIndex={0}
+      role={isTable ? "table" : "region"}
+      aria-label={label}
+      aria-rowcount={isTable ? count + 1 : undefined}
+    >
+      {isTable && (
+        <div class="head" role="rowgroup">
+          <div role="row">{props.head}</div>
+        </div>
+      )}
+      <div class="space" role={isTable ? "rowgroup" : "list"} style={{ height: `${list.getTotalSize()}px` }}>
         {items.map((item: VirtualItem) => (
           <div
             key={item.key}
             class="item"
-            role={props.rowRole ?? "listitem"}
+            role={isTable ? "row" : "listitem"}
             data-index={item.index}
-            aria-setsize={props.rowRole ? undefined : count}
-            aria-posinset={props.rowRole ? undefined : item.index + 1}
+            aria-setsize={isTable ? undefined : count}
+            aria-posinset={isTable ? undefined : item.index + 1}
+            aria-rowindex={isTable ? item.index + 2 : undefined}
             ref={(element) => {
               if (element) list.measureElement(element);
             }}

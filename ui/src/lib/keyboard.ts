@@ -1,6 +1,7 @@
 /** Keyboard: shortcuts of the page and of its screens, and the list of them for the help. */
 import { signal } from "@preact/signals";
 import { useLayoutEffect, useRef } from "preact/hooks";
+import { keep, kept } from "./kept";
 
 /** By key: what it does, and the function that does it. */
 export type Shortcuts = Record<string, readonly [about: string, act: () => void]>;
@@ -9,10 +10,10 @@ const PLACE = "cray-agents.shortcuts";
 const active: { current: Shortcuts }[] = [];
 
 /** Shortcuts of one letter can be turned off, for people whose speech or switch types them by mistake. */
-export const shortcutsOn = signal(localStorage.getItem(PLACE) !== "off");
+export const shortcutsOn = signal(kept(PLACE) !== "off");
 
 export function setShortcutsOn(on: boolean): void {
-  localStorage.setItem(PLACE, on ? "on" : "off");
+  keep(PLACE, on ? "on" : "off");
   shortcutsOn.value = on;
 }
 

@@ -1,9 +1,10 @@
 /** Session: the API key of this tab, and the role that it has. Nothing is kept beyond the tab. */
 import { computed, signal } from "@preact/signals";
+import { keep, kept } from "./kept";
 
 const PLACE = "cray-agents.key";
 
-export const key = signal<string | null>(sessionStorage.getItem(PLACE));
+export const key = signal<string | null>(kept(PLACE, "session"));
 /** Why a key is asked for; null while none is. */
 export const keyAskedFor = signal<string | null>(null);
 
@@ -26,14 +27,14 @@ export function may(role: RoleName): boolean {
 }
 
 export function setKey(secret: string): void {
-  sessionStorage.setItem(PLACE, secret);
+  keep(PLACE, secret, "session");
   key.value = secret;
   keyAskedFor.value = null;
 }
 
 /** Forget the key, and ask for one. */
 export function clearKey(why: string): void {
-  sessionStorage.removeItem(PLACE);
+  keep(PLACE, null, "session");
   key.value = null;
   caller.value = null;
   keyAskedFor.value = why;

@@ -1,6 +1,7 @@
 /** Dataset: what a training set is made of, which runs it left out and why, and its samples as the trainer reads them. */
 import { useMemo, useState } from "preact/hooks";
 import { CopyAs, quoted } from "../components/copy_as";
+import { DatasetDiff } from "../components/dataset_diff";
 import { Funnel } from "../components/funnel";
 import { Histogram, type HistogramData } from "../components/histogram";
 import { ScreenLink } from "../components/screen_link";
@@ -21,6 +22,8 @@ const SPLITS = ["train", "validation"] as const;
 
 export default function Dataset({ path, params }: ScreenProps) {
   const id = path[0];
+  const other = params.get("against");
+  if (id && other) return <DatasetDiff key={`${id} ${other}`} one={id} other={other} params={params} />;
   return id ? <One key={id} id={id} params={params} /> : <List params={params} />;
 }
 
@@ -34,16 +37,29 @@ function List({ params }: { params: URLSearchParams }) {
   const rows = list.data?.data ?? [];
   const chosen = rows.findIndex((one) => one.id === params.get("at"));
   const select = (n: number) => rows[n] && setParams({ at: rows[n].id });
+  const marked = (params.get("marked") ?? "").split(",").filter(Boolean);
+  const mark = (id: string) =>
+    setParams({ marked: (marked.includes(id) ? marked.filter((one) => one !== id) : [...marked, id].slice(-2)).join() });
+  // the older one is what was before
+  const compare = () => {
+    const [newer, older] = rows.filter((one) => marked.includes(one.id));
+    if (newer && older) go(href(["dataset", older.id], { against: newer.id }));
+  };
   useKeys({
     j: ["next training set", () => select(Math.min(rows.length - 1, chosen + 1))],
     k: ["previous training set", () => select(Math.max(0, chosen - 1))],
     Enter: ["open the training set", () => rows[chosen] && go(href(["dataset", rows[chosen].id]))],
+    x: ["mark the training set, to compare two", () => rows[chosen] && mark(rows[chosen].id)],
+    c: ["compare the two marked training sets", compare],
   });
   return (
     <>
       <div class="row">
         <h1>Datasets</h1>
         <span class="spacer" />
+        <button disabled={marked.length < 2} onClick={compare}>
+          Compare the marked two
+        </button>
         <CopyAs cli="cray-agents dataset list" path="/v1/datasets" />
       </div>
       <Loaded of={list}>
@@ -56,6 +72,9 @@ function List({ params }: { params: URLSearchParams }) {
                 <table>
                   <thead>
                     <tr>
+                      <th>
+                        <span class="visually-hidden">marked</span>
+                      </th>
                       <th>training set</th>
                       <th>method</th>
                       <th class="number">samples</th>
@@ -68,6 +87,14 @@ function List({ params }: { params: URLSearchParams }) {
                   <tbody>
                     {data.map((one, n) => (
                       <tr key={one.id} class={n === chosen ? "selected" : ""}>
+                        <td>
+                          <input
+                            type="checkbox"
+                            aria-label={`mark ${oneLine(one.id, 60)}`}
+                            checked={marked.includes(one.id)}
+                            onChange={() => mark(one.id)}
+                          />
+                        </td>
                         <td class="wrap">
                           <ScreenLink to={["dataset", one.id]}>{oneLine(one.id, 60)}</ScreenLink>
                         </td>
@@ -106,6 +133,7 @@ function One({ id, params }: { id: string; params: URLSearchParams }) {
         </h1>
         {manifest.data && <span class="chip">{oneLine(manifest.data.method, 20)}</span>}
         <span class="spacer" />
+        <CompareWith id={id} />
         <CopyAs
           cli={`cray-agents dataset show ${quoted(id)}`}
           python={`await Platform().views.histograms(${JSON.stringify(id)})`}
@@ -163,6 +191,32 @@ function One({ id, params }: { id: string; params: URLSearchParams }) {
         )}
       </Loaded>
     </>
+  );
+}
+
+function CompareWith({ id }: { id: string }) {
+  const [text, setText] = useState("");
+  const list = useResource((signal) => get("/v1/datasets", { query: { limit: PAGE } as never, signal }), []);
+  return (
+    <form
+      class="row"
+      onSubmit={(event) => {
+        event.preventDefault();
+        if (text.trim()) go(href(["dataset", id], { against: text.trim() }));
+      }}
+    >
+      <input
+        aria-label="Compare with the training set"
+        placeholder="compare with …"
+        list="training-sets"
+        value={text}
+        onInput={(event) => setText(event.currentTarget.value)}
+      />
+      <datalist id="training-sets">
+        {list.data?.data.filter((one) => one.id !== id).map((one) => <option key={one.id} value={one.id} />)}
+      </datalist>
+      <button>Compare</button>
+    </form>
   );
 }
 

@@ -2,27 +2,14 @@
  *
  * `name` is the first word of its URL, `#/name/...`. The other words come as `path`, the parameters as `params`.
  */
-import type { ComponentType } from "preact";
-import type { RoleName } from "../lib/session";
+import type { Screen } from "../lib/screen_list";
 
-export interface ScreenProps {
-  path: string[];
-  params: URLSearchParams;
-}
-
-export interface Screen {
-  name: string;
-  title: string;
-  /** The least role that sees it. */
-  role: RoleName;
-  /** In the menu; others are reached by links. */
-  menu: boolean;
-  load: () => Promise<{ default: ComponentType<ScreenProps> }>;
-}
+export type { ScreenProps } from "../lib/screen_list";
 
 export const SCREENS: readonly Screen[] = [
   { name: "overview", title: "Overview", role: "use", menu: true, load: () => import("./overview") },
   { name: "runs", title: "Runs", role: "train", menu: true, load: () => import("./runs") },
+  { name: "tasks", title: "Tasks", role: "train", menu: true, load: () => import("./tasks") },
   { name: "run", title: "Run", role: "use", menu: false, load: () => import("./run") },
   { name: "loop", title: "Loop", role: "train", menu: false, load: () => import("./loop") },
   { name: "generation", title: "Generation", role: "train", menu: false, load: () => import("./generation") },

@@ -29,6 +29,9 @@ export default function Loop({ path }: ScreenProps) {
         <ScreenLink to={["runs"]} params={{ q: `loop:${id}` }}>
           its runs
         </ScreenLink>
+        <ScreenLink to={["tasks"]} params={{ q: `loop:${id}`, by: "generation" }}>
+          its tasks
+        </ScreenLink>
         <span class="spacer" />
         <CopyAs
           cli={`cray-agents runs stats --loop ${quoted(id)}`}

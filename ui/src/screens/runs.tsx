@@ -1,14 +1,15 @@
 /** Runs: every stored run in a table, chosen by a line of text, by facets and by ranges. */
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { RewardChip } from "../components/chips";
 import { CopyAs } from "../components/copy_as";
+import { FilterLine } from "../components/filter_line";
 import { Histogram } from "../components/histogram";
+import { RunHead, RunRow } from "../components/run_row";
 import { Failure, Loaded } from "../components/states";
 import { VirtualList } from "../components/virtual_list";
 import { address, get } from "../lib/api";
 import { onChange } from "../lib/events";
 import { asOptions, parseFilter, term, withTerm, type Filter } from "../lib/filter";
-import { compact, number, oneLine, percent, seconds, time } from "../lib/format";
+import { compact, number, oneLine, percent } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
 import type { RunFacts } from "../lib/records";
 import { useResource } from "../lib/resource";
@@ -72,32 +73,6 @@ function lineOf(params: URLSearchParams): string {
     } else if (!["order", "at", "q"].includes(name)) terms.push(term(name, value));
   }
   return terms.join(" and ");
-}
-
-function FilterLine({ line, setLine }: { line: string; setLine: (text: string) => void }) {
-  const [text, setText] = useState(line);
-  const input = useRef<HTMLInputElement>(null);
-  useEffect(() => setText(line), [line]);
-  useKeys({ "/": ["filter", () => input.current?.focus()] });
-  return (
-    <form
-      class="filter"
-      onSubmit={(event) => {
-        event.preventDefault();
-        setLine(text.trim());
-      }}
-    >
-      <input
-        ref={input}
-        class="wide"
-        type="search"
-        aria-label="Filter"
-        placeholder='reward<1 and seconds>60 and "division by zero"'
-        value={text}
-        onInput={(event) => setText(event.currentTarget.value)}
-      />
-    </form>
-  );
 }
 
 function Side(props: { filter: Filter["query"]; line: string; setLine: (text: string) => void; hasText: boolean }) {
@@ -262,15 +237,7 @@ function Table({ filter, order, at }: { filter: Filter; order: Order; at: string
         )}
         {!rows.length && <span class="quiet">{more ? "Loading …" : "No run matches."}</span>}
       </div>
-      <div class="run-row run-head" aria-hidden="true">
-        <span>input</span>
-        <span>reward</span>
-        <span class="minor">version</span>
-        <span class="minor number">turns</span>
-        <span class="minor number">tokens</span>
-        <span class="minor number">time</span>
-        <span class="minor">start, or error</span>
-      </div>
+      <RunHead />
       <VirtualList
         label="Runs"
         count={rows.length}
@@ -278,31 +245,8 @@ function Table({ filter, order, at }: { filter: Filter; order: Order; at: string
         keyOf={(n) => rows[n]?.id ?? n}
         selected={at ? selected : undefined}
         onRange={(_, last) => more && rows.length > 0 && last > rows.length - 50 && load(rows.at(-1)?.id, rows)}
-        row={(n) => rows[n] && <Row run={rows[n]} selected={n === selected} marked={marked.includes(rows[n].id)} />}
+        row={(n) => rows[n] && <RunRow run={rows[n]} selected={n === selected} marked={marked.includes(rows[n].id)} />}
       />
     </>
-  );
-}
-
-function Row({ run, selected, marked }: { run: RunFacts; selected: boolean; marked: boolean }) {
-  return (
-    <a class={`run-row ${selected ? "selected" : ""}`} href={href(["run", run.id])}>
-      <span dir="auto">
-        {marked && "✓ "}
-        {oneLine(run.input, 160) || <span class="hint">{oneLine(run.id)}</span>}
-      </span>
-      <span class="chips">
-        {run.rewards.slice(0, 3).map(([name, source, value, turn], n) => (
-          <RewardChip key={n} name={name} source={source} value={value} turn={turn} />
-        ))}
-        {run.rewards.length > 3 && <span class="hint">+{run.rewards.length - 3}</span>}
-        {!run.rewards.length && <span class="hint">none</span>}
-      </span>
-      <span class="minor">{oneLine(run.model, 60)}</span>
-      <span class="minor number">{number(run.turns)}</span>
-      <span class="minor number">{compact(run.prompt_tokens + run.sampled_tokens)}</span>
-      <span class="minor number">{seconds(run.seconds)}</span>
-      <span class="minor">{run.error ? <span class="error-text">{oneLine(run.error, 60)}</span> : time(run.started)}</span>
-    </a>
   );
 }

@@ -1,0 +1,42 @@
+/** Run row: a run in a list of runs, with the row of the columns' names. */
+import { compact, number, oneLine, seconds, time } from "../lib/format";
+import type { RunFacts } from "../lib/records";
+import { href } from "../lib/route";
+import { RewardChip } from "./chips";
+
+export function RunHead() {
+  return (
+    <div class="run-row run-head" aria-hidden="true">
+      <span>input</span>
+      <span>reward</span>
+      <span class="minor">version</span>
+      <span class="minor number">turns</span>
+      <span class="minor number">tokens</span>
+      <span class="minor number">time</span>
+      <span class="minor">start, or error</span>
+    </div>
+  );
+}
+
+export function RunRow({ run, selected, marked = false }: { run: RunFacts; selected: boolean; marked?: boolean }) {
+  return (
+    <a class={`run-row ${selected ? "selected" : ""}`} href={href(["run", run.id])}>
+      <span dir="auto">
+        {marked && "✓ "}
+        {oneLine(run.input, 160) || <span class="hint">{oneLine(run.id)}</span>}
+      </span>
+      <span class="chips">
+        {run.rewards.slice(0, 3).map(([name, source, value, turn], n) => (
+          <RewardChip key={n} name={name} source={source} value={value} turn={turn} />
+        ))}
+        {run.rewards.length > 3 && <span class="hint">+{run.rewards.length - 3}</span>}
+        {!run.rewards.length && <span class="hint">none</span>}
+      </span>
+      <span class="minor">{oneLine(run.model, 60)}</span>
+      <span class="minor number">{number(run.turns)}</span>
+      <span class="minor number">{compact(run.prompt_tokens + run.sampled_tokens)}</span>
+      <span class="minor number">{seconds(run.seconds)}</span>
+      <span class="minor">{run.error ? <span class="error-text">{oneLine(run.error, 60)}</span> : time(run.started)}</span>
+    </a>
+  );
+}
