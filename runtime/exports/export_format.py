@@ -5,8 +5,9 @@ run that a format cannot carry is the error `unsupported_export`. Anything else 
 named by a code that LOSSES explains in a sentence. Used by all formats.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ class LineFormat:
 
     `about` describes its contents in a sentence. `write_run` gets a whole run with its calls.
     `write_pair` gets the better and the worse of two runs on one task. Both raise BadInput with
-    the code unsupported_export for a run that the format cannot carry.
+    the code unsupported_export for a run that the format cannot carry. `pack` makes the file of the
+    lines, where a file of lines is not the format itself.
     """
 
     name: str
@@ -40,6 +42,7 @@ class LineFormat:
     write_run: Callable[[Run], Written] | None = None
     write_pair: Callable[[Run, Run], Written] | None = None
     suffix: str = ".jsonl"
+    pack: Callable[[Iterable[bytes], Path], None] | None = None
 
 
 MISSING, UNSUPPORTED = "missing_runs", "unsupported_runs"

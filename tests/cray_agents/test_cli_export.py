@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -23,6 +24,7 @@ from tests.support.exports.small_runs import filled, name_of
 RUNS = 24
 PAIRS = {"openai-preference", "trl-preference"}
 FOLDERS = {"tokens", "verl", "huggingface"}
+ZIPS = {"eval"}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,10 @@ def test_every_format(home: Path, pairs: str, tmp_path: Path, name: str) -> None
     summary = json.loads(done.stdout)
     assert summary["format"] == name and summary["records"] > 0 and not summary["resumed"]
     assert target.is_dir() == (name in FOLDERS)
-    if target.is_file():
+    if name in ZIPS:
+        assert summary["bytes"] == target.stat().st_size
+        assert len(json.loads(zipfile.ZipFile(target).read("summaries.json"))) == summary["records"]
+    elif target.is_file():
         lines = target.read_bytes().splitlines()
         assert len(lines) == summary["records"] and all(map(json.loads, lines))
     assert all(loss["count"] and loss["sentence"] for loss in summary["losses"].values())
