@@ -134,48 +134,6 @@ def test_a_loop_trains_on_an_environment_of_trl(tmp_path: Path) -> None:
     assert {run.calls[0].sampling["temperature"] for run in runs} == {0.0, 1.0}
 
 
-def test_what_environments_do_wrong_is_an_error_and_never_a_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollouts, "RETRIES", 0)
-    given = [
-        Task(input=way, metadata={"nasty": way})
-        for way in ["reset", "dies", "nan", "floods", "leaks", ""]
-    ]
-    hanging = [Task(input="hangs", metadata={"nasty": "hangs"})]
-    with (
-        platform(tmp_path, ScriptedEngine(add)) as where,
-        worker(where, "trl", f"{TRL}:Nasty", "--slots", 2) as process,
-    ):
-        *failed, leaked, good = asyncio.run(carried_out(where, adder(), given))
-        (hung,) = asyncio.run(carried_out(where, adder(timeout=2), hanging))
-    told = [(run.error.type, run.error.message, run.error.infrastructure) for run in failed]
-    own = "EnvironmentFailed"
-    assert told == [
-        (own, "RuntimeError: no world today", True),
-        ("EnvironmentDied", "the environment's process died with signal 9", True),
-        (own, "reward Nasty is nan: must be a finite number", True),
-        (own, "tool submit returned 50000000 characters: at most 4000000", True),
-    ]
-    assert not [run for run in failed if run.rewards or run.stop_reason != "error"]
-    assert (leaked.reward, good.reward, good.error) == (1.0, 1.0, None)
-    assert (hung.error.type, hung.error.message) == (
-        "EnvironmentTimeout",
-        "the run took more than 2 s",
-    )
-    assert any("processes were left behind" in line for line in process.lines)
-    commands = [p.read_text() for p in Path("/proc").glob("[0-9]*/cmdline") if readable(p)]
-    assert not [words for words in commands if words.startswith("sleep\x0098765")]
-
-
-def readable(path: Path) -> bool:
-    try:
-        path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return False
-    return True
-
-
 def test_a_killed_worker_loses_no_run_and_doubles_none(tmp_path: Path) -> None:
     calls: list[str] = []
 

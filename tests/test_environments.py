@@ -3,8 +3,6 @@
 import asyncio
 import re
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from cray_agents.engines.scripted import tool_call
 from cray_agents.loop import rollouts
 from cray_agents.records import Run, Task
 from tests.support.environments.pythons import venv
-from tests.support.environments.workers import HERE, command, worker
+from tests.support.environments.workers import HERE, command, openenv_server, worker
 from tests.support.scripted_platform import platform
 from tests.test_env_worker import carried_out
 
@@ -98,19 +96,6 @@ def test_tasksets_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not failed.rewards and len(failed.calls) == 1
 
 
-@contextmanager
-def server(kind: str) -> Iterator[str]:
-    """A server of OpenEnv in a process; its URL."""
-    words = [str(venv("openenv") / "bin" / "python"), str(HERE / "openenv_server.py"), kind]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            port = process.stdout.readline().strip()
-            assert port, "the server did not start"
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize("kind", ["tools", "act", "text"])
 def test_environments_of_openenv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -124,7 +109,7 @@ def test_environments_of_openenv(
         return tool_call("submit" if kind == "tools" else "act", number=guess)
 
     options = ["seeds=4", *(["text=number"] if kind == "text" else [])]
-    with server("tools" if kind == "tools" else "number") as url:
+    with openenv_server("tools" if kind == "tools" else "number") as url:
         runs = played(
             tmp_path, "openenv", url, venv("openenv"), add, *options, monkeypatch=monkeypatch
         )

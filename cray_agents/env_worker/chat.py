@@ -3,12 +3,11 @@
 The calls go to the run's own base URL, where the platform records them with their tokens.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from cray_agents.env_worker.http_client import HttpClient, RequestRefused
-from cray_agents.env_worker.rollout import MAX_OBSERVATION, EnvironmentFailed, Rollout
+from cray_agents.env_worker.rollout import Rollout, check_observation, check_tools
 
 TOO_LONG = ("context length", "context_length", "maximum model length", "longer than")
 
@@ -18,11 +17,17 @@ class ServerFailed(Exception):
 
 
 class ModelConversation:
-    """The messages of a run, and its model."""
+    """The messages of a run, and its model.
+
+    Raises EnvironmentFailed for more tools, or a longer observation, than rollout.py allows.
+    """
 
     def __init__(
         self, rollout: Rollout, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
     ) -> None:
+        check_tools(len(tools))
+        for message in messages:
+            check_observation(message.get("content"), "the first observation has")
         self.messages = list(messages)
         self._client = HttpClient(rollout.base_url, rollout.api_key, timeout=rollout.seconds)
         self._request = {"model": rollout.model, **rollout.sampling}
@@ -58,10 +63,7 @@ class ModelConversation:
         return message
 
     def go_on(self, called: Callable[[Mapping[str, Any]], Any], max_turns: int) -> str:
-        """Let the model call tools until it answers. Returns the stop reason.
-
-        Raises EnvironmentFailed for an observation beyond MAX_OBSERVATION.
-        """
+        """Let the model call tools until it answers. Returns the stop reason."""
         for _ in range(max_turns):
             message = self.ask()
             if message is None:
@@ -73,13 +75,13 @@ class ModelConversation:
         return "max_turns"
 
     def observe(self, call: Mapping[str, Any], result: Any) -> None:
-        """Add the result of a tool call. Raises EnvironmentFailed if it is too long."""
+        """Add the result of a tool call."""
         content = result if isinstance(result, list) else str(result)
-        size = len(content) if isinstance(content, str) else len(json.dumps(content))
-        if size > MAX_OBSERVATION:
-            raise EnvironmentFailed(
-                f"tool {call['function']['name']} returned {size} characters: "
-                f"at most {MAX_OBSERVATION}"
-            )
+        check_observation(content, f"tool {call['function']['name']} returned")
         message = {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"]}
         self.messages.append({**message, "content": content})
+
+    def reply(self, observation: str) -> None:
+        """Add an observation as the user's next message."""
+        check_observation(observation, "a step returned")
+        self.messages.append({"role": "user", "content": observation})

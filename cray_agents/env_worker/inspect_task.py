@@ -7,18 +7,26 @@ task. A run is an evaluation of one sample for one epoch. Its scores are the rew
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from inspect_ai import Task, eval  # noqa: A004 - the framework's name
 from inspect_ai.log import EvalLog, EvalSample
+from inspect_ai.model import get_model, modelapi
+from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
 from inspect_ai.scorer import value_to_float
 
 from cray_agents.env_worker.adapters import load_object
 from cray_agents.env_worker.chat import ServerFailed
-from cray_agents.env_worker.rollout import EnvironmentFailed, Rollout, RolloutOutcome, UsageError
+from cray_agents.env_worker.rollout import (
+    EnvironmentFailed,
+    Rollout,
+    RolloutOutcome,
+    UsageError,
+    check_observation,
+    check_tools,
+)
 
 SERVICE = "cray"  # Inspect's name for the model's server
 SERVER_WORDS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
@@ -27,6 +35,43 @@ CONFIG = ("temperature", "top_p", "top_k", "seed", "max_tokens", "stop_seqs", "p
 WORDS = {"c", "i", "p", "n", "yes", "no", "true", "false"}
 LIMITS = {"token": "max_tokens", "context": "max_tokens", "message": "max_turns",
           "turn": "max_turns", "time": "timeout", "working": "timeout"}  # fmt: skip
+
+
+class BoundedModel(OpenAICompatibleAPI):
+    """Inspect's client of the platform, which sends no more than rollout.py allows.
+
+    exceeded: what was too much, also where a solver went on.
+    """
+
+    def __init__(self, model_name: str, **given: Any) -> None:
+        super().__init__(model_name, service=SERVICE, **given)
+        self.exceeded = ""
+
+    async def generate(  # theirs; asked by position and by name
+        self,
+        input: Any,  # noqa: A002
+        tools: Any,
+        tool_choice: Any,
+        config: Any,
+    ) -> Any:
+        """Ask the model. Raises EnvironmentFailed for too many tools or too long a message."""
+        try:
+            check_tools(len(tools))
+            for message in input:
+                content = message.content
+                if not isinstance(content, str):
+                    content = [part.model_dump() for part in content]
+                check_observation(content, f"a message of the {message.role} has")
+        except EnvironmentFailed as error:
+            self.exceeded = str(error)
+            raise
+        return await super().generate(input, tools, tool_choice, config)
+
+
+@modelapi(name=SERVICE)
+def cray() -> type[BoundedModel]:
+    """Return the class, by which Inspect knows the name SERVICE."""
+    return BoundedModel
 
 
 class InspectAdapter:
@@ -57,13 +102,17 @@ class InspectAdapter:
         name = str(rollout.metadata.get("sample"))
         if name not in self._ids:
             raise EnvironmentFailed(f"the task has no sample {name!r}")
-        os.environ[f"{SERVICE.upper()}_API_KEY"] = rollout.api_key
+        model = get_model(
+            f"{SERVICE}/{rollout.model}",
+            memoize=False,
+            base_url=rollout.base_url,
+            api_key=rollout.api_key,
+        )
         config: Any = {key: value for key, value in rollout.sampling.items() if key in CONFIG}
         with tempfile.TemporaryDirectory(prefix="env-worker-") as folder:
             logs = eval(
                 self._task,
-                model=f"openai-api/{SERVICE}/{rollout.model}",
-                model_base_url=rollout.base_url,
+                model=model,
                 sample_id=[self._ids[name]],
                 epochs=1,
                 log_dir=folder,
@@ -72,6 +121,8 @@ class InspectAdapter:
                 log_realtime=False,
                 **config,
             )
+            if isinstance(model.api, BoundedModel) and model.api.exceeded:
+                raise EnvironmentFailed(model.api.exceeded)
             sample = _sample_of(logs)  # it may be read from the log only now
             limit = LIMITS.get(sample.limit.type, "max_turns") if sample.limit else "completed"
             output = sample.output.completion or None

@@ -19,11 +19,12 @@ from openenv.core.mcp_client import MCPToolClient
 
 from cray_agents.env_worker.chat import ModelConversation
 from cray_agents.env_worker.rollout import (
-    MAX_TOOLS,
+    MAX_OBSERVATION,
     EnvironmentFailed,
     Rollout,
     RolloutOutcome,
     UsageError,
+    check_tools,
 )
 
 OPTIONS = ("text", "max_turns", "prompt", "seeds")
@@ -65,8 +66,7 @@ class OpenEnvAdapter:
         if not self._calls_tools:
             return [_schema(ACT, str(self._action.get("description", "Act.")), self._action)]
         listed = client.list_tools()
-        if len(listed) > MAX_TOOLS:
-            raise EnvironmentFailed(f"the environment has {len(listed)} tools: at most {MAX_TOOLS}")
+        check_tools(len(listed))
         return [_schema(tool.name, tool.description, tool.input_schema) for tool in listed]
 
     def _played(self, talk: ModelConversation, episode: "_Episode") -> str:
@@ -78,7 +78,7 @@ class OpenEnvAdapter:
             if self._text:
                 observation = episode.step({self._text: message["content"]})
                 if not episode.done:
-                    talk.messages.append({"role": "user", "content": observation})
+                    talk.reply(observation)
             elif not message.get("tool_calls"):
                 return "completed"
             for call in message.get("tool_calls", ()):
@@ -129,7 +129,7 @@ def make(environment: str, options: Mapping[str, str]) -> OpenEnvAdapter:
     url = environment.rstrip("/")
     try:
         with urllib.request.urlopen(f"{url}/schema", timeout=SCHEMA_SECONDS) as answer:
-            action = json.loads(answer.read())["action"]
+            action = json.loads(answer.read(MAX_OBSERVATION))["action"]
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{url}/schema does not tell the action: {error}") from None
     return OpenEnvAdapter(url, action, options)

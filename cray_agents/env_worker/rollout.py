@@ -3,13 +3,14 @@
 Used by adapters; leased_runs.py and slot.py carry them as JSON.
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 OUTPUT_CHARS = 1_000_000  # of an outcome's output; the model calls have all of it
-MAX_OBSERVATION = 4_000_000  # characters of one tool result
+MAX_OBSERVATION = 4_000_000  # characters of one message that the model reads
 MAX_TOOLS = 1000
 
 
@@ -19,6 +20,22 @@ class EnvironmentFailed(Exception):
 
 class UsageError(Exception):
     """The worker cannot begin: a wrong option, or a package that is not there."""
+
+
+def check_tools(count: int) -> None:
+    """Raise EnvironmentFailed for more than MAX_TOOLS tools."""
+    if count > MAX_TOOLS:
+        raise EnvironmentFailed(f"the environment has {count} tools: at most {MAX_TOOLS}")
+
+
+def check_observation(content: Any, what: str) -> None:
+    """Raise EnvironmentFailed for text, or content as JSON, beyond MAX_OBSERVATION.
+
+    what: how the error begins, such as "reset returned".
+    """
+    size = len(content if isinstance(content, str) else json.dumps(content, default=str))
+    if size > MAX_OBSERVATION:
+        raise EnvironmentFailed(f"{what} {size} characters: at most {MAX_OBSERVATION}")
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from transformers.utils import get_json_schema
 from cray_agents.env_worker.adapters import load_object
 from cray_agents.env_worker.chat import ModelConversation
 from cray_agents.env_worker.rollout import (
-    MAX_TOOLS,
     EnvironmentFailed,
     Rollout,
     RolloutOutcome,
     UsageError,
+    check_tools,
 )
 
 NO_TOOLS = ("reset", "get_reward")
@@ -133,8 +133,7 @@ def methods_of(environment: Any) -> dict[str, Callable[..., Any]]:
 
 def schemas(tools: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
     """Return the schemas of tools, from their docstrings. Raises EnvironmentFailed."""
-    if len(tools) > MAX_TOOLS:
-        raise EnvironmentFailed(f"the environment has {len(tools)} tools: at most {MAX_TOOLS}")
+    check_tools(len(tools))
     return [get_json_schema(tool) for tool in tools.values()]
 
 

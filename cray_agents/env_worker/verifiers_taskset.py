@@ -18,15 +18,47 @@ from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.clients import EvalClientConfig, ModelContext
+from verifiers.v1.clients.eval import EvalClient
+from verifiers.v1.errors import TaskError
+from verifiers.v1.interception import server
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from cray_agents.env_worker.chat import ServerFailed
-from cray_agents.env_worker.rollout import EnvironmentFailed, Rollout, RolloutOutcome, UsageError
+from cray_agents.env_worker.rollout import (
+    EnvironmentFailed,
+    Rollout,
+    RolloutOutcome,
+    UsageError,
+    check_observation,
+    check_tools,
+)
 
 KEY_VARIABLE = "CRAY_AGENTS_WORKER_KEY"
 SERVER_STATUS = (408, 429)  # beside 500 and above: the model's server is to blame
 LIMIT = 1000
+
+
+class LimitExceeded(TaskError):
+    """The environment has too many tools, or too long a message; nobody should try again."""
+
+    status_code = 400
+
+
+class BoundedClient(EvalClient):
+    """Client of verifiers that sends no more than rollout.py allows. Raises LimitExceeded."""
+
+    async def get_response(
+        self, dialect: Any, body: dict[str, Any], *rest: Any, **more: Any
+    ) -> Any:
+        """Ask the model."""
+        _check_size(body)
+        return await super().get_response(dialect, body, *rest, **more)
+
+    async def relay(self, dialect: Any, body: dict[str, Any], *rest: Any, **more: Any) -> Any:
+        """Ask the model for a stream."""
+        _check_size(body)
+        return await super().relay(dialect, body, *rest, **more)
 
 
 class VerifiersAdapter:
@@ -84,13 +116,14 @@ class VerifiersAdapter:
 def make(environment: str, options: Mapping[str, str]) -> VerifiersAdapter:
     """Return the adapter. Raises UsageError."""
     # harnesses start `uv`, and programs of this environment
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    _prepend("PATH", Path(sys.executable).parent)
     name = environment
     if environment.endswith(".py"):
         path = Path(environment).resolve()
         if not path.is_file():
             raise UsageError(f"there is no file {environment}")
         sys.path.insert(0, str(path.parent))
+        _prepend("PYTHONPATH", path.parent)  # verifiers starts servers of tools as its modules
         name = path.stem
     config: dict[str, Any] = {"taskset": {"id": name}, "agent": {"runtime": {"type": "subprocess"}}}
     for key, text in options.items():
@@ -101,20 +134,41 @@ def make(environment: str, options: Mapping[str, str]) -> VerifiersAdapter:
     except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
         raise UsageError(f"taskset {environment}: {error}") from error
     assert isinstance(made, vf.Env)
+    server.resolve_client = BoundedClient  # verifiers has no place to give a client
     return VerifiersAdapter(made, int(options.get("limit", str(LIMIT))))
+
+
+def _prepend(variable: str, folder: Path) -> None:
+    known = os.environ.get(variable)
+    os.environ[variable] = f"{folder}{os.pathsep}{known}" if known else str(folder)
+
+
+def _check_size(body: Mapping[str, Any]) -> None:
+    """Raise LimitExceeded for too much in a request of any of the APIs."""
+    try:
+        check_tools(len(body.get("tools") or ()))
+        read = body.get("messages") or body.get("input") or ()
+        for message in [read] if isinstance(read, str) else read:
+            check_observation(message, "a message to the model has")
+    except EnvironmentFailed as error:
+        raise LimitExceeded(str(error)) from None
 
 
 def _put(config: dict[str, Any], path: list[str], text: str) -> None:
     for name in path[:-1]:
         config = config.setdefault(name, {})
     try:
-        config[path[-1]] = json.loads(text)
+        config[path[-1]] = text if path[-1] == "id" else json.loads(text)  # "null" is a harness
     except ValueError:
         config[path[-1]] = text
 
 
 def _check(episode: Any) -> None:
     """Raise EnvironmentFailed or ServerFailed for an episode with an error."""
+    calls = [call for trace in episode.traces for call in trace.calls]
+    for error in (call.error for call in calls if call.error is not None):
+        if error.type == LimitExceeded.__name__:  # also where the harness went on
+            raise EnvironmentFailed(error.message)
     if episode.ok:
         return
     errors = [error for trace in episode.traces for error in trace.errors]

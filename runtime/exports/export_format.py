@@ -5,8 +5,9 @@ run that a format cannot carry is the error `unsupported_export`. Anything else 
 named by a code that LOSSES explains in a sentence. Used by all formats.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,7 +50,8 @@ class LineFormat:
     It has `write_run`, `write_pair` or `with_store`. `about` describes its contents in a sentence.
     `write_run` gets a whole run with its calls. `write_pair` gets the better and the worse of two
     runs on one task. `with_store` returns a `write_run` that reads more of the runs' store. All
-    raise BadInput with the code unsupported_export for a run that the format cannot carry.
+    raise BadInput with the code unsupported_export for a run that the format cannot carry. `pack`
+    makes the file of the lines, where a file of lines is not the format itself.
     """
 
     name: str
@@ -60,6 +62,7 @@ class LineFormat:
     with_store: Callable[["Store"], Callable[[Run], Written]] | None = None
     suffix: str = ".jsonl"
     page: OnePage | None = None
+    pack: Callable[[Iterable[bytes], Path], None] | None = None
 
 
 MISSING, UNSUPPORTED, FULL = "missing_runs", "unsupported_runs", "full_file"

@@ -3,9 +3,9 @@
     python -m cray_agents.runtime.exports.export_process <parent's pid>  < ExportRequest as JSON
 
 Stdout is a line of JSON, {"type", "name", "length"?, "losses"?} or {"error"}, and then the bytes. A
-small export of lines, a Parquet file and a folder are made whole before the line, so it has their
-length and losses, and a failure is an error. A large export of lines is streamed; if strict, it is
-made twice, and the line has its losses. After a failure in the bytes this process exits with
+small export of lines, a Parquet file, a log and a folder are made whole before the line, so it has
+their length and losses, and a failure is an error. A large export of lines is streamed; if strict,
+it is made twice, and the line has its losses. After a failure in the bytes this process exits with
 FAILED, and the gateway breaks off the connection. Called by gateway/routes/exports.py.
 """
 
@@ -40,6 +40,7 @@ PIECE = 1 << 20  # bytes of a file read at a time
 LEFT_SECONDS = 86_400.0  # until a killed export's folder is removed
 LINES, PARQUET, TAR = "application/x-ndjson", "application/vnd.apache.parquet", "application/x-tar"
 PAGE = "text/html; charset=utf-8"
+ZIP = "application/zip"
 BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
@@ -100,7 +101,7 @@ def answer(request: ExportRequest) -> Iterator[bytes]:
     else:
         source = exporter.open_runs(home, request.filter, {}, request.skip_missing)
     rules = exporter.LossRules(request.strict, frozenset(request.allow), request.skip_unsupported)
-    if isinstance(form, LineFormat):
+    if isinstance(form, LineFormat) and form.pack is None:
         return _lines(source, form, rules)
     return _files(home, source, form, rules)
 
@@ -126,19 +127,23 @@ def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) ->
 
 
 def _files(
-    home: Home, source: ExportSource, form: TableFormat, rules: exporter.LossRules
+    home: Home, source: ExportSource, form: exporter.Format, rules: exporter.LossRules
 ) -> Iterator[bytes]:
-    """Yield a Parquet file, or a folder as a tar, made whole before it is sent."""
+    """Yield a file, or a folder as a tar, made whole before it is sent."""
     _remove_abandoned(home)
     folder = home.exports / new_id("export")
     name = f"{source.name}.{form.name}"
-    target = folder / (name if form.finish is not None else f"{name}.parquet")
+    kind, suffix = (ZIP, form.suffix) if isinstance(form, LineFormat) else (PARQUET, ".parquet")
+    folders = isinstance(form, TableFormat) and form.finish is not None
+    target = folder / (
+        name if folders else f"{source.name}{suffix}" if kind == ZIP else name + suffix
+    )
     try:
         done = exporter.export(source, form, target, options=exporter.ExportOptions(rules))
         losses = {code: loss.count for code, loss in done.losses.items()}
         if target.is_file():
             size = target.stat().st_size
-            yield _line({"type": PARQUET, "name": target.name, "length": size, "losses": losses})
+            yield _line({"type": kind, "name": target.name, "length": size, "losses": losses})
             yield from _read(target)
         else:
             files = sorted(path for path in target.rglob("*") if path.is_file())

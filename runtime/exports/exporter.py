@@ -190,9 +190,10 @@ def stream(
 
     Raises BadInput, StoreError.
     """
-    if not isinstance(form, LineFormat):
+    if not isinstance(form, LineFormat) or form.pack is not None:
+        made = "one file" if isinstance(form, LineFormat) else "Parquet files"
         raise BadInput(
-            f"format {form.name!r} makes Parquet files, not lines: give -o a folder or a file",
+            f"format {form.name!r} makes {made}, not lines: give -o a folder or a file",
             param="output",
         )
     writer_of(source, form)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -26,6 +27,7 @@ from tests.support.exports.small_runs import filled, name_of
 RUNS = 24
 PAIRS = {"openai-preference", "trl-preference"}
 FOLDERS = {"tokens", "verl", "huggingface"}
+ZIPS = {"eval"}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,9 @@ def test_every_format(home: Path, pairs: str, tmp_path: Path, name: str) -> None
     assert target.is_dir() == (name in FOLDERS)
     if name == "html":
         assert target.read_bytes().count(b" data-run>") == summary["records"]
+    elif name in ZIPS:
+        assert summary["bytes"] == target.stat().st_size
+        assert len(json.loads(zipfile.ZipFile(target).read("summaries.json"))) == summary["records"]
     elif target.is_file():
         lines = target.read_bytes().splitlines()
         assert len(lines) == summary["records"] and all(map(json.loads, lines))

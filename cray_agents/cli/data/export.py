@@ -39,6 +39,7 @@ FORMATS = {  # as --help lists them; runtime/exports defines them
     "atif": "a trajectory document per run, with tokens",
     "otel": "OpenTelemetry GenAI spans, a trace per run",
     "openenv": "OpenEnv's TrainingTrace, a run per line, with tokens",
+    "eval": "a log of Inspect AI, a sample per run, for Inspect View",
     "tokens": "Parquet: ids, labels, logprobs, advantages",
     "verl": "Parquet: a task per row, for verl's RL trainers",
     "huggingface": "a folder for datasets.load_dataset",

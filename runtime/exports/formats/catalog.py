@@ -4,6 +4,7 @@ from cray_agents.runtime.exports.export_format import LineFormat
 from cray_agents.runtime.exports.formats.atif import ATIF
 from cray_agents.runtime.exports.formats.html import HTML
 from cray_agents.runtime.exports.formats.huggingface import HUGGINGFACE
+from cray_agents.runtime.exports.formats.inspect_eval import EVAL
 from cray_agents.runtime.exports.formats.jsonl import JSONL
 from cray_agents.runtime.exports.formats.openai_lines import OPENAI, OPENAI_PREFERENCE
 from cray_agents.runtime.exports.formats.openenv import OPENENV
@@ -15,7 +16,7 @@ from cray_agents.runtime.exports.formats.verl import VERL
 from cray_agents.runtime.exports.writers.parquet_files import TableFormat
 
 _LINES = (JSONL, OPENAI, OPENAI_PREFERENCE, TRL, TRL_PROMPT_COMPLETION, TRL_PREFERENCE, SHAREGPT,
-          ATIF, OTEL, OPENENV)  # fmt: skip
+          ATIF, OTEL, OPENENV, EVAL)  # fmt: skip
 _TABLES = (TOKENS, VERL, HUGGINGFACE)
 
 LINE_FORMATS = {each.name: each for each in _LINES}

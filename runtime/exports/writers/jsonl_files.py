@@ -7,7 +7,8 @@ resume_journal.py.
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -112,7 +113,7 @@ def write_lines(
     Raises BadInput, StoreError.
     """
     if not journal.whole:
-        compress = compressor(draft.target)
+        compress = bytes if form.pack else compressor(draft.target)
         tally, total = journal.tally(), source.count()
         with _open_part(draft.part, journal.bytes) as file:
             saved = time.monotonic()
@@ -125,8 +126,24 @@ def write_lines(
                     saved = time.monotonic()
                 on_progress(ExportProgress(journal.records, journal.runs, journal.bytes, total))
             _flush(file)
-    draft.publish(journal, draft.part)
+    if form.pack is None:
+        draft.publish(journal, draft.part)
+        return journal
+    if not journal.whole:
+        draft.save(journal)
+        journal = replace(journal, bytes=_pack(form.pack, draft))
+    draft.publish(journal, draft.packed)
     return journal
+
+
+def _pack(pack: Callable[[Iterable[bytes], Path], None], draft: ExportDraft) -> int:
+    """Make the file of the lines; return its size."""
+    try:
+        with draft.part.open("rb") as lines:
+            pack(lines, draft.packed)
+        return draft.packed.stat().st_size
+    except OSError as error:
+        raise _write_error(error) from error
 
 
 def compressor(target: Path) -> Callable[[bytes], bytes]:

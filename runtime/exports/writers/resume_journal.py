@@ -2,6 +2,7 @@
 
     <target>                   absent, or the result of an earlier export
     .<target>.part             the data written so far: a file of lines, or a directory of shards
+    .<target>.packed           what a format makes of the part's lines, where it makes another file
     .<target>.export.json      the journal: the export's identity, and the valid end of the part
 
 The journal is replaced atomically. Data in the part beyond it is cut off or written again, so a
@@ -62,6 +63,7 @@ class ExportDraft:
     def __init__(self, target: Path) -> None:
         self.target = target
         self.part = target.with_name(f".{target.name}.part")
+        self.packed = target.with_name(f".{target.name}.packed")  # made of a part of lines
         self._path = target.with_name(f".{target.name}.export.json")
 
     def begin(self, fresh: ResumeJournal, *, restart: bool) -> tuple[ResumeJournal, bool]:
@@ -142,6 +144,7 @@ class ExportDraft:
             shutil.rmtree(self.part)
         else:
             self.part.unlink(missing_ok=True)
+        self.packed.unlink(missing_ok=True)
 
     def _read(self) -> ResumeJournal | None:
         try:

@@ -27,7 +27,7 @@ from cray_agents.errors import (
     TooManyRequests,
 )
 from cray_agents.queries import RunFilter
-from cray_agents.runtime.exports.export_process import LINES, PAGE, PARQUET, TAR
+from cray_agents.runtime.exports.export_process import LINES, PAGE, PARQUET, TAR, ZIP
 from cray_agents.runtime.exports.formats.catalog import FORMATS
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import path_id
@@ -43,7 +43,7 @@ RETRY_SECONDS = 10.0
 PIECE = 1 << 18  # bytes sent at a time
 FLAGS = ("strict", "skip_missing", "skip_unsupported")
 BINARY: Shape = {"type": "string", "format": "binary"}
-MEDIA: dict[str, Shape] = {LINES: TEXT, PAGE: TEXT, PARQUET: BINARY, TAR: BINARY}
+MEDIA: dict[str, Shape] = {LINES: TEXT, PAGE: TEXT, PARQUET: BINARY, TAR: BINARY, ZIP: BINARY}
 HOW: dict[str, Shape | Described] = {
     "format": Described({"enum": list(FORMATS)}, "`jsonl` unless given."),
     "strict": Described(FLAG, "A loss is an error."),
@@ -66,7 +66,8 @@ router = Router("Training")
 async def export_dataset(services: Services, request: Request) -> Response:
     """Stream a training set's runs, pairs or tokens in another format.
 
-    Lines of JSON, a page (html), a Parquet file (tokens, verl), or a tar of a folder (huggingface).
+    Lines of JSON, a page (html), a Parquet file (tokens, verl), a log (eval), or a tar of a folder
+    (huggingface).
     `x-export-losses: code=count, ...` lists the losses of the format, where they are known before
     the first byte: with `strict`, in Parquet, and where the export is small. An export that fails
     later ends with a broken connection, never with a short answer that looks whole.

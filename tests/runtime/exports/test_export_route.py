@@ -55,6 +55,17 @@ def processes() -> list[str]:
     return found
 
 
+async def test_a_log_is_the_file_of_the_command(gateway: Gateway, tmp_path: Path) -> None:
+    form = format_named("eval")
+    export(open_runs(gateway.services.home, RunFilter(), {}, False), form, tmp_path / "out")
+    response, data = await get(gateway, ALL, format="eval")
+    assert response.status == 200, data
+    assert data == (tmp_path / "out").read_bytes()
+    assert response.headers["content-type"] == "application/zip"
+    assert '.eval"' in response.headers["content-disposition"]
+    assert "exact_tokens" in response.headers["x-export-losses"]
+
+
 async def test_lines_are_those_of_the_command(gateway: Gateway, tmp_path: Path) -> None:
     home, dataset = gateway.services.home, built(gateway)
     for name in ("jsonl", "openai"):

@@ -153,5 +153,5 @@ def test_a_demonstration_is_exported_as_a_run() -> None:
 @pytest.mark.parametrize("form", LINE_FORMATS.values(), ids=list(LINE_FORMATS))
 def test_a_format_says_what_it_is(form: LineFormat) -> None:
     assert (form.write_run is None) != (form.write_pair is None)
-    assert form.suffix == ".jsonl"
+    assert (form.suffix == ".jsonl") == (form.pack is None)
     assert form.title and form.about

@@ -1,4 +1,4 @@
-"""Servers of OpenEnv: `python openenv_server.py tools|number`; prints the port."""
+"""Servers of OpenEnv: `python openenv_server.py tools|number|nasty|crowded`; prints the port."""
 
 import socket
 import sys
@@ -6,6 +6,7 @@ from typing import Any
 
 import uvicorn
 from fastmcp import FastMCP
+from misbehaviour import FLOOD, misbehave
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.mcp_environment import MCPEnvironment
@@ -43,14 +44,35 @@ class Sum(Environment):
         return State(step_count=self.steps)
 
 
+class Nasty(Sum):
+    """The same, which fails as its task's `way` says."""
+
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, way: str = "", **rest: Any
+    ) -> Hint:
+        self.way = way
+        misbehave(way)
+        first = super().reset(seed=0)
+        return Hint(text=first.text + FLOOD) if way == "floods first" else first
+
+    def step(self, action: Guess, timeout_s: float | None = None, **rest: Any) -> Hint:
+        seen = super().step(action)
+        if self.way == "floods":
+            return Hint(text=FLOOD, reward=0.0, done=False)
+        return Hint(text="", reward=float("nan"), done=True) if self.way == "nan" else seen
+
+
 class Tools(MCPEnvironment):
     """The same with MCP tools."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
+    MORE = 0
 
     def __init__(self) -> None:
         server = FastMCP("sums")
         self.said: int | None = None
+        for n in range(self.MORE):
+            server.tool(lambda: "", name=f"tool_{n}", description="Do nothing.")
 
         @server.tool
         def submit(number: int) -> str:
@@ -83,12 +105,21 @@ class Tools(MCPEnvironment):
         return State()
 
 
+class Crowded(Tools):
+    """Thousands of tools."""
+
+    MORE = 1999
+
+
+KINDS: dict[str, tuple[Any, ...]] = {
+    "tools": (Tools, CallToolAction, CallToolObservation),
+    "crowded": (Crowded, CallToolAction, CallToolObservation),
+    "number": (Sum, Guess, Hint),
+    "nasty": (Nasty, Guess, Hint),
+}
+
 if __name__ == "__main__":
-    made: Any = (
-        create_fastapi_app(Tools, CallToolAction, CallToolObservation, max_concurrent_envs=8)
-        if sys.argv[1] == "tools"
-        else create_fastapi_app(Sum, Guess, Hint, max_concurrent_envs=8)
-    )
+    made: Any = create_fastapi_app(*KINDS[sys.argv[1]], max_concurrent_envs=8)
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     server = uvicorn.Server(uvicorn.Config(made, log_level="warning"))

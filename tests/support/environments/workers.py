@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cray_agents import Platform
+from tests.support.environments import pythons
 
 HERE = Path(__file__).parent
 TRL = HERE / "trl_environments.py"
@@ -57,3 +58,16 @@ def worker(
         finally:
             begun.process.kill()
             thread.join()
+
+
+@contextmanager
+def openenv_server(kind: str) -> Iterator[str]:
+    """A server of OpenEnv in a process; its URL."""
+    words = [str(pythons.venv("openenv") / "bin" / "python"), str(HERE / "openenv_server.py"), kind]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port = process.stdout.readline().strip()
+            assert port, "the server did not start"
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()

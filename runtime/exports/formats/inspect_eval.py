@@ -1,0 +1,393 @@
+"""`eval`: one log of Inspect AI, a sample per run, which Inspect View opens.
+
+A log is a zip of JSON, in the layout of Inspect's own writer (version 2): `header.json`, one file
+in `samples/` for each sample, and `summaries.json` for the list. The lines of an export are the
+samples; `pack_log` makes the zip of them. A sample is a task, an epoch one of the runs on it; its
+`uuid` is the run's id. Rewards are scores, a run's error is the sample's error. Sample metadata
+name run, agent, model with version, loop, generation, tags, and the task's own metadata. Listed in
+catalog.py.
+"""
+
+import os
+import zipfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cray_agents.records import Message, Run, StopReason, Turn, bounded, digest, is_finding
+from cray_agents.runtime.exports.conversations.chat_messages import function_of
+from cray_agents.runtime.exports.conversations.conversation import Conversation, conversation_of
+from cray_agents.runtime.exports.export_format import (
+    Json,
+    LineFormat,
+    Written,
+    json_text,
+    unsupported,
+)
+from cray_agents.runtime.exports.formats.jsonl import check_finite
+
+VERSION = 2  # of the layout
+SEVERAL = "several"  # models or agents in one log: each sample names its own
+LONGEST = 1000  # characters of a text in the list of samples
+CHANGED = (1980, 1, 1, 0, 0, 0)  # of the files in the zip: equal exports are equal bytes
+_KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+_STOPS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls",
+          "content_filter": "content_filter"}  # fmt: skip
+_TEXTS = ("text", "input_text", "output_text")
+
+
+def _write_run(run: Run) -> Written:
+    check_finite(run)
+    conversation = conversation_of(run)
+    losses = {"exact_tokens", "call_details"}
+    messages = _messages(run, conversation, losses)
+    if any(turn.call is not None for turn in conversation.other_turns):
+        losses.add("other_calls")
+    if run.redacted or any(call.redacted for call in run.calls):
+        losses.add("redacted")
+    usage = _usage(run)
+    sample = {
+        "id": run.task.id if run.task is not None else run.id,
+        "epoch": 1,  # pack_log counts
+        "input": run.input,
+        "target": _target(run),
+        "messages": messages,
+        "output": _output(run, conversation, messages),
+        "scores": _scores(run) or None,
+        "metadata": _metadata(run, conversation),
+        "store": {},
+        "events": [],
+        "attachments": {},
+        "model_usage": usage,
+        "uuid": run.id,
+        "started_at": _time(run.started),
+        "completed_at": _time(run.started + run.seconds),
+        "total_time": run.seconds,
+        "working_time": run.seconds,
+        "error": _error(run),
+        "limit": _limit(run),
+        "turn_count": len(run.trajectory.turns),
+    }
+    return Written([sample], tuple(sorted(losses)))
+
+
+def _messages(run: Run, conversation: Conversation, losses: set[str]) -> list[Json]:
+    messages: list[Json] = []
+    functions: dict[str, str] = {}  # by the call's id
+    errors = {call.id: call.error for turn in run.trajectory.turns for call in turn.tool_calls}
+    for index, message in enumerate(conversation.messages):
+        path, role = f"messages[{index}]", message.get("role")
+        if role not in ("system", "developer", "user", "assistant", "tool"):
+            raise unsupported(run, f"{path}.role", f"is {role!r}, which this format does not have")
+        if role == "developer":
+            losses.add("developer_role")
+        if any(name not in _KNOWN and message[name] not in (None, "", [], {}) for name in message):
+            losses.add("message_fields")
+        content = _content(run, path, message, losses)
+        written: Json = {"role": "system" if role == "developer" else role, "content": content}
+        if role == "assistant":
+            turn = conversation.turns_by_message.get(index)
+            written |= _answer(run, path, message, turn, losses)
+            functions |= {call["id"]: call["function"] for call in written.get("tool_calls", ())}
+        elif role == "tool":
+            call_id = str(message.get("tool_call_id") or "")
+            written |= {"tool_call_id": call_id, "function": functions.get(call_id)}
+            if errors.get(call_id):
+                written["error"] = {"type": "unknown", "message": errors[call_id]}
+        messages.append(written)
+    return messages
+
+
+def _content(run: Run, path: str, message: Message, losses: set[str]) -> Any:
+    """Return the content as text, or as a list of parts in Inspect's shape."""
+    content = message.get("content")
+    pieces: list[Json] = []
+    thought = message.get("reasoning") or message.get("reasoning_content")
+    if thought and message.get("role") == "assistant":
+        pieces.append({"type": "reasoning", "reasoning": str(thought)})
+    if content is None or isinstance(content, str):
+        if not pieces:
+            return content or ""
+        return [*pieces, {"type": "text", "text": content or ""}]
+    if not isinstance(content, list):
+        raise unsupported(run, f"{path}.content", "is neither a text nor a list of parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        image = part.get("image_url") if isinstance(part, dict) else None
+        if kind in _TEXTS and isinstance(part.get("text"), str):
+            pieces.append({"type": "text", "text": part["text"]})
+        elif kind == "image_url" and isinstance(image, dict) and isinstance(image.get("url"), str):
+            pieces.append({"type": "image", "image": image["url"]})
+        else:
+            problem = f"has a part of type {kind!r}, which this format does not have"
+            raise unsupported(run, f"{path}.content", problem)
+        if len(part) > 2:
+            losses.add("message_fields")
+    return pieces or ""
+
+
+def _answer(run: Run, path: str, message: Message, turn: Turn | None, losses: set[str]) -> Json:
+    """Return the fields that an answer has beside its content."""
+    model = turn.call.model if turn is not None and turn.call is not None else run.model
+    answer: Json = {"model": model, "source": "generate"}
+    calls = []
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise unsupported(run, f"{path}.tool_calls[{index}]", "is no call of a function")
+        arguments = _arguments(function.get("arguments"))
+        if arguments is None:
+            losses.add("tool_arguments")
+            arguments = {"unparsed": function.get("arguments")}
+        calls.append(
+            {
+                "id": str(call.get("id") or ""),
+                "function": function["name"],
+                "arguments": arguments,
+                "type": "function",
+            }
+        )
+    return {**answer, "tool_calls": calls} if calls else answer
+
+
+def _arguments(given: Any) -> Json | None:
+    """Return a call's arguments as an object, None if they are none."""
+    try:
+        read = bounded(orjson.loads(given)) if isinstance(given, str) and given else given or {}
+    except ValueError:
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def _output(run: Run, conversation: Conversation, messages: list[Json]) -> Json:
+    model = run.calls[-1].model if run.calls else run.model
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    output: Json = {"model": model, "choices": [], "completion": ""}
+    if answers:
+        last = answers[-1]
+        turn = conversation.turns_by_message.get(last)
+        reason = turn.call.finish_reason if turn is not None and turn.call is not None else None
+        stop = _STOPS.get(reason or "", "unknown")
+        content = messages[last]["content"]
+        text = (
+            content if isinstance(content, str) else "\n".join(p.get("text", "") for p in content)
+        )
+        output["choices"] = [{"message": messages[last], "stop_reason": stop}]
+        output["completion"] = text.strip("\n")
+        output["usage"] = _count(run.usage.prompt_tokens, run.usage.completion_tokens)
+    return output
+
+
+def _usage(run: Run) -> Json:
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for call in run.calls:
+        counts[call.model][0] += len(call.prompt_token_ids)
+        counts[call.model][1] += len(call.token_ids)
+    return {model: _count(read, sampled) for model, (read, sampled) in counts.items()}
+
+
+def _count(read: int, sampled: int) -> Json:
+    return {"input_tokens": read, "output_tokens": sampled, "total_tokens": read + sampled}
+
+
+def _scores(run: Run) -> Json:
+    """Return a score for each reward, named by it, and by source and turn where that is needed."""
+    names = Counter(reward.name for reward in run.rewards)
+    scores: Json = {}
+    for reward in run.rewards:
+        name = reward.source if is_finding(reward.source) else reward.name
+        if reward.turn is not None:
+            name = f"{name}[{reward.turn}]"
+        if names[reward.name] > 1 and name in scores:
+            name = f"{name} ({reward.source})"
+        about = {"source": reward.source, "turn": reward.turn, "giver": reward.giver}
+        scores[name] = {"value": reward.value, "explanation": reward.comment, "metadata": about}
+    return scores
+
+
+def _metadata(run: Run, conversation: Conversation) -> Json:
+    functions = [function_of(tool) for tool in conversation.tools if isinstance(tool, dict)]
+    name, _, number = run.model.rpartition("@")
+    known = {
+        "run": run.id,
+        "agent": run.agent,
+        "model": run.model,
+        "model_name": name or run.model,
+        "model_version": int(number) if name and number.isdigit() else None,
+        "loop": run.loop,
+        "generation": run.generation,
+        "attempt": run.attempt,
+        "split": None if run.task is None else run.task.split,
+        "reward": run.reward,
+        "stop_reason": str(run.stop_reason),
+        "tags": run.tags,
+        "tools": [function for function in functions if function is not None],
+        "task": {} if run.task is None else run.task.metadata,
+        "imported": run.imported,
+    }
+    return {key: value for key, value in known.items() if value not in (None, [], {})}
+
+
+def _target(run: Run) -> str | list[str]:
+    target = run.target
+    if isinstance(target, list) and all(isinstance(each, str) for each in target):
+        return list(target)
+    if target is None or isinstance(target, str):
+        return target or ""
+    return json_text(run, "target", target)
+
+
+def _error(run: Run) -> Json | None:
+    if run.error is None:
+        return None
+    text = f"{run.error.type}: {run.error.message}"
+    return {"message": text, "traceback": text, "traceback_ansi": text}
+
+
+def _limit(run: Run) -> Json | None:
+    limits = {
+        StopReason.max_turns: ("turn", float(len(run.trajectory.turns))),
+        StopReason.max_tokens: ("token", float(run.usage.completion_tokens)),
+        StopReason.timeout: ("time", run.seconds),
+    }
+    if run.stop_reason not in limits:
+        return None
+    kind, reached = limits[run.stop_reason]
+    return {"type": kind, "limit": reached, "reason": f"the run ended by {run.stop_reason}"}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def pack_log(lines: Iterable[bytes], target: Path) -> None:
+    """Write samples, each a line of JSON, as one log to a new file. Raises OSError."""
+    summaries: list[Json] = []
+    epochs = Counter[str]()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as log:
+        for line in lines:
+            sample: Json = orjson.loads(line)
+            epochs[sample["id"]] += 1
+            sample["epoch"] = epochs[sample["id"]]
+            name = f"samples/{sample['id']}_epoch_{sample['epoch']}.json"
+            log.writestr(_entry(name), orjson.dumps(sample))
+            summaries.append(_summary(sample))
+        header = _header(summaries)
+        start = {name: header[name] for name in ("version", "eval", "plan")}
+        log.writestr(_entry("_journal/start.json"), orjson.dumps(start))
+        log.writestr(_entry("summaries.json"), orjson.dumps(summaries))
+        log.writestr(_entry("header.json"), orjson.dumps(header))
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name, CHANGED)
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    return entry
+
+
+def _summary(sample: Json) -> Json:
+    """Return a sample as the list shows it."""
+    same = ("id", "epoch", "target", "scores", "model_usage", "uuid", "started_at", "completed_at",
+            "total_time", "working_time", "turn_count")  # fmt: skip
+    short = {
+        key: value[:LONGEST] if isinstance(value, str) else value
+        for key, value in sample["metadata"].items()
+        if isinstance(value, str | int | float)
+    }
+    return {
+        **{name: sample[name] for name in same},
+        "input": sample["input"][:LONGEST],
+        "metadata": short,
+        "error": sample["error"] and sample["error"]["message"][:LONGEST],
+        "limit": sample["limit"] and sample["limit"]["type"],
+        "completed": True,
+        "message_count": len(sample["messages"]),
+    }
+
+
+def _header(summaries: list[Json]) -> Json:
+    """Return the log's header: what was evaluated, and the mean of each score."""
+    agents, models = (
+        sorted({summary["metadata"].get(name, "") for summary in summaries})
+        for name in ("agent", "model")
+    )
+    started = min((summary["started_at"] for summary in summaries), default=_time(0))
+    ended = max((summary["completed_at"] for summary in summaries), default=_time(0))
+    ids = sorted({summary["id"] for summary in summaries})
+    name = digest([summary["uuid"] for summary in summaries], 22)
+    scores = list(_means(summaries))
+    loops = {summary["metadata"].get("loop") for summary in summaries} - {None}
+    about = {"models": models, "agents": agents, "loops": sorted(loops)}
+    return {
+        "version": VERSION,
+        "status": "success",
+        "eval": {
+            "eval_id": name,
+            "run_id": name,
+            "created": started,
+            "task": _one(agents, "runs"),
+            "task_id": name,
+            "dataset": {"name": "runs", "samples": len(ids), "sample_ids": ids},
+            "model": _one(models, "unknown"),
+            "config": {"epochs": max((summary["epoch"] for summary in summaries), default=1)},
+            "packages": {"cray-agents": version("cray-agents")},
+            "metadata": about,
+            "scorers": [{"name": score["name"]} for score in scores],
+        },
+        "plan": {"name": "plan", "steps": [], "config": {}},
+        "results": {
+            "total_samples": len(summaries),
+            "completed_samples": sum(summary["error"] is None for summary in summaries),
+            "scores": scores,
+        },
+        "stats": {
+            "started_at": started,
+            "completed_at": ended,
+            "model_usage": _sum_usage(summaries),
+        },
+    }
+
+
+def _means(summaries: list[Json]) -> Iterator[Json]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for summary in summaries:
+        for name, score in (summary["scores"] or {}).items():
+            values[name].append(score["value"])
+    for name, given in sorted(values.items()):
+        mean = {"name": "mean", "value": sum(given) / len(given)}
+        yield {
+            "name": name,
+            "scorer": name,
+            "scored_samples": len(given),
+            "unscored_samples": len(summaries) - len(given),
+            "metrics": {"mean": mean},
+        }
+
+
+def _sum_usage(summaries: list[Json]) -> Json:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for summary in summaries:
+        for model, usage in summary["model_usage"].items():
+            counts[model].update(usage)
+    return {model: dict(count) for model, count in counts.items()}
+
+
+def _one(names: list[str], missing: str) -> str:
+    return (names[0] or missing) if len(names) == 1 else SEVERAL if names else missing
+
+
+EVAL = LineFormat(
+    name="eval",
+    title="Log of Inspect AI",
+    about="a sample per run with messages, tool calls, scores, errors, model usage and metadata",
+    write_run=_write_run,
+    suffix=".eval",
+    pack=pack_log,
+)
