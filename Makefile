@@ -61,6 +61,7 @@ soak: setup
 	@CRAY_TEST_FAMILIES=qwen3,gpt_oss,qwen3_moe,gemma3_text,lfm2 $(PY) -m pytest -s --timeout 3600 tests/trainers/universal/test_weight_shards.py
 	@CRAY_TEST_ATTACKS=all $(PY) -m pytest -s tests/tools/test_verifier_attacks.py
 	@CRAY_TEST_SABOTAGE=all $(PY) -m pytest -s --timeout 3600 tests/cookbook/test_13.py
+	@CRAY_TEST_ENVIRONMENTS=all $(PY) -m pytest -s --timeout 3600 tests/test_environments_learn.py
 	@CRAY_TEST_TINKER=1 $(PY) -m pytest tests/test_tinker_loops.py
 	@CRAY_TEST_BRIDGE=1 $(PY) -m pytest -s --timeout 3600 tests/trainers/bridge/test_bridge_environment.py
 	@CRAY_TEST_FAMILIES=all $(PY) -m pytest -s --timeout 3600 tests/trainers/universal/test_families.py

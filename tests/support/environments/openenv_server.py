@@ -1,10 +1,11 @@
-"""Servers of OpenEnv: `python openenv_server.py tools|number|nasty|crowded`; prints the port."""
+"""Servers of OpenEnv: `python openenv_server.py KIND`, a key of KINDS; prints the port."""
 
 import socket
 import sys
 from typing import Any
 
 import uvicorn
+from echo import numbers, question
 from fastmcp import FastMCP
 from misbehaviour import FLOOD, misbehave
 from openenv.core.env_server.http_server import create_fastapi_app
@@ -62,6 +63,27 @@ class Nasty(Sum):
         return Hint(text="", reward=float("nan"), done=True) if self.way == "nan" else seen
 
 
+class Say(Action):
+    text: str
+
+
+class Echo(Environment):
+    """The number of the seed is to be told again."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **rest: Any) -> Hint:
+        self.number = numbers()[int(seed or 0)]
+        return Hint(text=question(self.number))
+
+    def step(self, action: Say, timeout_s: float | None = None, **rest: Any) -> Hint:
+        return Hint(text="", reward=float(action.text == self.number), done=True)
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
 class Tools(MCPEnvironment):
     """The same with MCP tools."""
 
@@ -116,6 +138,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "crowded": (Crowded, CallToolAction, CallToolObservation),
     "number": (Sum, Guess, Hint),
     "nasty": (Nasty, Guess, Hint),
+    "echo": (Echo, Say, Hint),
 }
 
 if __name__ == "__main__":
