@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME at the root of the checkout from requirements/NAME.txt, with the Python of .venv: an environment for
-# programs whose pins clash with ours.     requirements/environment.sh foreign|inspect|litellm|openenv|tinker|verifiers
+# programs whose pins clash with ours.  requirements/environment.sh foreign|inspect|litellm|ogx|openenv|tinker|verifiers
 # Safe to run again at any time, also twice at once: a finished one is recognised by its stamp in no time, a half-finished
 # or outdated one is made anew. Called by the tests (all but litellm) and the benchmark (litellm); after `make setup`.
 # .venv-tinker also sees the packages of .venv below its own: torch and transformers are too large to have twice.
+# .venv-ogx has a Python of 3.12 or newer, where the machine has one: ogx-client asks for it, and runs on 3.11 all the same.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-name=${1:?"name an environment: foreign, inspect, litellm, openenv, tinker or verifiers"}
+name=${1:?"name an environment: foreign, inspect, litellm, ogx, openenv, tinker or verifiers"}
 file=requirements/$name.txt
 venv=.venv-$name
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
@@ -23,11 +24,18 @@ if command -v flock >/dev/null; then # two at once: the second waits, and finds 
   finished && exit 0
 fi
 
+python=.venv/bin/python more=()
+if [ "$name" = ogx ]; then
+  for newer in python3.14 python3.13 python3.12 "$HOME"/.pyenv/versions/3.1[2-9]*/bin/python; do
+    "$newer" -c 'import venv' 2>/dev/null && python=$newer && break
+  done
+  more=(--ignore-requires-python)
+fi
 say "Setting up $venv (once): $(grep -c == "$file") packages of $file, pinned"
 rm -rf "$venv"
-.venv/bin/python -m venv --without-pip "$venv"
+"$python" -m venv --without-pip "$venv"
 .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
-  --require-hashes --progress-bar off -r "$file"
+  --require-hashes --progress-bar off "${more[@]}" -r "$file"
 if [ "$name" = tinker ]; then
   below=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

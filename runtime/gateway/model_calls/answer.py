@@ -24,6 +24,7 @@ from cray_agents.runtime.gateway.http.bodies import ID, check_unmarked, read_jso
 from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
+from cray_agents.runtime.gateway.model_calls.apis.open_responses import complete_answer
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
 from cray_agents.runtime.gateway.model_calls.call import Call
 from cray_agents.runtime.gateway.model_calls.call_spans import begin_span, end_span, failed_span
@@ -80,6 +81,8 @@ async def _answer(
     begin_span(services, request, call, named=_named_run(services, request) is not None)
     last_event = call.api.last_event if call.exchange.streams else None
     answer = services.pool.answer(wanted, call.exchange)
+    if call.api is RESPONSES:
+        answer = complete_answer(answer, call.exchange.request)
     answer = live.count_outcome(model, call.session, call.exchange, answer, last_event)
     headers = {"x-run-id": call.run_id}
     if not call.exchange.streams:
