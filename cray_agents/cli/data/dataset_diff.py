@@ -75,10 +75,5 @@ def _print(answer: dict[str, Any]) -> None:
 
 
 def _row(name: str, one: float | None, other: float | None) -> dict[str, Any]:
-    known = one is not None and other is not None
-    return {
-        "figure": name,
-        "one": one,
-        "other": other,
-        "difference": round(other - one, 4) if known else None,
-    }
+    difference = None if one is None or other is None else round(other - one, 4)
+    return {"figure": name, "one": one, "other": other, "difference": difference}
