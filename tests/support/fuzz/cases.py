@@ -30,6 +30,8 @@ GETS = (
     "/v1/trajectories/{run_id}/turns/{number}/tokens",
     "/v1/trajectories/stats",
     "/v1/trajectories/diff",
+    "/v1/datasets/diff",
+    "/v1/datasets/diff/runs",
     "/v1/datasets/{dataset_id}/histograms",
     "/v1/datasets/{dataset_id}/samples",
     "/v1/jobs/{job_id}/series",

@@ -39,6 +39,7 @@ export function VirtualList(props: VirtualListProps) {
     estimateSize: () => estimate,
     getItemKey: keyOf ?? ((index: number) => index),
     overscan: 4,
+    scrollPaddingEnd: scroller.current?.querySelector<HTMLElement>(".head")?.offsetHeight ?? 0,
     scrollToFn: elementScroll,
     observeElementRect,
     observeElementOffset,
