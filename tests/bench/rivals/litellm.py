@@ -3,7 +3,7 @@
 It runs from an environment of its own (requirements/environment.sh litellm). Set as fast as it can
 fairly be: one worker, as the gateway is one process; of its servers and its providers for such a
 target the fastest that were tried (granian; `hosted_vllm`: a quarter less CPU than `openai` on
-streams); no database, callbacks, logging of streams, retries or debug output; no keys, which it
+streams); no database, callbacks, logging of streams or debug output; no keys, which it
 allows for local use only and so do we (it listens on the loopback, for as long as the benchmark
 runs). The table of prices is read from the package, not fetched, and nothing of our environment is
 passed on. Called by gateway.py and vllm_gateway.py.
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+RETRIES = 2  # a kept connection that vLLM ended meanwhile would fail its request
 START = 120.0  # seconds it may take to answer: its imports alone take several
 ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched when the program starts
@@ -80,7 +81,7 @@ def _config(target_url: str, model: str, headers: Mapping[str, str]) -> dict[str
             "telemetry": False,
             "disable_streaming_logging": True,
         },
-        "router_settings": {"num_retries": 0, "disable_cooldowns": True},
+        "router_settings": {"num_retries": RETRIES, "disable_cooldowns": True},
         "general_settings": {
             "disable_spend_logs": True,
             "disable_error_logs": True,
