@@ -4,7 +4,7 @@
 # make lint    ruff and mypy
 # make docs    set up, then build the site into site/
 # make ui      set up, then build the dashboard into runtime/dashboard/static
-# make bench   set up, then measure             make soak    set up, then long fault campaigns
+# make bench   set up, then measure (beside rivals: ARGS=rivals)    make soak    set up, then long fault campaigns
 # make gpu     measure the trainer on this machine's GPU, without set-up: CONTRIBUTING.md
 PY := .venv/bin/python
 # where it is set, each of the tests' thousand processes would compile the sources anew

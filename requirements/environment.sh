@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME at the root of the checkout from requirements/NAME.txt, with the Python of .venv: an environment for
-# programs whose pins clash with ours.  requirements/environment.sh foreign|inspect|litellm|ogx|openenv|tinker|verifiers
+# programs whose pins clash with ours.     requirements/environment.sh NAME
+# foreign, inspect, ogx, openenv, tinker and verifiers are for tests, litellm, sglang_router and vllm_router for benchmarks.
 # Safe to run again at any time, also twice at once: a finished one is recognised by its stamp in no time, a half-finished
-# or outdated one is made anew. Called by the tests (all but litellm) and the benchmark (litellm); after `make setup`.
+# or outdated one is made anew. Called by the tests and the benchmarks that use them; after `make setup`.
 # .venv-tinker also sees the packages of .venv below its own: torch and transformers are too large to have twice.
 # .venv-ogx has a Python of 3.12 or newer, where the machine has one: ogx-client asks for it, and runs on 3.11 all the same.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-name=${1:?"name an environment: foreign, inspect, litellm, ogx, openenv, tinker or verifiers"}
+name=${1:?"name an environment: $(cd requirements && echo *.txt)"}
 file=requirements/$name.txt
 venv=.venv-$name
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }

@@ -1,4 +1,4 @@
-"""Runs the benchmarks named on the command line, or all."""
+"""Runs the benchmarks named on the command line, or all; `rivals` has parts of its own."""
 
 import asyncio
 import os
@@ -17,7 +17,6 @@ from cray_agents.records import Event, ModelCall
 from cray_agents.runtime.store import Store
 from cray_agents.tools.calculator import calculator
 from tests.bench import (
-    agent_overhead,
     batches,
     crowd,
     delta,
@@ -37,6 +36,7 @@ from tests.bench import (
     trajectories,
     uploads,
 )
+from tests.bench.rivals import catalog
 from tests.bench.rounds import row, side_by_side
 
 
@@ -89,12 +89,10 @@ async def agent(home: Path) -> None:
 
 ALL = {
     "agent": agent,
-    "agent_overhead": agent_overhead.main,
     "crowd": crowd.main,
     "recording": recording.main,
     "store": store,
     "scripted": gateway.alone,
-    "gateway": gateway.against_vllm,
     "scaling": scaling.scaling,
     "gateways": gateways.at_one_port,
     "memory": gateway.memory,
@@ -117,7 +115,10 @@ ALL = {
 
 
 async def main(names: list[str]) -> None:
-    """Those of these names, or all."""
+    """Those of these names, or all; after `rivals` its parts."""
+    if names[:1] == ["rivals"]:
+        await catalog.main(names[1:])
+        return
     print("| what | of | median | ratio |\n|---|---|---|---|", flush=True)
     for name in names or ALL:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,28 +1,19 @@
-"""The gateway, capture on, against the same vLLM directly, with LiteLLM's proxy beside it."""
+"""The gateway alone, over a scripted engine; what clients of it measure is in rivals/, too."""
 
 import asyncio
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
 
-from cray_agents import local_platform
-from cray_agents.cli.agent.agents import load
-from cray_agents.runtime.vllm_plugins.lock import HEADER
-from tests.bench.litellm import litellm_proxy
-from tests.bench.rounds import Measure, row, side_by_side
+from tests.bench.rounds import Measure, row
 from tests.support.gateway_process import gateway as scripted_gateway
-from tests.support.vllm_pool import secret_of
 
-ROOT = Path(__file__).parents[2]
-BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
 PATH = "/v1/chat/completions"
 CONCURRENT = 32
 REQUESTS = int(os.environ.get("CRAY_BENCH_REQUESTS", "1000000"))  # of `memory`
@@ -82,44 +73,6 @@ def latencies(http: aiohttp.ClientSession, urls: dict[str, str], body: dict[str,
         return {name: statistics.median(found) for name, found in times.items()}
 
     return measure
-
-
-async def against_vllm(home: Path) -> None:
-    """Throughput and latency through the gateway and through LiteLLM, against vLLM itself."""
-    script = ROOT / "requirements" / "environment.sh"
-    await asyncio.to_thread(subprocess.run, [str(script), "litellm"], check=True)
-    load(BOOK).make_model(home / "model")
-    with ExitStack() as stack:
-        platform = stack.enter_context(
-            local_platform(home / "root", model=home / "model", name="calc")
-        )
-        replica = (await platform.pool())[0]
-        await platform.close()
-        direct = f"http://127.0.0.1:{replica['port']}"
-        unlock = {HEADER: secret_of(replica["pid"])}
-        python = ROOT / ".venv-litellm" / "bin" / "python"
-        litellm = stack.enter_context(litellm_proxy(direct, "calc", python, unlock))
-        urls = {"gateway": platform.url, "LiteLLM": litellm, "vLLM": direct}
-        urls = {name: url + PATH for name, url in urls.items()}
-        async with session(unlock) as http:
-            for stream in (False, True):
-                body = {**CHAT, "model": "calc", "stream": stream}
-                measures = {n: throughput(http, url, body, 320) for n, url in urls.items()}
-                for measure in measures.values():
-                    await measure()  # warm
-                what = f"{CONCURRENT} concurrent, 64 tokens{', streaming' if stream else ''}"
-                await side_by_side(what, "requests/s", measures)
-            await _latency(http, urls)
-
-
-async def _latency(http: aiohttp.ClientSession, urls: dict[str, str]) -> None:
-    measure = latencies(http, urls, {**CHAT, "model": "calc", "max_tokens": 1, "min_tokens": 1})
-    await measure(20)
-    rounds = [await measure() for _ in range(5)]
-    for name in ("gateway", "LiteLLM"):
-        added = statistics.median(found[name] - found["vLLM"] for found in rounds)
-        alone = statistics.median(found["vLLM"] for found in rounds)
-        row("one at a time, 1 token", f"{name}, over vLLM's {alone:.1f} ms", f"{added:+.2f} ms")
 
 
 async def memory(home: Path) -> None:

@@ -53,7 +53,7 @@ WORDS = [
 
 
 # ---- a replica
-def _samples() -> bytes:
+def samples_json() -> bytes:
     sample = {
         "prompt_token_ids": list(range(40)), "token_ids": list(range(64)),
         "logprobs": [-0.5] * 64, "finish_reason": "stop", "name": "x", "versions": [[0, LABEL]],
@@ -67,7 +67,7 @@ def _whole(name: str) -> bytes:
         "id": name, "object": "chat.completion", "created": 0, "model": ALIAS,
         "usage": {}, "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
     }, separators=(",", ":")).encode()  # fmt: skip
-    body = content + _samples()
+    body = content + samples_json()
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nx-cray-body: {len(content)}"
     return f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
@@ -80,7 +80,7 @@ def _streamed(name: str) -> bytes:
         choice = {"index": 0, "delta": {"content": word}, "finish_reason": finish}
         chunk = json.dumps(head | {"choices": [choice]}, separators=(",", ":"))
         events += b"data: " + chunk.encode() + b"\n\n"
-    body = events + b"data: [DONE]\n\nevent: cray.samples\ndata: " + _samples() + b"\n\n"
+    body = events + b"data: [DONE]\n\nevent: cray.samples\ndata: " + samples_json() + b"\n\n"
     first = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-cray-version: {LABEL}"
     return f"{first}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
@@ -177,7 +177,7 @@ async def _ask(port: int, body: bytes) -> float:
 
 # ---- the processes
 @contextmanager
-def _process(*argv: str, says: str = "", cwd: Path = ROOT) -> Iterator[tuple[str, int]]:
+def started(*argv: str, says: str = "", cwd: Path = ROOT) -> Iterator[tuple[str, int]]:
     """Yield the last word of its first line with `says` in it, and its pid."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -198,7 +198,7 @@ def _cpu_seconds(pids: list[int]) -> float:
     return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
 
 
-def _root(folder: Path, replicas: list[str]) -> Home:
+def published_root(folder: Path, replicas: list[str]) -> Home:
     """A root with a version, and the word of a controller that is gone."""
     home = Home(folder)
     registry = Registry(home)
@@ -222,17 +222,17 @@ async def at_one_port(home: Path) -> None:
     figures: dict[tuple[int, bool], list[tuple[float, float]]] = {}
     with ExitStack() as stack:
         replicas = [
-            stack.enter_context(_process("tests.bench.gateways", str(os.getpid())))[0]
+            stack.enter_context(started("tests.bench.gateways", str(os.getpid())))[0]
             for _ in range(REPLICAS)
         ]
         sites: dict[int, tuple[int, list[int]]] = {}
         for count in PROCESSES:
-            root = _root(home / f"gateways-{count}", replicas)
+            root = published_root(home / f"gateways-{count}", replicas)
             port, pids = 0, []
             for _ in range(count):
                 argv = ["cray_agents", "gateway", "--home", str(root.root), "--port", str(port)]
                 url, pid = stack.enter_context(
-                    _process(*argv, says="further gateway", cwd=root.root)
+                    started(*argv, says="further gateway", cwd=root.root)
                 )
                 port = int(url.removesuffix("/v1").rpartition(":")[2])
                 pids.append(pid)

@@ -3,10 +3,10 @@
 It runs from an environment of its own (requirements/environment.sh litellm). Set as fast as it can
 fairly be: one worker, as the gateway is one process; of its servers and its providers for such a
 target the fastest that were tried (granian; `hosted_vllm`: a quarter less CPU than `openai` on
-streams); no database, callbacks, logging of streams, retries or debug output; no keys, which it
+streams); no database, callbacks, logging of streams or debug output; no keys, which it
 allows for local use only and so do we (it listens on the loopback, for as long as the benchmark
 runs). The table of prices is read from the package, not fetched, and nothing of our environment is
-passed on. Called by gateway.py.
+passed on. Called by gateway.py and vllm_gateway.py.
 """
 
 import json
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+RETRIES = 2  # a kept connection that vLLM ended meanwhile would fail its request
 START = 120.0  # seconds it may take to answer: its imports alone take several
 ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched when the program starts
@@ -41,7 +42,7 @@ def litellm_proxy(
     the interpreter of LiteLLM's environment; `headers` are sent to the server with each request.
     Raises RuntimeError with the end of its log if it ends, or does not answer in START seconds.
     """
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
         config = Path(folder) / "config.yaml"
@@ -60,7 +61,7 @@ def litellm_proxy(
             _wait(url, process, Path(log.name))
             yield url
         finally:
-            _end(process)
+            end_of(process)
 
 
 def _config(target_url: str, model: str, headers: Mapping[str, str]) -> dict[str, object]:
@@ -80,7 +81,7 @@ def _config(target_url: str, model: str, headers: Mapping[str, str]) -> dict[str
             "telemetry": False,
             "disable_streaming_logging": True,
         },
-        "router_settings": {"num_retries": 0, "disable_cooldowns": True},
+        "router_settings": {"num_retries": RETRIES, "disable_cooldowns": True},
         "general_settings": {
             "disable_spend_logs": True,
             "disable_error_logs": True,
@@ -101,8 +102,8 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"LiteLLM's proxy {state}:\n{log.read_text()[-3000:]}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it: politely, and then with the workers it has, which are its process group."""
+def end_of(process: subprocess.Popen[bytes]) -> None:
+    """End a process: politely, and then with the workers it has, which are its process group."""
     process.terminate()
     try:
         process.wait(10)
@@ -111,6 +112,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nothing listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

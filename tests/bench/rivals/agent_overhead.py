@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.bench.rounds import row
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 ROUNDS = 30
 TURNS = 10
@@ -30,6 +30,7 @@ async def main(home: Path) -> None:
     """A row for each framework: µs a turn beyond the bare loop, and ratios to its time."""
     script = ROOT / "requirements" / "environment.sh"
     await asyncio.to_thread(subprocess.run, [str(script), "foreign"], check=True)
+    print("| what | of | median | ratio |\n|---|---|---|---|", flush=True)
     with scripted_server() as url:
         for name, venv in (
             ("cray-agents", ".venv"),

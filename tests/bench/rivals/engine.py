@@ -1,0 +1,95 @@
+"""A scripted engine for gateways: the same sixteen pieces, whole, or one every PACE seconds.
+
+    python -m tests.bench.rivals.engine PARENT_PID PACE
+
+Says its port. To our gateway, which asks for the samples, it gives them as our replicas do; to the
+others it answers as a plain vLLM does, and they ask it for its health and its models first.
+"""
+
+import asyncio
+import sys
+from typing import cast
+
+import uvloop
+
+from cray_agents.processes import die_with_parent
+from tests.bench.gateways import STREAMED, WHOLE, PreparedAnswers
+
+CAPTURE, MODELS = b"\r\nx-cray-capture:", b"/v1/models"
+_SAMPLES = b"event: cray.samples\n"
+_LIST = b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"vllm"}]}'
+
+
+def _plain(whole: bytes) -> bytes:
+    """The same answer without the samples behind it."""
+    head, _, body = whole.partition(b"\r\n\r\n")
+    size = int(head.partition(b"x-cray-body: ")[2].split(b"\r\n")[0])
+    return _answer(body[:size])
+
+
+def _answer(body: bytes, kind: bytes = b"application/json") -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n"
+    return head % (kind, len(body)) + body
+
+
+PLAIN, LIST, HEALTHY = _plain(WHOLE), _answer(_LIST), _answer(b"{}")
+_EVENTS = STREAMED.partition(b"\r\n\r\n")[2].partition(_SAMPLES)[0]
+PLAIN_STREAMED = _answer(_EVENTS, b"text/event-stream")
+
+
+class Engine(asyncio.Protocol):
+    """A connection to the engine."""
+
+    pace = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._received = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while (end := self._received.find(b"\r\n\r\n")) >= 0:
+            head = self._received[:end].lower()
+            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+            if len(self._received) < end + 4 + length:
+                return
+            body = self._received[end + 4 : end + 4 + length]
+            self._received = self._received[end + 4 + length :]
+            self._answer(head, body)
+
+    def _answer(self, head: bytes, body: bytes) -> None:
+        if not head.startswith(b"post"):
+            self._transport.write(LIST if MODELS in head.split(b"\r\n")[0] else HEALTHY)
+            return
+        captured = CAPTURE in head
+        streams = b'"stream":true' in body or b'"stream": true' in body
+        if streams:
+            answer = STREAMED if captured else PLAIN_STREAMED
+        else:
+            answer = WHOLE if captured else PLAIN
+        name = b"chatcmpl-" + head.partition(b"x-request-id: ")[2].split(b"\r\n")[0]
+        if captured:
+            answer = answer.replace(PreparedAnswers.NAME.encode(), name)
+        if self.pace and streams:
+            asyncio.get_running_loop().create_task(self._stream(answer))
+        else:
+            self._transport.write(answer)
+
+    async def _stream(self, answer: bytes) -> None:
+        *events, last = answer.split(b"\n\ndata: {")
+        for number, event in enumerate(events):
+            self._transport.write((b"\n\ndata: {" if number else b"") + event)
+            await asyncio.sleep(self.pace)
+        self._transport.write(b"\n\ndata: {" + last)
+
+
+async def _serve() -> None:
+    server = await asyncio.get_running_loop().create_server(Engine, "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    Engine.pace = float(sys.argv[2])
+    uvloop.run(_serve())
