@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform import compose
+from cray_agents.cli.platform import replica_devices
 from cray_agents.cli.platform.compose import slurm_hosts
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.config import Config
@@ -163,7 +163,7 @@ def test_jobs_need_slurm_and_their_gpus_divide_over_their_nodes(
     assert slurm_hosts(config, "m", 0, local) == []
     with pytest.raises(SetupError, match="slurm:2 needs Slurm, and this platform has local"):
         slurm_hosts(config, "m", 2, local)
-    monkeypatch.setattr(compose, "has_gpu_build", lambda: True)
+    monkeypatch.setattr(replica_devices, "has_gpu_build", lambda: True)
     wide = {"replica_nodes": 2, "engine_args": ["-tp", "16"]}
     (host,) = slurm_hosts(config.model_copy(update=wide), "m", 1, Slurm(tmp_path))
     command = host._command

@@ -71,7 +71,7 @@ def test_ogx_client(platform: Platform) -> None:
     assert said["tool"] == {"name": "get_weather", "arguments": '{"location": "Paris"}'}
     assert json.loads(said["response_tool"]) == {"location": "Paris"}
     assert len(said["logprobs"]) > 1 and max(said["logprobs"]) <= 0
-    assert said["completion"]["completion_tokens"] == 4 and said["pieces"] >= 4
+    assert said["completion"]["completion_tokens"] == 4 and said["pieces"] > 1
     assert (said["events"][0], said["events"][-1]) == ("response.created", "response.completed")
     assert said["unknown"] == "model_not_found"
     batch = said["batch"]
