@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from cray_agents.config import JobKind
+from cray_agents.config.job_section import JobKind
 from cray_agents.records import ProbePrompt, Record, WeightChange
 from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import Dtype, JobSpec, JobStatus

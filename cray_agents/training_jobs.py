@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-from cray_agents.config import check_options_of_job
+from cray_agents.config.job_section import check_options_of_job
 from cray_agents.errors import BadInput
 from cray_agents.records import Record, StrictRecord, digest
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cray_agents.config import PriceSettings
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.runtime.scaling.holdings import Piece
 from cray_agents.runtime.views.view_records import CostAmount
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from cray_agents.config import PriceSettings
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.queries import RunFilter
 from cray_agents.runtime.cost.amount import HOUR, Amount, Pricer, sum_of
 from cray_agents.runtime.scaling.holdings import LedgerAccount, Piece

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cray_agents.config import PriceSettings
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cray_agents.config import PriceSettings
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.runtime.batches.queue import BatchQueue

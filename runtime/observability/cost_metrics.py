@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
-from cray_agents.config import PriceSettings
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.paths import Home
 from cray_agents.runtime.cost.amount import Amount
 from cray_agents.runtime.cost.cost_account import CostAccount, account_of

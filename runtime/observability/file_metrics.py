@@ -17,7 +17,7 @@ from typing import Any, get_args
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from cray_agents.config import PriceSettings
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.errors import CrayError
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.batch_records import Status

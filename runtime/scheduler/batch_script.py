@@ -19,7 +19,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from cray_agents.config import JobSettings
+from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import SchedulerError
 from cray_agents.ports import Command
 from cray_agents.runtime.scheduler.site_environment import (

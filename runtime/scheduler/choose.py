@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from cray_agents.config import Config, JobSettings
+from cray_agents.config import Config
+from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, host_gpus, place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses

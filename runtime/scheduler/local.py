@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from cray_agents.config import JobSettings
+from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.controller_lease import Guard, unguarded

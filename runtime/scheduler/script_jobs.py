@@ -15,7 +15,7 @@ import shlex
 import time
 from pathlib import Path
 
-from cray_agents.config import SLURM_OWN, check_slurm_options
+from cray_agents.config.job_section import SLURM_OWN, check_slurm_options
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from cray_agents.config import FABRICS, RESERVED, JobContainer, JobSettings
+from cray_agents.config.job_section import FABRICS, RESERVED, JobContainer, JobSettings
 from cray_agents.errors import SchedulerError
 from cray_agents.ports import Command
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cray_agents.config import JobKind, JobSettings
+from cray_agents.config.job_section import JobKind, JobSettings
 from cray_agents.errors import Corrupt, SchedulerError
 from cray_agents.ports import Command, CommandState, CommandStatus
 from cray_agents.records import canonical

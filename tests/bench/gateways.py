@@ -10,10 +10,8 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +22,7 @@ from cray_agents.processes import die_with_parent
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.pool.published_replicas import PublishedPool, PublishedReplica
 from cray_agents.runtime.registry.registry import Registry
+from tests.bench.load import ask
 from tests.bench.rounds import ROUNDS, row
 from tests.support.bare_models import bare_model
 
@@ -106,9 +105,17 @@ class PreparedAnswers(asyncio.Protocol):
                 return
             body = self._received[end + 4 : end + 4 + length]
             self._received = self._received[end + 4 + length :]
-            answer = STREAMED if b'"stream":true' in body else WHOLE
-            name = b"chatcmpl-" + head.partition(b"x-request-id: ")[2].split(b"\r\n")[0]
-            self._transport.write(answer.replace(self.NAME.encode(), name))
+            self.answer(head, body)
+
+    def answer(self, head: bytes, body: bytes) -> None:
+        """Answer a request: its head in lower case, and its body."""
+        answer = STREAMED if b'"stream":true' in body else WHOLE
+        self._transport.write(self.named(answer, head))
+
+    def named(self, answer: bytes, head: bytes) -> bytes:
+        """Return a prepared answer under the request's own id."""
+        name = b"chatcmpl-" + head.partition(b"x-request-id: ")[2].split(b"\r\n")[0]
+        return answer.replace(self.NAME.encode(), name)
 
 
 WHOLE, STREAMED = _whole(PreparedAnswers.NAME), _streamed(PreparedAnswers.NAME)
@@ -119,60 +126,6 @@ async def _replica() -> None:
     server = await loop.create_server(PreparedAnswers, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
-
-
-# ---- the client
-class AskingConnection(asyncio.Protocol):
-    """A connection that asks again as soon as it was answered, while there are requests left."""
-
-    def __init__(self, request: bytes, left: Iterator[int], ended: asyncio.Event) -> None:
-        self._request = request
-        self._left = left
-        self._ended = ended
-        self._received = b""
-        self._transport = asyncio.Transport()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._ended.set()
-
-    def ask(self) -> None:
-        if next(self._left, None) is None:
-            self._transport.close()
-        else:
-            self._received = b""
-            self._transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        head, found, body = self._received.partition(b"\r\n\r\n")
-        if not found:
-            return
-        assert head.startswith(b"HTTP/1.1 200"), self._received
-        chunked = b"chunked" in head.lower()
-        length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
-        if body.endswith(b"0\r\n\r\n") if chunked else len(body) >= int(length):
-            self.ask()
-
-
-async def _ask(port: int, body: bytes) -> float:
-    """Requests a second."""
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json"
-    request = f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
-    loop, left = asyncio.get_running_loop(), iter(range(REQUESTS))
-    ends = [asyncio.Event() for _ in range(CONNECTIONS)]
-    asking = []
-    for end in ends:
-        connect = partial(AskingConnection, request, left, end)
-        asking.append((await loop.create_connection(connect, "127.0.0.1", port))[1])
-    begun = time.perf_counter()
-    for one in asking:
-        one.ask()
-    await asyncio.gather(*(end.wait() for end in ends))
-    assert next(left, None) is None, "connections were lost"
-    return REQUESTS / (time.perf_counter() - begun)
 
 
 # ---- the processes
@@ -243,7 +196,7 @@ async def at_one_port(home: Path) -> None:
                     said = [{"role": "user", "content": "What is 47 + 385?"}]
                     body = {"model": "m", "messages": said, "stream": stream}
                     before = _cpu_seconds(pids)
-                    rate = await _ask(port, json.dumps(body).encode())
+                    rate = (await ask(port, json.dumps(body).encode(), CONNECTIONS, REQUESTS)).rate
                     cpu = 1000 * (_cpu_seconds(pids) - before) / REQUESTS
                     if number:  # the first round warms
                         figures.setdefault((count, stream), []).append((rate, cpu))

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.config import SLURM_OWN, Config, JobContainer, JobSettings
+from cray_agents.config import Config
+from cray_agents.config.job_section import SLURM_OWN, JobContainer, JobSettings
 from cray_agents.errors import BadInput, SchedulerError, SetupError
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.scheduler import choose, programs

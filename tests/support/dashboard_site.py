@@ -15,7 +15,7 @@ from typing import Any
 import openai
 
 from cray_agents import Agent, DatasetRecipe, Hyperparameters, Platform, PromotionTest, Task
-from cray_agents.config import PriceSettings
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.worker import run_worker

@@ -12,7 +12,7 @@ import uvicorn
 import uvloop
 
 from cray_agents import Platform, ScriptedEngine
-from cray_agents.config import PriceSettings
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt

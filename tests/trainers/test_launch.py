@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.config import JobSettings
+from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.ports import Command

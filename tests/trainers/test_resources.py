@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cray_agents.cli.jobs.scripts import print_script
-from cray_agents.config import JobSettings, load_config
+from cray_agents.config import load_config
+from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.batch_script import batch_script

@@ -51,13 +51,13 @@ from cray_agents.runtime.views.dataset_differences import (
     changed_runs,
     dataset_differences,
 )
-from cray_agents.runtime.views.dataset_views import add_texts, dataset_histograms, sample_page
-from cray_agents.runtime.views.view_records import (
+from cray_agents.runtime.views.dataset_records import (
     ChangedRun,
     DatasetDifferences,
     DatasetHistograms,
     SamplePage,
 )
+from cray_agents.runtime.views.dataset_views import add_texts, dataset_histograms, sample_page
 
 PAGE_LIMIT = 1000  # datasets or runs in a page
 MOST_BINS, MOST_SAMPLES = 200, 50

@@ -8,7 +8,6 @@ others it answers as a plain vLLM does, and they ask it for its health and its m
 
 import asyncio
 import sys
-from typing import cast
 
 import uvloop
 
@@ -37,39 +36,22 @@ _EVENTS = STREAMED.partition(b"\r\n\r\n")[2].partition(_SAMPLES)[0]
 PLAIN_STREAMED = _answer(_EVENTS, b"text/event-stream")
 
 
-class Engine(asyncio.Protocol):
+class Engine(PreparedAnswers):
     """A connection to the engine."""
 
     pace = 0.0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._received = b""
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        while (end := self._received.find(b"\r\n\r\n")) >= 0:
-            head = self._received[:end].lower()
-            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
-            if len(self._received) < end + 4 + length:
-                return
-            body = self._received[end + 4 : end + 4 + length]
-            self._received = self._received[end + 4 + length :]
-            self._answer(head, body)
-
-    def _answer(self, head: bytes, body: bytes) -> None:
+    def answer(self, head: bytes, body: bytes) -> None:
+        """Answer a request, of our gateway or of another."""
         if not head.startswith(b"post"):
             self._transport.write(LIST if MODELS in head.split(b"\r\n")[0] else HEALTHY)
             return
         captured = CAPTURE in head
         streams = b'"stream":true' in body or b'"stream": true' in body
-        if streams:
-            answer = STREAMED if captured else PLAIN_STREAMED
-        else:
-            answer = WHOLE if captured else PLAIN
-        name = b"chatcmpl-" + head.partition(b"x-request-id: ")[2].split(b"\r\n")[0]
         if captured:
-            answer = answer.replace(PreparedAnswers.NAME.encode(), name)
+            answer = self.named(STREAMED if streams else WHOLE, head)
+        else:
+            answer = PLAIN_STREAMED if streams else PLAIN
         if self.pace and streams:
             asyncio.get_running_loop().create_task(self._stream(answer))
         else:

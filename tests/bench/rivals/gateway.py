@@ -21,9 +21,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.bench.gateways import published_root, started
+from tests.bench.load import Load, ask, summary
 from tests.bench.rivals.environments import make_environments
 from tests.bench.rivals.litellm import end_of, free_port, litellm_proxy
-from tests.bench.rivals.load import Load, ask, summary
 from tests.bench.rivals.report import Report
 
 CONCURRENT = [int(n) for n in os.environ.get("CRAY_BENCH_CONCURRENT", "1,16,64,256").split(",")]

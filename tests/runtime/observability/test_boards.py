@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cray_agents.cli import app
-from cray_agents.config import PriceSettings
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.errors import BadInput
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.observability.boards.board_files import board_files

@@ -11,9 +11,10 @@ import pytest_asyncio
 
 from cray_agents import Platform
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.views.dataset_records import DatasetHistograms, SamplePage
 from cray_agents.runtime.views.dataset_views import histogram_of
 from cray_agents.runtime.views.job_series import thinned
-from cray_agents.runtime.views.view_records import DatasetHistograms, JobSeries, SamplePage
+from cray_agents.runtime.views.view_records import JobSeries
 from tests.runtime.views.test_run_views import model_with_tokenizer
 from tests.support.datasets.dataset_runs import call, run_events, several, task
 from tests.support.scripted_gateway import Gateway, served

@@ -1,8 +1,6 @@
-"""The one typed configuration: defaults < cray-agents.toml < CRAY_AGENTS_* < flags.
+"""The settings of a platform: defaults < cray-agents.toml < CRAY_AGENTS_* < flags.
 
-Read by cli/ and by all code that needs the shared root or the platform's URL. An unknown key is
-an error that names the nearest valid one. The section `[job]` is turned into variables and lines of
-bash by runtime/scheduler/site_environment.py, and into a batch script by batch_script.py beside it.
+An unknown key is an error that names the nearest valid one.
 """
 
 import difflib
@@ -10,19 +8,18 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from cray_agents.config.job_section import (
+    HOURS,
+    JobContainer,
+    JobSettings,
+    check_slurm_options,
+)
+from cray_agents.config.price_section import PriceSettings
 from cray_agents.errors import ConfigError
 from cray_agents.paths import Home
 
@@ -31,245 +28,6 @@ PREFIX = "CRAY_AGENTS_"
 # Variables that other modules read: the platform's address, a host's cache, a guard of tests, and
 # the mark of what a supervisor started.
 _READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS", "SUPERVISED"}
-
-#: What a command of the scheduler is for.
-JobKind = Literal["training", "session", "replica", "script"]
-Fabric = Literal["plain", "efa", "ucx", "none"]
-
-#: Variables for commands with GPUs, by the site's network. NCCL's own choices are good elsewhere:
-#: a wrong hint is worse than none. efa: libfabric's provider, and forks, as the ranks are forks.
-#: ucx: the plugin of HPC-X.
-FABRICS: dict[Fabric, dict[str, str]] = {
-    "none": {},
-    "plain": {"NCCL_DEBUG": "WARN"},
-    "efa": {"NCCL_DEBUG": "WARN", "FI_PROVIDER": "efa", "FI_EFA_FORK_SAFE": "1"},
-    "ucx": {"NCCL_DEBUG": "WARN", "NCCL_PLUGIN_P2P": "ucx"},
-}
-
-#: Variables of the platform's process that commands get, too: where libraries, modules and caches
-#: are, and how the network is used. No secrets, and nothing that decides which GPUs are seen.
-INHERITED = (
-    *("LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_HOME", "CUDA_PATH", "HF_HOME", "HF_HUB_OFFLINE"),
-    *("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCH_HOME"),
-    *("MODULEPATH", "MODULESHOME", "MODULES_*", "LMOD_*"),
-    *("NCCL_*", "TORCH_NCCL_*", "OFI_NCCL_*", "FI_*", "UCX_*"),
-    *("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
-)
-
-#: Beginnings of variables that the platform and Slurm set themselves.
-RESERVED = ("SLURM_", "SBATCH_", "CRAY_AGENTS_", "CUDA_VISIBLE_DEVICES")
-
-#: The sbatch options that the platform sets itself, to define a job and to find and read it again.
-SLURM_OWN = (
-    "array",
-    "chdir",
-    "clusters",
-    "cpus-per-task",
-    "error",
-    "export",
-    "gpus-per-node",
-    "job-name",
-    "no-requeue",
-    "nodes",
-    "ntasks",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-    "parsable",
-    "requeue",
-    "signal",
-    "test-only",
-    "time",
-    "wait",
-    "wrap",
-)
-#: The sbatch options that a single job may have. Whoever may train may name them, so none of them
-#: changes what runs, or where its output goes.
-SLURM_PER_JOB = (
-    *("account", "begin", "constraint", "contiguous", "deadline", "exclude", "exclusive"),
-    *("licenses", "mem", "mem-per-cpu", "mem-per-gpu", "nice", "nodelist", "partition"),
-    *("prefer", "priority", "qos", "reservation", "switches", "tmp"),
-)
-
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-MODULE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+:/-]*")
-HOURS = re.compile(r"(1?[0-9]|2[0-4])-(1?[0-9]|2[0-4])")
-MOUNT = re.compile(r"/[^:,]*(:/[^:,]*(:[A-Za-z+]+)?)?")
-
-
-class JobContainer(BaseModel):
-    """The container that the tasks of a command run in."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    runtime: Literal["pyxis", "apptainer"] = Field(
-        "pyxis", description="pyxis: srun --container-image; apptainer: apptainer exec"
-    )
-    image: str = Field(min_length=1, description="as the runtime names it: a path or an address")
-    mounts: list[str] = Field(
-        default_factory=list,
-        description="folders beside the shared root: /a, /a:/b or /a:/b:ro",
-    )
-    python: str | None = Field(
-        None, description="the image's Python with this package; default: the platform's own path"
-    )
-    options: list[str] = Field(
-        default_factory=list, description="more options of srun (pyxis) or of apptainer exec"
-    )
-
-    @field_validator("mounts")
-    @classmethod
-    def _check_mounts(cls, mounts: list[str]) -> list[str]:
-        for mount in mounts:
-            if not MOUNT.fullmatch(mount):
-                raise ValueError(f"{mount!r} is no mount: write it as /a, /a:/b or /a:/b:ro")
-        return mounts
-
-    @field_validator("options")
-    @classmethod
-    def _check_options(cls, options: list[str]) -> list[str]:
-        for option in options:
-            if not option.startswith("--"):
-                raise ValueError(f"{option!r} is no option: write it as --name or --name=value")
-        return options
-
-
-class JobSettings(BaseModel):
-    """The section `[job]`: how jobs start as a site needs it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    environment: dict[str, str] = Field(
-        default_factory=dict, description="variables of each job; these win over all others"
-    )
-    inherit: list[str] = Field(
-        default_factory=lambda: list(INHERITED),
-        description="variables of the platform that jobs get, by name or as NCCL_*",
-    )
-    fabric: Fabric = Field(
-        "plain", description="the network's NCCL defaults for jobs with GPUs: plain, efa, ucx, none"
-    )
-    modules: list[str] = Field(default_factory=list, description="for `module load`")
-    prolog: list[str] = Field(
-        default_factory=list, description="lines of bash on the first node, before the job's tasks"
-    )
-    tasks: Literal["node", "rank"] = Field(
-        "node", description="what srun starts: one launcher a node, or one a rank"
-    )
-    cpu_bind: str = Field(
-        "cores", pattern=r"^[a-z_]+(,[a-z_]+)*$", description="srun --cpu-bind, such as none"
-    )
-    gpu_type: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9_.-]+$", description="Slurm's type of GPU, as h200 in gpu:h200:8"
-    )
-    container: JobContainer | None = Field(None, description="what the tasks run in")
-    slurm_options: dict[JobKind, list[str]] = Field(
-        default_factory=dict,
-        description="sbatch options by kind of job: training, session, replica, script",
-    )
-
-    @field_validator("environment")
-    @classmethod
-    def _check_environment(cls, environment: dict[str, str]) -> dict[str, str]:
-        for name, value in environment.items():
-            _check_variable(name, name)
-            if "\0" in value:
-                raise ValueError(f"the value of {name} has a zero byte")
-        return environment
-
-    @field_validator("inherit")
-    @classmethod
-    def _check_inherit(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            _check_variable(pattern.removesuffix("*"), pattern)
-        return patterns
-
-    @field_validator("modules")
-    @classmethod
-    def _check_modules(cls, modules: list[str]) -> list[str]:
-        for module in modules:
-            if not MODULE.fullmatch(module):
-                raise ValueError(f"{module!r} is no module's name: write it as cuda/12.9")
-        return modules
-
-    @field_validator("prolog")
-    @classmethod
-    def _check_prolog(cls, lines: list[str]) -> list[str]:
-        for line in lines:
-            if line.lstrip().startswith("#SBATCH"):
-                raise ValueError(f"{line!r} has no effect in a prolog: use slurm_options")
-        return lines
-
-    @field_validator("slurm_options")
-    @classmethod
-    def _check_slurm_options(cls, by_kind: dict[JobKind, list[str]]) -> dict[JobKind, list[str]]:
-        for options in by_kind.values():
-            check_slurm_options(options)
-        return by_kind
-
-
-class PriceSettings(BaseModel):
-    """The section `[prices]`: what an hour of a device and energy cost, for `cray-agents cost`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    currency: str = Field("USD", pattern=r"^[A-Z]{3}$", description="of all prices")
-    gpu_hour: dict[str, NonNegativeFloat] = Field(
-        default_factory=dict,
-        description="price of a GPU for an hour by Slurm's type, as {h100 = 2.5}; gpu: any other",
-    )
-    core_hour: NonNegativeFloat | None = Field(None, description="price of a core for an hour")
-    kwh: NonNegativeFloat | None = Field(
-        None, description="price of a kWh, for energy that was measured"
-    )
-
-    @property
-    def known(self) -> bool:
-        """At least one price is given."""
-        return bool(self.gpu_hour) or self.core_hour is not None or self.kwh is not None
-
-    def of_gpu(self, kind: str) -> float | None:
-        """Return the price of a GPU for an hour; None if none is given.
-
-        `kind`: its type or model, as LedgerLine has it. The longest type that is a part of it
-        counts, as in Slurm, where `h100` means `nvidia_h100_80gb_hbm3`.
-        """
-        named = [name for name in self.gpu_hour if name.lower() in kind.lower()]
-        return self.gpu_hour[max(named, key=len)] if named else self.gpu_hour.get("gpu")
-
-
-def _check_variable(name: str, given: str) -> None:
-    if not VARIABLE.fullmatch(name):
-        raise ValueError(f"{given!r} cannot name environment variables")
-    if name.startswith(RESERVED):
-        raise ValueError(f"{given!r} cannot be given: Slurm and the platform set it themselves")
-
-
-def check_slurm_options(options: Sequence[str]) -> list[str]:
-    """Return options for sbatch. Raises ValueError for no option, and for one of `SLURM_OWN`."""
-    for option in options:
-        name = option.removeprefix("--").partition("=")[0]
-        if not option.startswith("--") or not name or "\n" in option:
-            raise ValueError(f"{option!r} is no option: write it as --partition=gpu")
-        # sbatch accepts an option abbreviated to its first letters
-        if own := next((own for own in SLURM_OWN if own.startswith(name)), None):
-            raise ValueError(
-                f"{option!r} cannot be given, --{own} is the platform's own: what a job takes "
-                "is set by train_nodes, train_ranks, train_gpus, train_cpus_per_rank and "
-                "train_minutes"
-            )
-    return list(options)
-
-
-def check_options_of_job(options: Sequence[str]) -> list[str]:
-    """Return a single job's options for sbatch. Raises ValueError if not of `SLURM_PER_JOB`."""
-    for option in check_slurm_options(options):
-        if option.removeprefix("--").partition("=")[0] not in SLURM_PER_JOB:
-            raise ValueError(
-                f"{option!r} cannot be given to a single job; these can: "
-                + ", ".join(f"--{name}" for name in SLURM_PER_JOB)
-            )
-    return list(options)
 
 
 class Config(BaseModel):
