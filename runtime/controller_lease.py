@@ -50,7 +50,7 @@ from cray_agents.paths import Home
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums, durable
 
-LEASE = 12.0  # seconds without a heartbeat after which another process takes over
+LEASE = 10.0  # seconds without a heartbeat after which another process takes over
 BEATS = 6  # heartbeats in the time of a lease
 LOOKS = 24  # looks of a standby in the time of a lease
 FORGOTTEN = 10  # times the lease after which the file of a silent standby is removed

@@ -7,7 +7,8 @@ and versions are promoted or refused meanwhile. The engines are scripted servers
 CRAY_TEST_FAULT_MINUTES: the length, in place of four faults. Each host then sees the shared root
 through caches of its own, and a training session over two nodes goes on meanwhile.
 CRAY_TEST_SEED: of the faults' order. CRAY_TEST_LINES: of the first batch.
-CRAY_TEST_ENGINES=vllm: one replica, which is a real vLLM.
+CRAY_TEST_FAULTS: the kinds of faults to choose from, by the names of the methods of Faults.
+CRAY_TEST_ENGINES=vllm: the replicas are real vLLMs.
 """
 
 import os

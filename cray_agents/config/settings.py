@@ -43,7 +43,7 @@ class Config(BaseModel):
     host: str = Field("127.0.0.1", description="address that the gateway listens on")
     port: int = Field(8000, ge=0, lt=65536, description="0 picks a free one")
     lease_seconds: float = Field(
-        12,
+        10,
         gt=0,
         description="seconds without a heartbeat after which another process takes over",
     )

@@ -31,7 +31,7 @@ from tests.support.scripted_server import NOT_TRAINED
 ROOT = Path(__file__).parents[3]
 VLLM = os.environ.get("CRAY_TEST_ENGINES") == "vllm"
 NODES = 4
-REPLICAS = 1 if VLLM else 4
+REPLICAS = 4
 PATIENCE = 600.0 if VLLM else 240.0  # seconds until what must come is there, at a load of 20
 LOGINS = ("login-1", "login-2")  # hosts of the platform's processes, by turns
 TRAINED = "tiny"  # the name of the model that sessions train

@@ -38,11 +38,15 @@ class Faults:
             self.drain_node,
         ]  # fmt: skip
         if training is not None:
-            self._kinds += [self.kill_rank, self.kill_launcher, self.fail_gate]
+            self._kinds += [self.kill_rank, self.kill_launcher]
+            self._kinds += [self.fail_gate] if not VLLM else []  # its GPU is a script
         self._kinds += [self.refuse_version] if not VLLM else []
         if cluster.views:
             self._kinds += [self.lose_power, self.stall_root, self.slow_root,
                             self.read_only_root, self.stall_all_roots]  # fmt: skip
+        if names := os.environ.get("CRAY_TEST_FAULTS"):
+            self._kinds = [getattr(self, name) for name in names.split(",")]
+            self._left = [*self._kinds]
         self._due = {kind.__name__ for kind in (self._kinds if training else self._left)}
         self._begun = 0.0
 
