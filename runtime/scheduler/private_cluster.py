@@ -149,10 +149,11 @@ class PrivateCluster:
         """Resume drained nodes. Called while jobs wait.
 
         slurmd drains its node when a controller that was killed asks it to start a running job
-        again. On a private cluster no administrator drains nodes, or would resume them.
+        again. On a private cluster no administrator drains nodes, or would resume them. A node that
+        is down stays so: Slurm would send jobs to it.
         """
-        if self._call("sinfo", "-h", "-N", "-t", "drain", "-o", "%N"):
-            self._call("scontrol", "update", f"nodename={','.join(self.nodes)}", "state=resume")
+        if drained := set(self._call("sinfo", "-h", "-N", "-t", "drain", "-o", "%N").split()):
+            self._call("scontrol", "update", f"nodename={','.join(drained)}", "state=resume")
 
     def _start(self) -> None:
         link = self.directory / "run"

@@ -162,6 +162,25 @@ def listening(pids: list[int]) -> set[str]:
 
 
 @pytest.mark.slurm
+def test_only_drained_nodes_are_resumed(tmp_path: Path) -> None:
+    cluster = PrivateCluster(tmp_path / "slurm", nodes=3, gpus=[])
+    cluster.start()
+    try:
+        for node, state in zip(cluster.nodes, ("drain", "down"), strict=False):
+            words = ("scontrol", "update", f"nodename={node}", f"state={state}", "reason=test")
+            subprocess.run(words, env=cluster.environment, check=True)
+        cluster.resume_drained()
+        shown = subprocess.run(
+            ("sinfo", "-h", "-N", "-o", "%N %t"),
+            env=cluster.environment, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        states = dict(line.rstrip("*").split() for line in shown.stdout.splitlines())
+        assert [states[node] for node in cluster.nodes] == ["idle", "down", "idle"]
+    finally:
+        cluster.close()
+
+
+@pytest.mark.slurm
 def test_its_daemons_and_clients_listen_on_loopback_alone(tmp_path: Path) -> None:
     cluster = PrivateCluster(tmp_path / "slurm", nodes=2)
     cluster.start()
