@@ -1,6 +1,7 @@
 """Energy: the joules of GPUs since a holder got them, for its lines of the ledger.
 
-A counter that went back, as after a reset of the GPU, counts from there on. Called by scaling/ledger.py.
+A counter that went back, as after a reset of the GPU, counts from there on. Called by
+scaling/ledger.py.
 """
 
 from collections.abc import Sequence

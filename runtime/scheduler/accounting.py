@@ -9,7 +9,7 @@ import re
 from cray_agents.records import Record
 from cray_agents.runtime.scheduler.choose import run_client
 
-COLUMNS = ("JobIDRaw", "ElapsedRaw", "TotalCPU", "MaxRSS", "ConsumedEnergyRaw")
+COLUMNS = ("JobIDRaw", "ElapsedRaw", "TotalCPU", "MaxRSS", "ConsumedEnergyRaw", "JobName")
 NO_ACCOUNT = (
     "Slurm keeps no account of jobs here (sacct gave no answer), so the CPU time, memory and"
     " energy of the whole job are not known"
@@ -31,24 +31,25 @@ class SlurmUsage(Record):
     why_unknown: str = ""
 
 
-def read_usage(job_id: str) -> SlurmUsage:
-    """Ask Slurm what a job of this id took."""
+def read_usage(job_id: str, name: str) -> SlurmUsage:
+    """Ask the site's Slurm what a job of this id took; `name`: how its name begins."""
     options = ("-n", "-P", "--noconvert", f"--format={','.join(COLUMNS)}")
     printed = run_client("sacct", *options, "-j", job_id)
     if printed is None:
         return SlurmUsage(why_unknown=NO_ACCOUNT)
-    return parse_usage(printed)
+    return parse_usage(printed, name)
 
 
-def parse_usage(printed: str) -> SlurmUsage:
+def parse_usage(printed: str, name: str) -> SlurmUsage:
     """Return what the lines of a job and its steps say.
 
-    Steps of one node measure the same node's energy, so the largest figure counts.
+    Steps of one node measure the same node's energy, so the largest figure counts. A private
+    cluster's ids may be other jobs' of the site: these have other names.
     """
-    rows = [line.split("|") for line in printed.splitlines() if line.count("|") >= 4]
-    if not rows:
+    rows = [line.split("|", 5) for line in printed.splitlines() if line.count("|") >= 5]
+    whole = next((row for row in rows if "." not in row[0] and row[5].startswith(name)), None)
+    if whole is None:
         return SlurmUsage(why_unknown="Slurm's account does not have this job (yet)")
-    whole = next((row for row in rows if "." not in row[0]), rows[0])
     memory = [size for row in rows if (size := _bytes(row[3]))]
     joules = [int(row[4]) for row in rows if row[4].isdecimal() and int(row[4])]
     return SlurmUsage(

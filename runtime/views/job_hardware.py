@@ -17,13 +17,13 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.hardware.sampler import PREFIX
 from cray_agents.runtime.scheduler.accounting import SlurmUsage, read_usage
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
-from cray_agents.runtime.views.job_series import Point, job_events, thinned
-from cray_agents.runtime.views.view_records import (
+from cray_agents.runtime.views.hardware_records import (
     JobHardware,
     JobWait,
     NodeHardware,
     SlowRank,
 )
+from cray_agents.runtime.views.job_series import Point, job_events, thinned
 from cray_agents.training_jobs import JobStatus
 
 NOT_FIGURES = {"event", "time"}
@@ -125,9 +125,10 @@ def _usage(status: JobStatus, now: float) -> SlurmUsage | None:
     """Return Slurm's account of a job; None for one that Slurm did not run."""
     if status.scheduler != "slurm" or not status.scheduler_job_id.isdecimal():
         return None
-    return _asked_usage(status.scheduler_job_id, int(now // ASKED_AGAIN))
+    name = status.session or status.id
+    return _asked_usage(status.scheduler_job_id, name, int(now // ASKED_AGAIN))
 
 
 @lru_cache(64)
-def _asked_usage(scheduler_job_id: str, minute: int) -> SlurmUsage:
-    return read_usage(scheduler_job_id)
+def _asked_usage(scheduler_job_id: str, name: str, minute: int) -> SlurmUsage:
+    return read_usage(scheduler_job_id, name)

@@ -13,7 +13,6 @@ from cray_agents.generation import Generation
 from cray_agents.promotion.paired_evidence import RunPair
 from cray_agents.promotion.sequential_test import Decision
 from cray_agents.records import Message, Record, Redaction, Reward, ToolCall, WeightChange
-from cray_agents.runtime.scheduler.accounting import SlurmUsage
 
 
 class QueueClass(Record):
@@ -506,53 +505,6 @@ class JobSeries(Record):
     points: int
     counts: dict[str, int]
     series: dict[str, list[tuple[float, float]]]
-
-
-class NodeHardware(Record):
-    """The load of a node that trains a job, and the places of its devices.
-
-    `series[name]` are [time, value], thinned as in JobSeries. `newest`: the figures of the last
-    sample at `time`, with texts. What a device does not measure is missing, never 0.
-    """
-
-    node: str
-    time: float | None
-    numa_nodes: list[dict[str, Any]]
-    gpus: list[dict[str, Any]]
-    ports: list[dict[str, Any]]
-    newest: dict[str, float | str]
-    series: dict[str, list[tuple[float, float]]]
-
-
-class SlowRank(Record):
-    """The last rank whose own work of a step took much longer than the median rank's (seconds)."""
-
-    rank: int
-    node: str
-    seconds: float
-    median: float
-    steps: int
-    after_step: int
-
-
-class JobWait(Record):
-    """Why a job waits: Slurm's word, what it means, and the next step."""
-
-    reason: str
-    meaning: str
-    next: str
-
-
-class JobHardware(Record):
-    """A job on its nodes. `names`: all series of the nodes here. `slurm`: Slurm's own account."""
-
-    id: str
-    names: list[str]
-    nodes: list[NodeHardware]
-    has_more: bool
-    slowest: SlowRank | None
-    waits: JobWait | None
-    slurm: SlurmUsage | None
 
 
 class LineExample(Record):

@@ -47,9 +47,10 @@ from cray_agents.runtime.gateway.http.shapes import (
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.observability.timeline import job_timeline
 from cray_agents.runtime.registry import checkpoints, deltas
+from cray_agents.runtime.views.hardware_records import JobHardware
 from cray_agents.runtime.views.job_hardware import job_hardware
 from cray_agents.runtime.views.job_series import job_events, job_series
-from cray_agents.runtime.views.view_records import JobHardware, JobSeries
+from cray_agents.runtime.views.view_records import JobSeries
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 PAGE_LIMIT = 1000  # jobs in a page
