@@ -1,4 +1,4 @@
-"""Hardware of a node: fake trees of sysfs, a fake NVML, the real sampler, ledger, views and command.
+"""Hardware of a node: fake trees of sysfs, a fake NVML, the real sampler, ledger, view, command.
 
 The NVML is a stand-in for GPUs, which this machine lacks: a small library with NVML's interface.
 """
@@ -301,8 +301,9 @@ place = {"version": "m@1", "state": "serving", "host": "a", "job": None, "busy_s
 async def serve():
     replicas = [place, place | {"job": "7"}]
     devices = [HeldDevices(("0",)), HeldDevices(("0",))]
-    keeping = asyncio.create_task(keep_ledger(
-        LedgerFile(folder, "platform"), lambda: replicas, lambda: 0, devices, every=0.01, beat=0.05))
+    file = LedgerFile(folder, "platform")
+    keeping = asyncio.create_task(
+        keep_ledger(file, lambda: replicas, lambda: 0, devices, every=0.01, beat=0.05))
     await asyncio.sleep(0.02)
     spend(30)
     await asyncio.sleep(0.1)
