@@ -33,7 +33,7 @@ class _Utilization(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-class _Memory(ctypes.Structure):
+class _MemoryInfo(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
 
 
@@ -104,7 +104,7 @@ def read_load(driver: Nvml, gpu: str) -> dict[str, float | str]:
     figures: dict[str, float | str] = {}
     if (use := driver.read("nvmlDeviceGetUtilizationRates", _Utilization, handle)) is not None:
         figures["utilization"] = use.gpu / 100
-    if (memory := driver.read("nvmlDeviceGetMemoryInfo", _Memory, handle)) is not None:
+    if (memory := driver.read("nvmlDeviceGetMemoryInfo", _MemoryInfo, handle)) is not None:
         figures |= {"memory_bytes": memory.used, "memory_total_bytes": memory.total}
     uint, ulong = ctypes.c_uint, ctypes.c_ulonglong
     for name, function, kind, arguments, unit in (

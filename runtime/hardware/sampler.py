@@ -32,7 +32,7 @@ PREFIX = "hardware."
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Sampler:
+class HardwareSampler:
     """Samples until `close`.
 
     Args:

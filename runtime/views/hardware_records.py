@@ -3,7 +3,7 @@
 from typing import Any
 
 from cray_agents.records import Record
-from cray_agents.runtime.scheduler.accounting import SlurmUsage
+from cray_agents.runtime.scheduler.slurm_usage import SlurmUsage
 
 
 class NodeHardware(Record):

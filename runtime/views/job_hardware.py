@@ -15,8 +15,8 @@ from cray_agents.errors import BadInput, Corrupt
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.hardware.sampler import PREFIX
-from cray_agents.runtime.scheduler.accounting import SlurmUsage, read_usage
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
+from cray_agents.runtime.scheduler.slurm_usage import SlurmUsage, read_usage
 from cray_agents.runtime.views.hardware_records import (
     JobHardware,
     JobWait,

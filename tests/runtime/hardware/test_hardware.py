@@ -20,11 +20,11 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.hardware.nvml import describe_gpus, nvml, read_joules, read_load
-from cray_agents.runtime.hardware.sampler import Sampler
+from cray_agents.runtime.hardware.sampler import HardwareSampler
 from cray_agents.runtime.hardware.topology import read_topology
 from cray_agents.runtime.scaling.holdings import read_holdings
 from cray_agents.runtime.scaling.ledger import read_ledger
-from cray_agents.runtime.scheduler.accounting import NO_ACCOUNT, parse_usage, read_usage
+from cray_agents.runtime.scheduler.slurm_usage import NO_ACCOUNT, parse_usage, read_usage
 from cray_agents.runtime.views.job_hardware import job_hardware
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 
@@ -99,7 +99,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def samples(sampler: Sampler) -> list[dict[str, Any]]:
+def samples(sampler: HardwareSampler) -> list[dict[str, Any]]:
     lines = list(checksums.read_lines(sampler.path)) if sampler.path.exists() else []
     return [line for line in lines if line["event"] == "sample"]
 
@@ -141,7 +141,7 @@ def test_topology_names_the_gpus_at_a_ports_switch(library: Path, tree: Path) ->
 
 
 def test_rates_and_grown_errors_follow_from_counters(library: Path, tree: Path) -> None:
-    sampler = Sampler(tree, [os.getpid()], sys=tree, library=str(library), gpus=["0"])
+    sampler = HardwareSampler(tree, [os.getpid()], sys=tree, library=str(library), gpus=["0"])
     first = sampler.sample()
     assert first["mlx5_0:1.up"] == 1 and first["rdmap0s6:1.up"] == 0 and first["host.load"] >= 0
     assert not any("per_second" in name or "symbol" in name for name in first)
@@ -159,14 +159,14 @@ def test_rates_and_grown_errors_follow_from_counters(library: Path, tree: Path) 
 
 def test_a_sampler_writes_to_its_end_and_goes_on_after_a_kill(library: Path, tree: Path) -> None:
     options = {"sys": tree, "library": str(library), "gpus": ["0", "1"], "every": 0.01}
-    sampler = Sampler(tree, **options)
+    sampler = HardwareSampler(tree, **options)
     sampler.start()
     until(lambda: len(samples(sampler)) > 2)
     sampler.close()
     count = len(samples(sampler))
     with sampler.path.open("ab") as file:
         file.write(b'{"event":"sample","time":1')
-    again = Sampler(tree, **options)
+    again = HardwareSampler(tree, **options)
     again.start()
     until(lambda: len(samples(again)) > count)
     again.close()
@@ -177,7 +177,7 @@ def test_a_sampler_writes_to_its_end_and_goes_on_after_a_kill(library: Path, tre
 
 
 def test_a_long_jobs_file_stays_small_and_has_its_beginning(tree: Path) -> None:
-    sampler = Sampler(tree, sys=tree, library="none", gpus=[], every=0.001, most=6000)
+    sampler = HardwareSampler(tree, sys=tree, library="none", gpus=[], every=0.001, most=6000)
     sampler.start()
     until(lambda: len(samples(sampler)) > 2)
     begin, sizes = list(checksums.read_lines(sampler.path))[:2], [0]
@@ -197,7 +197,7 @@ def test_a_long_jobs_file_stays_small_and_has_its_beginning(tree: Path) -> None:
 def test_a_sampler_that_cannot_write_says_so_and_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sampler = Sampler(tmp_path / "gone", gpus=[], every=0.01)
+    sampler = HardwareSampler(tmp_path / "gone", gpus=[], every=0.01)
     sampler.start()
     sampler.close()
     assert capsys.readouterr().out.count("not sampled any more: FileNotFoundError") == 1
@@ -264,7 +264,7 @@ def test_a_job_of_a_session_has_the_samples_of_its_time(tmp_path: Path) -> None:
 def test_the_command_shows_gpus_ports_and_the_slowest_rank(library: Path, tree: Path) -> None:
     home = Home(tree)
     status = ended_job(home)
-    sampler = Sampler(
+    sampler = HardwareSampler(
         home.job(status.id), sys=tree, library=str(library), gpus=["0", "1"], every=0.01
     )
     sampler.start()

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from cray_agents import Platform
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.hardware.sampler import Sampler
+from cray_agents.runtime.hardware.sampler import HardwareSampler
 from cray_agents.runtime.views.dataset_records import DatasetHistograms, SamplePage
 from cray_agents.runtime.views.dataset_views import histogram_of
 from cray_agents.runtime.views.hardware_records import JobHardware
@@ -121,7 +121,7 @@ async def test_a_job_has_its_nodes(gateway: Gateway, dataset: str) -> None:
     shown = JobHardware.model_validate(await get(gateway, path))
     assert shown.nodes == [] and shown.slurm is None and shown.waits is None
     for node in ("n1", "n2", "n3"):
-        sampler = Sampler(gateway.services.home.job(job["id"]), gpus=[], every=0.001)
+        sampler = HardwareSampler(gateway.services.home.job(job["id"]), gpus=[], every=0.001)
         sampler.path = sampler.path.with_name(f"hardware.{node}.jsonl")
         sampler.start()
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Accounting: what a job took by Slurm's own account, where the cluster keeps one (slurmdbd).
+"""Slurm usage: what a job took by Slurm's own account, where the cluster keeps one (slurmdbd).
 
 Called by views/job_hardware.py. The text is that of `sacct -P` of Slurm 22.05 to 26.05; no cluster
 with accounting was seen.
@@ -18,7 +18,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class SlurmUsage(Record):
-    """What the newest start of a job took so far; None: Slurm does not know.
+    """The account of a job's newest start so far; None: Slurm does not know.
 
     `cpu_seconds`: of all processes. `memory_bytes`: the most that a task had. `joules`: of whole
     nodes, not of GPUs alone. `why_unknown`: where there is no account.
