@@ -101,15 +101,15 @@ class HardwareSampler:
                 key = f"{port}.{name}"
                 if grown := count - self._errors.setdefault(key, count):
                     figures[key] = grown
-        amounts["host.rank_cores"] = sum(map(_cpu_seconds, self._pids))
+        times = [_cpu_seconds(pid) for pid in self._pids]
+        if times and None not in times:
+            amounts["host.rank_cores"] = sum(filter(None, times))
         before, self._before = self._before, amounts
         if before:
             seconds = amounts[""] - before[""]
             for name in amounts.keys() & before.keys() - {""}:
                 if amounts[name] >= before[name] and seconds > 0:  # else it was reset
                     figures[name] = (amounts[name] - before[name]) / seconds
-        if not self._pids:
-            figures.pop("host.rank_cores", None)
         return figures | {"host.load": os.getloadavg()[0], **_memory()}
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
@@ -141,11 +141,11 @@ class HardwareSampler:
                 os.truncate(self.path, self._size)
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process so far; 0 once it has ended."""
+def _cpu_seconds(pid: int) -> float | None:
+    """Return the CPU time of a process so far; None once it has ended."""
     text = ports.text_of(Path(f"/proc/{pid}/stat"))
     fields = text[text.rfind(")") + 2 :].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else None
 
 
 def _memory() -> dict[str, float]:

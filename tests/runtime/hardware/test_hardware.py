@@ -157,6 +157,16 @@ def test_rates_and_grown_errors_follow_from_counters(library: Path, tree: Path) 
     assert second["host.rank_cores"] >= 0 and second["host.memory_available_bytes"] > 0
 
 
+def test_cores_are_those_of_processes_that_run(tree: Path) -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    sampler = HardwareSampler(tree, [busy.pid], sys=tree, library="none", gpus=[])
+    assert "host.rank_cores" not in sampler.sample()
+    until(lambda: sampler.sample().get("host.rank_cores", 0) > 0)
+    busy.kill()
+    busy.wait()
+    assert "host.rank_cores" not in sampler.sample()
+
+
 def test_a_sampler_writes_to_its_end_and_goes_on_after_a_kill(library: Path, tree: Path) -> None:
     options = {"sys": tree, "library": str(library), "gpus": ["0", "1"], "every": 0.01}
     sampler = HardwareSampler(tree, **options)
