@@ -29,6 +29,7 @@ from cray_agents.runtime.batches.results import read_lines
 from cray_agents.runtime.batches.validation import read_index
 from cray_agents.runtime.datasets import reader
 from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.hardware.sampler import PREFIX
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.store.segments import salvage
 from cray_agents.runtime.store.segments.salvage import Finding
@@ -98,6 +99,8 @@ def _choose_check(name: Path) -> Check | None:
         case ("batches", _, "input.jsonl" | "chunks.jsonl"):
             return None  # checked with the batch
         case ("jobs", _, "events.jsonl") | ("ledger", _) | ("audit", _):
+            return _check_lines
+        case ("jobs", _, file) if file.startswith(PREFIX):
             return _check_lines
         case ("jobs", _, "baselines", _):
             return _check_numbers

@@ -99,6 +99,28 @@ def test_every_screen_shows_and_is_accessible(platform: Platform, watch: Any, na
     assert page.barriers() == []
 
 
+def test_a_job_shows_its_nodes_and_its_slowest_rank(platform: Platform, watch: Any) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/jobs") as answer:
+        job = next(each for each in json.load(answer)["data"] if each["steps"] == 3)
+    page = watch(platform.url)
+    page.open(f"#/job/{job['id']}")
+    page.page.get_by_role("img", name="n1 gpu0.power_watts: 30 points from 512 to 541").wait_for()
+    text = page.text()
+    assert "rank 3 on n2" in text and "3 times the median" in text
+    titles = page.page.locator("figcaption b").all_inner_texts()
+    chief = ["loss", "gradient norm", "tokens/s", "MFU", "share of communication"]
+    assert titles[:5] == chief and titles.count("loss") == 1
+    assert page.page.get_by_role("img", name="MFU: no data").count() == 1
+    first, second = (page.page.get_by_role("row", name=name).inner_text() for name in ("n1", "n2"))
+    assert "1 × NVIDIA H100" in first and "75 %" in first and "541 W" in first
+    assert "1 of 1" in first and "58.0 KiB/s" in first and "<img src=x" in first
+    assert second.count("no data") == 6 and "0 W" not in second
+    page.page.get_by_role("button", name="n2").click()
+    page.page.get_by_role("img", name="n2 host.load: 30 points from 1 to 30").wait_for()
+    assert page.page.get_by_role("img", name="n1 gpu0").count() == 0
+    assert page.page.evaluate("location.hash").endswith("node=n2") and page.barriers() == []
+
+
 def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) -> None:
     with urllib.request.urlopen(f"{platform.url}/v1/jobs") as answer:
         job = next(each for each in json.load(answer)["data"] if each["steps"] == 3)

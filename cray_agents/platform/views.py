@@ -113,6 +113,17 @@ class Views:
         query = {"points": points, **({"names": names} if names else {})}
         return await self._http.get(f"/jobs/{job_id}/series", query)
 
+    async def hardware(
+        self, job_id: str, names: str = "", points: int = 200, *, limit: int = 8, after: str = ""
+    ) -> Json:
+        """Return a job on its nodes: GPUs, network ports, the slowest rank, why it waits.
+
+        `limit` nodes behind the node `after`.
+        """
+        query = {"points": points, "limit": limit, "names": names, "after": after}
+        given = {name: value for name, value in query.items() if value != ""}
+        return await self._http.get(f"/jobs/{job_id}/hardware", given)
+
     async def job_timeline(self, job_id: str) -> Json:
         """Return a job in Chrome's trace format, which Perfetto opens."""
         return await self._http.get(f"/jobs/{job_id}/timeline")

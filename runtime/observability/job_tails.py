@@ -26,6 +26,10 @@ NUMBERS = {
     ("step", "grad_norm"): ("cray_job_grad_norm", "Norm of the gradient"),
     ("step", "tokens_per_second"): ("cray_job_tokens_per_second", "Tokens read a second"),
     ("step", "mfu"): ("cray_job_mfu", "Model FLOPs utilization (fraction)"),
+    ("step", "communication"): (
+        "cray_job_communication",
+        "Share of the step in which the first rank waited for the sum of gradients (fraction)",
+    ),
     ("step", "memory_gib"): ("cray_job_memory_gib", "Memory of the fullest rank (GiB)"),
     ("step", "seconds"): ("cray_job_step_seconds", "Seconds of the newest step"),
     ("step", "time"): ("cray_job_last_step_time", "Unix seconds of the newest step"),

@@ -21,7 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,8 @@ from cray_agents.errors import Corrupt
 from cray_agents.records import Record, new_id
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.disk.group_commit import LineFile
+from cray_agents.runtime.hardware.energy import EnergyMeter
+from cray_agents.runtime.hardware.nvml import Nvml, nvml
 
 HolderKind = Literal["replica", "job", "session", "platform"]
 EVERY = 2.0  # seconds between two looks at the replicas
@@ -46,7 +48,7 @@ class LedgerLine(Record):
     `cores`: that the holder has; 0 if nobody counted them. `within`, `within_attempt`: the session
     that trains a job. `first`, `last`: steps before an attempt, and after it so far. `seconds`: of
     those steps, or busy ones. `joules`: that the holder's GPUs took on this node since its last
-    line with this field, as they measured it themselves; None: not measured.
+    line with this field, as they measured it themselves, 0 where that begins; None: not measured.
     """
 
     time: float
@@ -115,11 +117,16 @@ def holding(folder: Path, **holder: Any) -> Iterator[LedgerFile]:
     """
     ledger = LedgerFile(folder, str(holder["holder"]))
     place = {"node": os.environ.get("SLURMD_NODENAME") or os.uname().nodename, **holder}
-    ledger.note(event="hold", **place)
+    meter = EnergyMeter(holder.get("gpus", ()))
+    with nvml() as driver:  # not for longer: the holder may fork
+        joules = meter.begin(driver)
+    ledger.note(event="hold", joules=joules, **place)
     try:
         yield ledger
     finally:
-        ledger.note(event="leave", **place)
+        with nvml() as driver:
+            joules = meter.take(driver)
+        ledger.note(event="leave", joules=joules, **place)
         ledger.close()
 
 
@@ -157,26 +164,31 @@ async def keep_ledger(
         sampled: returns the tokens that all replicas sampled so far.
         devices: of each replica.
     """
-    account = _ReplicaAccount(devices, sampled())
-    try:
-        while True:
-            begun = time.monotonic()
-            while time.monotonic() - begun < beat:
-                if lines := account.changes(replicas()):
-                    await asyncio.to_thread(ledger.write, lines)
-                await asyncio.sleep(every)
-            await asyncio.to_thread(ledger.write, account.work(replicas(), sampled()))
-    finally:
-        ledger.write([*account.work(replicas(), sampled()), *account.leave()])
-        ledger.close()
+    with ExitStack() as opened:
+        driver = await asyncio.to_thread(opened.enter_context, nvml())
+        account = _ReplicaAccount(devices, sampled(), driver)
+        try:
+            while True:
+                begun = time.monotonic()
+                while time.monotonic() - begun < beat:
+                    if lines := account.changes(replicas()):
+                        await asyncio.to_thread(ledger.write, lines)
+                    await asyncio.sleep(every)
+                await asyncio.to_thread(ledger.write, account.work(replicas(), sampled()))
+        finally:
+            ledger.write([*account.work(replicas(), sampled()), *account.leave()])
+            ledger.close()
 
 
 class _ReplicaAccount:
     """State of a platform's replicas as it was written, and the lines that follow from news."""
 
-    def __init__(self, devices: Sequence[HeldDevices], tokens: int) -> None:
-        self._devices, self._tokens = devices, tokens
+    def __init__(
+        self, devices: Sequence[HeldDevices], tokens: int, driver: Nvml | None = None
+    ) -> None:
+        self._devices, self._tokens, self._driver = devices, tokens, driver
         self._places: dict[int, dict[str, Any]] = {}  # fields of the line of each replica
+        self._meters: dict[int, EnergyMeter] = {}  # of replicas on GPUs of this host
         self._busy: dict[int, float] = {}
 
     def changes(self, replicas: Sequence[dict[str, Any]]) -> list[LedgerLine]:
@@ -197,19 +209,37 @@ class _ReplicaAccount:
                 continue
             self._places[number] = place
             if before["node"] not in ("", place["node"]):
-                lines.append(LedgerLine(time=now, event="leave", **before))
+                lines.append(
+                    LedgerLine(time=now, event="leave", joules=self._joules(number), **before)
+                )
+                self._meters.pop(number, None)
             if place["node"]:  # one that waits for its place holds nothing
-                lines.append(LedgerLine(time=now, event="hold", **place))
+                joules = self._joules(number)
+                if number not in self._meters and status.get("job") is None:
+                    meter = self._meters[number] = EnergyMeter(place["gpus"])
+                    joules = meter.begin(self._driver)
+                lines.append(LedgerLine(time=now, event="hold", joules=joules, **place))
         return lines
 
+    def _joules(self, number: int) -> float | None:
+        """Return the energy of a replica's GPUs since its last line; None: not measured here."""
+        meter = self._meters.get(number)
+        return None if meter is None else meter.take(self._driver)
+
     def work(self, replicas: Sequence[dict[str, Any]], tokens: int) -> list[LedgerLine]:
-        """Return how busy the replicas were since the last call, and what they sampled."""
+        """Return how busy the replicas were since the last call, and what they sampled.
+
+        One that was not busy has a line where its energy was measured: it belongs to this time.
+        """
         lines, now = [], time.time()
         for number, status in enumerate(replicas):
             seconds = status["busy_seconds"] - self._busy.get(number, 0.0)
             self._busy[number] = status["busy_seconds"]
-            if (place := self._places.get(number)) and seconds:
-                lines.append(LedgerLine(time=now, event="busy", seconds=seconds, **place))
+            joules = self._joules(number)
+            if (place := self._places.get(number)) and (seconds or joules is not None):
+                lines.append(
+                    LedgerLine(time=now, event="busy", seconds=seconds, joules=joules, **place)
+                )
         sampled, self._tokens = tokens - self._tokens, tokens
         served = LedgerLine(
             time=now, event="served", kind="platform", holder="platform", tokens=sampled
@@ -218,5 +248,8 @@ class _ReplicaAccount:
 
     def leave(self) -> list[LedgerLine]:
         """Return that all places are left."""
-        places = [place for place in self._places.values() if place["node"]]
-        return [LedgerLine(time=time.time(), event="leave", **place) for place in places]
+        return [
+            LedgerLine(time=time.time(), event="leave", joules=self._joules(number), **place)
+            for number, place in self._places.items()
+            if place["node"]
+        ]

@@ -81,6 +81,7 @@ GET     /v1/jobs                                        train   nothing
 POST    /v1/jobs                                        train   shared
 GET     /v1/jobs/{job_id}                               train   nothing
 GET     /v1/jobs/{job_id}/series                        train   nothing
+GET     /v1/jobs/{job_id}/hardware                      train   nothing
 GET     /v1/jobs/{job_id}/timeline                      train   nothing
 GET     /v1/jobs/{job_id}/events                        train   nothing
 GET     /v1/jobs/{job_id}/logs                          train   nothing

@@ -19,9 +19,11 @@ from cray_agents.config.price_section import PriceSettings
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.worker import run_worker
+from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.tools.calculator import calculator
+from cray_agents.trainers.job.journal import JobJournal
 from tests.runtime.views.test_run_views import Scoring, model_with_tokenizer
 from tests.support.killable_loop import lucky, site_loop, some_tasks
 from tests.support.scripted_platform import platform
@@ -59,7 +61,7 @@ def answer(request: dict[str, Any]) -> Any:
 
 async def _fill(site: Platform, home: Path) -> None:
     await asyncio.gather(_agents(site), _hostile(site), _long(site))
-    await _train(site)
+    await _train(site, Home(home))
     await _batch(site, home)
     for number in range(3):
         record = Generation(
@@ -99,13 +101,32 @@ async def _agents(site: Platform) -> None:
             await site.reward(run.id, float(right and attempt == 0), name="correct")
 
 
-async def _train(site: Platform) -> None:
-    """A dataset of the runs that succeeded, and a job on it."""
+async def _train(site: Platform, home: Home) -> None:
+    """A dataset of the runs that succeeded, a job on it, and samples of two nodes with GPUs."""
     dataset = await site.build_dataset(DatasetRecipe(method="sft", loop="sums"))
     await site.build_dataset(DatasetRecipe(method="sft", loop="sums", generations=[0, 1]))
     steps = Hyperparameters(steps=3)
     job = await site.submit_job(dataset=dataset["id"], parent="m@1", hyperparameters=steps)
     await site.wait_for(job, lambda status: None)
+    _sample_hardware(home, job.id)
+
+
+def _sample_hardware(home: Home, job_id: str) -> None:
+    """Write what samplers of two nodes would, one of them without GPUs, and a straggler."""
+    gpu = {"gpu": "0", "name": "NVIDIA H100", "pci": "", "numa": 0, "switch": ""}
+    for node, gpus in (("n1", [gpu]), ("n2", [])):
+        lines: list[dict[str, Any]] = [{"event": "node", "time": 100.0, "gpus": gpus}]
+        for number in range(30):
+            busy = {"gpu0.utilization": 0.75, "gpu0.power_watts": 512.0 + number,
+                    "gpu0.slowed_by": HOSTILE["script"]}  # fmt: skip
+            port = {"mlx5_0:1.up": 1, "mlx5_0:1.sent_bytes_per_second": 2048.0 * number}
+            load = {"event": "sample", "time": 1.7e9 + 10 * number, "host.load": 1.0 + number}
+            lines.append(load | (busy | port if gpus else {}))
+        texts = [checksums.with_crc(json.dumps(line).encode()) + b"\n" for line in lines]
+        (home.job(job_id) / f"hardware.{node}.jsonl").write_bytes(b"".join(texts))
+    journal = JobJournal(home, job_id)
+    journal.event("straggler", rank=3, node="n2", seconds=3.0, median=1.0, steps=50, after_step=3)
+    journal.close()
 
 
 def _loop(site: Platform) -> None:

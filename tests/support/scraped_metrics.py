@@ -57,7 +57,7 @@ def write_loop_and_jobs(home: Home) -> None:
         {"event": "step", "time": 2.0, "step": 1, "loss": 2.0, "mfu": 0.4},
         {"event": "straggler", "time": 2.5, "seconds": 3.0, "median": 2.0},
         {"event": "step", "time": 3.0, "step": 2, "loss": 1.5, "mfu": 0.5, "grad_norm": 0.1,
-         "seconds": 1.0, "tokens_per_second": 70.0, "lr": 0.1},
+         "seconds": 1.0, "tokens_per_second": 70.0, "lr": 0.1, "communication": 0.2},
         {"event": "saved", "time": 3.0, "seconds": 0.1},
     )  # fmt: skip
     put(home.job("job-2") / "spec.json", {})

@@ -27,7 +27,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def numbers(job: Any) -> list[dict[str, float]]:
     """What was measured in each step and evaluation."""
-    left_out = {"time", "seconds", "tokens_per_second", "memory_gib"}
+    left_out = {"time", "seconds", "tokens_per_second", "memory_gib", "communication"}
     return [
         {name: v for name, v in e.items() if name not in left_out and not isinstance(v, str)}
         for e in job.journal.events()

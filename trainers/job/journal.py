@@ -12,6 +12,7 @@
     microbatch.json tokens of a micro-batch, of a job whose own were too many for the memory
     waits.json      why the job waits, as its scheduler said last; missing while it runs
     end.json        the launcher's report of a bad end (rank_monitor.py), until the next start
+    hardware.<node>.jsonl  load of the node's GPUs and network ports (runtime/hardware/sampler.py)
     hangs/          the stacks of all ranks of a start that did not move any more
     scheduler.json  the last handover to the scheduler (written by MegatronTrainer alone)
 
@@ -33,8 +34,9 @@ The training process and the trainers that watch it share this module. Events ar
                 percentile in bfloat16), mean_limit and argmax_limit (null in float32), agrees;
                 run_id, place, ours, theirs: of the token that differs most
     step        step (counted from 1), loss (nats), lr, grad_norm, tokens (trained on), seconds,
-                tokens_per_second (all tokens read), mfu (fraction), memory_gib, and the method's
-                measures, by name
+                tokens_per_second (all tokens read), mfu (fraction; of GPUs whose peak is known),
+                communication (of several ranks: the fraction of the step in which the first one
+                waited for the sum of gradients), memory_gib, and the method's measures, by name
     evaluation  step, loss, tokens, and the method's measures, on the validation split
     saved       step, seconds: a resume point, at its publication
     failed      message                          succeeded   checkpoint

@@ -38,6 +38,7 @@ from cray_agents.errors import (
     StoreError,
 )
 from cray_agents.processes import importing_much
+from cray_agents.runtime.hardware.sampler import HardwareSampler
 from cray_agents.trainers.job.failures.hang_report import (
     RECORDED,
     RECORDER_VARIABLE,
@@ -236,12 +237,16 @@ def run_ranks(
         print("an import initialised CUDA, which forks cannot use: ranks are spawned", flush=True)
     placement, listener = meet(placement, logs)
     ranks: list[RankProcess] = []
+    sampler: HardwareSampler | None = None
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
         received = _forward_signals(ranks)
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two forks
         for rank in placement.ranks:
             ranks.append(start(rank, placement, listener, _log(logs, rank)))
+        if os.environ.get("SLURM_LOCALID", "0") == "0":  # of a node's launchers one samples
+            sampler = HardwareSampler(logs.parent, [process.pid for process in ranks])
+            sampler.start()  # while signals are blocked: it leaves them to this thread
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         if received:  # another thread took the signal before all ranks were forked
             os.kill(os.getpid(), signal.SIGTERM)
@@ -268,6 +273,8 @@ def run_ranks(
         raise JobError(str(ended), log_tail=ended.log_tail)
     finally:
         _end(ranks)
+        if sampler is not None:
+            sampler.close()
         for number, handler in before.items():
             signal.signal(number, handler)
         if listener is not None:

@@ -396,6 +396,9 @@ def write_step_event(
         "memory_gib": memory_gib(training.on_cpu),
         **report.measures,
     }
+    summing = training.own_work.summing() if training.layout.world > 1 else None
+    if summing is not None:
+        values["communication"] = summing / seconds
     if not training.on_cpu and (peak := peak_flops(torch.cuda.get_device_name())):
         flops = flops_per_token(work.model, report.length, training.hyper.lora)
         values["mfu"] = rate * flops / (peak * training.layout.world)

@@ -25,6 +25,7 @@ class OwnWork:
         self._begun: Any = None
         self._pending: list[tuple[Any, Any]] = []  # events that a GPU may not have reached
         self._seconds: list[float] = []
+        self._sum: Any = None  # begin and end of the last sum of gradients
 
     def begin(self) -> None:
         """Begin a step."""
@@ -34,20 +35,34 @@ class OwnWork:
         """Return the function that adds up gradients, so that its call ends the own work."""
 
         def arrive(*args: Any, **options: Any) -> Any:
-            if self._begun is not None:
-                self._pending.append((self._begun, self._now()))
-                self._begun = None
-            return add_up(*args, **options)
+            if self._begun is None:
+                return add_up(*args, **options)
+            arrived = self._now()
+            self._pending.append((self._begun, arrived))
+            self._begun = None
+            result = add_up(*args, **options)
+            self._sum = (arrived, self._now())
+            return result
 
         return arrive
 
     def take(self) -> float:
         """Return the median of the steps since the last call; 0 without any."""
-        for begun, arrived in self._pending:
-            between = arrived - begun if self._on_cpu else begun.elapsed_time(arrived) / 1000
-            self._seconds.append(between)
+        self._seconds += [self._between(*times) for times in self._pending]
         seconds = statistics.median(self._seconds) if self._seconds else 0.0
         self._pending, self._seconds = [], []
+        return seconds
+
+    def summing(self) -> float | None:
+        """Return the seconds in which the last step's gradients were added up; None without.
+
+        They hold the wait for slower ranks, and not what overlapped with this rank's own work. Call
+        it after the step, when a GPU has reached its end.
+        """
+        return None if self._sum is None else self._between(*self._sum)
+
+    def _between(self, begun: Any, ended: Any) -> float:
+        seconds: float = ended - begun if self._on_cpu else begun.elapsed_time(ended) / 1000
         return seconds
 
     def _now(self) -> Any:

@@ -37,7 +37,7 @@ JobId = Annotated[
 
 jobs = typer.Typer(
     no_args_is_help=True,
-    help="Training jobs: submit, list, show, logs, plot, pause, resume, cancel; scripts.",
+    help="Training jobs: submit, list, show, hardware, logs, plot, pause, resume, cancel; scripts.",
 )
 jobs.command("submit")(submit)
 jobs.command("submit-script")(submit_script)
@@ -68,6 +68,21 @@ def show_job(job_id: JobId, home: HomeOption = None, as_json: JsonOption = False
     root_home = root(home)
     report = job_report(root_home, named_job(root_home, job_id))
     print(json.dumps(report, indent=2)) if as_json else print_page(report)
+
+
+@jobs.command("hardware")
+def show_hardware(
+    job_id: JobId,
+    points: Annotated[int, typer.Option(min=3, help="With --json: of a series, at most.")] = 600,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a job's GPUs and network ports, node by node, its slowest rank and why it waits."""
+    from cray_agents.cli.jobs.job_hardware import print_hardware, read_hardware
+
+    root_home = root(home)
+    hardware = read_hardware(root_home, named_job(root_home, job_id), points)
+    print(hardware.model_dump_json(indent=2)) if as_json else print_hardware(hardware)
 
 
 @jobs.command("logs")

@@ -4,7 +4,9 @@ The Trainer may call Slurm, so it runs in threads.
 """
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,15 @@ from cray_agents.runtime.gateway.http.shapes import (
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.observability.timeline import job_timeline
 from cray_agents.runtime.registry import checkpoints, deltas
+from cray_agents.runtime.views.hardware_records import JobHardware
+from cray_agents.runtime.views.job_hardware import job_hardware
 from cray_agents.runtime.views.job_series import job_events, job_series
 from cray_agents.runtime.views.view_records import JobSeries
 from cray_agents.training_jobs import JobSpec, JobStatus
 
 PAGE_LIMIT = 1000  # jobs in a page
 MOST_POINTS = 20_000  # of a series
+MOST_NODES = 100  # in a page of a job's hardware
 Roots = tuple[Path, ...] | None  # the folders that a request may name directories of
 PARENT = "parent"  # as optimizer_from: the job that made the parent, if its optimizer can go on
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_paused"
@@ -144,13 +149,44 @@ async def read_job_series(services: Services, request: Request) -> Response:
     """Return a job's measures by step, thinned for a chart without losing its peaks (LTTB)."""
     params, job_id = query(request), _job_id(request)
     _folder(services, job_id)
-    points = number(params, "points", 600, MOST_POINTS)
-    if points < 3:
-        raise BadInput("points must be 3 or more", param="points")
+    points = _points(params, 600)
 
     def read() -> dict[str, Any]:
         events = job_events(services.home, job_id)
         return job_series(job_id, events, names_in(params, "names"), points)
+
+    return json_response(await asyncio.to_thread(read))
+
+
+@router.get(
+    "/v1/jobs/{job_id}/hardware",
+    Role.train,
+    query={
+        "names": Described(TEXT, "Series, with commas; all unless given."),
+        "points": Described({**COUNT, "minimum": 3, "maximum": MOST_POINTS}, "Of each, at most."),
+        "limit": Described(count_up_to(MOST_NODES), "How many nodes."),
+        "after": Described(TEXT, "The last node of the page before."),
+    },
+    answer=JobHardware,
+    fails="404 not_found",
+)
+async def read_job_hardware(services: Services, request: Request) -> Response:
+    """Return a job on its nodes: GPUs and network ports over time, the slowest rank, why it waits.
+
+    A training job's launcher samples each node every ten seconds. `slurm` is the cluster's own
+    account, where it keeps one.
+    """
+    params, job_id = query(request), _job_id(request)
+    _folder(services, job_id)
+    points, limit = _points(params, 200), number(params, "limit", 8, MOST_NODES)
+    names, after = names_in(params, "names"), params.get("after", "")
+
+    def read() -> dict[str, Any]:
+        status = services.trainer.status(job_id)
+        hardware = job_hardware(
+            services.home, status, names, points, limit=limit, after=after, now=time.time()
+        )
+        return hardware.model_dump(mode="json")
 
     return json_response(await asyncio.to_thread(read))
 
@@ -201,6 +237,13 @@ async def pause_job(services: Services, request: Request) -> Response:
 async def resume_job(services: Services, request: Request) -> Response:
     """Continue a paused job from its last save."""
     return _status(await asyncio.to_thread(services.trainer.resume, _job_id(request)))
+
+
+def _points(params: Mapping[str, str], usual: int) -> int:
+    points = number(params, "points", usual, MOST_POINTS)
+    if points < 3:
+        raise BadInput("points must be 3 or more", param="points")
+    return points
 
 
 def _job_id(request: Request) -> str:

@@ -219,6 +219,9 @@ JOB = MetricBoard(
         BoardPanel("Norm of the gradient", _latest("cray_job_grad_norm", "{{job}}")),
         BoardPanel("Tokens a second", _latest("cray_job_tokens_per_second", "{{job}}")),
         BoardPanel("MFU", _latest("cray_job_mfu", "{{job}}"), "percentunit"),
+        BoardPanel(
+            "Share of communication", _latest("cray_job_communication", "{{job}}"), "percentunit"
+        ),
         BoardPanel("Seconds of a step", _latest("cray_job_step_seconds", "{{job}}"), "s"),
         BoardPanel(
             "Since the last step",

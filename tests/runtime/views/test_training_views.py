@@ -11,8 +11,10 @@ import pytest_asyncio
 
 from cray_agents import Platform
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.hardware.sampler import HardwareSampler
 from cray_agents.runtime.views.dataset_records import DatasetHistograms, SamplePage
 from cray_agents.runtime.views.dataset_views import histogram_of
+from cray_agents.runtime.views.hardware_records import JobHardware
 from cray_agents.runtime.views.job_series import thinned
 from cray_agents.runtime.views.view_records import JobSeries
 from tests.runtime.views.test_run_views import model_with_tokenizer
@@ -109,6 +111,35 @@ async def test_a_job_has_series_and_a_timeline(gateway: Gateway) -> None:
     for path, status in (("job-1/series?names=age", 400), ("job-1/series?points=2", 400),
                          ("none/series", 404), ("none/timeline", 404)):  # fmt: skip
         assert (await gateway.call("GET", f"/v1/jobs/{path}"))[0] == status
+
+
+async def test_a_job_has_its_nodes(gateway: Gateway, dataset: str) -> None:
+    body = {"dataset": dataset, "parent": "calc@1", "hyperparameters": {"steps": 2}}
+    status, job = await gateway.call("POST", "/v1/jobs", json=body)
+    assert status == 200, job
+    path = f"/v1/jobs/{job['id']}/hardware"
+    shown = JobHardware.model_validate(await get(gateway, path))
+    assert shown.nodes == [] and shown.slurm is None and shown.waits is None
+    for node in ("n1", "n2", "n3"):
+        sampler = HardwareSampler(gateway.services.home.job(job["id"]), gpus=[], every=0.001)
+        sampler.path = sampler.path.with_name(f"hardware.{node}.jsonl")
+        sampler.start()
+        await asyncio.sleep(0.05)
+        sampler.close()
+    page = JobHardware.model_validate(await get(gateway, f"{path}?limit=2&points=3"))
+    assert [node.node for node in page.nodes] == ["n1", "n2"] and page.has_more
+    assert len(page.nodes[0].series["host.load"]) == 3
+    rest = await get(gateway, f"{path}?after=n2&names=host.load")
+    assert [node["node"] for node in rest["nodes"]] == ["n3"] and not rest["has_more"]
+    assert set(rest["nodes"][0]["series"]) == {"host.load"}
+    for query, code in (("names=age", 400), ("points=2", 400), ("limit=101", 400)):
+        assert (await gateway.call("GET", f"{path}?{query}"))[0] == code
+    assert (await gateway.call("GET", "/v1/jobs/none/hardware"))[0] == 404
+    platform = Platform(gateway.url)
+    try:
+        assert len((await platform.views.hardware(job["id"], limit=1))["nodes"]) == 1
+    finally:
+        await platform.close()
 
 
 async def test_thinning_keeps_peaks_and_ends() -> None:

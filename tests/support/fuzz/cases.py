@@ -35,6 +35,7 @@ GETS = (
     "/v1/datasets/{dataset_id}/histograms",
     "/v1/datasets/{dataset_id}/samples",
     "/v1/jobs/{job_id}/series",
+    "/v1/jobs/{job_id}/hardware",
     "/v1/jobs/{job_id}/timeline",
     "/v1/loops",
     "/v1/loops/{loop}/generations/{number}/timeline",

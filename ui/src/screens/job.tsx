@@ -1,24 +1,30 @@
-/** Job: the state of a training job, why it waits or failed, its measures as curves, and the end of its log. */
+/** Job: the state of a training job, why it waits or failed, its measures as curves, its nodes, and the end of its log. */
 import { useState } from "preact/hooks";
 import { Action } from "../components/action";
 import { Chart } from "../components/chart";
 import { CopyAs, quoted } from "../components/copy_as";
+import { JobHardware, JobNotes } from "../components/job_hardware";
 import { Failure, Loaded } from "../components/states";
 import { Text } from "../components/text";
 import { address, get, post, request } from "../lib/api";
 import { compact, number, oneLine, seconds } from "../lib/format";
 import { useResource } from "../lib/resource";
+import { setParams } from "../lib/route";
 import type { ScreenProps } from ".";
 
 const ACTS = ["pause", "resume", "cancel"] as const;
 type Act = (typeof ACTS)[number];
+/** Measures that every job has a place for: one that it does not have says "no data", which is not 0. */
+const CHIEF = { loss: "loss", grad_norm: "gradient norm", tokens_per_second: "tokens/s", mfu: "MFU", communication: "share of communication" };
+const NO_POINTS: [number, number][] = [];
 
-export default function Job({ path }: ScreenProps) {
+export default function Job({ path, params }: ScreenProps) {
   const id = path[0] ?? "";
   const [act, setAct] = useState<Act | null>(null);
   const sent = (signal: AbortSignal) => ({ path: { job_id: id }, signal });
   const job = useResource((signal) => get("/v1/jobs/{job_id}", sent(signal)), [id], ["job"]);
   const series = useResource((signal) => get("/v1/jobs/{job_id}/series", sent(signal)), [id], ["job"]);
+  const hardware = useResource((signal) => get("/v1/jobs/{job_id}/hardware", sent(signal)), [id], ["job"]);
   const log = useResource(
     async (signal) =>
       (await request("GET", address("/v1/jobs/{job_id}/logs", { job_id: id }, { tail: 40 }), undefined, signal, "text/plain")).text(),
@@ -46,7 +52,7 @@ export default function Job({ path }: ScreenProps) {
             />
           </div>
           {data.error && <p class="banner error">{oneLine(data.error, 1000)}</p>}
-          {data.reason && <p class="banner">{oneLine(data.reason, 1000)}</p>}
+          <Loaded of={hardware}>{(nodes) => <JobNotes of={nodes} />}</Loaded>
           <div class="cards">
             <section class="card">
               <h2>State</h2>
@@ -76,15 +82,16 @@ export default function Job({ path }: ScreenProps) {
             <Loaded of={series}>
               {({ series: curves }) => (
                 <>
-                  {Object.entries(curves)
-                    .slice(0, 24)
-                    .map(([name, points]) => (
-                      <section class="card" key={name}>
-                        <Chart title={oneLine(name, 60)} axis="step" points={points as [number, number][]} />
-                      </section>
-                    ))}
+                  {[...Object.entries(CHIEF), ...others(curves)].map(([name, title]) => (
+                    <section class="card" key={name}>
+                      <Chart title={oneLine(title, 60)} axis="step" points={(curves[name] ?? NO_POINTS) as [number, number][]} />
+                    </section>
+                  ))}
                 </>
               )}
+            </Loaded>
+            <Loaded of={hardware}>
+              {(nodes) => <JobHardware of={nodes} node={params.get("node") ?? ""} choose={(node) => setParams({ node })} />}
             </Loaded>
             <section class="card wide">
               <h2>Log</h2>
@@ -104,4 +111,10 @@ export default function Job({ path }: ScreenProps) {
       )}
     </Loaded>
   );
+}
+
+/** Further measures, beside the chief ones. */
+function others(curves: Record<string, unknown>): [string, string][] {
+  const names = Object.keys(curves).filter((name) => !(name in CHIEF));
+  return names.slice(0, 24).map((name) => [name, name]);
 }

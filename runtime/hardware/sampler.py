@@ -1,0 +1,156 @@
+"""Sampler: a thread that writes the load of this node's devices beside a job's events.
+
+    hardware.<node>.jsonl   a line every ten seconds, with a checksum
+
+A `node` line (topology, see topology.py) begins each attempt of the job. A `sample` line is flat:
+`gpu0.power_watts`, `mlx5_0:1.sent_bytes_per_second`, `host.load`. Of errors it has those that grew
+since the attempt began, and by how much. At MOST bytes every second sample is dropped, and the
+next ones come half as often: the file has the whole job, if more coarsely.
+
+It runs in the launcher, so no rank ever waits for it. Any failure is printed once, and ends it.
+run_ranks (job/launch.py) starts it, views/job_hardware.py reads the file.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.hardware import ports
+from cray_agents.runtime.hardware.nvml import LIBRARY, Nvml, describe_gpus, nvml, read_load
+from cray_agents.runtime.hardware.topology import read_topology
+from cray_agents.runtime.scheduler.gpu_placement import host_gpus
+
+EVERY = 10.0  # seconds
+MOST = 8 << 20  # bytes of a file
+PREFIX = "hardware."
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class HardwareSampler:
+    """Samples until `close`.
+
+    Args:
+        folder: the job's, or its session's.
+        pids: the processes whose cores are counted.
+        sys, library: where the kernel's files and NVML are.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        pids: Sequence[int] = (),
+        *,
+        every: float = EVERY,
+        most: int = MOST,
+        sys: Path = ports.SYS,
+        library: str = LIBRARY,
+        gpus: Sequence[str] | None = None,
+    ) -> None:
+        self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        self.path = folder / f"{PREFIX}{self.node}.jsonl"
+        self._pids, self._sys, self._library = pids, sys, library
+        self._gpus = host_gpus() if gpus is None else gpus
+        self._every, self._most, self._size = every, most, 0
+        self._before: dict[str, float] = {}  # amounts at the last sample
+        self._errors: dict[str, int] = {}  # of ports, at the first one
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hardware", daemon=True)
+
+    def start(self) -> None:
+        """Begin. Signals that this thread has blocked go to others for ever."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take a last sample, and end; a sample that hangs is left behind."""
+        self._end.set()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        try:
+            with nvml(self._library) as driver:
+                self._drop_torn_line()
+                gpus = [] if driver is None else describe_gpus(driver, self._gpus)
+                self._write("node", {"node": self.node, **read_topology(gpus, self._sys)})
+                ended = False
+                while not ended:
+                    self._write("sample", self.sample(driver))
+                    ended = self._end.wait(self._every)
+                self._write("sample", self.sample(driver))
+        except Exception as error:  # noqa: BLE001 (an account of the job, which must not harm it)
+            print(f"this node's hardware is not sampled any more: {error!r}", flush=True)
+
+    def sample(self, driver: Nvml | None = None) -> dict[str, Any]:
+        """Return the figures of this moment, and rates since the last call."""
+        figures: dict[str, Any] = {}
+        if driver is not None:
+            for gpu in self._gpus:
+                load = read_load(driver, gpu)
+                figures |= {f"gpu{gpu}.{name}": value for name, value in load.items()}
+        amounts: dict[str, float] = {"": time.monotonic()}
+        for port, folder in ports.ports(self._sys):
+            figures[f"{port}.up"] = int(ports.is_up(folder))
+            for name, amount in ports.read_amounts(folder).items():
+                amounts[f"{port}.{name}_per_second"] = amount
+            for name, count in ports.read_errors(folder).items():
+                key = f"{port}.{name}"
+                if grown := count - self._errors.setdefault(key, count):
+                    figures[key] = grown
+        times = [_cpu_seconds(pid) for pid in self._pids]
+        if times and None not in times:
+            amounts["host.rank_cores"] = sum(filter(None, times))
+        before, self._before = self._before, amounts
+        if before:
+            seconds = amounts[""] - before[""]
+            for name in amounts.keys() & before.keys() - {""}:
+                if amounts[name] >= before[name] and seconds > 0:  # else it was reset
+                    figures[name] = (amounts[name] - before[name]) / seconds
+        return figures | {"host.load": os.getloadavg()[0], **_memory()}
+
+    def _write(self, event: str, values: dict[str, Any]) -> None:
+        line = checksums.with_crc(orjson.dumps({"event": event, "time": time.time(), **values}))
+        if self._size + len(line) >= self._most:
+            self._thin()
+        with self.path.open("ab") as file:
+            file.write(line + b"\n")
+            self._size = file.tell()
+
+    def _thin(self) -> None:
+        """Drop every second sample from the file, and take half as many from here on."""
+        kept, samples = [], 0
+        for line in self.path.read_bytes().splitlines():
+            is_sample = b'"event":"sample"' in line
+            samples += is_sample
+            if not is_sample or samples % 2:
+                kept.append(line + b"\n")
+        durable.replace_file(self.path, b"".join(kept))
+        self._size = sum(map(len, kept))
+        self._every *= 2
+
+    def _drop_torn_line(self) -> None:
+        """Cut off what a killed process wrote of a line."""
+        if self.path.exists():
+            whole = self.path.read_bytes()
+            self._size = whole.rfind(b"\n") + 1
+            if self._size < len(whole):
+                os.truncate(self.path, self._size)
+
+
+def _cpu_seconds(pid: int) -> float | None:
+    """Return the CPU time of a process so far; None once it has ended."""
+    text = ports.text_of(Path(f"/proc/{pid}/stat"))
+    fields = text[text.rfind(")") + 2 :].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else None
+
+
+def _memory() -> dict[str, float]:
+    """Return the memory that processes of this host could still get."""
+    for line in ports.text_of(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return {"host.memory_available_bytes": int(line.split()[1]) * 1024}
+    return {}

@@ -1,0 +1,367 @@
+"""Hardware of a node: fake trees of sysfs, a fake NVML, the real sampler, ledger, view, command.
+
+The NVML is a stand-in for GPUs, which this machine lacks: a small library with NVML's interface.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cray_agents.cli import app
+from cray_agents.errors import BadInput
+from cray_agents.paths import Home
+from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.hardware.nvml import describe_gpus, nvml, read_joules, read_load
+from cray_agents.runtime.hardware.sampler import HardwareSampler
+from cray_agents.runtime.hardware.topology import read_topology
+from cray_agents.runtime.scaling.holdings import read_holdings
+from cray_agents.runtime.scaling.ledger import read_ledger
+from cray_agents.runtime.scheduler.slurm_usage import NO_ACCOUNT, parse_usage, read_usage
+from cray_agents.runtime.views.job_hardware import job_hardware
+from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
+
+ROOT = Path(__file__).parents[3]
+ROOT_PORT, SWITCH = "pci0000:00/0000:00:01.0", "0000:01:00.0"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library with two GPUs; the first has taken 1 kJ."""
+    folder = tmp_path_factory.mktemp("nvml")
+    built = folder / "libnvidia-ml.so.1"
+    source = ROOT / "tests" / "support" / "fake_nvml.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", built, source], check=True)
+    (folder / "energy").write_text("1000000")
+    os.environ["FAKE_NVML_ENERGY"] = str(folder / "energy")
+    return built
+
+
+def put(folder: Path, **texts: object) -> None:
+    for name, text in texts.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A /sys: GPU 0 and mlx5_0 at a switch of NUMA node 0, GPU 1 and an EFA port at root ports."""
+    sys_root = tmp_path / "sys"
+    put(sys_root / "devices/system/node/node0", cpulist="0-31")
+    put(sys_root / "devices/system/node/node1", cpulist="32-63")
+    places = {
+        "0000:03:00.0": f"{ROOT_PORT}/{SWITCH}/0000:02:00.0/0000:03:00.0",
+        "0000:05:00.0": f"{ROOT_PORT}/{SWITCH}/0000:02:01.0/0000:05:00.0",
+        "0000:04:00.0": "pci0000:40/0000:40:01.0/0000:04:00.0",
+        "0000:06:00.0": "pci0000:40/0000:40:02.0/0000:06:00.0",
+    }
+    (sys_root / "bus/pci/devices").mkdir(parents=True)
+    for address, place in places.items():
+        put(sys_root / "devices" / place, numa_node=0 if SWITCH in place else 1)
+        (sys_root / "bus/pci/devices" / address).symlink_to(sys_root / "devices" / place)
+    put(
+        sys_root / "class/infiniband/mlx5_0/ports/1",
+        state="4: ACTIVE",
+        rate="400 Gb/sec (4X NDR)",
+        link_layer="InfiniBand",
+        counters__port_xmit_data=1000,
+        counters__port_rcv_data=2000,
+        counters__symbol_error=7,
+        hw_counters__out_of_sequence=5,
+        hw_counters__lifespan=10,
+    )
+    put(
+        sys_root / "class/infiniband/rdmap0s6/ports/1",
+        state="1: DOWN",
+        rate="",
+        link_layer="Unspecified",
+        hw_counters__tx_bytes=100,
+        hw_counters__rx_bytes=50,
+        hw_counters__tx_pkts="not a number",
+    )
+    for device, address in (("mlx5_0", "0000:05:00.0"), ("rdmap0s6", "0000:06:00.0")):
+        (sys_root / f"class/infiniband/{device}/device").symlink_to(
+            sys_root / "devices" / places[address]
+        )
+    return sys_root
+
+
+def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        time.sleep(0.01)
+
+
+def samples(sampler: HardwareSampler) -> list[dict[str, Any]]:
+    lines = list(checksums.read_lines(sampler.path)) if sampler.path.exists() else []
+    return [line for line in lines if line["event"] == "sample"]
+
+
+def test_gpus_tell_what_they_have_and_no_more(library: Path) -> None:
+    with nvml(str(library)) as driver:
+        assert driver is not None
+        assert [each["pci"] for each in describe_gpus(driver, ["0", "1", "7"])] == [
+            "0000:03:00.0", "0000:04:00.0"]  # fmt: skip
+        first, second = read_load(driver, "0"), read_load(driver, "GPU-b")
+        assert first == {
+            "utilization": 0.73, "memory_bytes": 20 << 30, "memory_total_bytes": 80 << 30,
+            "power_watts": 512.5, "temperature_celsius": 61, "sm_clock_mhz": 1980,
+            "memory_clock_mhz": 2619, "ecc_corrected": 4, "ecc_uncorrected": 0, "slowed": 1,
+            "slowed_by": "power cap, heat",
+        }  # fmt: skip
+        assert "power_watts" not in second and second["slowed"] == 0
+        assert read_load(driver, "7") == {} and read_load(driver, "MIG-x") == {}
+        assert read_joules(driver, ["0"]) == 1000.0
+        for gpus in (["0", "1"], ["7"], []):
+            assert read_joules(driver, gpus) is None
+    with nvml("libnone.so.1") as driver:
+        assert driver is None and read_joules(driver, ["0"]) is None
+
+
+def test_topology_names_the_gpus_at_a_ports_switch(library: Path, tree: Path) -> None:
+    with nvml(str(library)) as driver:
+        assert driver is not None
+        seen = read_topology(describe_gpus(driver, ["0", "1"]), tree)
+    assert seen["numa_nodes"] == [{"numa": 0, "cores": "0-31"}, {"numa": 1, "cores": "32-63"}]
+    assert [(gpu["numa"], gpu["switch"]) for gpu in seen["gpus"]] == [(0, SWITCH), (1, "")]
+    ports = {port["port"]: port for port in seen["ports"]}
+    assert ports["mlx5_0:1"]["near"] == ["0"] and ports["mlx5_0:1"]["up"]
+    assert ports["rdmap0s6:1"] == {
+        "port": "rdmap0s6:1", "pci": "0000:06:00.0", "numa": 1, "switch": "", "rate": "",
+        "link": "Unspecified", "up": False, "near": [],
+    }  # fmt: skip
+    assert read_topology([], tree / "none") == {"numa_nodes": [], "gpus": [], "ports": []}
+
+
+def test_rates_and_grown_errors_follow_from_counters(library: Path, tree: Path) -> None:
+    sampler = HardwareSampler(tree, [os.getpid()], sys=tree, library=str(library), gpus=["0"])
+    first = sampler.sample()
+    assert first["mlx5_0:1.up"] == 1 and first["rdmap0s6:1.up"] == 0 and first["host.load"] >= 0
+    assert not any("per_second" in name or "symbol" in name for name in first)
+    put(tree / "class/infiniband/mlx5_0/ports/1", counters__port_xmit_data=1500,
+        counters__symbol_error=9)  # fmt: skip
+    put(tree / "class/infiniband/rdmap0s6/ports/1", hw_counters__tx_bytes=40)
+    second = sampler.sample()
+    sent, received = (second[f"mlx5_0:1.{way}_bytes_per_second"] for way in ("sent", "received"))
+    assert sent > 0 and received == 0 and second["mlx5_0:1.symbol_error"] == 2
+    assert "mlx5_0:1.out_of_sequence" not in second
+    assert "rdmap0s6:1.sent_bytes_per_second" not in second  # its counter was reset
+    assert second["rdmap0s6:1.received_bytes_per_second"] == 0
+    assert second["host.rank_cores"] >= 0 and second["host.memory_available_bytes"] > 0
+
+
+def test_cores_are_those_of_processes_that_run(tree: Path) -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    sampler = HardwareSampler(tree, [busy.pid], sys=tree, library="none", gpus=[])
+    assert "host.rank_cores" not in sampler.sample()
+    until(lambda: sampler.sample().get("host.rank_cores", 0) > 0)
+    busy.kill()
+    busy.wait()
+    assert "host.rank_cores" not in sampler.sample()
+
+
+def test_a_sampler_writes_to_its_end_and_goes_on_after_a_kill(library: Path, tree: Path) -> None:
+    options = {"sys": tree, "library": str(library), "gpus": ["0", "1"], "every": 0.01}
+    sampler = HardwareSampler(tree, **options)
+    sampler.start()
+    until(lambda: len(samples(sampler)) > 2)
+    sampler.close()
+    count = len(samples(sampler))
+    with sampler.path.open("ab") as file:
+        file.write(b'{"event":"sample","time":1')
+    again = HardwareSampler(tree, **options)
+    again.start()
+    until(lambda: len(samples(again)) > count)
+    again.close()
+    lines = list(checksums.read_lines(again.path))
+    assert [line["event"] for line in lines].count("node") == 2
+    assert lines[0]["gpus"][0]["name"] == "NVIDIA H100 0"
+    assert lines[1]["gpu0.power_watts"] == 512.5 and "gpu1.power_watts" not in lines[1]
+
+
+def test_a_long_jobs_file_stays_small_and_has_its_beginning(tree: Path) -> None:
+    sampler = HardwareSampler(tree, sys=tree, library="none", gpus=[], every=0.001, most=6000)
+    sampler.start()
+    until(lambda: len(samples(sampler)) > 2)
+    begin, sizes = list(checksums.read_lines(sampler.path))[:2], [0]
+
+    def has_shrunk() -> bool:
+        sizes.append(sampler.path.stat().st_size)
+        return sizes[-1] < max(sizes)
+
+    until(has_shrunk)
+    sampler.close()
+    lines = list(checksums.read_lines(sampler.path))
+    assert lines[:2] == begin and max(sizes) <= 6000
+    times = [line["time"] for line in lines]
+    assert times == sorted(times)
+
+
+def test_a_sampler_that_cannot_write_says_so_and_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampler = HardwareSampler(tmp_path / "gone", gpus=[], every=0.01)
+    sampler.start()
+    sampler.close()
+    assert capsys.readouterr().out.count("not sampled any more: FileNotFoundError") == 1
+
+
+def ended_job(home: Home, **fields: Any) -> JobStatus:
+    """A job's folder with its spec and a straggler, and its status."""
+    spec = JobSpec(
+        dataset="d", parent="p", parent_sha256="0" * 64, hyperparameters=Hyperparameters(steps=3)
+    )
+    folder = home.job(spec.id)
+    folder.mkdir(parents=True, exist_ok=True)
+    slow = {"rank": 3, "node": "n2", "seconds": 3.0, "median": 1.0, "steps": 50, "after_step": 50}
+    (folder / "spec.json").write_bytes(checksums.with_crc(spec.model_dump_json().encode()))
+    events = [{"event": "started", "time": 10.0}, {"event": "straggler", "time": 20.0, **slow}]
+    write_lines(folder / "events.jsonl", events)
+    return JobStatus(id=spec.id, state="running", **fields)
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = [checksums.with_crc(json.dumps(line).encode()) + b"\n" for line in lines]
+    path.write_bytes(b"".join(texts))
+
+
+def test_a_job_is_shown_on_its_nodes(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    status = ended_job(home)
+    for node in ("n1", "n2"):
+        write_lines(
+            home.job(status.id) / f"hardware.{node}.jsonl",
+            [{"event": "node", "time": 0.5, "node": node, "gpus": [{"gpu": "0"}]}]
+            + [{"event": "sample", "time": float(n), "gpu0.utilization": n / 100,
+                "gpu0.slowed_by": "heat"} for n in range(1, 101)],
+        )  # fmt: skip
+    damaged = home.job(status.id) / "hardware.n2.jsonl"
+    damaged.write_bytes(damaged.read_bytes().replace(b": 7.0", b": 8.0") + b'{"event": "sam')
+    shown = job_hardware(home, status, points=10)
+    assert [node.node for node in shown.nodes] == ["n1", "n2"] and not shown.has_more
+    curve = shown.nodes[0].series["gpu0.utilization"]
+    assert len(curve) == 10 and curve[0] == (1.0, 0.01) and curve[-1] == (100.0, 1.0)
+    assert shown.nodes[0].newest == {"gpu0.utilization": 1.0, "gpu0.slowed_by": "heat"}
+    whole = job_hardware(home, status, ["gpu0.utilization"], 1000, limit=1, after="n1")
+    assert len(whole.nodes[0].series["gpu0.utilization"]) == 99  # without the damaged line
+    assert job_hardware(home, status, limit=1).has_more
+    assert shown.slowest is not None and (shown.slowest.rank, shown.slowest.node) == (3, "n2")
+    with pytest.raises(BadInput, match="no node has 'age'"):
+        job_hardware(home, status, ["age"])
+    waits = job_hardware(
+        home, status.model_copy(update={"state": "queued", "reason": "Priority"})
+    ).waits
+    assert waits is not None and "higher priority" in waits.meaning
+
+
+def test_a_job_of_a_session_has_the_samples_of_its_time(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    status = ended_job(home, session="s")
+    lines = [{"event": "sample", "time": float(n), "host.load": 1.0} for n in range(0, 31, 5)]
+    write_lines(home.sessions / "s" / "hardware.n1.jsonl", lines)
+    (node,) = job_hardware(home, status).nodes
+    assert [time for time, _ in node.series["host.load"]] == [10.0, 15.0, 20.0]
+
+
+def test_the_command_shows_gpus_ports_and_the_slowest_rank(library: Path, tree: Path) -> None:
+    home = Home(tree)
+    status = ended_job(home)
+    sampler = HardwareSampler(
+        home.job(status.id), sys=tree, library=str(library), gpus=["0", "1"], every=0.01
+    )
+    sampler.start()
+    until(lambda: len(samples(sampler)) > 1)
+    sampler.close()
+    argv = ["jobs", "hardware", status.id, "--home", str(tree)]
+    printed = CliRunner(env={"COLUMNS": "200"}).invoke(app, argv).stdout
+    for text in ("rank 3 on n2, 3.0 times", "NVIDIA H100 0", "73%", "512.5", "power cap, heat",
+                 "mlx5_0:1", "GPU 0", "down"):  # fmt: skip
+        assert text in printed
+    shown = json.loads(CliRunner().invoke(app, [*argv, "--json", "--points", "3"]).stdout)
+    assert len(shown["nodes"][0]["series"]["gpu0.power_watts"]) <= 3
+    failed = CliRunner().invoke(app, ["jobs", "hardware", "job-none", "--home", str(tree)])
+    assert "no job 'job-none'" in str(failed.exception)
+
+
+HOLD = """
+import asyncio, os, sys
+from pathlib import Path
+from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, holding, keep_ledger
+
+folder, counter = Path(sys.argv[1]), Path(os.environ["FAKE_NVML_ENERGY"])
+
+def spend(joules):
+    counter.write_text(str(int(counter.read_text()) + 1000 * joules))
+
+counter.write_text("5000000")
+for gpus in (("0",), ("1",), ()):
+    with holding(folder, kind="job", holder="job-" + "".join(gpus), gpus=gpus):
+        spend(40)
+
+place = {"version": "m@1", "state": "serving", "host": "a", "job": None, "busy_seconds": 0.0}
+
+async def serve():
+    replicas = [place, place | {"job": "7"}]
+    devices = [HeldDevices(("0",)), HeldDevices(("0",))]
+    file = LedgerFile(folder, "platform")
+    keeping = asyncio.create_task(
+        keep_ledger(file, lambda: replicas, lambda: 0, devices, every=0.01, beat=0.05))
+    await asyncio.sleep(0.02)
+    spend(30)
+    await asyncio.sleep(0.1)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+asyncio.run(serve())
+"""
+
+
+def test_energy_of_jobs_and_replicas_is_in_their_holdings(library: Path, tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(library.parent)}
+    argv = [sys.executable, "-c", HOLD, str(home.ledger)]
+    subprocess.run(argv, check=True, env=environment)
+    lines = [line for lines in read_ledger(home.ledger) for line in lines]
+
+    def joules(holder: str) -> list[float | None]:
+        return [line.joules for line in lines if line.holder == holder]
+
+    assert joules("job-0") == [0.0, 40.0]
+    assert joules("job-1") == joules("job-") == [None, None]
+    assert sum(each or 0 for each in joules("replica-0")) == 30.0
+    assert set(joules("replica-1")) == {None}  # its GPUs are another host's
+    pieces = read_holdings(home).pieces
+    spent = {kind: sum(piece.joules for piece in pieces if piece.line.kind == kind)
+             for kind in ("job", "replica")}  # fmt: skip
+    assert spent == pytest.approx({"job": 40.0, "replica": 30.0})
+    shown = CliRunner().invoke(app, ["cost", "--home", str(tmp_path), "--json"])
+    total = json.loads(shown.stdout)["total"]
+    assert total["joules"] == pytest.approx(70.0) and 0 < total["measured_share"] < 1
+
+
+def test_slurms_account_is_read_where_there_is_one() -> None:
+    printed = (
+        "17|3600|1-02:03:04.500|||job-a.1234\n"
+        "17.batch|3600|00:30.100|2048K|700000|batch\n"
+        "17.0|3590|26:03:04.400|3.5G|690000|python|odd\n"
+    )
+    usage = parse_usage(printed, "job-a")
+    assert usage.seconds == 3600 and usage.cpu_seconds == pytest.approx(93784.5)
+    assert usage.memory_bytes == int(3.5 * 2**30) and usage.joules == 700000
+    none = parse_usage("17|5|00:01|||job-a\n17.batch|5|00:01||0|batch\n", "job-a")
+    assert none.joules is None and none.memory_bytes is None and none.cpu_seconds == 1
+    for other in ("", printed.replace("job-a", "job-b")):
+        assert "does not have this job" in parse_usage(other, "job-a").why_unknown
+
+
+def test_without_accounting_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/nowhere")
+    assert read_usage("1", "job-a").why_unknown == NO_ACCOUNT

@@ -1,0 +1,118 @@
+/** Job hardware: the nodes of a training job with their devices, curves of one of them, and its slowest rank. */
+import type { Answer } from "../lib/api";
+import { bytes, number, oneLine, percent, seconds, time } from "../lib/format";
+import { Chart } from "./chart";
+import { Empty } from "./states";
+
+type Hardware = Answer<"/v1/jobs/{job_id}/hardware", "get">;
+type Node = Hardware["nodes"][number];
+type Point = [number, number];
+
+const MOST_CURVES = 48;
+
+/** Sentences on what a job waits for or which of its ranks is slow. */
+export function JobNotes({ of: { waits, slowest } }: { of: Hardware }) {
+  return (
+    <>
+      {waits && (
+        <p class="banner">
+          It waits: {oneLine(waits.meaning, 500)}. Next: {oneLine(waits.next, 500)}.
+        </p>
+      )}
+      <p>
+        <b>Slowest rank</b>{" "}
+        {slowest
+          ? `rank ${slowest.rank} on ${oneLine(slowest.node, 100)}: ${seconds(slowest.seconds)} a step for its own work, ${number(slowest.seconds / slowest.median)} times the median, after step ${slowest.after_step}`
+          : "none was named; ranks are compared every 50 steps"}
+      </p>
+    </>
+  );
+}
+
+export function JobHardware(props: { of: Hardware; node: string; choose: (node: string) => void }) {
+  const { nodes, has_more, slurm } = props.of;
+  const chosen = nodes.find((one) => one.node === props.node) ?? nodes[0];
+  return (
+    <>
+      <section class="card wide">
+        <h2>Nodes</h2>
+        {slurm && <p>{slurm.why_unknown ? oneLine(slurm.why_unknown, 300) : account(slurm)}</p>}
+        {nodes.length ? (
+          <div class="table-box" tabIndex={0} role="region" aria-label="Nodes">
+            <table>
+              <thead>
+                <tr>
+                  {["node", "last sample", "GPUs", "busy", "power", "ports up", "sent", "received", "notes"].map((name) => (
+                    <th key={name}>{name}</th>
+                  ))}
+                </tr>
+              </thead>
+              <tbody>
+                {nodes.map((one) => (
+                  <NodeRow key={one.node} node={one} selected={one === chosen} choose={() => props.choose(one.node)} />
+                ))}
+              </tbody>
+            </table>
+            {has_more && <p class="hint">These are the first {nodes.length} nodes; cray-agents jobs hardware shows all.</p>}
+          </div>
+        ) : (
+          <Empty>No node was sampled: the job has not started, or an older release trained it.</Empty>
+        )}
+      </section>
+      {chosen &&
+        Object.entries(chosen.series)
+          .slice(0, MOST_CURVES)
+          .map(([name, points]) => (
+            <section class="card" key={`${chosen.node} ${name}`}>
+              <Chart title={oneLine(`${chosen.node} ${name}`, 100)} axis="time" clock points={points as Point[]} />
+            </section>
+          ))}
+    </>
+  );
+}
+
+function NodeRow({ node, selected, choose }: { node: Node; selected: boolean; choose: () => void }) {
+  const busy = figures(node, /^gpu.*\.utilization$/);
+  const watts = figures(node, /^gpu.*\.power_watts$/);
+  const up = figures(node, /\.up$/);
+  const sent = figures(node, /\.sent_bytes_per_second$/);
+  const received = figures(node, /\.received_bytes_per_second$/);
+  const notes = Object.entries(node.newest).filter(
+    ([name, value]) => typeof value === "string" || (/:\d+\./.test(name) && !/\.up$|_per_second$/.test(name)),
+  );
+  const kinds = [...new Set(node.gpus.map((gpu) => String(gpu.name)))];
+  return (
+    <tr class={selected ? "selected" : ""}>
+      <td>
+        <button aria-pressed={selected} onClick={choose}>
+          {oneLine(node.node, 100)}
+        </button>
+      </td>
+      <td>{time(node.time)}</td>
+      <td>{node.gpus.length ? `${node.gpus.length} × ${oneLine(kinds.join(", "), 100)}` : "no data"}</td>
+      <td>{busy.length ? percent(sum(busy) / busy.length) : "no data"}</td>
+      <td>{watts.length ? `${number(sum(watts))} W` : "no data"}</td>
+      <td>{up.length ? `${sum(up)} of ${up.length}` : "no data"}</td>
+      <td>{sent.length ? `${bytes(sum(sent))}/s` : "no data"}</td>
+      <td>{received.length ? `${bytes(sum(received))}/s` : "no data"}</td>
+      <td>{oneLine(notes.map(([name, value]) => `${name} ${value}`).join("; "), 300)}</td>
+    </tr>
+  );
+}
+
+function account(slurm: NonNullable<Hardware["slurm"]>): string {
+  const facts = [
+    slurm.cpu_seconds == null ? "" : `${seconds(slurm.cpu_seconds)} of CPU time`,
+    slurm.memory_bytes == null ? "" : `${bytes(slurm.memory_bytes)} at most in a task`,
+    slurm.joules == null ? "" : `${number(slurm.joules)} J of its nodes`,
+  ].filter(Boolean);
+  return `By Slurm's account: ${facts.join(", ") || "nothing known"}.`;
+}
+
+function figures(node: Node, name: RegExp): number[] {
+  return Object.entries(node.newest).flatMap(([key, value]) => (name.test(key) && typeof value === "number" ? [value] : []));
+}
+
+function sum(values: number[]): number {
+  return values.reduce((total, value) => total + value, 0);
+}
