@@ -1,6 +1,5 @@
 """The calculator task beside TRL: both sides read the same tokens, and one measure is for both."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ import pytest
 from cray_agents.cli.loop import calculator_loop
 from tests.bench.rivals import held_out
 from tests.bench.rivals.training import area, cells, reached
-from tests.bench.rivals.training_sides import Learned, Point, exact, longest_run, trl_trainer
+from tests.bench.rivals.training_sides import Learned, Point, exact, trl_trainer
+from tests.bench.rivals.trl_settings import load
 
 
 def way(*points: tuple[float, int, float]) -> Learned:
@@ -55,7 +55,7 @@ def test_calls_are_carried_out_as_the_agent_does(text: str, result: str | None) 
 def test_trl_reads_what_our_agent_reads(tmp_path: Path) -> None:
     """A demonstrated run, put together of TRL's pieces, has the tokens of its own rendering."""
     calculator_loop.make_model(tmp_path / "model", 0)
-    network, tokenizer = held_out.load(tmp_path / "model")
+    network, tokenizer = load(tmp_path / "model")
     trainer = trl_trainer(network, tokenizer, 0, tmp_path / "trl")
     messages, _ = calculator_loop.make_loop(0, method="grpo").demonstrations[0]
     whole = rendered(tokenizer, messages)

@@ -7,7 +7,6 @@ Called by training_sides.py for every side's weights, outside all clocks.
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from cray_agents.cli.loop import calculator_loop
@@ -17,15 +16,6 @@ from cray_agents.tools.calculator import evaluate
 
 AGENT = calculator_loop.agent
 TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
-def load(checkpoint: Path) -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    network = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    return network, AutoTokenizer.from_pretrained(checkpoint)
 
 
 def prompt_of(task: Task) -> list[Message]:

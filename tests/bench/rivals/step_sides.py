@@ -31,6 +31,7 @@ from tests.bench.rivals.step_batches import (
     places_of,
     round_of,
 )
+from tests.bench.rivals.trl_settings import for_cpu, load
 
 Rounds = Callable[[int], list[Completion]]
 
@@ -97,13 +98,15 @@ def _baseline(training: Any, completions: list[Completion]) -> Any:
     from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
     from cray_agents.trainers.data.samples import Samples
 
-    masks = [np.float32([0] * len(one.prompt) + [1] * len(one.answer)) for one in completions]
+    masks = [
+        np.array([0] * len(one.prompt) + [1] * len(one.answer), np.float32) for one in completions
+    ]
     samples = Samples.of([one.prompt + one.answer for one in completions], masks)
     if training.method == "sft":
         return BaselineLogprobs(samples)
     rows = TrainedTokenRows(masks, dict(enumerate(training.score(samples))))
     gains = TrainedTokenRows(masks, dict(enumerate(advantages_of(completions))))
-    columns = {
+    columns: dict[str, Any] = {
         "sampled": samples.sampled, "advantages": gains, "before": rows, "reference": rows,
     }  # fmt: skip
     return BaselineLogprobs(samples, columns)
@@ -123,11 +126,10 @@ def trl(method: str, model: Path, rounds: Rounds, out: int, *, packed: bool) -> 
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """What a TRL trainer is set to beside its defaults: our optimizer, no checkpoints, a CPU."""
+    """What a TRL trainer is set to beside its defaults: our batch and our optimizer."""
     return {
-        "output_dir": str(folder),
+        **for_cpu(folder),
         "per_device_train_batch_size": BATCH,
-        "max_steps": HYPER.steps,
         "learning_rate": HYPER.learning_rate,
         "lr_scheduler_type": "constant",
         "adam_beta1": HYPER.adam_beta1,
@@ -135,30 +137,14 @@ def settings(folder: Path) -> dict[str, Any]:
         "adam_epsilon": HYPER.adam_eps,
         "weight_decay": HYPER.weight_decay,
         "max_grad_norm": HYPER.clip_grad,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "no",
     }
-
-
-def load(model: Path) -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return network, AutoTokenizer.from_pretrained(model)
 
 
 def pauses(answers: Answers) -> Any:
     """A callback that lets `train()` go from round to round."""
     from transformers import TrainerCallback
 
-    class Pauses(TrainerCallback):
+    class Pauses(TrainerCallback):  # type: ignore[misc]
         """Waits before the first step, and after the last one of each round."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -297,7 +283,11 @@ def _grpo_trainer(model: Path, rounds: Rounds, answers: Answers) -> Any:
     )
 
 
-SIDES = {"ours": ours, "trl": partial(trl, packed=True), "trl-padded": partial(trl, packed=False)}
+SIDES: dict[str, Callable[[str, Path, Rounds, int], None]] = {
+    "ours": ours,
+    "trl": partial(trl, packed=True),
+    "trl-padded": partial(trl, packed=False),
+}
 
 
 def main(side: str, method: str, model: str, vocabulary: str, longest: str) -> None:

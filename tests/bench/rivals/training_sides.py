@@ -28,6 +28,7 @@ from cray_agents.generation import base_version
 from cray_agents.platform.client import Platform
 from cray_agents.tools.calculator import evaluate
 from tests.bench.rivals import held_out
+from tests.bench.rivals.trl_settings import for_cpu, load
 
 #: TRL's settings: groups of our size, and our clipping. A generation is learned from once.
 GROUP, BATCH, STEPS_PER_GENERATION = 8, 128, 4
@@ -75,7 +76,7 @@ def start(seed: int, limit: float, folder: Path) -> Learned:
 def ours(method: Literal["grpo", "rft"], seed: int, limit: float, folder: Path) -> Learned:
     """Run the cookbook's loop, whose own evaluations are on its clock: they decide."""
     loop = calculator_loop.make_loop(seed, method=method)
-    size, load, begun = calculator_loop.size_of(method, False), os.getloadavg()[0], time.time()
+    size, busy, begun = calculator_loop.size_of(method, False), os.getloadavg()[0], time.time()
     config = load_config({"home": folder / f"{method}-home", "port": 0})
     name = loop.agent.model
     ends, done = [], []
@@ -103,7 +104,7 @@ def ours(method: Literal["grpo", "rft"], seed: int, limit: float, folder: Path) 
         for phase, seconds in generation.seconds.items()
         if phase.startswith("evaluate")
     )
-    return Learned(points=points, limit=limit, starting=starting, evaluating=evaluating, load=load)
+    return Learned(points=points, limit=limit, starting=starting, evaluating=evaluating, load=busy)
 
 
 async def _promoted(platform: Platform, name: str) -> str:
@@ -126,7 +127,7 @@ async def _checkpoints(platform: Platform, name: str) -> dict[str, Path]:
 
 def _success_of(checkpoint: Path, seed: int) -> float:
     tasks = list(calculator_loop.make_loop(seed, method="grpo").tasks.split("holdout"))
-    return held_out.success(*held_out.load(checkpoint), tasks)
+    return held_out.success(*load(checkpoint), tasks)
 
 
 # ---- TRL
@@ -134,16 +135,16 @@ def trl(seed: int, limit: float, folder: Path) -> Learned:
     """Run TRL's GRPOTrainer; its clock rests while it is measured, after each generation."""
     from transformers import TrainerCallback
 
-    load, begun = os.getloadavg()[0], time.perf_counter()
+    busy, begun = os.getloadavg()[0], time.perf_counter()
     loop = calculator_loop.make_loop(seed, method="grpo")
-    network, tokenizer = held_out.load(folder / "start")
+    network, tokenizer = load(folder / "start")
     trainer = trl_trainer(network, tokenizer, seed, folder / "trl")
     tasks, target = list(loop.tasks.split("holdout")), calculator_loop.FULL_GRPO.target
     assert target is not None
     points = [Point(seconds=0, tokens=0, success=held_out.success(network, tokenizer, tasks))]
     starting = resumed = time.perf_counter()
 
-    class Measured(TrainerCallback):
+    class Measured(TrainerCallback):  # type: ignore[misc]
         """Measures after each generation, and ends the training."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -159,7 +160,7 @@ def trl(seed: int, limit: float, folder: Path) -> Learned:
 
     trainer.add_callback(Measured())
     trainer.train()
-    return Learned(points=points, limit=limit, starting=starting - begun, evaluating=0, load=load)
+    return Learned(points=points, limit=limit, starting=starting - begun, evaluating=0, load=busy)
 
 
 def trl_trainer(network: Any, tokenizer: Any, seed: int, folder: Path) -> Any:
@@ -188,13 +189,12 @@ def trl_trainer(network: Any, tokenizer: Any, seed: int, folder: Path) -> Any:
         network,
         reward_funcs=exact,
         args=GRPOConfig(
-            output_dir=str(folder),
+            **for_cpu(folder),
             per_device_train_batch_size=BATCH,
             steps_per_generation=STEPS_PER_GENERATION,
             num_generations=GROUP,
             max_completion_length=longest_run(tokenizer, loop),
             max_tool_calling_iterations=held_out.AGENT.max_turns - 1,
-            max_steps=10**6,
             learning_rate=RATE,
             warmup_steps=WARM_UP,
             lr_scheduler_type="constant_with_warmup",
@@ -203,13 +203,6 @@ def trl_trainer(network: Any, tokenizer: Any, seed: int, folder: Path) -> Any:
             epsilon=0.2,
             epsilon_high=0.28,
             seed=seed,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
