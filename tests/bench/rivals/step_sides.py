@@ -11,6 +11,7 @@ them. Called by steps.py; the batches are of step_batches.py.
 import json
 import os
 import resource
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,13 +38,19 @@ Rounds = Callable[[int], list[Completion]]
 
 
 class Answers:
-    """Lines of JSON on a descriptor that no library writes to. `clock` is set when a line comes."""
+    """Lines of JSON on a descriptor that no library writes to. `clock` is set when a line comes.
 
-    def __init__(self, out: int) -> None:
+    `wakes` is called now and then while it waits: our launcher ends a rank that does nothing.
+    """
+
+    def __init__(self, out: int, wakes: Callable[[], None] = lambda: None) -> None:
         self._out, self.clock, self.losses = out, time.perf_counter(), list[float]()
+        self._wakes = wakes
 
     def wait(self) -> bool:
         """Wait for the next round; False where there is none."""
+        while not select.select([sys.stdin], [], [], 10)[0]:
+            self._wakes()
         more = bool(sys.stdin.readline())
         self.clock = time.perf_counter()
         return more
@@ -76,6 +83,7 @@ def _our_rank(
 
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
+    from cray_agents.trainers.training.progress_clock import CLOCK
     from cray_agents.trainers.training.train_step import Training
     from cray_agents.training_jobs import Layout
 
@@ -84,7 +92,7 @@ def _our_rank(
     join_ranks(layout, rank, 1, store, on_cpu=True)
     architecture = read_architecture(model, "native")
     training = Training(architecture, layout, HYPER, model, on_cpu=True, method=method)
-    answers, number = Answers(out), 0
+    answers, number = Answers(out, CLOCK.tick), 0
     while answers.wait():
         baseline = _baseline(training, rounds(number))
         answers.losses = [training.step(baseline).loss for _ in range(STEPS)]
