@@ -68,6 +68,10 @@ def test_trl_reads_what_our_agent_reads(tmp_path: Path) -> None:
         {"role": "assistant", "content": "", "tool_calls": messages[2]["tool_calls"]},
         messages[3]["content"],
     )
+    short, long = [messages[:2], messages[:4]]
+    together = held_out.complete(network, tokenizer, [short, long])
+    alone = [held_out.complete(network, tokenizer, [talk])[0] for talk in (short, long)]
+    assert together == alone  # padding changes nothing
     assert exact([messages[2:]], [messages[4]["content"]]) == [1.0]
     assert exact([messages[2:4]], [messages[4]["content"]]) == [0.0]
 

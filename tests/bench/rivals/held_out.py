@@ -48,14 +48,11 @@ def complete(network: Any, tokenizer: Any, talks: Sequence[list[Message]]) -> li
 
     if not talks:
         return []
-    given = tokenizer.apply_chat_template(
-        list(talks),
-        tools=AGENT.tool_schemas,
-        add_generation_prompt=True,
-        padding=True,
-        padding_side="left",
-        return_dict=True,
-        return_tensors="pt",
+    texts = tokenizer.apply_chat_template(
+        list(talks), tools=AGENT.tool_schemas, add_generation_prompt=True, tokenize=False
+    )
+    given = tokenizer(
+        texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
     )
     with torch.no_grad():
         out = network.generate(

@@ -34,8 +34,8 @@ SUCCESS = 0.9
 NAMES = {"grpo": "cray-agents, grpo", "rft": "cray-agents, rft", "trl": "TRL GRPOTrainer"}
 CHOSEN = [name for name in os.environ.get("CRAY_BENCH_SIDES", "").split(",") if name] or [*NAMES]
 ELSEWHERE = {
-    "SkyRL 0.3.0 (JAX) with tinker-cookbook's loop": "it names Python 3.11 as enough, but there its "
-    "server ends when it is imported, in skyrl/tinker/types.py: `PydanticUserError: Please use "
+    "SkyRL 0.3.0 (JAX) with tinker-cookbook's loop": "it names Python 3.11 as enough, but there "
+    "its server ends when it is imported, in skyrl/tinker/types.py: `PydanticUserError: Please use "
     "typing_extensions.TypedDict instead of typing.TypedDict on Python < 3.12`",
 }
 NOTES = [
