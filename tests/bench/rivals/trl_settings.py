@@ -1,4 +1,4 @@
-"""What both benchmarks beside TRL give its trainers: float32 models, and arguments for a CPU."""
+"""Settings of TRL's trainers in both benchmarks: float32 models, and arguments for a CPU."""
 
 from pathlib import Path
 from typing import Any
