@@ -25,6 +25,7 @@ from cray_agents.cli.loop import calculator_loop
 from cray_agents.cli.platform.platform_process import client, serving
 from cray_agents.config import load_config
 from cray_agents.generation import base_version
+from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.tools.calculator import evaluate
 from tests.bench.rivals import held_out
@@ -65,7 +66,7 @@ def start(seed: int, limit: float, folder: Path) -> Learned:
         loop.platform = client(info)
         calculator_loop.warm_up(loop)
         checkpoint = asyncio.run(_promoted(client(info), name))
-    shutil.copytree(checkpoint, folder / "start", dirs_exist_ok=True)
+    shutil.copytree(Home(home).checkpoint(checkpoint), folder / "start", dirs_exist_ok=True)
     point = Point(seconds=0, tokens=0, success=_success_of(folder / "start", seed))
     seconds = time.perf_counter() - begun
     return Learned(
@@ -88,7 +89,7 @@ def ours(method: Literal["grpo", "rft"], seed: int, limit: float, folder: Path) 
             done.append(generation)
             if ends[-1] > limit:
                 break
-        checkpoints = asyncio.run(_checkpoints(client(info), name))
+        checkpoints = asyncio.run(_checkpoints(client(info), name, config.root))
     tokens = itertools.accumulate(generation.tokens for generation in done)
     points = [
         Point(
@@ -116,13 +117,13 @@ async def _promoted(platform: Platform, name: str) -> str:
     return promoted.checkpoint
 
 
-async def _checkpoints(platform: Platform, name: str) -> dict[str, Path]:
+async def _checkpoints(platform: Platform, name: str, home: Home) -> dict[str, Path]:
     """The directory of each version."""
     try:
         versions = await platform.versions(name)
     finally:
         await platform.close()
-    return {f"{name}@{one['number']}": Path(one["checkpoint"]) for one in versions}
+    return {f"{name}@{one['number']}": home.checkpoint(one["checkpoint"]) for one in versions}
 
 
 def _success_of(checkpoint: Path, seed: int) -> float:
