@@ -111,8 +111,8 @@ def _measure(home: Path) -> None:
         "TRL packed is its `padding_free`, with torch's attention: `flash-attn` is for GPUs. "
         "GRPOTrainer has no such way: it pads prompts and answers, here to the longest of a round. "
         "It takes no batches that others made either, so it got the same prompts and answers "
-        "through its `rollout_func`, in our order; rewards, advantages, log-probabilities before "
-        "and the loss (`bnpo`) are its own.",
+        "through its `rollout_func`, in our order, for which its shuffle is replaced. Rewards, "
+        "advantages, log-probabilities before and the loss (`bnpo`) are its own.",
     ]
     report.publish(rivals)
 
