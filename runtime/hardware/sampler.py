@@ -64,12 +64,16 @@ class HardwareSampler:
 
     def start(self) -> None:
         """Begin. Signals that this thread has blocked go to others for ever."""
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the limit of threads
+            print(f"this node's hardware is not sampled: {error}", flush=True)
 
     def close(self) -> None:
         """Take a last sample, and end; a sample that hangs is left behind."""
         self._end.set()
-        self._thread.join(timeout=2.0)
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
         try:

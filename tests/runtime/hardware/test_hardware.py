@@ -168,7 +168,12 @@ def test_cores_are_those_of_processes_that_run(tree: Path) -> None:
 
 
 def test_a_sampler_writes_to_its_end_and_goes_on_after_a_kill(library: Path, tree: Path) -> None:
-    options = {"sys": tree, "library": str(library), "gpus": ["0", "1"], "every": 0.01}
+    options: dict[str, Any] = {
+        "sys": tree,
+        "library": str(library),
+        "gpus": ["0", "1"],
+        "every": 0.01,
+    }
     sampler = HardwareSampler(tree, **options)
     sampler.start()
     until(lambda: len(samples(sampler)) > 2)
