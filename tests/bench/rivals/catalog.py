@@ -5,12 +5,14 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tests.bench.rivals import agent_overhead, gateway, vllm_gateway
+from tests.bench.rivals import agent_overhead, batch, capture, gateway, vllm_gateway
 
 PARTS: dict[str, Callable[[Path], Awaitable[None]]] = {
     "gateway": gateway.main,
     "vllm-gateway": vllm_gateway.main,
     "agents": agent_overhead.main,
+    "batch": batch.main,
+    "capture": capture.main,
 }
 
 
