@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tests.bench.rivals import agent_overhead, batch, capture, gateway, vllm_gateway
+from tests.bench.rivals import agent_overhead, batch, capture, gateway, resume, vllm_gateway
 
 PARTS: dict[str, Callable[[Path], Awaitable[None]]] = {
     "gateway": gateway.main,
@@ -13,6 +13,7 @@ PARTS: dict[str, Callable[[Path], Awaitable[None]]] = {
     "agents": agent_overhead.main,
     "batch": batch.main,
     "capture": capture.main,
+    "resume": resume.main,
 }
 
 
