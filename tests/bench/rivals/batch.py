@@ -182,12 +182,12 @@ def _ours_killed(bench: Bench) -> Killed:
 # ---- vLLM's own
 def _run_batch(bench: Bench) -> Measured:
     folder, begun = bench.place(), time.perf_counter()
-    with program(_run_batch_argv(bench, folder), folder, _environment()) as process:
-        with memory_of(process.pid) as peak:
-            wait_until(lambda: READS in log_of(folder), process, folder)
-            ready = time.perf_counter()
-            wait_until(lambda: _lines_of(folder / "out.jsonl") >= LINES, process, folder)
-            work = time.perf_counter() - ready
+    argv = _run_batch_argv(bench, folder)
+    with program(argv, folder, _environment()) as process, memory_of(process.pid) as peak:
+        wait_until(lambda: READS in log_of(folder), process, folder)
+        ready = time.perf_counter()
+        wait_until(lambda: _lines_of(folder / "out.jsonl") >= LINES, process, folder)
+        work = time.perf_counter() - ready
     _expect_all(_ids((folder / "out.jsonl").read_text()))
     return Measured(ready - begun, work, peak)
 
