@@ -20,7 +20,7 @@ import statistics
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -182,7 +182,7 @@ def _tinker(python: Path, folder: Path, target: str, model: Path, secret: str) -
 
     def kept() -> set[str]:
         """The runs of its rows."""
-        with sqlite3.connect(data / "capture.sqlite") as store:
+        with closing(sqlite3.connect(data / "capture.sqlite")) as store:
             rows = store.execute("SELECT run_id, sampled_tokens FROM wire_rows").fetchall()
         return {run for run, tokens in rows if json.loads(tokens)}
 
