@@ -1,4 +1,4 @@
-"""What the benchmarks beside rivals count: samples of killed jobs, processes and their memory."""
+"""Counts of the benchmarks beside rivals: samples of killed jobs, processes and their memory."""
 
 import subprocess
 import sys
