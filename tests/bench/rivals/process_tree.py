@@ -13,12 +13,19 @@ EVERY = 0.5  # seconds between two looks at the memory
 
 
 def tree_of(pid: int) -> list[int]:
-    """The pids of a process and of its descendants, itself first; of none that has ended."""
+    """The pids of a process and of its descendants, itself first."""
     pids = [pid]
     for parent in pids:  # which grows
-        for thread in Path(f"/proc/{parent}/task").glob("*"):
-            with contextlib.suppress(OSError):
-                pids += map(int, (thread / "children").read_text().split())
+        pids += _children(parent)
+    return pids
+
+
+def _children(pid: int) -> list[int]:
+    """None of a process that has ended."""
+    pids: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            pids += map(int, (thread / "children").read_text().split())
     return pids
 
 
@@ -31,21 +38,25 @@ def kill_tree(pid: int) -> None:
 
 @dataclass
 class Peak:
-    """Most MiB that a tree had at a moment: of vLLM's processes, and of all its others."""
+    """Most MiB that a tree had at a moment: of vLLM with all it started, and of the others."""
 
     engine: float = 0.0
     own: float = 0.0
 
     def look(self, pid: int) -> None:
         """Take a sample. A page that several processes share counts once."""
-        engine = own = 0.0
-        for one in tree_of(pid):
-            size, name = _mib(one), _command(one)
-            if "vllm" in name.lower():
-                engine += size
-            else:
-                own += size
+        engine, own = _sizes(pid, in_engine=False)
         self.engine, self.own = max(self.engine, engine), max(self.own, own)
+
+
+def _sizes(pid: int, in_engine: bool) -> tuple[float, float]:
+    in_engine = in_engine or "vllm" in _command(pid)
+    size = _mib(pid)
+    engine, own = (size, 0.0) if in_engine else (0.0, size)
+    for child in _children(pid):
+        more = _sizes(child, in_engine)
+        engine, own = engine + more[0], own + more[1]
+    return engine, own
 
 
 @contextmanager
