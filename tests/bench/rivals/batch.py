@@ -30,7 +30,7 @@ from tests.bench.rivals.report import Report
 from tests.bench.rivals.site import SECONDS, Site, answers, log_of, program, wait_until
 from tests.support.store.plain_reader import events_of
 
-LINES = int(os.environ.get("CRAY_BENCH_LINES", "400"))
+LINES = int(os.environ.get("CRAY_BENCH_LINES", "1000"))
 ROUNDS = int(os.environ.get("CRAY_BENCH_ROUNDS", "3"))
 BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
 ENDPOINT: Final = "/v1/chat/completions"
