@@ -143,8 +143,9 @@ class Attempt:
 
     @property
     def error(self) -> str:
-        """The last line of its log."""
-        return (self.folder / "log").read_text().strip().rpartition("\n")[2]
+        """The last line of its log, with paths from its folder on."""
+        line = (self.folder / "log").read_text().strip().rpartition("\n")[2]
+        return line.replace(f"{self.folder}/", "")
 
 
 def main(model: Path, folder: Path) -> None:
