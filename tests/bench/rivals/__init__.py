@@ -2,6 +2,7 @@
 
 `make bench ARGS="rivals gateway"` runs one part. Each part makes an environment for each rival,
 says which could not be had and why, and puts its table, with versions and commands, into
-BENCHMARKS.md (`agents` only prints it). `CRAY_BENCH_WRITE=no` only prints all of them. catalog.py
+BENCHMARKS.md (`agents` only prints it). `CRAY_BENCH_WRITE=no` only prints all of them.
+`CRAY_BENCH_ROUNDS`, `_LINES`, `_REQUESTS` and `_KILLS` make a part longer or shorter. catalog.py
 lists the parts.
 """

@@ -5,7 +5,16 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tests.bench.rivals import agent_overhead, gateway, steps, training, vllm_gateway
+from tests.bench.rivals import (
+    agent_overhead,
+    batch,
+    capture,
+    gateway,
+    resume,
+    steps,
+    training,
+    vllm_gateway,
+)
 
 PARTS: dict[str, Callable[[Path], Awaitable[None]]] = {
     "gateway": gateway.main,
@@ -13,6 +22,9 @@ PARTS: dict[str, Callable[[Path], Awaitable[None]]] = {
     "agents": agent_overhead.main,
     "steps": steps.main,
     "training": training.main,
+    "batch": batch.main,
+    "capture": capture.main,
+    "resume": resume.main,
 }
 
 
