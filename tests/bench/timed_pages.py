@@ -6,14 +6,15 @@ Used by dashboard.py for the dashboard, and by rivals/run_viewers.py for other v
 import statistics
 from typing import Any
 
-WAIT = 300_000  # milliseconds
+WAIT = 120_000  # milliseconds
 #: Resolves to the milliseconds from the call to the second frame with a text that matches.
 SEEN = """
-([address, selector, pattern]) => new Promise((resolve) => {
+([address, selector, pattern, most]) => new Promise((resolve, reject) => {
   const begun = performance.now(), wanted = new RegExp(pattern);
   for (const old of document.querySelectorAll(".virtual")) old.dataset.old = 1;
   if (address !== null) location.hash = address;
   const look = () => {
+    if (performance.now() - begun > most) return reject(new Error(`no ${pattern} in ${most} ms`));
     const places = [...document.querySelectorAll(selector)];
     if (!places.some((place) => wanted.test(place.textContent))) return requestAnimationFrame(look);
     requestAnimationFrame(() => resolve(performance.now() - begun));
@@ -80,11 +81,11 @@ class TimedPage:
 
     def go(self, fragment: str, selector: str, pattern: str = ".") -> float:
         """Change the address; return milliseconds to a text of the screen."""
-        return float(self.page.evaluate(SEEN, [fragment, selector, pattern]))
+        return float(self.page.evaluate(SEEN, [fragment, selector, pattern, WAIT]))
 
     def see(self, selector: str, pattern: str = ".") -> float:
         """Return the milliseconds until a text is there."""
-        return float(self.page.evaluate(SEEN, [None, selector, pattern]))
+        return float(self.page.evaluate(SEEN, [None, selector, pattern, WAIT]))
 
     def scroll(self, selector: str) -> list[float]:
         """Scroll down a list; return the milliseconds of each frame."""

@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +32,11 @@ from tests.bench.views import LONG, TURNS
 
 START = 300.0  # seconds a server may take to answer
 EXPORT, INGEST = 900.0, 300.0  # seconds that an export, and Phoenix's intake, may take
+MEMORY = 8 * 2**30  # bytes that an export may take
 SPANS = 500  # in a request
-TIMES = 5
+TIMES = 3
 LOOP = "loop-3"
-TASK, FIRST = r"Task \d+: what", "0 abcdefghij"
+TASK, FIRST = r"Task \d+: what", "(^|\\D)0:? abcdefghij"
 PAGE = "#root, #app, body"
 
 
@@ -58,18 +59,17 @@ def main(browser: Any, home: Home, *, huge: bool) -> None:
             print(f"| {name} | no environment: {rivals.missing[name]} | | |", flush=True)
             continue
         title = f"{name} {rivals.versions[name]}"
-        with tempfile.TemporaryDirectory(dir=home.root.parent) as folder:
-            attempt(
-                title, lambda: measure(title, browser, home, rivals.pythons[name], folder, huge)
-            )
+        with tempfile.TemporaryDirectory(dir=home.root.parent) as folder, attempt(title):
+            measure(title, browser, home, rivals.pythons[name], folder, huge)
 
 
-def attempt(what: str, action: Callable[[], None]) -> None:
-    """Do it, or print in a row why it failed."""
+@contextmanager
+def attempt(what: str) -> Iterator[None]:
+    """Print in a row why it failed, and go on after the block."""
     from playwright.sync_api import Error
 
     try:
-        action()
+        yield
     except (Error, RuntimeError, OSError, subprocess.SubprocessError) as error:
         reason = re.sub(r"\s+", " ", str(error)).replace("|", "/")[:160]
         print(f"| {what} | {type(error).__name__}: {reason} | | |", flush=True)
@@ -90,10 +90,8 @@ def measure_inspect_view(
     if huge:
         special[HUGE] = f"run of {HUGE_TURNS * 2:,} events"
     for run, what in special.items():
-        attempt(
-            f"{title}: export of the {what}",
-            lambda: export(home, "eval", logs / f"{run}.eval", run),
-        )
+        with attempt(f"{title}: export of the {what}"):
+            export(home, "eval", logs / f"{run}.eval", run)
     command = [python.parent / "inspect", "view", "start", "--log-dir", logs, "--host", "127.0.0.1"]
     with served(command, "--port", folder, {}) as server:
         page = TimedPage(browser, server.url)
@@ -102,7 +100,8 @@ def measure_inspect_view(
         )
         for run, what in special.items():
             sample = f"#/logs/{run}.eval/samples/sample/{run}/1/transcript"
-            attempt(f"{title}: {what}", lambda: measure_run(title, what, page, sample, server.pid))
+            with attempt(f"{title}: {what}"):
+                measure_run(title, what, page, sample, server)
         page.close()
 
 
@@ -125,8 +124,9 @@ def measure_phoenix(
         spans = Path(folder) / "spans.otel"
         traces = {}
         for run, what in special.items():
-            attempt(f"{title}: export of the {what}", lambda: export(home, "otel", spans, run))
-            traces[run] = ingest(f"{title}: spans of the {what} taken", server.url, spans)
+            with attempt(f"{title}: export of the {what}"):
+                export(home, "otel", spans, run)
+                traces[run] = ingest(f"{title}: spans of the {what} taken", server.url, spans)
         export(home, "otel", spans, "--loop", LOOP)
         ingest(f"{title}: spans of {LOOP} taken", server.url, spans)
         project = ask(server.url, "{projects{edges{node{id}}}}")["projects"]["edges"][0]["node"][
@@ -135,9 +135,10 @@ def measure_phoenix(
         page = TimedPage(browser, server.url)
         listed = f"projects/{project}/traces"
         measure_list(title, page, listed, TASK, listed)
-        for run, what in special.items():
-            trace = f"{listed}/{traces[run]}"
-            attempt(f"{title}: {what}", lambda: measure_run(title, what, page, trace, server.pid))
+        for run, trace in traces.items():
+            what, trace = special[run], f"{listed}/{trace}"
+            with attempt(f"{title}: {what}"):
+                measure_run(title, what, page, trace, server)
         page.close()
 
 
@@ -154,17 +155,24 @@ def measure_list(title: str, page: TimedPage, listed: str, pattern: str, runs: s
     print_row("heap with it", [page.heap()], "MB", "-")
 
 
-def measure_run(title: str, what: str, page: TimedPage, address: str, pid: int) -> None:
-    """Print how soon a run's first turn is readable."""
-    times = [page.load(address, PAGE, FIRST) for _ in range(TIMES)]
-    print_row(f"{title}: {what}: page and its first turn readable", times, "ms", "-")
+def measure_run(title: str, what: str, page: TimedPage, address: str, server: Server) -> None:
+    """Print how soon a run is there, and its first turn, which Phoenix shows by a click."""
+    outline, first = [], []
+    for _ in range(TIMES):
+        outline.append(page.load(address, PAGE, "turn 1|chat calc"))
+        if title.startswith("Phoenix"):
+            page.page.get_by_text("chat calc@1").first.click()
+        first.append(outline[-1] + page.see(PAGE, FIRST))
+    print_row(f"{title}: {what}: page and outline", outline, "ms", "-")
+    print_row("page and its first turn readable", first, "ms", "-")
     print_row("heap with it", [page.heap()], "MB", "-")
-    print_row("the server's memory", [memory(pid)], "MB", "-")
+    print_row("the server's memory", [memory(server.pid)], "MB", "-")
 
 
 def export(home: Home, name: str, target: Path, *which: str) -> None:
     """Export runs of a root. Raises RuntimeError with the end of what the command said."""
-    command = [ROOT / ".venv" / "bin" / "cray-agents", "export", "--quiet", "--home", home.root]
+    limit = ["prlimit", f"--as={MEMORY}"]
+    command = [*limit, ROOT / ".venv/bin/cray-agents", "export", "--quiet", "--home", home.root]
     done = subprocess.run(
         [*command, "--format", name, "--restart", "-o", target, *which],
         capture_output=True,
@@ -262,10 +270,21 @@ def trace_requests(spans: Path) -> Iterator[tuple[bytes, int, str]]:
 
 
 def spans_of(path: Path) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """Yield the spans of an export, each with its resource and scope."""
+    """Yield the spans of an export, each with its resource and scope.
+
+    Each trace ends now: Phoenix lists those of the last days.
+    """
     with path.open("rb") as lines:
         for line in lines:
-            for group in orjson.loads(line)["resourceSpans"]:
+            groups = orjson.loads(line)["resourceSpans"]
+            spans = [
+                span for group in groups for one in group["scopeSpans"] for span in one["spans"]
+            ]
+            shift = time.time_ns() - max(int(span["endTimeUnixNano"]) for span in spans)
+            for span in spans:
+                for name in ("startTimeUnixNano", "endTimeUnixNano"):
+                    span[name] = str(int(span[name]) + shift)
+            for group in groups:
                 for scope in group["scopeSpans"]:
                     for span in scope["spans"]:
                         yield group["resource"], scope["scope"], span
