@@ -1,86 +1,46 @@
-"""Dashboard: seconds until people see something, in Chromium slowed down four times.
+"""Dashboard: seconds until people see something, in Chromium, beside Inspect View and Phoenix.
 
-    python -m tests.bench.dashboard [RUNS] [SECONDS]
+    python -m tests.bench.dashboard [RUNS] [--seconds N] [--home DIR] [--no-huge] [--no-rivals]
 
-Over a store of RUNS runs (100,000), with one run of 5,000 turns and 50 MB, and one turn of 32,768
-tokens. The page is followed for SECONDS (120) while calls are recorded. Prints a row per measure:
-its median, its 95th percentile, the goal. Needs Chromium and the built pages (`make ui`).
+Over a store of RUNS runs (100,000), with one of 5,000 turns and 50 MB, one with an answer of 32,768
+tokens, and one of 300,000 events and 1 GB. `--home` keeps that root for another time. The first
+paint and the time until it is usable are of a browser slowed down four times, all else is not. An
+open page follows for `--seconds` (120) while calls are recorded. Prints a row per measure: its
+median, its 95th percentile, the goal; then the same runs in the rivals. Needs Chromium and the
+built pages (`make ui`).
 """
 
+import argparse
 import asyncio
 import gzip
 import os
 import statistics
-import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 
 from cray_agents.paths import Home
 from cray_agents.runtime.dashboard import static_files
-from cray_agents.runtime.disk.checksums import with_crc
-from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.segments.sealed import write_sealed
-from tests.bench.corpus import write_corpus
-from tests.bench.views import LONG, TURNS, write_long_run
-from tests.runtime.views.test_run_views import model_with_tokenizer
+from tests.bench.dashboard_root import HUGE, HUGE_TURNS, TOKEN_RUN, TOKENS, write_root
+from tests.bench.rivals import run_viewers
+from tests.bench.timed_pages import TimedPage, print_row
+from tests.bench.views import LONG, TURNS
 from tests.support.gateway_process import gateway
 from tests.support.watched_pages import CHROMIUM, FLAGS
 
-TOKENS = 32_768
 TIMES = 12
 SLOWER = 4  # times
-WAIT = 300_000  # milliseconds
+MOST_NODES = "3,000"
 FILTERS = ["reward>=1", "loop:loop-3", "agent:coder", "seconds>8", "error", "model:calc@1"]
-#: Resolves to the milliseconds from the call to the second frame in which a text matches.
-SEEN = """
-([selector, pattern]) => new Promise((resolve) => {
-  const begun = performance.now(), wanted = new RegExp(pattern);
-  const look = () => {
-    const places = [...document.querySelectorAll(selector)];
-    if (!places.some((place) => wanted.test(place.innerText))) return requestAnimationFrame(look);
-    requestAnimationFrame(() => resolve(performance.now() - begun));
-  };
-  look();
-})
-"""
-
-
-def write_token_run(home: Home, vocabulary: int) -> None:
-    """Write a run whose one answer has TOKENS tokens."""
-    tokens = [n % vocabulary for n in range(TOKENS)]
-    body = {
-        "id": "call-tokens",
-        "run_id": "tokens",
-        "model": "m@1",
-        "messages": [{"role": "user", "content": "q"}],
-        "message": {"role": "assistant", "content": "long"},
-        "prompt_token_ids": [1],
-        "token_ids": tokens,
-        "logprobs": [-(n % 50) / 10 for n in tokens],
-        "started": 1.0,
-        "seconds": 9.0,
-    }
-    event = {"id": "call-tokens", "run_id": "tokens", "kind": "call", "time": 1.0, "body": body}
-    write_sealed(home.segments, "segment_tokens-0000", iter([with_crc(orjson.dumps(event))]))
-
-
-def print_row(what: str, values: list[float], unit: str, goal: str) -> None:
-    """Print the median and the 95th percentile of a measure, beside its goal."""
-    high = sorted(values)[min(len(values) - 1, int(len(values) * 0.95))]
-    print(
-        f"| {what} | {statistics.median(values):,.0f} {unit} | {high:,.0f} {unit} | {goal} |",
-        flush=True,
-    )
+NEW_ROW = ".virtual:not([data-old]) a.run-row"  # of a table that was made since
+OVERVIEW = ("#/overview", "main", "Replicas")
 
 
 def print_sizes() -> None:
@@ -96,164 +56,175 @@ def print_sizes() -> None:
     print_row("code in all", [sum(code.values())], "KB", "400 KB")
 
 
-class SlowPage:
-    """Pages of a browser with an empty cache, slowed down SLOWER times."""
-
-    def __init__(self, browser: Any, url: str) -> None:
-        self._browser, self._url = browser, url
-        self.open_context()
-
-    def open_context(self) -> None:
-        """Begin with an empty cache."""
-        context = self._browser.new_context(viewport={"width": 1280, "height": 800})
-        context.set_default_timeout(WAIT)
-        self.page = context.new_page()
-        self.devtools = context.new_cdp_session(self.page)
-        self.devtools.send("Emulation.setCPUThrottlingRate", {"rate": SLOWER})
-        self.devtools.send("Performance.enable")
-
-    def load(self, fragment: str, selector: str, pattern: str = ".") -> tuple[float, float]:
-        """Open a screen anew; return milliseconds to the first paint, and to a text of it."""
-        self.page.context.close()
-        self.open_context()
-        self.page.goto(f"{self._url}/{fragment}", wait_until="commit")
-        self.page.evaluate(SEEN, [selector, pattern])
-        now = self.page.evaluate("performance.now()")
-        paint = self.page.evaluate(
-            "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? 0"
-        )
-        return float(paint), float(now)
-
-    def go(self, fragment: str, selector: str, pattern: str = ".") -> float:
-        """Change the address; return milliseconds to a text of the screen."""
-        self.page.evaluate(f"location.hash = {fragment!r}")
-        return float(self.page.evaluate(SEEN, [selector, pattern]))
-
-    def heap(self) -> float:
-        """Return the megabytes of the page's heap after a collection."""
-        self.devtools.send("HeapProfiler.collectGarbage")
-        values = self.devtools.send("Performance.getMetrics")["metrics"]
-        return float(next(v["value"] for v in values if v["name"] == "JSHeapUsedSize")) / 1e6
-
-
-def measure_screens(slow: SlowPage, runs: int) -> None:
-    """Print the rows of single screens."""
-    paints, usable = zip(
-        *(slow.load("#/runs", "a.run-row", "Task") for _ in range(TIMES)), strict=True
-    )
-    print_row("first paint", list(paints), "ms", "400 ms")
-    print_row(f"usable, {runs:,} runs stored", list(usable), "ms", "1,000 ms")
-    times = []
-    for number in range(TIMES * 2):
-        line = FILTERS[number % len(FILTERS)] + f" and turns>={number % 2}"
-        slow.go("#/overview", "h1, h2", "Replicas|Overview")
-        times.append(slow.go(f"#/runs?q={urllib.parse.quote(line)}", "a.run-row", "Task"))
-    print_row("filter to rows", times, "ms", "200 ms (95th)")
-    outline, first = [], []
-    for _ in range(TIMES // 2):
-        _, seen = slow.load(f"#/run/{LONG}", ".outline", "1")
-        outline.append(seen)
-        first.append(seen + float(slow.page.evaluate(SEEN, ["article", "0 abcdefghij"])))
+def measure_opening(slow: TimedPage, runs: int) -> None:
+    """Print how soon the list of runs is there in a slowed down browser."""
+    paints, usable = [], []
+    for _ in range(TIMES):
+        usable.append(slow.load("#/runs", "a.run-row", "Task"))
+        paints.append(slow.first_paint())
+    print_row(f"first paint, slowed down {SLOWER} times", paints, "ms", "400 ms")
     print_row(
-        f"run of {TURNS:,} turns, 50 MB: outline, the page's load included", outline, "ms", "300 ms"
+        f"usable with {runs:,} runs stored, slowed down {SLOWER} times", usable, "ms", "1,000 ms"
     )
-    print_row("its first turn readable, the page's load included", first, "ms", "500 ms")
+
+
+def measure_list(page: TimedPage) -> None:
+    """Print how soon a changed filter shows its rows, and how a list scrolls."""
+    page.load("#/runs", "a.run-row", "Task")
+    times, nodes = [], 0
+    for number in range(TIMES * 3):
+        line = FILTERS[number % len(FILTERS)] + f" and turns>={number // len(FILTERS) % 2}"
+        times.append(page.go(f"#/runs?q={urllib.parse.quote(line)}", NEW_ROW, "Task"))
+        nodes = max(nodes, page.nodes())
+    print_row("filter to rows", times, "ms", "200 ms (95th)")
+    page.go("#/runs", NEW_ROW, "Task")
+    print_row("a frame of scrolling the runs", page.scroll("main .virtual"), "ms", "17 ms (95th)")
+    print_row("nodes of the page", [max(nodes, page.nodes())], "", MOST_NODES)
+
+
+def measure_long_run(page: TimedPage) -> None:
+    """Print how soon parts of a run of many turns are there."""
+    outline, first = [], []
+    for _ in range(TIMES):
+        begun = page.load(f"#/run/{LONG}", ".outline .mark", "^0")
+        outline.append(begun)
+        first.append(begun + page.see("article", "0 abcdefghij"))
+    print_row(f"run of {TURNS:,} turns, 50 MB: page and outline", outline, "ms", "300 ms")
+    print_row("page and its first turn readable", first, "ms", "500 ms")
     jumps = [
-        slow.go(f"#/run/{LONG}?t={n}", "article", f"(^|\\D){n} abcdefghij")
-        for n in range(97, TURNS, TURNS // TIMES)
+        page.go(f"#/run/{LONG}?t={n}", "article", f"(^|\\D){n} abcdefghij")
+        for n in range(97, TURNS, TURNS // TIMES // 2)
     ]
-    print_row("any turn of it", jumps, "ms", "200 ms")
-    print_row("heap with it", [slow.heap()], "MB", "300 MB")
+    print_row("any turn of it", jumps, "ms", "200 ms (95th)")
+    print_row("heap with it", [page.heap()], "MB", "300 MB")
+
+
+def measure_tokens(page: TimedPage) -> None:
+    """Print how soon the tokens of a long answer have their colours."""
     colours = []
-    for _ in range(TIMES // 2):
-        slow.go("#/overview", "h1, h2", "Replicas|Overview")
-        colours.append(slow.go("#/run/tokens?t=0&mode=tokens", "article .tokens", "."))
+    for _ in range(TIMES):
+        page.go(*OVERVIEW)
+        colours.append(page.go(f"#/run/{TOKEN_RUN}?t=0&mode=tokens", "article .tokens"))
     print_row(f"colours of {TOKENS:,} tokens, their transfer included", colours, "ms", "300 ms")
+    print_row("nodes of the page", [page.nodes()], "", MOST_NODES)
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def measure_huge_run(page: TimedPage, pid: int) -> None:
+    """Print how a run of 1 GB opens, first by a gateway that has not read it yet."""
+    what = f"run of {HUGE_TURNS * 2:,} events, 1 GB"
+    for times, when in ((1, "for the first time"), (TIMES // 2, "again")):
+        marks, turns = [], []
+        for _ in range(times):
+            marks.append(page.load(f"#/run/{HUGE}", ".outline .mark", "^0"))
+            turns.append(marks[-1] + page.see("article", "0 abcdefghij"))
+        print_row(f"{what}: page and outline, {when}", marks, "ms", "-")
+        print_row(f"page and its first turn readable, {when}", turns, "ms", "-")
+    jumps = [
+        page.go(f"#/run/{HUGE}?t={n}", "article", f"(^|\\D){n} abcdefghij")
+        for n in range(997, HUGE_TURNS, HUGE_TURNS // TIMES)
+    ]
+    print_row("any turn of it", jumps, "ms", "-")
+    print_row("heap with it", [page.heap()], "MB", "300 MB")
+    print_row("the gateway's memory", [run_viewers.memory(pid)], "MB", "-")
 
 
-async def record_calls(url: str, until: float) -> int:
-    """Ask about five times a second, so that the pages have changes to follow."""
-    count = 0
+async def record_calls(url: str, until: float) -> list[float]:
+    """Ask about five times a second, so that there are changes; return milliseconds of each."""
+    times = []
     async with aiohttp.ClientSession() as http:
         while time.time() < until:
-            body = {"model": "m", "messages": [{"role": "user", "content": f"{count}"}]}
+            body = {"model": "m", "messages": [{"role": "user", "content": f"{len(times)}"}]}
+            begun = time.perf_counter()
             async with http.post(f"{url}/v1/chat/completions", json=body) as answer:
                 await answer.read()
-            count += 1
+            times.append((time.perf_counter() - begun) * 1000)
             await asyncio.sleep(0.2)
-    return count
+    return times
 
 
-def measure_following(
-    open_page: Callable[[], SlowPage], url: str, pid: int, seconds: float
-) -> None:
+def spend(url: str, pid: int, seconds: float) -> tuple[float, float]:
+    """Record calls meanwhile; return the gateway's share of a core, and a call's milliseconds."""
+    begun, spent = time.time(), run_viewers.cpu_seconds(pid)
+    with ThreadPoolExecutor(1) as pool:  # Playwright has an event loop in this thread
+        times = pool.submit(asyncio.run, record_calls(url, begun + seconds)).result()
+    share = (run_viewers.cpu_seconds(pid) - spent) / (time.time() - begun) * 100
+    return share, statistics.median(times)
+
+
+def measure_following(page: TimedPage, url: str, pid: int, seconds: float) -> None:
     """Print the growth of the heap, and what an open page costs the gateway."""
-    shares = []
-    pages: list[SlowPage] = []
-    for _ in (False, True):
-        begun, spent = time.time(), cpu_seconds(pid)
-        heap = pages[0].heap() if pages else 0.0
-        with ThreadPoolExecutor(1) as pool:  # Playwright has an event loop in this thread
-            pool.submit(asyncio.run, record_calls(url, begun + seconds)).result()
-        shares.append((cpu_seconds(pid) - spent) / (time.time() - begun) * 100)
-        if pages:
-            print_row(
-                f"heap at the end of {seconds:.0f} s of following",
-                [pages[0].heap()],
-                "MB",
-                "200 MB",
-            )
-            print_row("its growth meanwhile", [(pages[0].heap() - heap) * 1000], "KB", "none")
-        else:
-            pages.append(open_page())
-            pages[0].go("#/overview", "h1, h2", "Replicas|Overview")
-    print(
-        f"| the gateway's processor with one open page, and without | {shares[1]:.1f} % |"
-        f" {shares[0]:.1f} % | 1 % more |",
-        flush=True,
+    page.close()
+    alone = spend(url, pid, seconds)
+    page.open_context()
+    page.load(*OVERVIEW)
+    spend(url, pid, min(seconds, 20))  # until its lists are full
+    before = page.heap()
+    followed = spend(url, pid, seconds)
+    after = page.heap()
+    print_row(f"heap after {seconds:,.0f} s of following", [after], "MB", "200 MB")
+    print_row("its growth meanwhile", [(after - before) * 1000], "KB", "none")
+    shares, calls = (
+        f"{unit[0]:.2f} {name} | {unit[1]:.2f} {name}"
+        for unit, name in zip(zip(followed, alone, strict=True), ("%", "ms"), strict=True)
     )
+    print(f"| the gateway's core: with an open page, without | {shares} | 1 % more |")
+    print(f"| median call: with an open page, without | {calls} | the same |", flush=True)
 
 
 @contextmanager
-def served(runs: int) -> Iterator[tuple[str, int]]:
-    """The gateway of a root with the runs; its URL and pid."""
-    with tempfile.TemporaryDirectory() as folder:
-        home = Home(Path(folder) / "home")
-        write_corpus(home, runs)
-        write_long_run(home)
-        model = model_with_tokenizer(Path(folder) / "model")
-        registry = Registry(home)
-        registry.promote("m", registry.register("m", *registry.import_checkpoint(model)).number)
-        vocabulary = len(orjson.loads((model / "tokenizer.json").read_bytes())["model"]["vocab"])
-        write_token_run(home, vocabulary)
-        store = Store(home)  # index it now, as a platform that has been running for months
-        asyncio.run(store.close())
-        with gateway(home.root) as (url, process):
-            yield url, process.pid
+def served(folder: Path, runs: int, *, huge: bool) -> Iterator[tuple[Home, str, int]]:
+    """The gateway of a root with the runs; the root, its URL and its process."""
+    home = Home(folder / "home")
+    if not home.root.exists():
+        write_root(home, runs, huge=huge)
+    with gateway(home.root) as (url, process):
+        yield home, url, process.pid
 
 
-def main(runs: int, seconds: float) -> None:
+def measure(browser: Any, home: Home, url: str, pid: int, options: argparse.Namespace) -> None:
+    """Print all rows of the dashboard, then those of the rivals."""
+    slow = TimedPage(browser, url, SLOWER)
+    measure_opening(slow, options.runs)
+    slow.close()
+    page = TimedPage(browser, url)
+    measure_list(page)
+    measure_long_run(page)
+    measure_tokens(page)
+    measure_following(page, url, pid, options.seconds)
+    if not options.no_huge:
+        measure_huge_run(page, pid)
+    page.close()
+    if not options.no_rivals:
+        run_viewers.main(browser, home, huge=not options.no_huge)
+
+
+def main(options: argparse.Namespace, folder: Path) -> None:
     """Measure all, and print the table."""
     from playwright.sync_api import sync_playwright
 
-    print(f"load {os.getloadavg()[0]:.0f}\n")
-    print("| measure | median | 95th percentile | goal |\n|---|---|---|---|", flush=True)
-    print_sizes()
-    with served(runs) as (url, pid), sync_playwright() as playwright:
+    with (
+        served(folder, options.runs, huge=not options.no_huge) as (home, url, pid),
+        sync_playwright() as playwright,
+    ):
+        print(f"load {os.getloadavg()[0]:.0f}\n")
+        print("| measure | median | 95th percentile | goal |\n|---|---|---|---|", flush=True)
+        print_sizes()
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        slow = SlowPage(browser, url)
-        measure_screens(slow, runs)
-        slow.page.context.close()
-        measure_following(lambda: SlowPage(browser, url), url, pid, seconds)
+        measure(browser, home, url, pid, options)
         browser.close()
     print(f"\nload {os.getloadavg()[0]:.0f}")
 
 
 if __name__ == "__main__":
-    main(int((sys.argv[1:] or ["100000"])[0]), float((sys.argv[2:] or ["120"])[0]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("runs", type=int, nargs="?", default=100_000)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--home", type=Path, help="a folder for the root, kept")
+    parser.add_argument("--no-huge", action="store_true", help="without the run of 1 GB")
+    parser.add_argument("--no-rivals", action="store_true")
+    given = parser.parse_args()
+    if given.home:
+        main(given, given.home)
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(given, Path(temporary))

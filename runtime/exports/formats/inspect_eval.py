@@ -3,23 +3,21 @@
 A log is a zip of JSON, in the layout of Inspect's own writer (version 2): `header.json`, one file
 in `samples/` for each sample, and `summaries.json` for the list. The lines of an export are the
 samples; `pack_log` makes the zip of them. A sample is a task, an epoch one of the runs on it; its
-`uuid` is the run's id. Rewards are scores, a run's error is the sample's error. Sample metadata
-name run, agent, model with version, loop, generation, tags, and the task's own metadata. Listed in
-catalog.py.
+`uuid` is the run's id. Rewards are scores, a run's error is the sample's error. Calls of models and
+tools are its events (inspect_events.py). Sample metadata name run, agent, model with version, loop,
+generation, tags, and the task's own metadata. Listed in catalog.py.
 """
 
 import os
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import orjson
 
-from cray_agents.records import Message, Run, StopReason, Turn, bounded, digest, is_finding
+from cray_agents.records import Run, StopReason, digest, is_finding
 from cray_agents.runtime.exports.conversations.chat_messages import function_of
 from cray_agents.runtime.exports.conversations.conversation import Conversation, conversation_of
 from cray_agents.runtime.exports.export_format import (
@@ -27,7 +25,12 @@ from cray_agents.runtime.exports.export_format import (
     LineFormat,
     Written,
     json_text,
-    unsupported,
+)
+from cray_agents.runtime.exports.formats.inspect_events import iso_time, write_events
+from cray_agents.runtime.exports.formats.inspect_messages import (
+    count_tokens,
+    write_conversation,
+    write_output,
 )
 from cray_agents.runtime.exports.formats.jsonl import check_finite
 
@@ -35,19 +38,14 @@ VERSION = 2  # of the layout
 SEVERAL = "several"  # models or agents in one log: each sample names its own
 LONGEST = 1000  # characters of a text in the list of samples
 CHANGED = (1980, 1, 1, 0, 0, 0)  # of the files in the zip: equal exports are equal bytes
-_KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
-_STOPS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls",
-          "content_filter": "content_filter"}  # fmt: skip
-_TEXTS = ("text", "input_text", "output_text")
 
 
 def _write_run(run: Run) -> Written:
     check_finite(run)
     conversation = conversation_of(run)
     losses = {"exact_tokens", "call_details"}
-    messages = _messages(run, conversation, losses)
-    if any(turn.call is not None for turn in conversation.other_turns):
-        losses.add("other_calls")
+    messages = write_conversation(run, conversation, losses)
+    events, pool = write_events(run, losses)
     if run.redacted or any(call.redacted for call in run.calls):
         losses.add("redacted")
     usage = _usage(run)
@@ -61,12 +59,13 @@ def _write_run(run: Run) -> Written:
         "scores": _scores(run) or None,
         "metadata": _metadata(run, conversation),
         "store": {},
-        "events": [],
+        "events": events,
+        "events_data": {"messages": pool, "calls": []},
         "attachments": {},
         "model_usage": usage,
         "uuid": run.id,
-        "started_at": _time(run.started),
-        "completed_at": _time(run.started + run.seconds),
+        "started_at": iso_time(run.started),
+        "completed_at": iso_time(run.started + run.seconds),
         "total_time": run.seconds,
         "working_time": run.seconds,
         "error": _error(run),
@@ -76,111 +75,14 @@ def _write_run(run: Run) -> Written:
     return Written([sample], tuple(sorted(losses)))
 
 
-def _messages(run: Run, conversation: Conversation, losses: set[str]) -> list[Json]:
-    messages: list[Json] = []
-    functions: dict[str, str] = {}  # by the call's id
-    errors = {call.id: call.error for turn in run.trajectory.turns for call in turn.tool_calls}
-    for index, message in enumerate(conversation.messages):
-        path, role = f"messages[{index}]", message.get("role")
-        if role not in ("system", "developer", "user", "assistant", "tool"):
-            raise unsupported(run, f"{path}.role", f"is {role!r}, which this format does not have")
-        if role == "developer":
-            losses.add("developer_role")
-        if any(name not in _KNOWN and message[name] not in (None, "", [], {}) for name in message):
-            losses.add("message_fields")
-        content = _content(run, path, message, losses)
-        written: Json = {"role": "system" if role == "developer" else role, "content": content}
-        if role == "assistant":
-            turn = conversation.turns_by_message.get(index)
-            written |= _answer(run, path, message, turn, losses)
-            functions |= {call["id"]: call["function"] for call in written.get("tool_calls", ())}
-        elif role == "tool":
-            call_id = str(message.get("tool_call_id") or "")
-            written |= {"tool_call_id": call_id, "function": functions.get(call_id)}
-            if errors.get(call_id):
-                written["error"] = {"type": "unknown", "message": errors[call_id]}
-        messages.append(written)
-    return messages
-
-
-def _content(run: Run, path: str, message: Message, losses: set[str]) -> Any:
-    """Return the content as text, or as a list of parts in Inspect's shape."""
-    content = message.get("content")
-    pieces: list[Json] = []
-    thought = message.get("reasoning") or message.get("reasoning_content")
-    if thought and message.get("role") == "assistant":
-        pieces.append({"type": "reasoning", "reasoning": str(thought)})
-    if content is None or isinstance(content, str):
-        if not pieces:
-            return content or ""
-        return [*pieces, {"type": "text", "text": content or ""}]
-    if not isinstance(content, list):
-        raise unsupported(run, f"{path}.content", "is neither a text nor a list of parts")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        image = part.get("image_url") if isinstance(part, dict) else None
-        if kind in _TEXTS and isinstance(part.get("text"), str):
-            pieces.append({"type": "text", "text": part["text"]})
-        elif kind == "image_url" and isinstance(image, dict) and isinstance(image.get("url"), str):
-            pieces.append({"type": "image", "image": image["url"]})
-        else:
-            problem = f"has a part of type {kind!r}, which this format does not have"
-            raise unsupported(run, f"{path}.content", problem)
-        if len(part) > 2:
-            losses.add("message_fields")
-    return pieces or ""
-
-
-def _answer(run: Run, path: str, message: Message, turn: Turn | None, losses: set[str]) -> Json:
-    """Return the fields that an answer has beside its content."""
-    model = turn.call.model if turn is not None and turn.call is not None else run.model
-    answer: Json = {"model": model, "source": "generate"}
-    calls = []
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        function = call.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise unsupported(run, f"{path}.tool_calls[{index}]", "is no call of a function")
-        arguments = _arguments(function.get("arguments"))
-        if arguments is None:
-            losses.add("tool_arguments")
-            arguments = {"unparsed": function.get("arguments")}
-        calls.append(
-            {
-                "id": str(call.get("id") or ""),
-                "function": function["name"],
-                "arguments": arguments,
-                "type": "function",
-            }
-        )
-    return {**answer, "tool_calls": calls} if calls else answer
-
-
-def _arguments(given: Any) -> Json | None:
-    """Return a call's arguments as an object, None if they are none."""
-    try:
-        read = bounded(orjson.loads(given)) if isinstance(given, str) and given else given or {}
-    except ValueError:
-        return None
-    return read if isinstance(read, dict) else None
-
-
 def _output(run: Run, conversation: Conversation, messages: list[Json]) -> Json:
     model = run.calls[-1].model if run.calls else run.model
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    output: Json = {"model": model, "choices": [], "completion": ""}
-    if answers:
-        last = answers[-1]
-        turn = conversation.turns_by_message.get(last)
-        reason = turn.call.finish_reason if turn is not None and turn.call is not None else None
-        stop = _STOPS.get(reason or "", "unknown")
-        content = messages[last]["content"]
-        text = (
-            content if isinstance(content, str) else "\n".join(p.get("text", "") for p in content)
-        )
-        output["choices"] = [{"message": messages[last], "stop_reason": stop}]
-        output["completion"] = text.strip("\n")
-        output["usage"] = _count(run.usage.prompt_tokens, run.usage.completion_tokens)
-    return output
+    last = answers[-1] if answers else -1
+    turn = conversation.turns_by_message.get(last)
+    reason = turn.call.finish_reason if turn is not None and turn.call is not None else None
+    usage = count_tokens(run.usage.prompt_tokens, run.usage.completion_tokens)
+    return write_output(model, messages[last] if answers else None, reason, usage)
 
 
 def _usage(run: Run) -> Json:
@@ -188,11 +90,7 @@ def _usage(run: Run) -> Json:
     for call in run.calls:
         counts[call.model][0] += len(call.prompt_token_ids)
         counts[call.model][1] += len(call.token_ids)
-    return {model: _count(read, sampled) for model, (read, sampled) in counts.items()}
-
-
-def _count(read: int, sampled: int) -> Json:
-    return {"input_tokens": read, "output_tokens": sampled, "total_tokens": read + sampled}
+    return {model: count_tokens(read, sampled) for model, (read, sampled) in counts.items()}
 
 
 def _scores(run: Run) -> Json:
@@ -261,10 +159,6 @@ def _limit(run: Run) -> Json | None:
     return {"type": kind, "limit": reached, "reason": f"the run ended by {run.stop_reason}"}
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
-
-
 def pack_log(lines: Iterable[bytes], target: Path) -> None:
     """Write samples, each a line of JSON, as one log to a new file. Raises OSError."""
     summaries: list[Json] = []
@@ -318,8 +212,8 @@ def _header(summaries: list[Json]) -> Json:
         sorted({summary["metadata"].get(name, "") for summary in summaries})
         for name in ("agent", "model")
     )
-    started = min((summary["started_at"] for summary in summaries), default=_time(0))
-    ended = max((summary["completed_at"] for summary in summaries), default=_time(0))
+    started = min((summary["started_at"] for summary in summaries), default=iso_time(0))
+    ended = max((summary["completed_at"] for summary in summaries), default=iso_time(0))
     ids = sorted({summary["id"] for summary in summaries})
     name = digest([summary["uuid"] for summary in summaries], 22)
     scores = list(_means(summaries))

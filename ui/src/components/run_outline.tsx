@@ -73,6 +73,7 @@ export function OutlineList({ outline, at, goTo }: { outline: Outline; at: numbe
           {marks.length} of {outline.data.length} turns
         </p>
       )}
+      {outline.has_more && <p class="hint">The outline loads …</p>}
     </aside>
   );
 }

@@ -1,5 +1,5 @@
 /** Run: one trajectory of the platform, read, rewarded, and opened in the playground. */
-import { useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { CopyAs, quoted } from "../components/copy_as";
 import { RewardDialog } from "../components/reward_dialog";
 import type { Outline } from "../components/run_outline";
@@ -10,29 +10,56 @@ import { useResource } from "../lib/resource";
 import { go, href } from "../lib/route";
 import type { ScreenProps } from ".";
 
+const FIRST = 500; // marks before the run is shown
 const MARKS = 10_000; // in one answer of the outline
 
 export default function RunScreen({ path, params }: ScreenProps) {
   const id = path[0] ?? "";
-  const outline = useResource((signal) => loadOutline(id, signal), [id]);
+  const first = useResource((signal) => marksFrom(id, 0, FIRST, signal), [id]);
+  const whole = useWhole(first.data);
   if (!id) return <Failure error={new Error("The address names no run.")} />;
   return (
-    <Loaded of={outline} key={id}>
-      {(data) => <Run key={id} outline={data} params={params} reload={outline.reload} />}
+    <Loaded of={{ ...first, data: whole.outline }} key={id}>
+      {(data) => (
+        <>
+          {whole.error && <Failure error={whole.error} retry={first.reload} />}
+          <Run key={id} outline={data} params={params} reload={first.reload} />
+        </>
+      )}
     </Loaded>
   );
 }
 
-async function loadOutline(id: string, signal: AbortSignal): Promise<Outline> {
-  const sent = (from: number) => ({ path: { run_id: id }, query: { from, limit: MARKS }, signal });
-  const first = await get("/v1/trajectories/{run_id}/outline", sent(0));
-  let more = first.has_more;
-  while (more) {
-    const next = await get("/v1/trajectories/{run_id}/outline", sent(first.data.length));
-    first.data.push(...next.data);
-    more = next.has_more && next.data.length > 0;
-  }
-  return first;
+function marksFrom(id: string, from: number, limit: number, signal: AbortSignal): Promise<Outline> {
+  return get("/v1/trajectories/{run_id}/outline", { path: { run_id: id }, query: { from, limit }, signal });
+}
+
+/** Return an outline that begins with the first marks, and grows as the others come. */
+function useWhole(first: Outline | undefined): { outline?: Outline; error?: Error } {
+  const [rest, setRest] = useState<{ id: string; marks: Outline["data"]; done: boolean; error?: Error }>({ id: "", marks: [], done: true });
+  useEffect(() => {
+    if (!first?.has_more) return;
+    const { id } = first;
+    const controller = new AbortController();
+    const load = async () => {
+      const marks: Outline["data"] = [];
+      for (let done = false; !done; ) {
+        const page = await marksFrom(id, first.data.length + marks.length, MARKS, controller.signal);
+        marks.push(...page.data);
+        done = !page.has_more || !page.data.length;
+        // those of before stay until there are as many
+        setRest((before) => (done || before.id !== id || before.marks.length < marks.length ? { id, marks: [...marks], done } : before));
+      }
+    };
+    load().catch((error: Error) => controller.signal.aborted || setRest((before) => ({ ...before, error })));
+    return () => controller.abort();
+  }, [first]);
+  const outline = useMemo(() => {
+    if (!first?.has_more) return first;
+    const known = rest.id === first.id;
+    return { ...first, data: known ? [...first.data, ...rest.marks] : first.data, has_more: !known || !rest.done };
+  }, [first, rest]);
+  return { outline, error: rest.error };
 }
 
 function Run({ outline, params, reload }: { outline: Outline; params: URLSearchParams; reload: () => void }) {
