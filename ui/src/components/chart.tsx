@@ -8,6 +8,14 @@ import { theme } from "../lib/theme";
 /** Distances of marks on an axis of steps, generations or tasks. */
 const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 8 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
 
+const DAY = 86_400; // seconds
+
+/** Return the range of an axis with a single point, which stands in the middle. */
+function alone(points: ChartProps["points"], step: number): { range?: [number, number] } {
+  const [x] = points[0] ?? [0];
+  return points.length === 1 ? { range: [x - step, x + step] } : {};
+}
+
 export interface ChartProps {
   title: string;
   points: readonly (readonly [number, number])[];
@@ -33,7 +41,7 @@ export function Chart({ title, points, axis, limit, clock = false, logarithmic }
       {
         width: element.clientWidth,
         height: 160,
-        scales: { x: { time: clock }, y: logarithmic ? { distr: 3 } : {} },
+        scales: { x: { time: clock, ...alone(points, clock ? DAY : 1) }, y: logarithmic ? { distr: 3 } : {} },
         series: [
           { label: axis },
           { label: title, stroke: colour("--accent"), width: 1.5, spanGaps: false },

@@ -196,7 +196,7 @@ function Head(props: { outline: Outline; facts: RunFacts; actions?: ComponentChi
           ))}
         <span class={`chip ${facts.error ? "bad" : ""}`}>{oneLine(facts.error ?? facts.stop_reason ?? "", 60)}</span>
         <span class="quiet">
-          {number(outline.turns)} turns · {seconds(facts.seconds)} · {compact(facts.prompt_tokens)} →{" "}
+          {number(outline.turns)} {outline.turns === 1 ? "turn" : "turns"} · {seconds(facts.seconds)} · {compact(facts.prompt_tokens)} →{" "}
           {compact(facts.sampled_tokens)} tokens · {bytes(outline.bytes)}
         </span>
         {facts.tags?.slice(0, 8).map((tag) => <Tag key={tag} text={tag} />)}
