@@ -106,7 +106,7 @@ def _fill(report: Report, bench: Bench) -> None:
         "counts once.",
         "run-batch hands all lines to its engine at once, keeps the answers in memory and writes "
         "them at the end. The client has no memory of what it did: who runs it again asks for all "
-        "lines again, unless he writes that too.",
+        "lines again, unless he writes that too. run-batch's own code is in a process of vLLM's.",
         "Ours also records the exact tokens of each line.",
     ]
 
