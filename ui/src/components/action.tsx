@@ -1,6 +1,7 @@
 /** Action: a change of the platform, in a dialog that asks for its reason and shows its command line. */
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
+import { tell } from "../lib/events";
 import { Dialog } from "./dialog";
 
 export function Action(props: {
@@ -22,6 +23,7 @@ export function Action(props: {
     setBusy(true);
     try {
       await props.act(reason.trim());
+      tell({ kind: "*", id: "", change: "action" });
       props.close();
     } catch (problem) {
       setError((problem as Error).message);

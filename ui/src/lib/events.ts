@@ -28,7 +28,8 @@ export function onChange(listener: Listener): () => void {
   return () => listeners.delete(listener);
 }
 
-function tell(change: Change): void {
+/** Tell a change to all listeners; of the kind "*": anything may have changed. */
+export function tell(change: Change): void {
   for (const listener of [...listeners]) listener(change);
 }
 

@@ -9,12 +9,15 @@ export interface Resource<T> {
   reload: () => void;
 }
 
-const LEAST_MS = 1000; // between two loads that changes cause
+const LEAST_MS = 1000; // from a change to the load that it causes
+const REST = 100; // times a load's own time until changes cause the next one: 1 % of a core
+const LONGEST_REST_MS = 20_000;
 
 /**
  * Load data when `deps` change, and after changes of the kinds in `live`.
  *
- * The data of before stay while newer ones are loaded; those of other `deps` do not.
+ * The data of before stay while newer ones are loaded; those of other `deps` do not. What takes long is loaded more
+ * rarely, however often it changes.
  */
 export function useResource<T>(
   load: (signal: AbortSignal) => Promise<T>,
@@ -26,14 +29,20 @@ export function useResource<T>(
     for: "",
   });
   const [times, setTimes] = useState(0);
+  const rested = useRef(0); // when changes may cause the next load, by performance.now
   const name = JSON.stringify(deps);
   const latest = useRef(load);
   latest.current = load;
   useEffect(() => {
     const controller = new AbortController();
+    const begun = performance.now();
     setState((before) => (before.for === name ? { ...before, loading: true } : { loading: true, for: name }));
     latest.current(controller.signal).then(
-      (data) => controller.signal.aborted || setState({ data, loading: false, for: name }),
+      (data) => {
+        const now = performance.now();
+        rested.current = now + Math.min(REST * (now - begun), LONGEST_REST_MS);
+        return controller.signal.aborted || setState({ data, loading: false, for: name });
+      },
       (error: Error) =>
         controller.signal.aborted ||
         setState((before) => ({ ...(before.for === name ? before : {}), error, loading: false, for: name })),
@@ -44,12 +53,15 @@ export function useResource<T>(
     if (!live.length) return;
     let timer = 0;
     const end = onChange(({ kind }) => {
-      if ((kind === "*" || live.includes(kind)) && !timer) {
-        timer = window.setTimeout(() => {
-          timer = 0;
-          setTimes((n) => n + 1);
-        }, LEAST_MS);
-      }
+      if (kind === "*") {
+        clearTimeout(timer);
+        timer = rested.current = 0;
+      } else if (timer || !live.includes(kind)) return;
+      const wait = Math.max(LEAST_MS, rested.current - performance.now());
+      timer = window.setTimeout(() => {
+        timer = 0;
+        setTimes((n) => n + 1);
+      }, wait);
     });
     return () => {
       end();
