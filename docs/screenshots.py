@@ -86,7 +86,6 @@ def screens(url: str) -> dict[str, str]:
         "loop": f"loop/{loop}",
         "generation": f"generation/{loop}/{promoted[-1] if promoted else 1}",
         "dataset": f"dataset/{datasets[0]}",
-        "dataset_difference": f"dataset/{datasets[-1]}?against={datasets[0]}",
         "runs": "runs?q=" + urllib.parse.quote(f"loop:{loop} and reward>=1"),
         "tasks": "tasks?q=" + urllib.parse.quote(f"loop:{loop} and split:holdout"),
         "run": f"run/{better}",
