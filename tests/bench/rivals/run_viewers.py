@@ -92,7 +92,8 @@ def measure_inspect_view(
     for run, what in special.items():
         with attempt(f"{title}: export of the {what}"):
             export(home, "eval", logs / f"{run}.eval", run)
-    command = [python.parent / "inspect", "view", "start", "--log-dir", logs, "--host", "127.0.0.1"]
+    program = str(python.parent / "inspect")
+    command = [program, "view", "start", "--log-dir", str(logs), "--host", "127.0.0.1"]
     with served(command, "--port", folder, {}) as server:
         page = TimedPage(browser, server.url)
         measure_list(
@@ -171,10 +172,10 @@ def measure_run(title: str, what: str, page: TimedPage, address: str, server: Se
 
 def export(home: Home, name: str, target: Path, *which: str) -> None:
     """Export runs of a root. Raises RuntimeError with the end of what the command said."""
-    limit = ["prlimit", f"--as={MEMORY}"]
-    command = [*limit, ROOT / ".venv/bin/cray-agents", "export", "--quiet", "--home", home.root]
+    program = str(ROOT / ".venv/bin/cray-agents")
+    limited = ["prlimit", f"--as={MEMORY}", program, "export", "--quiet", "--home", str(home.root)]
     done = subprocess.run(
-        [*command, "--format", name, "--restart", "-o", target, *which],
+        [*limited, "--format", name, "--restart", "-o", target, *which],
         capture_output=True,
         text=True,
         timeout=EXPORT,

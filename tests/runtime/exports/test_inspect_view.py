@@ -33,7 +33,7 @@ def inspect_view(logs: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    options = ["--log-dir", logs, "--host", "127.0.0.1", "--port", str(port)]
+    options = ["--log-dir", str(logs), "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen(
         [venv("inspect") / "bin" / "inspect", "view", "start", *options],
         env={"PATH": os.environ["PATH"], "HOME": str(logs)},
