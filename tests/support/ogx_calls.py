@@ -26,10 +26,12 @@ def main(url: str) -> dict[str, Any]:
     client = OgxClient(base_url=url, api_key="none")
     chat, create = client.chat.completions.create, client.responses.create
     tools: Any = [{"type": "function", "function": FUNCTION}]
-    called = chat(model="calc", messages=SAYS, tools=tools).choices[0]
+    called = chat(model="calc", messages=SAYS, tools=tools, temperature=0).choices[0]
     chunks = [c for chunk in chat(model="calc", messages=SAYS, stream=True) for c in chunk.choices]
     scored = chat(model="calc", messages=SAYS, logprobs=True, top_logprobs=2).choices[0]
-    asked = create(model="calc", input="Hi", tools=[{"type": "function", **FUNCTION}])
+    asked = create(
+        model="calc", input="Hi", tools=[{"type": "function", **FUNCTION}], temperature=0
+    )
     item = asked.output[0]
     result = {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
     call = {"type": "function_call", **item.to_dict()}
