@@ -100,7 +100,7 @@ def _choose_check(name: Path) -> Check | None:
             return None  # checked with the batch
         case ("jobs", _, "events.jsonl") | ("ledger", _) | ("audit", _):
             return _check_lines
-        case ("jobs", _, file) if file.startswith(PREFIX):
+        case ("jobs" | "sessions", _, file) if file.startswith(PREFIX):
             return _check_lines
         case ("jobs", _, "baselines", _):
             return _check_numbers

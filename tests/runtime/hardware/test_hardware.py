@@ -5,6 +5,7 @@ The NVML is a stand-in for GPUs, which this machine lacks: a small library with 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from cray_agents.cli import app
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
+from cray_agents.runtime import fsck
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.hardware.nvml import describe_gpus, nvml, read_joules, read_load
 from cray_agents.runtime.hardware.sampler import HardwareSampler
@@ -35,6 +37,8 @@ ROOT_PORT, SWITCH = "pci0000:00/0000:00:01.0", "0000:01:00.0"
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library with two GPUs; the first has taken 1 kJ."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc, to build the stand-in for NVML")
     folder = tmp_path_factory.mktemp("nvml")
     built = folder / "libnvidia-ml.so.1"
     source = ROOT / "tests" / "support" / "fake_nvml.c"
@@ -207,6 +211,21 @@ def test_a_long_jobs_file_stays_small_and_has_its_beginning(tree: Path) -> None:
     assert lines[:2] == begin and max(sizes) <= 6000
     times = [line["time"] for line in lines]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize("folder", ["jobs/job-1", "sessions/session-1"])
+def test_fsck_names_a_damaged_sample(tree: Path, tmp_path: Path, folder: str) -> None:
+    home = Home(tmp_path / "home")
+    (home.root / folder).mkdir(parents=True)
+    sampler = HardwareSampler(home.root / folder, sys=tree, gpus=[])
+    sampler.start()
+    sampler.close()
+    assert not list(fsck.check(home))
+    damaged = bytearray(sampler.path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    sampler.path.write_bytes(damaged)
+    [finding] = fsck.check(home)
+    assert (finding.path, finding.kind) == (str(sampler.path), "damaged")
 
 
 def test_a_sampler_that_cannot_write_says_so_and_ends(
