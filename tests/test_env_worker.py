@@ -1,8 +1,10 @@
 """Environment workers: loops over TRL environments, and what happens when either side fails."""
 
 import asyncio
+import ctypes
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +167,22 @@ def test_a_killed_worker_loses_no_run_and_doubles_none(tmp_path: Path) -> None:
     assert {run.error.type for run in lost} == {"WorkerLost"} and len(lost) == 2
     assert sorted(run.id for run in records if not run.error) == sorted(run.id for run in runs)
     assert all(len(run.calls) == 2 for run in runs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sends a signal to one thread by glibc")
+def test_a_worker_ends_whichever_thread_takes_the_signal(tmp_path: Path) -> None:
+    def threads(pid: int) -> list[int]:
+        return [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
+
+    with (
+        platform(tmp_path, ScriptedEngine(add)) as where,
+        worker(where, "trl", f"{TRL}:Adder", "--slots", 1) as begun,
+    ):
+        pid = begun.process.pid
+        asyncio.run(until(lambda: begun.lines and len(threads(pid)) == 2))
+        (slot,) = set(threads(pid)) - {pid}
+        assert ctypes.CDLL(None).tgkill(pid, slot, signal.SIGTERM) == 0
+        assert begun.process.wait(120) == 0
 
 
 def test_an_agent_of_a_worker_runs_in_loops_alone() -> None:

@@ -22,7 +22,7 @@ from cray_agents.env_worker.adapters import ADAPTERS, make_adapter
 from cray_agents.env_worker.http_client import HttpClient, RequestRefused, ServerUnreachable
 from cray_agents.env_worker.rollout import UsageError
 from cray_agents.env_worker.slot import serve, write_tasks
-from cray_agents.env_worker.slot_process import SlotDied, SlotProcess
+from cray_agents.env_worker.slot_process import LOOK_SECONDS, SlotDied, SlotProcess
 
 URL = "http://127.0.0.1:8000"
 WAIT = 10.0  # seconds that the platform may keep a request for a run waiting
@@ -54,7 +54,8 @@ class EnvironmentWorker:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            while thread.is_alive():  # a signal that a slot's thread took would not end a join
+                thread.join(LOOK_SECONDS)
         if self.unusable:
             raise UsageError(self.unusable)
 
