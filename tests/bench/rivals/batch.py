@@ -24,10 +24,17 @@ from cray_agents.cli.agent.agents import load
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, command, environment
 from tests.bench.gateway import CHAT
 from tests.bench.rivals.environments import ROOT, Rivals, version_of
-from tests.bench.rivals.litellm import free_port
 from tests.bench.rivals.process_tree import Peak, kill_tree, memory_of
 from tests.bench.rivals.report import Report
-from tests.bench.rivals.site import SECONDS, Site, answers, log_of, program, wait_until
+from tests.bench.rivals.server_process import (
+    SECONDS,
+    answers,
+    free_port,
+    log_of,
+    program,
+    wait_until,
+)
+from tests.bench.rivals.site import Site
 from tests.support.store.plain_reader import events_of
 
 LINES = int(os.environ.get("CRAY_BENCH_LINES", "1000"))

@@ -31,10 +31,10 @@ from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.bench.gateway import CONCURRENT, session
 from tests.bench.load import percentile
 from tests.bench.rivals.environments import ROOT, Rivals, make_environments
-from tests.bench.rivals.litellm import free_port
 from tests.bench.rivals.process_tree import kill_tree
 from tests.bench.rivals.report import Report
-from tests.bench.rivals.site import Site, answers, program, wait_until
+from tests.bench.rivals.server_process import answers, foreign, free_port, program, wait_until
+from tests.bench.rivals.site import Site
 from tests.support.store.plain_reader import events_of
 from tests.support.vllm_pool import secret_of
 
@@ -43,6 +43,7 @@ ROUNDS = int(os.environ.get("CRAY_BENCH_ROUNDS", "3"))
 REQUESTS = int(os.environ.get("CRAY_BENCH_REQUESTS", "320"))  # of a round
 ALONE = 20  # of a round, one at a time
 BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
+PLAIN = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # variables of a rival's server
 CHAT = "/v1/chat/completions"
 BODY = {"model": "calc", "max_tokens": 64, "temperature": 1.0,
         "messages": [{"role": "user", "content": "What is 47 + 385?"}]}  # fmt: skip
@@ -162,12 +163,12 @@ def _openenv(python: Path, folder: Path, target: str, model: Path, secret: str) 
 
     def kept() -> set[str]:
         """What a server has that is started again."""
-        with program([str(python), *words], folder, _plain(folder)) as process:
+        with program([str(python), *words], folder, foreign(folder, **PLAIN)) as process:
             wait_until(lambda: answers(f"{url}/health"), process, folder)
             with urllib.request.urlopen(f"{url}/sessions", timeout=30) as response:
                 return {one["session_id"] for one in json.load(response)["sessions"]}
 
-    with program([str(python), *words], folder, _plain(folder)) as process:
+    with program([str(python), *words], folder, foreign(folder, **PLAIN)) as process:
         wait_until(lambda: answers(f"{url}/health"), process, folder)
         yield Side(url, header="authorization", pid=process.pid, kept=kept)
 
@@ -186,16 +187,10 @@ def _tinker(python: Path, folder: Path, target: str, model: Path, secret: str) -
             rows = store.execute("SELECT run_id, sampled_tokens FROM wire_rows").fetchall()
         return {run for run, tokens in rows if json.loads(tokens)}
 
-    env = _plain(folder) | {"TINKER_BASE_URL": target, "TINKER_API_KEY": "tml-any"}
+    env = foreign(folder) | {"TINKER_BASE_URL": target, "TINKER_API_KEY": "tml-any"}
     with program([str(python), *map(str, words)], folder, env) as process:
         wait_until(lambda: answers(f"{url}/healthz"), process, folder)
         yield Side(url, "/r/run/{}" + CHAT, pid=process.pid, kept=kept)
-
-
-def _plain(folder: Path) -> dict[str, str]:
-    """An environment without ours, and without the hub."""
-    return {"PATH": os.environ["PATH"], "HOME": str(folder), "NO_PROXY": "127.0.0.1",
-            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
 
 
 # ---- speed

@@ -15,6 +15,7 @@ from cray_agents.processes import die_with_parent
 from tests.bench.gateways import STREAMED, WHOLE, PreparedAnswers
 
 CAPTURE, MODELS = b"\r\nx-cray-capture:", b"/v1/models"
+_END = b"\n\n"
 _SAMPLES = b"event: cray.samples\n"
 _LIST = b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"vllm"}]}'
 
@@ -58,11 +59,12 @@ class Engine(PreparedAnswers):
             self._transport.write(answer)
 
     async def _stream(self, answer: bytes) -> None:
-        *events, last = answer.split(b"\n\ndata: {")
+        """Send whole events, as vLLM does: whoever reads events sees each when it was sent."""
+        *events, last = answer.split(_END + b"data: {")
         for number, event in enumerate(events):
-            self._transport.write((b"\n\ndata: {" if number else b"") + event)
+            self._transport.write((b"data: {" if number else b"") + event + _END)
             await asyncio.sleep(self.pace)
-        self._transport.write(b"\n\ndata: {" + last)
+        self._transport.write(b"data: {" + last)
 
 
 async def _serve() -> None:

@@ -12,9 +12,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +20,9 @@ from pathlib import Path
 from tests.bench.gateways import published_root, started
 from tests.bench.load import Load, ask, summary
 from tests.bench.rivals.environments import make_environments
-from tests.bench.rivals.litellm import end_of, free_port, litellm_proxy
+from tests.bench.rivals.litellm import litellm_proxy
 from tests.bench.rivals.report import Report
+from tests.bench.rivals.server_process import answers, foreign, free_port, program, wait_until
 
 CONCURRENT = [int(n) for n in os.environ.get("CRAY_BENCH_CONCURRENT", "1,16,64,256").split(",")]
 ROUNDS = int(os.environ.get("CRAY_BENCH_ROUNDS", "3"))
@@ -95,41 +93,21 @@ def router(name: str, target: str, python: Path, folder: Path) -> Iterator[int]:
 
     Raises RuntimeError with the end of its log if it does not answer in START seconds.
     """
-    port, log = free_port(), folder / f"{name}.log"
+    port, folder = free_port(), folder / name
+    folder.mkdir()
     words = [
         "--host", "127.0.0.1", "--port", port, "--worker-urls", target, "--policy", "round_robin",
         "--prometheus-port", free_port(), "--disable-retries", "--disable-circuit-breaker",
         "--log-level", "error",
     ]  # fmt: skip
-    program, *first = COMMANDS[name]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [python.parent / program, *first, *map(str, words)],
-            env={"PATH": os.environ["PATH"], "HOME": str(folder), "NO_PROXY": "127.0.0.1"},
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-    try:
-        _wait(name, port, process, log)
-        yield port
-    finally:
-        end_of(process)
-
-
-def _wait(name: str, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    command, *first = COMMANDS[name]
     body = json.dumps({"model": "m", "messages": SAYS}).encode()
     url, kind = f"http://127.0.0.1:{port}/v1/chat/completions", {"content-type": "application/json"}
-    deadline = time.monotonic() + START
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=5):
-                return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.2)
-    raise RuntimeError(f"{name} does not answer:\n{log.read_text()[-2000:]}")
+    question = urllib.request.Request(url, body, kind)
+    argv = [python.parent / command, *first, *words]
+    with program(argv, folder, foreign(folder)) as process:
+        wait_until(lambda: answers(question), process, folder, START)
+        yield port
 
 
 async def _measured(

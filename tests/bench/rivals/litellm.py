@@ -10,17 +10,12 @@ passed on. Called by gateway.py and vllm_gateway.py.
 """
 
 import json
-import os
-import signal
-import socket
-import subprocess
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.bench.rivals.server_process import answers, foreign, free_port, program, wait_until
 
 RETRIES = 2  # a kept connection that vLLM ended meanwhile would fail its request
 START = 120.0  # seconds it may take to answer: its imports alone take several
@@ -28,7 +23,6 @@ ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it is fetched when the program starts
     "LITELLM_LOG": "ERROR",
     "LITELLM_MODE": "PRODUCTION",  # no .env files
-    "NO_PROXY": "127.0.0.1",
 }
 
 
@@ -44,24 +38,15 @@ def litellm_proxy(
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
-        config = Path(folder) / "config.yaml"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = folder / "config.yaml"
         config.write_text(json.dumps(_config(target_url, model, headers)))  # JSON is YAML
         command = ["--config", config, "--host", "127.0.0.1", "--port", port, "--run_granian"]
-        process = subprocess.Popen(
-            [python.parent / "litellm", *map(str, command), "--num_workers", str(workers)],
-            cwd=folder,
-            env={"PATH": os.environ["PATH"], "HOME": folder, **ENVIRONMENT},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            _wait(url, process, Path(log.name))
+        argv = [python.parent / "litellm", *command, "--num_workers", workers]
+        with program(argv, folder, foreign(folder, **ENVIRONMENT)) as process:
+            wait_until(lambda: answers(f"{url}/health/liveliness"), process, folder, START)
             yield url
-        finally:
-            end_of(process)
 
 
 def _config(target_url: str, model: str, headers: Mapping[str, str]) -> dict[str, object]:
@@ -88,31 +73,3 @@ def _config(target_url: str, model: str, headers: Mapping[str, str]) -> dict[str
             "dangerously_permit_weak_or_unset_master_key": True,  # see above
         },
     }
-
-
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health/liveliness", timeout=5):
-                return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
-            time.sleep(0.2)
-    state = "does not answer" if process.poll() is None else f"ended with {process.returncode}"
-    raise RuntimeError(f"LiteLLM's proxy {state}:\n{log.read_text()[-3000:]}")
-
-
-def end_of(process: subprocess.Popen[bytes]) -> None:
-    """End a process: politely, and then with the workers it has, which are its process group."""
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def free_port() -> int:
-    """A port of the loopback that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -26,7 +26,7 @@ import orjson
 from cray_agents.paths import Home
 from tests.bench.dashboard_root import HUGE, HUGE_TURNS
 from tests.bench.rivals.environments import ROOT, make_environments
-from tests.bench.rivals.litellm import end_of, free_port
+from tests.bench.rivals.server_process import answers, foreign, free_port, program, wait_until
 from tests.bench.timed_pages import TimedPage, print_row
 from tests.bench.views import LONG, TURNS
 
@@ -189,41 +189,14 @@ def served(
     command: Sequence[str | Path], port_name: str, folder: str, settings: dict[str, str]
 ) -> Iterator[Server]:
     """A viewer on a free port of the loopback, named by an option or a variable."""
-    port = free_port()
+    port, place = str(free_port()), Path(folder)
     by_option = port_name.startswith("-")
-    environment = {"PATH": os.environ["PATH"], "HOME": folder, **settings}
-    if not by_option:
-        environment[port_name] = str(port)
-    log = Path(folder) / "server.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, *([port_name, str(port)] if by_option else ())],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        begun = time.monotonic()
-        while not answers(url):
-            if process.poll() is not None or time.monotonic() > begun + START:
-                raise RuntimeError(f"{command[0]} does not answer: {log.read_text()[-300:]}")
-            time.sleep(0.2)
+    argv = [*command, *([port_name, port] if by_option else ())]
+    more = settings if by_option else {**settings, port_name: port}
+    url = f"http://127.0.0.1:{port}"
+    with program(argv, place, foreign(place, **more)) as process:
+        wait_until(lambda: answers(url, 10), process, place, START)
         yield Server(url, process.pid)
-    finally:
-        end_of(process)
-
-
-def answers(url: str) -> bool:
-    """Tell whether a server answers."""
-    try:
-        with urllib.request.urlopen(url, timeout=10):
-            return True
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
-        return False
 
 
 def ingest(what: str, url: str, spans: Path) -> str:

@@ -1,12 +1,6 @@
 """An exported log in the real Inspect View, in real Chromium: list, transcript, tool calls."""
 
-import os
 import re
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +11,7 @@ from cray_agents import Task
 from cray_agents.records import Reward, ToolCall
 from cray_agents.runtime.exports.export_format import line_of
 from cray_agents.runtime.exports.formats.inspect_eval import EVAL, pack_log
+from tests.bench.rivals.server_process import answers, foreign, free_port, program, wait_until
 from tests.support.environments.pythons import venv
 from tests.support.exports.example_runs import called, of_calls
 from tests.support.watched_pages import CHROMIUM, WAIT, chromium
@@ -30,31 +25,13 @@ pytestmark = [
 @contextmanager
 def inspect_view(logs: Path) -> Iterator[str]:
     """Inspect View of a folder of logs; its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = str(free_port())
     url = f"http://127.0.0.1:{port}"
-    options = ["--log-dir", str(logs), "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(
-        [venv("inspect") / "bin" / "inspect", "view", "start", *options],
-        env={"PATH": os.environ["PATH"], "HOME": str(logs)},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        while not answers(url):
-            assert process.poll() is None, "Inspect View ended"
-            time.sleep(0.2)
+    options = ["--log-dir", str(logs), "--host", "127.0.0.1", "--port", port]
+    argv = [venv("inspect") / "bin" / "inspect", "view", "start", *options]
+    with program(argv, logs, foreign(logs)) as process:
+        wait_until(lambda: answers(url, 60), process, logs)
         yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=60).close()
-    except (urllib.error.URLError, ConnectionError):
-        return False
-    return True
 
 
 def test_it_shows_what_models_and_tools_said(tmp_path: Path) -> None:
