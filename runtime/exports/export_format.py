@@ -113,6 +113,8 @@ LOSSES = MappingProxyType(
         FULL: "runs are left out because the file was full: a browser opens no larger one "
         "well; export fewer runs to a file",
         "token_texts": "tokens have no texts where the tokenizer of their version is not here",
+        "repeated_messages": "later calls of long runs carry only the messages since the model "
+        "spoke last",
         "call_details": "how and when each model call was made, and how long each tool took, is "
         "left out",
     }

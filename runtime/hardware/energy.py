@@ -1,7 +1,7 @@
 """Energy: the joules of GPUs since a holder got them, for its lines of the ledger.
 
 A counter that went back, as after a reset of the GPU, counts from there on. Called by
-scaling/ledger.py.
+scaling/ledger.py, and by replica_supervisor.py for a replica in a Slurm job.
 """
 
 from collections.abc import Sequence
@@ -28,3 +28,17 @@ class EnergyMeter:
             return None
         self._before = now
         return now - before if now >= before else now
+
+
+class EnergyTotal:
+    """The joules of some GPUs of this node since this was made."""
+
+    def __init__(self, driver: Nvml | None, gpus: Sequence[str]) -> None:
+        self._driver, self._meter = driver, EnergyMeter(gpus)
+        self._total = self._meter.begin(driver)
+
+    def read(self) -> float | None:
+        """Return them; None if these GPUs have no counters."""
+        if self._total is not None:
+            self._total += self._meter.take(self._driver) or 0.0
+        return self._total

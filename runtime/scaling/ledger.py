@@ -189,6 +189,7 @@ class _ReplicaAccount:
         self._devices, self._tokens, self._driver = devices, tokens, driver
         self._places: dict[int, dict[str, Any]] = {}  # fields of the line of each replica
         self._meters: dict[int, EnergyMeter] = {}  # of replicas on GPUs of this host
+        self._spent: dict[int, float] = {}  # joules of each replica in a job, as written
         self._busy: dict[int, float] = {}
 
     def changes(self, replicas: Sequence[dict[str, Any]]) -> list[LedgerLine]:
@@ -213,16 +214,23 @@ class _ReplicaAccount:
                     LedgerLine(time=now, event="leave", joules=self._joules(number), **before)
                 )
                 self._meters.pop(number, None)
+                self._spent.pop(number, None)
             if place["node"]:  # one that waits for its place holds nothing
-                joules = self._joules(number)
+                joules = self._joules(number, status)
                 if number not in self._meters and status.get("job") is None:
                     meter = self._meters[number] = EnergyMeter(place["gpus"])
                     joules = meter.begin(self._driver)
                 lines.append(LedgerLine(time=now, event="hold", joules=joules, **place))
         return lines
 
-    def _joules(self, number: int) -> float | None:
-        """Return the energy of a replica's GPUs since its last line; None: not measured here."""
+    def _joules(self, number: int, status: dict[str, Any] | None = None) -> float | None:
+        """Return the energy of a replica's GPUs since its last line; None: not measured.
+
+        That of a job is in its `status`, whose first word only begins the count.
+        """
+        if status is not None and (total := status.get("joules")) is not None:
+            before, self._spent[number] = self._spent.get(number, total), total
+            return float(total - before if total >= before else total)
         meter = self._meters.get(number)
         return None if meter is None else meter.take(self._driver)
 
@@ -235,7 +243,7 @@ class _ReplicaAccount:
         for number, status in enumerate(replicas):
             seconds = status["busy_seconds"] - self._busy.get(number, 0.0)
             self._busy[number] = status["busy_seconds"]
-            joules = self._joules(number)
+            joules = self._joules(number, status)
             if (place := self._places.get(number)) and (seconds or joules is not None):
                 lines.append(
                     LedgerLine(time=now, event="busy", seconds=seconds, joules=joules, **place)

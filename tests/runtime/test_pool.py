@@ -327,7 +327,7 @@ async def test_status_is_json(tmp_path: Path) -> None:
                 "pid",
                 "port",
             ),
-            *("host", "job", "probe", "error", "asleep"),
+            *("host", "job", "joules", "probe", "error", "asleep"),
         }
 
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry GenAI spans as OTLP/JSON: write a run as one line of TracesData.
+"""OpenTelemetry GenAI spans as OTLP/JSON: write a run as a line of TracesData, or several if long.
 
 An `invoke_agent` span holds a `chat {model}` span for each model call and an `execute_tool {name}`
 span for each tool call. Attributes follow the semantic conventions 1.41, all still in development:
@@ -9,7 +9,9 @@ the model call.
 
 gen_ai.input.messages is a list of {role, parts, name?}; gen_ai.output.messages adds finish_reason.
 A part is text, reasoning, tool_call, tool_call_response, uri or blob; other parts keep their own
-type. Listed in catalog.py.
+type. Where calls repeat more than REPEATED bytes of earlier messages in all, later ones carry only
+what came since the model spoke last, and `cray_agents.input.left_out` counts the messages before.
+Listed in catalog.py.
 """
 
 import hashlib
@@ -27,9 +29,11 @@ from cray_agents.runtime.exports.conversations.conversation import (
     check_calls,
     conversation_of,
 )
-from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, json_text
+from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, json_text, line_of
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
+REPEATED = 64 * 2**20  # bytes of messages of a run's calls, beyond which they are not repeated
+LINE = 16 * 2**20  # bytes of spans in a line
 _INTERNAL, _CLIENT, _FAILED = 1, 3, 2  # SpanKind, SpanKind, StatusCode
 _SAMPLING = {
     "temperature": "gen_ai.request.temperature",
@@ -53,20 +57,33 @@ _CARRIED = (
 )  # fmt: skip
 
 
-class _MessageCache:
-    """Cached JSON of a conversation's messages and tools, since most of its calls repeat them."""
+class _MessageTexts:
+    """JSON of messages and tools: the conversation's is kept, since most calls repeat it."""
 
     def __init__(self, run: Run, conversation: Conversation) -> None:
+        self.repeats = True
         self._run, self._conversation = run, conversation
         self._messages = [self._text(genai_message(message)) for message in conversation.messages]
         self._tools = self._text(_tools_of(conversation.tools))
+        self._left = REPEATED
 
     def messages(self, messages: list[Message]) -> str | None:
-        """Return the JSON of messages, None for none; the conversation's beginning is cached."""
+        """Return the JSON of messages, None for none."""
         if not messages:
             return None
         if messages == self._conversation.messages[: len(messages)]:
             return f"[{','.join(self._messages[: len(messages)])}]"
+        return self._new(messages)
+
+    def prompt(self, messages: list[Message]) -> Json:
+        """Return a call's attributes of its messages, of the new ones alone where all take much."""
+        first = 0 if self.repeats else _first_new(messages)
+        text = self._new(messages[first:]) if first else self.messages(messages)
+        self._left -= len(text or "")
+        self.repeats = self._left > 0
+        return {"gen_ai.input.messages": text, "cray_agents.input.left_out": first or None}
+
+    def _new(self, messages: list[Message]) -> str:
         check_calls(self._run, messages)
         return self._text([genai_message(message) for message in messages])
 
@@ -82,33 +99,55 @@ class _MessageCache:
         return json_text(self._run, "messages", value)
 
 
+def _first_new(messages: list[Message]) -> int:
+    """Return the index after the last answer; without any, that of the last message."""
+    for index in reversed(range(len(messages))):
+        if messages[index].get("role") == "assistant" and index + 1 < len(messages):
+            return index + 1
+    return max(0, len(messages) - 1)
+
+
 def _write_run(run: Run) -> Written:
+    losses, lines, size = set[str](), [list[orjson.Fragment]()], 0
+    resource = {"attributes": _attributes(run, {"service.name": "cray-agents"})}
+    for span in _spans(run, losses):
+        text = line_of(run, span)  # a long run's spans take several times as much as objects
+        if size + len(text) > LINE and lines[-1]:
+            lines.append([])
+            size = 0
+        lines[-1].append(orjson.Fragment(text))
+        size += len(text)
+    records: list[Json] = []
+    for spans in lines:
+        scope = {"scope": {"name": "cray_agents"}, "spans": spans, "schemaUrl": SCHEMA}
+        traces = {"resource": resource, "scopeSpans": [scope], "schemaUrl": SCHEMA}
+        records.append({"resourceSpans": [traces]})
+    return Written(records, tuple(sorted(losses)))
+
+
+def _spans(run: Run, losses: set[str]) -> Iterator[Json]:
+    """Yield the spans of a run, its own first; add what they leave out to `losses`."""
     conversation = conversation_of(run)
     trace = trace_hash(run.id, 32)
-    texts = _MessageCache(run, conversation)
+    texts = _MessageTexts(run, conversation)
     root = _root(run, conversation, texts, trace)
-    spans = [root]
-    losses = set()
+    yield root
     for index, turn in enumerate(run.trajectory.turns):
         parent, ended = root["spanId"], run.started
         if turn.call is None:
             losses.add("missing_calls")
         else:
-            chat = _chat(run, turn.call, texts, trace, root["spanId"], index)
-            spans.append(chat)
+            yield _chat(run, turn.call, texts, trace, parent, index)
             ended = turn.call.started + turn.call.seconds
             if turn.call.token_ids:
                 losses.add("exact_tokens")
-        spans += [
-            _tool(run, turn, number, trace, parent, ended) for number in range(len(turn.tool_calls))
-        ]
-    scope = {"scope": {"name": "cray_agents"}, "spans": spans, "schemaUrl": SCHEMA}
-    resource = {"attributes": _attributes(run, {"service.name": "cray-agents"})}
-    traces = {"resource": resource, "scopeSpans": [scope], "schemaUrl": SCHEMA}
-    return Written([{"resourceSpans": [traces]}], tuple(sorted(losses)))
+        for number in range(len(turn.tool_calls)):
+            yield _tool(run, turn, number, trace, parent, ended)
+    if not texts.repeats:
+        losses.add("repeated_messages")
 
 
-def _root(run: Run, conversation: Conversation, texts: _MessageCache, trace: str) -> Json:
+def _root(run: Run, conversation: Conversation, texts: _MessageTexts, trace: str) -> Json:
     """Return the run's span: the conversation is its input, an answer at the end its output."""
     messages, output = conversation.messages, None
     if messages and messages[-1].get("role") == "assistant":
@@ -182,7 +221,7 @@ def _evaluation(run: Run, reward: Reward) -> Json:
 
 
 def _chat(
-    run: Run, call: ModelCall, texts: _MessageCache, trace: str, parent: str, index: int
+    run: Run, call: ModelCall, texts: _MessageTexts, trace: str, parent: str, index: int
 ) -> Json:
     operation = _OPERATIONS.get(call.api, "chat")
     known = bool(call.prompt_token_ids)
@@ -197,7 +236,7 @@ def _chat(
         "gen_ai.response.finish_reasons": [call.finish_reason] if call.finish_reason else None,
         "gen_ai.usage.input_tokens": len(call.prompt_token_ids) if known else None,
         "gen_ai.usage.output_tokens": len(call.token_ids) if known else None,
-        "gen_ai.input.messages": texts.messages(call.messages),
+        **texts.prompt(call.messages),
         "gen_ai.output.messages": _json(run, [genai_answer(call.message, call.finish_reason)]),
         "gen_ai.tool.definitions": texts.tools(call.tools),
         "error.type": call.finish_reason if call.finish_reason in _CUT else None,

@@ -42,6 +42,11 @@ class EngineHost(Protocol):
         ...
 
     @property
+    def joules(self) -> float | None:
+        """The energy of a job's GPUs since it began; None: not measured there, or no job."""
+        ...
+
+    @property
     def placed(self) -> bool:
         """True while there is a place to start an engine on."""
         ...
@@ -126,6 +131,7 @@ class LocalHost:
 
     host = socket.gethostname()
     job: str | None = None
+    joules: float | None = None
     placed = True
     taken_over = False
 

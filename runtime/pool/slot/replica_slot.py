@@ -134,6 +134,7 @@ class ReplicaSlot(SlotWeights):
 
         `error` is the last failure of a replica that is not serving. `last_restart` says when and
         why the process was last lost, and the seconds until it served again; it stays afterwards.
+        `joules`: that the GPUs of its Slurm job took, where they were measured.
         """
         proof = self._proof(self.version)
         return {
@@ -147,6 +148,7 @@ class ReplicaSlot(SlotWeights):
             "last_restart": self.watch.last_restart,
             "host": self.engine_host.host,
             "job": self.engine_host.job,
+            "joules": self.engine_host.joules,
             "pid": self.engine_host.pid,
             "port": self.engine_host.port,
             "probe": proof.model_dump(mode="json") if proof else None,

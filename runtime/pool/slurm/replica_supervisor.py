@@ -36,6 +36,8 @@ from aiohttp import web
 
 from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
+from cray_agents.runtime.hardware.energy import EnergyTotal
+from cray_agents.runtime.hardware.nvml import nvml
 from cray_agents.runtime.pool.engine.tls_files import CA, TlsFiles, client_context
 from cray_agents.runtime.pool.engine.vllm_http import Http
 from cray_agents.runtime.pool.engine.vllm_replica import (
@@ -60,6 +62,7 @@ from cray_agents.runtime.pool.slurm.job_lease import (
     write_lease,
 )
 from cray_agents.runtime.scheduler.batch_script import REFUSED
+from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
 
 _PATIENCE = 20.0  # seconds that the first node may take to answer a further one
@@ -83,8 +86,10 @@ class ReplicaSupervisor:
         address: str,
         secret: str,
         tls: TlsFiles | None = None,
+        energy: EnergyTotal | None = None,
     ) -> None:
         self.spec = spec
+        self._energy = energy
         log_file = folder / "engine.txt"
         self.replica = Replica(spec.model, spec.settings, log_file, address=address, tls=tls)
         self.replica.shielded = True  # a warning of Slurm to all processes would end it at once
@@ -155,6 +160,7 @@ class ReplicaSupervisor:
             "weights": self._weights,
             "asleep": self._asleep,
             "leaving": self._leaving,
+            "joules": self._energy.read() if self._energy else None,
             "seconds_left": None if self._ends_at is None else self._ends_at - now,
             "seconds": None if self._ends_at is None else self._ends_at - self._began,
         }
@@ -288,7 +294,16 @@ async def supervise(spec: ReplicaSpec, folder: Path) -> int:
         print(f"{folder} has a supervisor already: refused", flush=True)
         return REFUSED
     tls = None if spec.tls is None else own_files(spec.tls, address, folder)
-    supervisor = ReplicaSupervisor(spec, folder, address, secret, tls)
+    with nvml() as driver:
+        # of a replica over several nodes one node's energy would be too little
+        energy = EnergyTotal(driver, host_gpus() if spec.nodes == 1 else ())
+        await _serve(ReplicaSupervisor(spec, folder, address, secret, tls, energy))
+    return 0
+
+
+async def _serve(supervisor: ReplicaSupervisor) -> None:
+    """Answer the gateway until the job is to end."""
+    address, tls = supervisor.replica.address, supervisor.replica.tls
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, supervisor.leave)
     runner = web.AppRunner(supervisor.routes(), access_log=None)
     await runner.setup()
@@ -305,7 +320,6 @@ async def supervise(spec: ReplicaSpec, folder: Path) -> int:
         task.cancel()
     await supervisor.close()
     await runner.cleanup()
-    return 0
 
 
 async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:

@@ -226,6 +226,12 @@ class SlurmReplica(VllmHost):
             f"{_tail(folder / 'job.txt')}"
         )
 
+    @property
+    def joules(self) -> float | None:
+        """The energy of the job's GPUs since it began, as its supervisor said last."""
+        spent: float | None = self._state.get("joules")
+        return spent
+
     async def _connect(self, folder: Path) -> bool:
         """Connect to a lease's supervisor. Return False without one. Raises EngineError."""
         lease = await asyncio.to_thread(read_lease, folder)

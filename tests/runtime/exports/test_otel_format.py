@@ -17,8 +17,9 @@ from opentelemetry.semconv.schemas import Schemas
 from cray_agents.errors import BadInput
 from cray_agents.records import Reward, Run
 from cray_agents.runtime.exports.export_format import line_of
+from cray_agents.runtime.exports.formats import otel
 from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
-from tests.support.exports.example_runs import chat, made
+from tests.support.exports.example_runs import called, chat, made, of_calls
 
 OTEL = LINE_FORMATS["otel"].write_run
 IDS = ("traceId", "spanId", "parentSpanId")
@@ -82,7 +83,11 @@ def attributes(of: Any) -> dict[str, Any]:
 
 def spans(run: Run) -> list[Span]:
     """The run's spans, read by protobuf; ids are hex in OTLP/JSON and base64 in protobuf's."""
-    (record,) = OTEL(run).records
+    return [span for record in OTEL(run).records for span in spans_of(run, record)]
+
+
+def spans_of(run: Run, record: Any) -> list[Span]:
+    """The spans of a line."""
     read = orjson.loads(line_of(run, record))
     for resource in read["resourceSpans"]:
         for scope in resource["scopeSpans"]:
@@ -126,7 +131,8 @@ def test_every_run_is_read_and_named_as_the_conventions_say(runs: dict[str, Run]
 
 
 def test_the_same_run_gives_the_same_spans_and_another_run_others(runs: dict[str, Run]) -> None:
-    assert OTEL(runs["calc"]) == OTEL(runs["calc"])
+    once, again = ([line_of(run, r) for r in OTEL(run).records] for run in [runs["calc"]] * 2)
+    assert once == again
     first, other = spans(runs["calc"]), spans(runs["wrong"])
     assert {span.span_id for span in first}.isdisjoint(span.span_id for span in other)
     assert first[0].trace_id != other[0].trace_id
@@ -243,6 +249,27 @@ def test_every_call_has_a_span_also_those_of_other_conversations(runs: dict[str,
     assert attributes(spans(run)[1])["gen_ai.request.choice.count"] == 3
     asked = [told(span, "gen_ai.input.messages")[0]["parts"] for span in spans(runs["two"])[1:]]
     assert [parts[0]["content"] for parts in asked] == ["sub", "x"]
+
+
+def test_a_long_run_has_several_lines_that_repeat_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = chat(*(f"{place} " + "long " * 20 for place in range(40)))
+    calls = [called(words[: 2 * turn + 1], words[2 * turn + 1], f"c{turn}") for turn in range(20)]
+    other = called(chat("elsewhere", "there", "again"), {"role": "assistant", "content": "x"}, "o")
+    run = of_calls(*calls, other, messages=words)
+    whole = spans(run)
+    assert "repeated_messages" not in OTEL(run).losses
+    monkeypatch.setattr(otel, "REPEATED", 5000)
+    monkeypatch.setattr(otel, "LINE", 4000)
+    cut = spans(run)
+    assert len(OTEL(run).records) > 2 and OTEL(run).losses == ("exact_tokens", "repeated_messages")
+    assert [span.span_id for span in cut] == [span.span_id for span in whole]
+    assert [attributes(span) for span in cut[:5]] == [attributes(span) for span in whole[:5]]
+    for turn, span in enumerate(cut[-7:-1], 14):
+        (asked,) = told(span, "gen_ai.input.messages")
+        assert asked["parts"][0]["content"] == words[2 * turn]["content"]
+        assert attributes(span)["cray_agents.input.left_out"] == 2 * turn
+    (asked,) = told(cut[-1], "gen_ai.input.messages")
+    assert asked["parts"][0]["content"] == "again"
 
 
 def test_parts_of_all_kinds(runs: dict[str, Run]) -> None:

@@ -318,6 +318,11 @@ def test_the_command_shows_gpus_ports_and_the_slowest_rank(library: Path, tree: 
 HOLD = """
 import asyncio, os, sys
 from pathlib import Path
+from cray_agents.runtime.hardware.energy import EnergyTotal
+from cray_agents.runtime.hardware.nvml import nvml
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
+from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec
+from cray_agents.runtime.pool.slurm.replica_supervisor import ReplicaSupervisor
 from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, holding, keep_ledger
 
 folder, counter = Path(sys.argv[1]), Path(os.environ["FAKE_NVML_ENERGY"])
@@ -333,13 +338,23 @@ for gpus in (("0",), ("1",), ()):
 place = {"version": "m@1", "state": "serving", "host": "a", "job": None, "busy_seconds": 0.0}
 
 async def serve():
-    replicas = [place, place | {"job": "7"}]
-    devices = [HeldDevices(("0",)), HeldDevices(("0",))]
+    with nvml() as driver:
+        spec = ReplicaSpec(
+            number=2, attempt=1, model="m", settings=EngineSettings(), gateway="a", package="1")
+        energy = EnergyTotal(driver, ["0"])
+        supervisor = ReplicaSupervisor(spec, folder, "127.0.0.1", "s", energy=energy)
+        await account(supervisor)
+
+async def account(supervisor):
+    replicas = [place, place | {"job": "7"}, place | {"job": "8", "joules": None}]
+    replicas[2]["joules"] = supervisor.state()["joules"]
+    devices = [HeldDevices(("0",)) for _ in replicas]
     file = LedgerFile(folder, "platform")
     keeping = asyncio.create_task(
         keep_ledger(file, lambda: replicas, lambda: 0, devices, every=0.01, beat=0.05))
     await asyncio.sleep(0.02)
     spend(30)
+    replicas[2] = replicas[2] | {"joules": supervisor.state()["joules"]}
     await asyncio.sleep(0.1)
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
@@ -361,14 +376,15 @@ def test_energy_of_jobs_and_replicas_is_in_their_holdings(library: Path, tmp_pat
     assert joules("job-0") == [0.0, 40.0]
     assert joules("job-1") == joules("job-") == [None, None]
     assert sum(each or 0 for each in joules("replica-0")) == 30.0
-    assert set(joules("replica-1")) == {None}  # its GPUs are another host's
+    assert set(joules("replica-1")) == {None}  # its GPUs are another host's, which says nothing
+    assert sum(each or 0 for each in joules("replica-2")) == 30.0  # its supervisor measured them
     pieces = read_holdings(home).pieces
     spent = {kind: sum(piece.joules for piece in pieces if piece.line.kind == kind)
              for kind in ("job", "replica")}  # fmt: skip
-    assert spent == pytest.approx({"job": 40.0, "replica": 30.0})
+    assert spent == pytest.approx({"job": 40.0, "replica": 60.0})
     shown = CliRunner().invoke(app, ["cost", "--home", str(tmp_path), "--json"])
     total = json.loads(shown.stdout)["total"]
-    assert total["joules"] == pytest.approx(70.0) and 0 < total["measured_share"] < 1
+    assert total["joules"] == pytest.approx(100.0) and 0 < total["measured_share"] < 1
 
 
 def test_slurms_account_is_read_where_there_is_one() -> None:
