@@ -190,9 +190,9 @@ def measure(browser: Any, home: Home, url: str, pid: int, options: argparse.Name
     measure_list(page)
     measure_long_run(page)
     measure_tokens(page)
-    measure_following(page, url, pid, options.seconds)
     if not options.no_huge:
         measure_huge_run(page, pid)
+    measure_following(page, url, pid, options.seconds)
     page.close()
     if not options.no_rivals:
         run_viewers.main(browser, home, huge=not options.no_huge)

@@ -74,6 +74,7 @@ def _sides(stack: ExitStack, home: Path, pace: float, pythons: dict[str, Path]) 
     argv = ["tests.bench.rivals.engine", str(os.getpid()), str(pace)]
     engine = stack.enter_context(started(*argv))[0]
     root = published_root(home / "root", [engine])
+    (root.root / "cray-agents.toml").write_text("max_num_seqs = 4096\n")  # none waits for another
     command = ["cray_agents", "gateway", "--home", str(root.root), "--port", "0"]
     url, _ = stack.enter_context(started(*command, says="further gateway", cwd=root.root))
     ports = {DIRECT: int(engine), OURS: int(url.removesuffix("/v1").rpartition(":")[2])}

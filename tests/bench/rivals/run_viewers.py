@@ -36,7 +36,8 @@ MEMORY = 8 * 2**30  # bytes that an export may take
 SPANS = 500  # in a request
 TIMES = 3
 LOOP = "loop-3"
-TASK, FIRST = r"Task \d+: what", "(^|\\D)0:? abcdefghij"
+TASK, AGENT = r"Task \d+: what", "invoke_agent (calc|search|coder|support)"
+FIRST = "(^|\\D)0:? abcdefghij"
 PAGE = "#root, #app, body"
 
 
@@ -96,9 +97,8 @@ def measure_inspect_view(
     command = [program, "view", "start", "--log-dir", str(logs), "--host", "127.0.0.1"]
     with served(command, "--port", folder, {}) as server:
         page = TimedPage(browser, server.url)
-        measure_list(
-            title, page, "#/logs/", r"loop-3|agents|several", f"#/logs/{LOOP}.eval/samples"
-        )
+        samples = f"#/logs/{LOOP}.eval/samples"
+        measure_list(title, page, "#/logs/", r"loop-3|agents|several", samples, TASK)
         for run, what in special.items():
             sample = f"#/logs/{run}.eval/samples/sample/{run}/1/transcript"
             with attempt(f"{title}: {what}"):
@@ -135,7 +135,7 @@ def measure_phoenix(
         ]
         page = TimedPage(browser, server.url)
         listed = f"projects/{project}/traces"
-        measure_list(title, page, listed, TASK, listed)
+        measure_list(title, page, "projects", "default", listed, AGENT)
         for run, trace in traces.items():
             what, trace = special[run], f"{listed}/{trace}"
             with attempt(f"{title}: {what}"):
@@ -143,15 +143,20 @@ def measure_phoenix(
         page.close()
 
 
-def measure_list(title: str, page: TimedPage, listed: str, pattern: str, runs: str) -> None:
-    """Print how soon the first screen, and the list of one loop's runs, are there."""
+def measure_list(
+    title: str, page: TimedPage, listed: str, pattern: str, runs: str, row: str
+) -> None:
+    """Print how soon the first screen, and the list of one loop's runs, are there.
+
+    `pattern`, `row`: what their texts match then.
+    """
     print_row(
         f"{title}: page and its list",
         [page.load(listed, PAGE, pattern) for _ in range(TIMES)],
         "ms",
         "-",
     )
-    times = [page.load(runs, PAGE, TASK) for _ in range(TIMES)]
+    times = [page.load(runs, PAGE, row) for _ in range(TIMES)]
     print_row(f"{title}: page and the runs of a loop", times, "ms", "-")
     print_row("heap with it", [page.heap()], "MB", "-")
 
