@@ -154,7 +154,7 @@ def spend(url: str, pid: int, seconds: float) -> tuple[float, float]:
 def measure_following(page: TimedPage, url: str, pid: int, seconds: float) -> None:
     """Print the growth of the heap, and what an open page costs the gateway."""
     page.close()
-    alone = spend(url, pid, seconds)
+    alone = spend(url, pid, min(seconds, 120))
     page.open_context()
     page.load(*OVERVIEW)
     spend(url, pid, min(seconds, 20))  # until its lists are full
