@@ -56,6 +56,7 @@ ENGINE_HISTORY = (
     "vllm:generation_tokens_total",
 )
 JOINS = 2  # uploads that are put together at once: each takes a core and the disk
+SCANS = 2  # of all runs, at once
 
 
 @dataclass
@@ -74,7 +75,8 @@ class Services:
     run_headers: headers that name a request's run, beside X-Run-Id.
     traces: sends spans of calls, runs and jobs; None: none.
     lease: of the controller, which decides; None in tests of the gateway alone.
-    joining: taken while an upload's parts are put together. exports: the processes under way.
+    joining: taken while an upload's parts are put together. scanning: while all runs are scanned
+    (long_reads.py). exports: the processes under way.
     sign_ins: of browsers to the dashboard. prices: by which costs are counted.
     """
 
@@ -102,6 +104,7 @@ class Services:
     metrics: Metrics = field(default_factory=Metrics)
     shares: GatewayShares = field(default_factory=GatewayShares)
     joining: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(JOINS))
+    scanning: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SCANS))
     exports: set[Process] = field(default_factory=set)
     sign_ins: SignIns = field(default_factory=SignIns)
     prices: PriceSettings = field(default_factory=PriceSettings)

@@ -211,11 +211,14 @@ class Store:
         return self.index.facets(query, by)
 
     def histograms(
-        self, query: RunFilter, of: Sequence[str], bins: int
+        self, query: RunFilter, of: Sequence[str], bins: int, sample: int | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Return histograms of reward, seconds, turns, tokens of matching runs. Raises BadInput."""
+        """Return histograms of reward, seconds, turns, tokens of matching runs. Raises BadInput.
+
+        Where more than `sample` match, they count every n-th run.
+        """
         self._check_without_text(query)
-        return self.index.histograms(query, of, bins)
+        return self.index.histograms(query, of, bins, sample)
 
     @property
     def problems(self) -> list[Problem]:

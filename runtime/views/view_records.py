@@ -308,12 +308,14 @@ class Facet(Record):
 class Histogram(Record):
     """Counts of values: `counts[i]` are in [edges[i], edges[i + 1]), the last edge included.
 
-    `missing` counts what has no value. Without any value both lists are empty.
+    `missing` counts what has no value. Without any value both lists are empty. With `every` 10 it
+    counted every tenth run.
     """
 
     edges: list[float]
     counts: list[int]
     missing: int = 0
+    every: int = 1
 
 
 class RunStats(Record):

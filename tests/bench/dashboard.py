@@ -15,6 +15,7 @@ import asyncio
 import gzip
 import os
 import statistics
+import sys
 import tempfile
 import time
 import urllib.parse
@@ -202,6 +203,8 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     """Measure all, and print the table."""
     from playwright.sync_api import sync_playwright
 
+    if CHROMIUM is None:
+        sys.exit("there is no chromium: apt-get install chromium")
     with (
         served(folder, options.runs, huge=not options.no_huge) as (home, url, pid),
         sync_playwright() as playwright,

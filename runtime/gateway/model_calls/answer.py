@@ -369,8 +369,10 @@ def _replay(call: Call, answer: ReplayedAnswer) -> Response:
     return Response(answer.body, headers=headers, media_type=media_type)
 
 
-async def await_or_disconnect(request: Request, ticket: Ticket, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of work under a ticket, or cancel it when the client leaves.
+async def await_or_disconnect(
+    request: Request, ticket: Ticket | None, work: Coroutine[Any, Any, T]
+) -> T:
+    """Return the result of work, under a ticket if it has one; cancel it when the client leaves.
 
     Raises ClientDisconnect then. The watching task starts only after WATCH_AFTER seconds, so that
     quick requests do without it.
@@ -388,7 +390,8 @@ async def await_or_disconnect(request: Request, ticket: Ticket, work: Coroutine[
     finally:
         timer.cancel()
         watch.end()
-        ticket.release()  # also if the work never got its slot
+        if ticket is not None:
+            ticket.release()  # also if the work never got its slot
 
 
 class DisconnectWatcher:

@@ -23,7 +23,6 @@ from cray_agents.runtime.gateway.http.bodies import (
     bucket_seconds,
     field,
     json_in_thread,
-    json_response,
     names_in,
     number,
     path_id,
@@ -41,6 +40,7 @@ from cray_agents.runtime.gateway.http.shapes import (
     count_up_to,
     object_of,
 )
+from cray_agents.runtime.gateway.long_reads import answer_long_read
 from cray_agents.runtime.gateway.model_calls.answer import await_or_disconnect, collect_answer
 from cray_agents.runtime.gateway.routes.trajectories import WHICH, one_of, run_query
 from cray_agents.runtime.gateway.services import Services, vocabulary_of
@@ -79,6 +79,10 @@ router = Router("Training")
         ),
         "histograms": Described(TEXT, "With commas: reward, seconds, turns, tokens."),
         "bins": {**COUNT, "minimum": 1, "maximum": BINS},
+        "sample": Described(
+            {**COUNT, "minimum": 1},
+            "Of more runs than these, histograms count every n-th one (`every`).",
+        ),
         "percentiles": Described(FLAG, "Without them a million runs take a fraction of the time."),
     },
     answer=RunStats,
@@ -102,21 +106,25 @@ async def run_statistics(services: Services, request: Request) -> Response:
         "percentiles": one_of(params, "percentiles", ("true", "false")) == "true",
         "limit": limit + 1,
     }
+    sample = number(params, "sample", 0) or None
     by = names_in(params, "by")
+    whole = not by and options["bucket"] is None  # its one row counts all
     if "key" in by:
         raise BadInput("usage by key is GET /v1/usage", param="by")
 
     def read() -> dict[str, Any]:
         rows = services.store.stats(which, by, **options)
         return {
-            "total": services.store.count(which),
+            "total": rows[0]["runs"] if whole and rows else services.store.count(which),
             "data": rows[:limit],
             "has_more": len(rows) > limit,
             "facets": services.store.facets(which, names_in(params, "facets")),
-            "histograms": services.store.histograms(which, names_in(params, "histograms"), bins),
+            "histograms": services.store.histograms(
+                which, names_in(params, "histograms"), bins, sample
+            ),
         }
 
-    return json_response(await asyncio.to_thread(read))
+    return await answer_long_read(services, request, read)
 
 
 @router.get(

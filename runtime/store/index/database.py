@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from cray_agents.errors import CrayError, DiskFull, StoreError
 from cray_agents.runtime.store.index import schema
+from cray_agents.runtime.store.index.given_up import ending_given_up
 
 if TYPE_CHECKING:
     from cray_agents.runtime.store.index.key_filter import KeyFilter
@@ -90,7 +91,8 @@ class Database:
             except IndexError:
                 connection = self._open_reader()
             try:
-                yield connection
+                with ending_given_up(connection):
+                    yield connection
             finally:
                 if idle is self._idle and len(idle) < READERS and not self._closed:
                     idle.append(connection)

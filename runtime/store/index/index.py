@@ -331,11 +331,14 @@ class Index:
             return facets(connection, query, by)
 
     def histograms(
-        self, query: RunFilter, of: Sequence[str], bins: int
+        self, query: RunFilter, of: Sequence[str], bins: int, sample: int | None = None
     ) -> dict[str, dict[str, Any]]:
-        """Return histograms of reward, seconds, turns, tokens of matching runs; raises BadInput."""
+        """Return histograms of reward, seconds, turns, tokens of matching runs; raises BadInput.
+
+        Where more than `sample` match, they count every n-th run.
+        """
         with self._database.reading() as connection:
-            return histograms(connection, query, of, bins)
+            return histograms(connection, query, of, bins, sample)
 
     def close(self) -> None:
         """Close the file."""

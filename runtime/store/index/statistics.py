@@ -60,6 +60,9 @@ HISTOGRAMS = {
     "tokens": "prompt + sampled",
 }
 _WHOLE = ("turns", "tokens")
+#: A number that follows from a run's without any pattern (Knuth's multiplicative hash), so that
+#: every n-th run is not every time the same kind's.
+_SPREAD = "((((run & 268435455) * 2654435761) & 4294967295) >> 12)"
 
 
 def statistics(
@@ -137,50 +140,53 @@ def facets(
 
 
 def histograms(
-    connection: sqlite3.Connection, query: RunFilter, of: Sequence[str], bins: int
+    connection: sqlite3.Connection,
+    query: RunFilter,
+    of: Sequence[str],
+    bins: int,
+    sample: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return a Histogram (views/view_records.py) of each of these columns, of equal bins.
 
-    Whole numbers over a short range get a bin each.
+    Whole numbers over a short range get a bin each. Two scans count all of them; of about every
+    n-th run only, where more than `sample` match.
     """
     check_names("histograms", "make a histogram of", of, HISTOGRAMS)
     matching = match_condition(connection, query, None)
     if matching is None or not of:
-        return {name: {"edges": [], "counts": [], "missing": 0} for name in of}
-    columns = [HISTOGRAMS[name] for name in of]
-    bounds = ", ".join(f"min({c}), max({c}), count({c})" for c in columns)
-    sql = f"SELECT count(*), {bounds} FROM {_table(query)} WHERE {matching.sql}"
-    total, *flat = connection.execute(sql, matching.values).fetchone()
-    result = {}
-    for at, name in enumerate(of):
-        low, high, known = flat[3 * at : 3 * at + 3]
-        counted = _bins(connection, query, matching, name, low, high, bins) if known else ([], [])
-        result[name] = {"edges": counted[0], "counts": counted[1], "missing": total - known}
-    return result
-
-
-def _bins(
-    connection: sqlite3.Connection,
-    query: RunFilter,
-    matching: SqlCondition,
-    name: str,
-    low: float,
-    high: float,
-    bins: int,
-) -> tuple[list[float], list[int]]:
-    edges = bin_edges(low, high, bins, whole=name in _WHOLE)
-    width, last = edges[1] - edges[0], len(edges) - 2
-    column = HISTOGRAMS[name]
-    number = f"max(0, min({last}, CAST((({column}) - ?) / ? AS INTEGER)))"
-    sql = (
-        f"SELECT {number} AS bin, count(*) FROM {_table(query)} WHERE {matching.sql}"
-        f" AND {column} IS NOT NULL GROUP BY bin"
-    )
-    rows = connection.execute(sql, [float(low), float(width), *matching.values]).fetchall()
-    counts = [0] * (last + 1)
-    for number, runs in rows:
-        counts[number] = runs
-    return edges, counts
+        return {name: {"edges": [], "counts": [], "missing": 0, "every": 1} for name in of}
+    rows = f"FROM {_table(query)} WHERE {matching.sql}"
+    values = matching.values
+    every = 1
+    if sample is not None:
+        (found,) = connection.execute(f"SELECT count(*) {rows}", values).fetchone()
+        every = max(1, -(-found // sample))
+    if every > 1:
+        rows += f" AND {_SPREAD} % {every} = 0"
+    bounds = ", ".join(f"min({c}), max({c})" for c in (HISTOGRAMS[name] for name in of))
+    flat = connection.execute(f"SELECT {bounds} {rows}", values).fetchone()
+    edges = [
+        bin_edges(low, high, bins, whole=name in _WHOLE) if low is not None else []
+        for name, low, high in zip(of, flat[::2], flat[1::2], strict=True)
+    ]
+    numbers, places = list[str](), list[float]()
+    for name, edge in zip(of, edges, strict=True):
+        numbers.append(f"CAST(({HISTOGRAMS[name]} - ?) / ? AS INTEGER)" if edge else "NULL")
+        places += [edge[0], edge[1] - edge[0]] if edge else []
+    keys = ", ".join(map(str, range(1, len(of) + 1)))
+    sql = f"SELECT {', '.join(numbers)}, count(*) {rows} GROUP BY {keys}"
+    counts = [[0] * max(0, len(edge) - 1) for edge in edges]
+    missing = [0] * len(of)
+    for *found_in, runs in connection.execute(sql, [*places, *values]).fetchall():
+        for at, number in enumerate(found_in):
+            if number is None:
+                missing[at] += runs
+            else:  # the last edge belongs to the last bin, and rounding may miss by one
+                counts[at][max(0, min(len(counts[at]) - 1, number))] += runs
+    return {
+        name: {"edges": edges[at], "counts": counts[at], "missing": missing[at], "every": every}
+        for at, name in enumerate(of)
+    }
 
 
 def bin_edges(low: float, high: float, bins: int, *, whole: bool = False) -> list[float]:

@@ -263,8 +263,14 @@ async def test_statistics_have_groups_facets_and_histograms(gateway: Gateway) ->
         "edges": [0.0, 0.25, 0.5, 0.75, 1.0],
         "counts": [2, 0, 0, 2],
         "missing": 2,
+        "every": 1,
     }
-    assert stats["histograms"]["turns"] == {"edges": [1.0, 2.0], "counts": [6], "missing": 0}
+    assert stats["histograms"]["turns"] == {
+        "edges": [1.0, 2.0],
+        "counts": [6],
+        "missing": 0,
+        "every": 1,
+    }
     none = await get(gateway, "/v1/trajectories/stats?loop=none&facets=split&histograms=reward")
     assert none["data"] == [] and none["histograms"]["reward"]["edges"] == []
     for query in ("by=colour", "facets=key", "histograms=age", "bucket=1x", "bins=0", "text=a"):

@@ -6,6 +6,7 @@ export interface HistogramData {
   edges: number[];
   counts: number[];
   missing?: number;
+  every?: number; // it counted about every so many-th run
 }
 
 export function Histogram(props: {
@@ -33,6 +34,7 @@ export function Histogram(props: {
         <span class="hint">
           {number(edges[0])} – {number(edges.at(-1))}
           {data.missing ? `, ${compact(data.missing)} without` : ""}
+          {(data.every ?? 1) > 1 ? `, of 1 in ${data.every}` : ""}
         </span>
       </figcaption>
       <svg

@@ -13,6 +13,7 @@ import { compact, number, oneLine, percent } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
 import type { RunFacts } from "../lib/records";
 import { useResource } from "../lib/resource";
+import { useSettled } from "../lib/settled";
 import { go, href, setParams } from "../lib/route";
 import { listed } from "../lib/run_list";
 import type { ScreenProps } from ".";
@@ -20,6 +21,8 @@ import type { ScreenProps } from ".";
 const PAGE = 200;
 const FACETS = ["loop", "generation", "model", "split", "stop_reason", "error", "agent", "tag"];
 const HISTOGRAMS = ["reward", "seconds", "turns", "tokens"];
+const SAMPLE = 100_000; // runs that histograms count
+const SETTLED_MS = 250; // without a further change until a filter's runs are counted
 const ORDERS = ["newest", "oldest", "task", "id"] as const;
 type Order = (typeof ORDERS)[number];
 
@@ -85,11 +88,13 @@ function Side(props: { filter: Filter["query"]; line: string; setLine: (text: st
           facets: FACETS.join(),
           histograms: HISTOGRAMS.join(),
           bins: 24,
+          sample: SAMPLE,
+          percentiles: "false",
           limit: 1,
         } as never,
         signal,
       }),
-    [filter],
+    [useSettled(filter, SETTLED_MS)],
     ["run"],
   );
   return (

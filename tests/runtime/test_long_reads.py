@@ -1,0 +1,117 @@
+"""Scans of many runs: even samples for histograms, and an end when nobody waits any more."""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+
+from cray_agents.paths import Home
+from cray_agents.queries import RunFilter, RunQuery
+from cray_agents.runtime.gateway.long_reads import answer_long_read
+from cray_agents.runtime.gateway.services import SCANS
+from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.index.given_up import GIVE_UP, ReadGivenUp
+from tests.bench.corpus import AGENTS, write_corpus
+
+RUNS = 8000
+NAMES = ("reward", "seconds", "turns", "tokens")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    home = Home(tmp_path_factory.mktemp("corpus"))
+    write_corpus(home, RUNS)
+    store = Store(home)
+    yield store
+    asyncio.run(store.close())
+
+
+@pytest.mark.parametrize("agent", AGENTS)  # each is that of every fourth run
+def test_histograms_of_a_sample_are_like_those_of_all(store: Store, agent: str) -> None:
+    which = RunFilter(agent=agent)
+    whole = store.histograms(which, NAMES, 8)
+    parts = store.histograms(which, NAMES, 8, 500)
+    for name in NAMES:
+        every = parts[name]["every"]
+        assert (whole[name]["every"], every) == (1, RUNS // 4 // 500)
+        assert sum(whole[name]["counts"]) + whole[name]["missing"] == RUNS // 4
+        counted = sum(parts[name]["counts"]) + parts[name]["missing"]
+        assert 350 < counted < 650
+    for all_of, some in zip(whole["seconds"]["counts"], parts["seconds"]["counts"], strict=True):
+        assert abs(every * some - all_of) < all_of / 2
+    assert store.histograms(which, NAMES, 8, RUNS) == whole
+
+
+def test_histograms_count_as_one_would_by_hand(store: Store) -> None:
+    runs = [*store.facts(RunQuery())]
+    found = store.histograms(RunFilter(), ["turns", "seconds"], 5)
+    turns = Counter(run.turns for run in runs)
+    edges, counts = found["turns"]["edges"], found["turns"]["counts"]
+    assert {int(edge): n for edge, n in zip(edges, counts, strict=False) if n} == dict(turns)
+    edges, counts = found["seconds"]["edges"], found["seconds"]["counts"]
+    last = len(counts) - 1
+    for number, count in enumerate(counts):
+        inside = [
+            run.run_id for run in runs
+            if edges[number] <= run.seconds and (number == last or run.seconds < edges[number + 1])
+        ]  # fmt: skip
+        assert abs(len(inside) - count) <= 1  # a value on an edge may round either way
+
+
+def test_a_read_that_was_given_up_ends_and_leaves_its_connection_usable(store: Store) -> None:
+    which = RunFilter()
+    whole = store.stats(which, ["task"])
+    event = threading.Event()
+    event.set()
+
+    def read() -> None:
+        GIVE_UP.set(event)
+        store.stats(which, ["task"])
+
+    for _ in range(3):
+        with pytest.raises(ReadGivenUp):
+            copy_context().run(read)
+    assert store.stats(which, ["task"]) == whole
+
+
+async def test_a_read_ends_when_its_client_leaves_and_a_few_go_at_once(store: Store) -> None:
+    class Parts:
+        scanning = asyncio.Semaphore(SCANS)
+
+    services: Any = Parts()
+    leaving, reading, ended = asyncio.Event(), Counter[str](), threading.Event()
+    begun = threading.Semaphore(0)
+
+    async def receive() -> dict[str, str]:
+        await leaving.wait()
+        return {"type": "http.disconnect"}
+
+    def read() -> dict[str, Any]:
+        reading["begun"] += 1
+        begun.release()
+        given_up = GIVE_UP.get()
+        assert given_up is not None and given_up.wait(120)
+        reading["given up"] += 1
+        if reading["given up"] == SCANS:
+            ended.set()
+        return {}
+
+    asked = [
+        asyncio.create_task(answer_long_read(services, Request({"type": "http"}, receive), read))
+        for _ in range(3 * SCANS)
+    ]
+    assert await asyncio.to_thread(begun.acquire, timeout=120)
+    assert await asyncio.to_thread(begun.acquire, timeout=120)
+    assert not await asyncio.to_thread(begun.acquire, timeout=0.2)
+    assert reading["begun"] == SCANS
+    leaving.set()
+    for task in asked:
+        with pytest.raises(ClientDisconnect):
+            await task
+    assert await asyncio.to_thread(ended.wait, 120)
+    assert reading["begun"] == SCANS  # the others never began
