@@ -4,7 +4,6 @@ A run of the last kind is what Inspect calls its largest: 300,000 events, which 
 the model and as many of a tool. Called by dashboard.py.
 """
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import orjson
 from cray_agents.paths import Home
 from cray_agents.runtime.disk.checksums import with_crc
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.sealed import write_sealed
 from tests.bench.corpus import write_corpus
 from tests.bench.views import write_long_run
@@ -26,7 +24,7 @@ HUGE_TEXT = 360  # characters of each message and result
 
 
 def write_root(home: Home, runs: int, *, huge: bool) -> None:
-    """Write a root of so many runs beside the special ones, and index it."""
+    """Write a root of so many runs beside the special ones."""
     write_corpus(home, runs)
     write_long_run(home)
     model = model_with_tokenizer(home.root.parent / "model")
@@ -36,8 +34,6 @@ def write_root(home: Home, runs: int, *, huge: bool) -> None:
     write_token_run(home, vocabulary)
     if huge:
         write_sealed(home.segments, "segment_zhuge-0000", huge_lines())
-    store = Store(home)  # index it now, as a platform that has been running for months
-    asyncio.run(store.close())
 
 
 def write_token_run(home: Home, vocabulary: int) -> None:
