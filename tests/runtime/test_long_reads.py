@@ -15,8 +15,9 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.gateway.long_reads import answer_long_read
 from cray_agents.runtime.gateway.services import SCANS
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.index import statistics
 from cray_agents.runtime.store.index.given_up import GIVE_UP, ReadGivenUp
-from tests.bench.corpus import AGENTS, write_corpus
+from tests.bench.corpus import AGENTS, START, write_corpus
 
 RUNS = 8000
 NAMES = ("reward", "seconds", "turns", "tokens")
@@ -61,6 +62,27 @@ def test_histograms_count_as_one_would_by_hand(store: Store) -> None:
             if edges[number] <= run.seconds and (number == last or run.seconds < edges[number + 1])
         ]  # fmt: skip
         assert abs(len(inside) - count) <= 1  # a value on an edge may round either way
+
+
+def test_a_few_runs_of_a_time_are_counted_like_all(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    which = RunFilter(since=START + RUNS - 900, until=START + RUNS - 100)
+
+    def counted() -> Any:
+        return (
+            store.stats(which, ["agent", "loop"]),
+            store.facets(which, ["agent", "model", "tag"]),
+            store.histograms(which, NAMES, 8),
+        )
+
+    few = counted()
+    monkeypatch.setattr(statistics, "FEW", 0)
+    all_of = counted()
+    assert sum(row["runs"] for row in few[0]) == 801
+    assert few[1:] == all_of[1:]
+    for one, other in zip(few[0], all_of[0], strict=True):
+        assert one == pytest.approx(other, nan_ok=True)
 
 
 def test_a_read_that_was_given_up_ends_and_leaves_its_connection_usable(store: Store) -> None:

@@ -4,6 +4,7 @@ SQLite computes all of it, so that a thread which asks lets the others run. Call
 next: filters.py, the conditions.
 """
 
+import math
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ FACETS = {
     "tag": "tags",
 }
 _SETS = ("model", "tag")
+FEW = 5000  # runs of a time that are read one by one
+_FIGURES_TABLE = "runs INDEXED BY runs_figures"
 HISTOGRAMS = {
     "reward": "reward",
     "seconds": "seconds",
@@ -85,7 +88,7 @@ def statistics(
         wanted["time"] = f"CAST(started / {bucket!r} AS INTEGER) * {bucket!r}"
     keys = [f"g{i}" for i in range(len(wanted))]
     groups = [f"{sql} AS {key}" for sql, key in zip(wanted.values(), keys, strict=True)]
-    rows_of = f"SELECT {', '.join([*groups, _USED])} FROM {_table(query)} WHERE {matching.sql}"
+    rows_of = f"SELECT {', '.join([*groups, _USED])} {_scan(connection, query, matching)}"
     figures = dict(_FIGURES)
     if percentiles:
         figures |= _PERCENTILES
@@ -122,7 +125,8 @@ def facets(
     if matching is None or not by:
         return {name: [] for name in by}
     columns = ", ".join(FACETS[name] for name in by)
-    sql = f"SELECT {columns}, count(*) FROM {_table(query)} WHERE {matching.sql} GROUP BY {columns}"
+    rows = _scan(connection, query, matching)
+    sql = f"SELECT {columns}, count(*) {rows} GROUP BY {columns}"
     counts: dict[str, Counter[Any]] = {name: Counter() for name in by}
     for *values, runs in connection.execute(sql, matching.values).fetchall():
         for name, value in zip(by, values, strict=True):
@@ -155,7 +159,7 @@ def histograms(
     matching = match_condition(connection, query, None)
     if matching is None or not of:
         return {name: {"edges": [], "counts": [], "missing": 0, "every": 1} for name in of}
-    rows = f"FROM {_table(query)} WHERE {matching.sql}"
+    rows = _scan(connection, query, matching)
     values = matching.values
     every = 1
     if sample is not None:
@@ -199,9 +203,27 @@ def bin_edges(low: float, high: float, bins: int, *, whole: bool = False) -> lis
     return [low + width * number for number in range(bins)] + [high]
 
 
-def _table(query: RunFilter) -> str:
-    """Return the table with the SQLite index to scan: rows are not touched."""
-    return "runs" if query.task is not None else "runs INDEXED BY runs_figures"
+def _scan(connection: sqlite3.Connection, query: RunFilter, matching: SqlCondition) -> str:
+    """Return FROM and WHERE of the matching runs, with the SQLite index to scan.
+
+    A few runs of a time are found by their start and read one by one. Else all runs' figures are
+    scanned, which lie together.
+    """
+    return f"FROM {_table(connection, query)} WHERE {matching.sql}"
+
+
+def _table(connection: sqlite3.Connection, query: RunFilter) -> str:
+    if query.task is not None:
+        return "runs"
+    if query.since is None and query.until is None:
+        return _FIGURES_TABLE
+    since = -math.inf if query.since is None else query.since
+    until = math.inf if query.until is None else query.until
+    inside = "SELECT 1 FROM runs WHERE shown = 1 AND started BETWEEN ? AND ? LIMIT ?"
+    (found,) = connection.execute(
+        f"SELECT count(*) FROM ({inside})", (since, until, FEW)
+    ).fetchone()
+    return "runs INDEXED BY runs_by_start" if found < FEW else _FIGURES_TABLE
 
 
 def check_names(param: str, act: str, names: Sequence[str], known: Sequence[str] | Any) -> None:
