@@ -51,7 +51,7 @@ class Views:
     async def stats(self, by: str = "", **options: Any) -> Json:
         """Return figures of the matching runs by group.
 
-        `options`: filters, and bucket, facets, histograms, bins, percentiles, limit.
+        `options`: filters, and bucket, facets, histograms, bins, sample, percentiles, limit.
         """
         return await self._http.get("/trajectories/stats", {"by": by, **options})
 

@@ -33,7 +33,10 @@ from tests.bench.rivals.trl_settings import for_cpu, load
 
 #: TRL's settings: groups of our size, and our clipping. A generation is learned from once.
 GROUP, BATCH, STEPS_PER_GENERATION = 8, 128, 4
+#: and our rates: the first falls to the second after as many tokens as our recipe has it. With the
+#: first alone TRL came to 0.92 of the held-out tasks, and fell to 0.76.
 RATE, WARM_UP = 2.5e-4, 30
+STABLE, FALLING, LAST_RATE = 120, 8, 1.2e-4  # steps, steps, rate
 
 
 class Point(BaseModel):
@@ -198,7 +201,12 @@ def trl_trainer(network: Any, tokenizer: Any, seed: int, folder: Path) -> Any:
             max_tool_calling_iterations=held_out.AGENT.max_turns - 1,
             learning_rate=RATE,
             warmup_steps=WARM_UP,
-            lr_scheduler_type="constant_with_warmup",
+            lr_scheduler_type="warmup_stable_decay",
+            lr_scheduler_kwargs={
+                "num_stable_steps": STABLE,
+                "num_decay_steps": FALLING,
+                "min_lr_ratio": LAST_RATE / RATE,
+            },
             adam_beta2=0.99,
             weight_decay=0.1,
             epsilon=0.2,
