@@ -163,8 +163,8 @@ def histograms(
     values = matching.values
     every = 1
     if sample is not None:
-        (found,) = connection.execute(f"SELECT count(*) {rows}", values).fetchone()
-        every = max(1, -(-found // sample))
+        (matches,) = connection.execute(f"SELECT count(*) {rows}", values).fetchone()
+        every = max(1, -(-matches // sample))
     if every > 1:
         rows += f" AND {_SPREAD} % {every} = 0"
     bounds = ", ".join(f"min({c}), max({c})" for c in (HISTOGRAMS[name] for name in of))
@@ -181,8 +181,8 @@ def histograms(
     sql = f"SELECT {', '.join(numbers)}, count(*) {rows} GROUP BY {keys}"
     counts = [[0] * max(0, len(edge) - 1) for edge in edges]
     missing = [0] * len(of)
-    for *found_in, runs in connection.execute(sql, [*places, *values]).fetchall():
-        for at, number in enumerate(found_in):
+    for *numbered, runs in connection.execute(sql, [*places, *values]).fetchall():
+        for at, number in enumerate(numbered):
             if number is None:
                 missing[at] += runs
             else:  # the last edge belongs to the last bin, and rounding may miss by one
@@ -220,10 +220,10 @@ def _table(connection: sqlite3.Connection, query: RunFilter) -> str:
     since = -math.inf if query.since is None else query.since
     until = math.inf if query.until is None else query.until
     inside = "SELECT 1 FROM runs WHERE shown = 1 AND started BETWEEN ? AND ? LIMIT ?"
-    (found,) = connection.execute(
+    (matches,) = connection.execute(
         f"SELECT count(*) FROM ({inside})", (since, until, FEW)
     ).fetchone()
-    return "runs INDEXED BY runs_by_start" if found < FEW else _FIGURES_TABLE
+    return "runs INDEXED BY runs_by_start" if matches < FEW else _FIGURES_TABLE
 
 
 def check_names(param: str, act: str, names: Sequence[str], known: Sequence[str] | Any) -> None:
