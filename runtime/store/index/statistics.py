@@ -54,7 +54,7 @@ FACETS = {
     "tag": "tags",
 }
 _SETS = ("model", "tag")
-FEW = 5000  # runs of a time that are read one by one
+FEW = 1 / 20  # of all runs: so many of a time are read one by one
 _FIGURES_TABLE = "runs INDEXED BY runs_figures"
 HISTOGRAMS = {
     "reward": "reward",
@@ -220,10 +220,12 @@ def _table(connection: sqlite3.Connection, query: RunFilter) -> str:
     since = -math.inf if query.since is None else query.since
     until = math.inf if query.until is None else query.until
     inside = "SELECT 1 FROM runs WHERE shown = 1 AND started BETWEEN ? AND ? LIMIT ?"
+    (last,) = connection.execute("SELECT max(run) FROM runs").fetchone()
+    most = int((last or 0) * FEW)
     (matches,) = connection.execute(
-        f"SELECT count(*) FROM ({inside})", (since, until, FEW)
+        f"SELECT count(*) FROM ({inside})", (since, until, most + 1)
     ).fetchone()
-    return "runs INDEXED BY runs_by_start" if matches < FEW else _FIGURES_TABLE
+    return _FIGURES_TABLE if matches > most else "runs INDEXED BY runs_by_start"
 
 
 def check_names(param: str, act: str, names: Sequence[str], known: Sequence[str] | Any) -> None:

@@ -10,7 +10,7 @@ export interface Resource<T> {
 }
 
 const LEAST_MS = 1000; // from a change to the load that it causes
-const REST = 100; // times a load's own time until changes cause the next one: 1 % of a core
+const REST = 300; // times a load's own time until changes cause the next one: a page has several
 const LONGEST_REST_MS = 20_000;
 
 /**
