@@ -36,7 +36,7 @@ from cray_agents.runtime.gateway.routes.sampling_shapes import (
 )
 from cray_agents.runtime.gateway.services import Services
 
-EVENTS = {"text/event-stream": TEXT}
+EVENTS = {"text/event-stream": {"description": "Server-sent events, of JSON objects."}}
 PRIORITY = {
     "X-Priority": Described(
         TEXT, "`batch`: it is served when no other request waits, and never refused."
