@@ -8,6 +8,8 @@ import asyncio
 import json
 import os
 import re
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -253,16 +255,43 @@ def test_bytes_that_are_not_http(tmp_path: Path) -> None:
     assert {seen["very long"], seen["very long form"]} == {413}
 
 
-REJECTS = "negative_data_rejection"
-#: Whose bodies the engine refuses, which is scripted here and takes all.
-PASSED_ON = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
+FORBIDDEN: list[tuple[str, dict[str, Any]]] = [
+    *(("/v1/messages", {name: value}) for name, value in (
+        ("system", {}), ("system", [1]), ("max_tokens", "5"), ("max_tokens", True),
+        ("stream_options", "x"), ("tools", [1]), ("messages", []),
+    )),
+    ("/v1/responses", {"instructions": {}}),
+    *(("/v1/embeddings", {"input": value}) for value in (None, 1, {}, [{}], [["a"]], [True])),
+]  # fmt: skip
+FORBIDDEN += [
+    ("/v1/messages/count_tokens", more) for path, more in FORBIDDEN if path == "/v1/messages"
+]
+
+
+def test_what_the_document_forbids_is_refused_of_a_model_that_is_there(tmp_path: Path) -> None:
+    """Made-up names of models hide it: Schemathesis hits the right one once in many runs."""
+    answers = {}
+    with site_at(tmp_path) as site:
+        for path, more in FORBIDDEN:
+            for body, wanted in ((BODIES[path], 200), (BODIES[path] | more, 400)):
+                data = json.dumps(body).encode()
+                headers = {"content-type": "application/json"}
+                asked = urllib.request.Request(site.url + path, data, headers)
+                try:
+                    with urllib.request.urlopen(asked, timeout=LONGEST_WAIT) as answer:
+                        answers[path, str(more), wanted] = answer.status
+                except urllib.error.HTTPError as refused:
+                    answers[path, str(more), wanted] = refused.code
+    assert {key: status for key, status in answers.items() if status != key[2]} == {}
+
+
 CHECKED = (
     "not_a_server_error",
     "status_code_conformance",
     "content_type_conformance",
     "response_headers_conformance",
     "response_schema_conformance",
-    REJECTS,
+    "negative_data_rejection",
 )
 
 
@@ -278,8 +307,7 @@ def test_it_answers_as_its_document_says(tmp_path: Path) -> None:
             operation = result.ok()
             assert operation is not None, result.err()
             try:
-                passed = operation.path.endswith(PASSED_ON)
-                _explore(operation, [c for c in checks if not passed or c.__name__ != REJECTS])
+                _explore(operation, checks)
             except BaseExceptionGroup as group:
                 problems[operation.label] = str(group.exceptions[0])[:3000]
             except AssertionError as error:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.ports import EngineCall
-from cray_agents.records import Event, new_id
+from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import ID, check_unmarked, read_json
@@ -223,24 +223,33 @@ def _count_stream(services: Services, call: Call, ticket: Ticket, first_at: floa
     services.metrics.model_calls.streamed(ticket.batch, first, rest, sampled)
 
 
-async def _parse_call(services: Services, api: SamplingApi, request: Request, body: Body) -> Call:
-    """Return the request as a call. Only fields that the record needs are checked here."""
+def check_fields(api: SamplingApi, body: Body) -> list[Message]:
+    """Return the messages of a body in an API's shape; only what the document names is checked.
+
+    Raises BadInput.
+    """
     if not isinstance(body.get("model"), str):
         raise BadInput("model must be given as a string", param="model")
     messages = api.parse_request(body)
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadInput("tools must be a list of objects", param="tools")
-    if body.get("use_beam_search"):
-        raise BadInput(
-            "beam search samples nothing that could be recorded", param="use_beam_search"
-        )
     if not isinstance(body.get("stream"), bool | None):
         raise BadInput("stream must be true or false", param="stream")
     for name in OBJECT_FIELDS:
         if not isinstance(body.get(name), dict | None):
             raise BadInput(f"{name} must be an object", param=name)
+    return messages
+
+
+async def _parse_call(services: Services, api: SamplingApi, request: Request, body: Body) -> Call:
+    """Return the request as a call."""
+    messages = check_fields(api, body)
     check_unmarked(body)
+    if body.get("use_beam_search"):
+        raise BadInput(
+            "beam search samples nothing that could be recorded", param="use_beam_search"
+        )
     caller = caller_of(request).key_id
     key, request_hash = _parse_key(request, caller, api, body)
     returns_samples = body.pop("return_samples", None) is True

@@ -1,5 +1,8 @@
 """Pass-through: forward requests that sample nothing (embeddings, tokens), without a record."""
 
+from collections.abc import Callable
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,11 +16,38 @@ from cray_agents.runtime.gateway.model_calls.answer import (
     resolve_version,
     take_ticket,
 )
+from cray_agents.runtime.gateway.model_calls.apis import Body
 from cray_agents.runtime.gateway.services import Services
 
 
-async def pass_through(services: Services, request: Request, path: str) -> Response:
-    """Answer a request by the engine's route at `path`. Called by routes/sampling.py."""
+def check_embedded(body: Body) -> None:
+    """Raise BadInput for an `input` that is no text, no tokens, and no list of these."""
+    given = body.get("input")
+    if isinstance(given, str):
+        return
+    if not isinstance(given, list) or not all(
+        isinstance(one, str)
+        or _is_token(one)
+        or (isinstance(one, list) and all(map(_is_token, one)))
+        for one in given
+    ):
+        raise BadInput("input must be a text, token ids, or a list of these", param="input")
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+async def pass_through(
+    services: Services,
+    request: Request,
+    path: str,
+    check: Callable[[Body], object] | None = None,
+) -> Response:
+    """Answer a request by the engine's route at `path`. Called by routes/sampling.py.
+
+    `check` raises BadInput for a body that is not as the document says.
+    """
     if "run_id" in request.path_params:
         path_id(request, "run_id", "run")
     body = await read_json(request, services.max_body)
@@ -25,9 +55,11 @@ async def pass_through(services: Services, request: Request, path: str) -> Respo
     if not isinstance(model, str):
         raise BadInput("model must be given as a string", param="model")
     check_unmarked(body)
-    body.pop("stream", None)
     exchange = EngineCall(path, body, new_id("x")[2:], capture=False)
     wanted = resolve_version(services, exchange)
+    if check is not None:
+        check(body)
+    body.pop("stream", None)
     ticket = take_ticket(services, request, model)
     try:
         answer = services.pool.answer(wanted, exchange)

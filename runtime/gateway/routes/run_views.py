@@ -99,14 +99,15 @@ async def run_statistics(services: Services, request: Request) -> Response:
     )
     limit = number(params, "limit", 100, GROUPS)
     bins = number(params, "bins", 24, BINS)
-    if not bins:
-        raise BadInput("bins must be 1 or more", param="bins")
+    sample = number(params, "sample", 0) if "sample" in params else None
+    for name, count in (("bins", bins), ("sample", sample)):
+        if count == 0:
+            raise BadInput(f"{name} must be 1 or more", param=name)
     options = {
         "bucket": bucket_seconds(params),
         "percentiles": one_of(params, "percentiles", ("true", "false")) == "true",
         "limit": limit + 1,
     }
-    sample = number(params, "sample", 0) or None
     by = names_in(params, "by")
     whole = not by and options["bucket"] is None  # its one row counts all
     if "key" in by:

@@ -12,12 +12,12 @@ from starlette.responses import Response
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.http.shapes import ID_SHAPE, TEXT, Described
-from cray_agents.runtime.gateway.model_calls.answer import answer_call
+from cray_agents.runtime.gateway.model_calls.answer import answer_call, check_fields
 from cray_agents.runtime.gateway.model_calls.apis.chat import CHAT
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
-from cray_agents.runtime.gateway.model_calls.passthrough import pass_through
+from cray_agents.runtime.gateway.model_calls.passthrough import check_embedded, pass_through
 from cray_agents.runtime.gateway.routes.sampling_shapes import (
     CHAT_COMPLETION,
     CHAT_REQUEST,
@@ -122,7 +122,7 @@ async def create_embedding(services: Services, request: Request) -> Response:
 
     Passed on to the engine; it samples nothing, and nothing is recorded.
     """
-    return await pass_through(services, request, "/v1/embeddings")
+    return await pass_through(services, request, "/v1/embeddings", check_embedded)
 
 
 @passed("/v1/messages/count_tokens", body=MESSAGE_REQUEST, answer=TOKEN_COUNT)
@@ -131,7 +131,8 @@ async def count_message_tokens(services: Services, request: Request) -> Response
 
     Passed on to the engine; it samples nothing, and nothing is recorded.
     """
-    return await pass_through(services, request, "/v1/messages/count_tokens")
+    check = partial(check_fields, MESSAGES)
+    return await pass_through(services, request, "/v1/messages/count_tokens", check)
 
 
 @passed("/v1/tokenize", body=TOKENS_REQUEST, answer=TOKENS)

@@ -187,7 +187,7 @@ def _tinker(python: Path, folder: Path, target: str, model: Path, secret: str) -
             rows = store.execute("SELECT run_id, sampled_tokens FROM wire_rows").fetchall()
         return {run for run, tokens in rows if json.loads(tokens)}
 
-    env = foreign(folder) | {"TINKER_BASE_URL": target, "TINKER_API_KEY": "tml-any"}
+    env = foreign(folder, **PLAIN, TINKER_BASE_URL=target, TINKER_API_KEY="tml-any")
     with program([str(python), *map(str, words)], folder, env) as process:
         wait_until(lambda: answers(f"{url}/healthz"), process, folder)
         yield Side(url, "/r/run/{}" + CHAT, pid=process.pid, kept=kept)

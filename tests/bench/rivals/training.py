@@ -50,7 +50,8 @@ NOTES = [
     f"TRL has our groups of {GROUP}, batch of {BATCH}, clipping and optimizer, and the same tasks, "
     f"drawn evenly. It generates {STEPS_PER_GENERATION} batches at a time with transformers, "
     f"learns from each once, and its rate is {RATE:g} after a warm-up, and {LAST_RATE:g} after "
-    f"{STABLE} more steps, as in our recipe; with {RATE:g} alone it came to 0.92 and fell to 0.76.",
+    f"{STABLE} more steps (our recipe's rates); with {RATE:g} alone it came to 0.92 and fell to "
+    "0.76.",
     "rft begins with grpo's checkpoint here, not with its own recipe's earlier one, and imitates "
     "the demonstrations of the warm-up beside its own runs, as its recipe has it.",
 ]

@@ -271,9 +271,19 @@ async def test_statistics_have_groups_facets_and_histograms(gateway: Gateway) ->
         "missing": 0,
         "every": 1,
     }
+    sampled = await get(gateway, f"{path}&histograms=turns&sample=3")
+    assert sampled["total"] == 6 and sampled["histograms"]["turns"]["every"] == 2
     none = await get(gateway, "/v1/trajectories/stats?loop=none&facets=split&histograms=reward")
     assert none["data"] == [] and none["histograms"]["reward"]["edges"] == []
-    for query in ("by=colour", "facets=key", "histograms=age", "bucket=1x", "bins=0", "text=a"):
+    for query in (
+        "by=colour",
+        "facets=key",
+        "histograms=age",
+        "bucket=1x",
+        "bins=0",
+        "sample=0",
+        "text=a",
+    ):
         status, refused = await gateway.call("GET", f"/v1/trajectories/stats?{query}")
         assert status == 400 and refused["error"]["param"] == query.partition("=")[0]
 

@@ -13,7 +13,15 @@ def _parse_request(request: Body) -> list[Message]:
     given = request.get("messages")
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
         raise BadInput("messages must be a list of at least one object", param="messages")
-    system = _join_text(request.get("system"))
+    instructions, longest = request.get("system"), request.get("max_tokens", 1)
+    blocks = instructions if isinstance(instructions, list) else []
+    if not isinstance(instructions, str | list | None) or not all(
+        isinstance(block, dict) for block in blocks
+    ):
+        raise BadInput("system must be a text or a list of blocks", param="system")
+    if not isinstance(longest, int) or isinstance(longest, bool):
+        raise BadInput("max_tokens must be a whole number", param="max_tokens")
+    system = _join_text(instructions)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in given:
         messages += _messages(message)

@@ -21,6 +21,8 @@ def _parse_request(request: Body) -> list[Message]:
     if not isinstance(items, list) or not items or not all(isinstance(i, dict) for i in items):
         raise BadInput("input must be a text or a list of items", param="input")
     system = request.get("instructions")
+    if not isinstance(system, str | None):
+        raise BadInput("instructions must be a text", param="instructions")
     first = [{"role": "system", "content": system}] if isinstance(system, str) else []
     return first + _messages(items)
 
