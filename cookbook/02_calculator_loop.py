@@ -77,7 +77,7 @@ class Size:
 Method = Literal["rft", "grpo"]
 FULL = Size(15_000, 204, 168, 1024, 150, 12, 0.96)
 QUICK = Size(240, 24, 48, 32, 12, 2, None)
-FULL_GRPO = Size(15_000, 204, 336, 384, 30, 40, 0.94, evaluate_every=4)
+FULL_GRPO = Size(15_000, 204, 336, 64, 4, 120, 0.94, evaluate_every=8)
 QUICK_GRPO = replace(QUICK, per_generation=8, steps=4)
 
 agent = Agent(
@@ -226,29 +226,33 @@ def imitation(seed: int, steps: int) -> dict[str, Any]:
 
 
 def comparison(seed: int, steps: int) -> dict[str, Any]:
-    """GRPO: many small generations, each of whose runs are learned from three times in small steps.
+    """GRPO: many small generations, each of whose runs is learned from about once.
 
-    At a higher rate, or one that is not warmed up, the policy moves too far from the one that
-    sampled the runs, and breaks. The rate falls after four generations: near the top there is less
-    to learn from, and what is mere chance would lead elsewhere as fast as before. Half of the tasks
-    are tried again, those first at which runs differed: where all do alike there is nothing to
-    compare. Four generations are what it takes to tell progress from chance.
+    So the policy that learns is hardly ever another than the one that sampled. With six times as
+    many runs a generation it takes twice as many to come as far; at twice the rate, or with eight
+    steps a generation, it breaks. The first job has no optimizer to go on with, and warms up. The
+    rate falls later: near the top there is less to learn from, and what is mere chance would lead
+    elsewhere as fast as before. Half of the tasks are tried again, those first at which runs
+    differed: where all do alike there is nothing to compare. Eight generations are what it takes to
+    tell progress from chance. A replica works on 64 calls; as many again wait, so that it never
+    does.
     """
-    first = Hyperparameters(
+    usual = Hyperparameters(
         steps=steps,
         batch_size=128,
         learning_rate=2.5e-4,
-        warmup_steps=steps,
         adam_beta2=0.99,
         policy=Policy(clip_high=0.28),
         seed=1000 * (seed + 1),
     )
-    then = first.model_copy(update={"learning_rate": 1.2e-4})
+    first = usual.model_copy(update={"warmup_steps": steps})
+    last = usual.model_copy(update={"learning_rate": 1.2e-4})
     return {
-        "method": [Stage("grpo", 4, first), Stage("grpo", None, then)],
+        "method": [Stage("grpo", 1, first), Stage("grpo", 11, usual), Stage("grpo", None, last)],
         "attempts": 8,
         "patience": 3,
         "curriculum": Curriculum(key="kind", revisit=0.5),
+        "concurrency": 128,
     }
 
 

@@ -6,7 +6,8 @@ are read from the segment that replaced it.
 """
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 from cray_agents.errors import Corrupt
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 TRIES = 3  # to rebuild a run while others write events of it
 BATCH = 5000  # events of a transaction: others may write to the index in between
 BULK = 32 * 2**20  # bytes of segments: for more, an empty index is filled in bulk
+NOTED = 5.0  # seconds between two lines of the log while it is filled
 COMPLETE = 2**62  # the progress of a sealed segment that was read whole
 
 
@@ -33,7 +35,7 @@ def catch_up(segments: Segments, index: Index) -> Iterator[list[Placed]]:
     with index.bulk() if much else nullcontext():
         progress = index.progress()  # again, for another process may have filled the index
         gone = progress.keys() - {segment.stem for segment in listed}
-        for segment in listed:
+        for segment in _noted(listed) if much and not progress else listed:
             done = progress.get(segment.stem, 0)
             if done >= (COMPLETE if segment.sealed else segment.size):
                 continue
@@ -45,6 +47,22 @@ def catch_up(segments: Segments, index: Index) -> Iterator[list[Placed]]:
         index.drop(sorted(gone))
     for run_id in index.stale():
         _rebuild_run(segments, index, run_id)
+
+
+def _noted(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """Yield them; say in the log how far it is. A million runs take minutes."""
+    whole = sum(segment.size for segment in segments)
+    read, last = 0, time.monotonic()
+    for segment in segments:
+        yield segment
+        read += segment.size
+        if time.monotonic() - last >= NOTED:
+            last = time.monotonic()
+            log.warning(
+                "this host's index of runs is made, once and after an upgrade: %d %% of %.1f GB",
+                100 * read / whole,
+                whole / 1e9,
+            )
 
 
 def _rebuild_run(segments: Segments, index: Index, run_id: str) -> None:

@@ -17,7 +17,7 @@ from cray_agents.errors import BadInput, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Event, Run, StopReason
-from cray_agents.runtime.store import Store
+from cray_agents.runtime.store import Store, index_catchup
 from cray_agents.runtime.store.compaction import compact, plan, tidy
 from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.store.redaction import Redactor
@@ -335,7 +335,7 @@ import asyncio, sys
 from pathlib import Path
 from cray_agents.paths import Home
 from cray_agents.records import Event
-from cray_agents.runtime.store import Store
+from cray_agents.runtime.store import Store, index_catchup
 from cray_agents.runtime.store.compaction import compact, plan
 from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.store.redaction import Redactor
@@ -525,3 +525,22 @@ async def test_what_is_redacted_reaches_no_disk(home: Home) -> None:
     index = cache_of(home)
     kept = [*lines_of(home), *(path.read_bytes() for path in index.parent.iterdir())]
     assert not [data for data in kept if b"jo@example" in data or b"4111" in data]
+
+
+async def test_filling_the_index_of_many_runs_says_how_far_it_is(
+    home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(2):
+        store = Store(home)
+        await store.append([call(f"run-{number}", f"call-{number}")])
+        await store.close()
+    assert not caplog.messages
+    shutil.rmtree(cache_of(home).parent)
+    monkeypatch.setattr(index_catchup, "BULK", 0)
+    monkeypatch.setattr(index_catchup, "NOTED", 0.0)
+    store = Store(home)
+    assert [len(store.run(f"run-{number}").calls) for number in range(2)] == [1, 1]
+    await store.close()
+    assert len(caplog.messages) == 2
+    assert "index of runs" in caplog.messages[0]
+    assert "100 %" in caplog.messages[1]
