@@ -63,7 +63,7 @@ class Learned(BaseModel):
 def start(seed: int, limit: float, folder: Path) -> Learned:
     """Make the checkpoint that all sides begin with, and measure it."""
     loop = calculator_loop.make_loop(seed, method="grpo")
-    home, begun = folder / "start-home", time.perf_counter()
+    home, begun = _empty(folder / "start-home"), time.perf_counter()
     calculator_loop.make_model(home / "seed-model", seed)
     config = load_config({"home": home, "port": 0})
     name = loop.agent.model
@@ -87,7 +87,7 @@ def ours(method: Literal["grpo", "rft"], seed: int, limit: float, folder: Path) 
     loop = calculator_loop.make_loop(seed, method=method)
     loop = replace(loop, tasks=TaskSet(task for task in loop.tasks if task.split != "test"))
     size, busy, begun = calculator_loop.size_of(method, False), os.getloadavg()[0], time.time()
-    config = load_config({"home": folder / f"{method}-home", "port": 0})
+    config = load_config({"home": _empty(folder / f"{method}-home"), "port": 0})
     name = loop.agent.model
     ends, done = [], []
     with serving(config, model=folder / "start", name=name, ready=True) as info:
@@ -115,6 +115,12 @@ def ours(method: Literal["grpo", "rft"], seed: int, limit: float, folder: Path) 
         if phase.startswith("evaluate")
     )
     return Learned(points=points, limit=limit, starting=starting, evaluating=evaluating, load=busy)
+
+
+def _empty(home: Path) -> Path:
+    """A root without what a killed try left: the loop would go on from there, on a new clock."""
+    shutil.rmtree(home, ignore_errors=True)
+    return home
 
 
 async def _promoted(platform: Platform, name: str) -> str:
