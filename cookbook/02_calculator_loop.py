@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     if not given.quick:
-        minutes = "3 to 6 minutes" if given.method == "rft" else "20 to 40 minutes"
+        minutes = "3 to 6 minutes" if given.method == "rft" else "6 to 15 minutes"
         print(f"on two cores that do nothing else: {minutes}", file=sys.stderr)
     loop = make_loop(given.seed, given.quick, given.method)
     if given.control:
