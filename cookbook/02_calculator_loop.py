@@ -229,13 +229,13 @@ def comparison(seed: int, steps: int) -> dict[str, Any]:
     """GRPO: many small generations, each of whose runs is learned from about once.
 
     So the policy that learns is hardly ever another than the one that sampled. With six times as
-    many runs a generation it takes twice as many to come as far; at twice the rate, or with eight
-    steps a generation, it breaks. The first job has no optimizer to go on with, and warms up. The
-    rate falls later: near the top there is less to learn from, and what is mere chance would lead
-    elsewhere as fast as before. Half of the tasks are tried again, those first at which runs
-    differed: where all do alike there is nothing to compare. Eight generations are what it takes to
-    tell progress from chance. A replica works on 64 calls; as many again wait, so that it never
-    does.
+    many runs a generation it took twice as many to come as far (seed 500); at twice the rate, or
+    with eight steps a generation, success fell again. The first job has no optimizer to go on with,
+    and warms up. The rate falls later: near the top there is less to learn from, and what is mere
+    chance would lead elsewhere as fast as before. Half of the tasks are tried again, those first at
+    which runs differed: where all do alike there is nothing to compare. Fewer generations than
+    eight are hard to tell from chance. A replica works on 64 calls; as many again wait, so that it
+    never does.
     """
     usual = Hyperparameters(
         steps=steps,

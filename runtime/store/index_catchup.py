@@ -58,7 +58,7 @@ def _noted(segments: Sequence[Segment]) -> Iterator[Segment]:
         read += segment.size
         if time.monotonic() - last >= NOTED:
             last = time.monotonic()
-            log.warning(
+            log.warning(  # of a program that sets up no logging, people see these alone
                 "this host's index of runs is made, once and after an upgrade: %d %% of %.1f GB",
                 100 * read / whole,
                 whole / 1e9,

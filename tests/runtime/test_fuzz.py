@@ -266,6 +266,7 @@ FORBIDDEN: list[tuple[str, dict[str, Any]]] = [
 FORBIDDEN += [
     ("/v1/messages/count_tokens", more) for path, more in FORBIDDEN if path == "/v1/messages"
 ]
+FORBIDDEN += [(path, {}) for path in sorted({path for path, _ in FORBIDDEN})]  # as they should be
 
 
 def test_what_the_document_forbids_is_refused_of_a_model_that_is_there(tmp_path: Path) -> None:
@@ -273,16 +274,15 @@ def test_what_the_document_forbids_is_refused_of_a_model_that_is_there(tmp_path:
     answers = {}
     with site_at(tmp_path) as site:
         for path, more in FORBIDDEN:
-            for body, wanted in ((BODIES[path], 200), (BODIES[path] | more, 400)):
-                data = json.dumps(body).encode()
-                headers = {"content-type": "application/json"}
-                asked = urllib.request.Request(site.url + path, data, headers)
-                try:
-                    with urllib.request.urlopen(asked, timeout=LONGEST_WAIT) as answer:
-                        answers[path, str(more), wanted] = answer.status
-                except urllib.error.HTTPError as refused:
-                    answers[path, str(more), wanted] = refused.code
-    assert {key: status for key, status in answers.items() if status != key[2]} == {}
+            data = json.dumps(BODIES[path] | more).encode()
+            headers = {"content-type": "application/json"}
+            request = urllib.request.Request(site.url + path, data, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=LONGEST_WAIT) as answer:
+                    answers[path, str(more)] = answer.status
+            except urllib.error.HTTPError as refused:
+                answers[path, str(more)] = refused.code
+    assert answers == {(path, str(more)): 400 if more else 200 for path, more in FORBIDDEN}
 
 
 CHECKED = (

@@ -18,9 +18,9 @@ from cray_agents.runtime.scheduler.choose import (
 )
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
-from cray_agents.trainers.job import megatron_trainer
+from cray_agents.trainers.job.code_version import TRAINERS, code_version
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.megatron_trainer import MegatronTrainer, code_version
+from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import JobStatus
 
@@ -124,20 +124,17 @@ def test_a_job_that_never_gets_further_fails_with_its_log(lab: Any) -> None:
         trainer.status("job-none")
 
 
-def test_the_code_version_is_of_all_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_version_is_of_all_sources(tmp_path: Path) -> None:
     before = code_version()
     assert before == code_version() and len(before) == 16
     copy = tmp_path / "trainers"
-    shutil.copytree(megatron_trainer.TRAINERS, copy)
-    monkeypatch.setattr(megatron_trainer, "TRAINERS", copy)
-    assert code_version() == before
+    shutil.copytree(TRAINERS, copy)
+    assert code_version(copy) == before
     for file in ("methods/grpo.py", "models/weights.py", "training/train_step.py", "job/rank.py"):
         with (copy / file).open("a") as source:
             source.write("# changed\n")
-        assert code_version() != before
-        before = code_version()
+        assert code_version(copy) != before
+        before = code_version(copy)
 
 
 def test_a_scripted_job_publishes_its_parent_under_a_new_name(lab: Any) -> None:

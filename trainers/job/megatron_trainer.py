@@ -7,13 +7,10 @@ layout before it is written (planning/default_layout.py). The work itself is job
 processes.
 """
 
-import hashlib
-import importlib.metadata
 import os
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from cray_agents.errors import BadInput, NotFound
@@ -64,26 +61,9 @@ from cray_agents.training_jobs import (
     JobStatus,
 )
 
-TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 MAX_RESTARTS = 3  # in a row without a step forward
 MAX_MOVES = 10  # likewise, of starts that ended for what the job did not do: nodes, preemption
 SMALLEST_MICROBATCH = 256  # tokens
-
-
-def code_version() -> str:
-    """Return a hash of the code that a job runs, with the versions of its libraries.
-
-    Along with data and hyperparameters it decides a job's result (`JobSpec.code`).
-    """
-    digest = hashlib.sha256()
-    folder = TRAINERS
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    for package in ("megatron-core", "torch"):
-        digest.update(f"{package} {importlib.metadata.version(package)}".encode())
-    with suppress(importlib.metadata.PackageNotFoundError):
-        digest.update(f"bridge {importlib.metadata.version('megatron-bridge')}".encode())
-    return digest.hexdigest()[:16]
 
 
 class MegatronTrainer:

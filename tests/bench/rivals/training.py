@@ -45,8 +45,9 @@ ELSEWHERE = {
 NOTES = [
     "Held-out success is on the same 204 tasks, greedy, by transformers, for all sides. No clock "
     "runs meanwhile. Our loops' own evaluations, which decide on promotion, are on their clock and "
-    "in the last column; TRL evaluates nothing by itself. A clock begins when the side is ready: "
-    "vLLM serves, the trainer is made. Tokens are those sampled to learn from.",
+    "in the last column; they have no test tasks here, and TRL evaluates nothing by itself. A "
+    "clock begins when the side is ready: vLLM serves, the trainer is made. Tokens are those "
+    "sampled to learn from.",
     f"A side ends at a success of 0.94 or at the first generation after {LIMIT:.0f} s. The area is "
     "the mean success over that time; the last success holds to its end.",
     f"TRL has our groups of {GROUP}, batch of {BATCH}, clipping and optimizer, and the same tasks, "

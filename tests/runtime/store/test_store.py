@@ -335,7 +335,7 @@ import asyncio, sys
 from pathlib import Path
 from cray_agents.paths import Home
 from cray_agents.records import Event
-from cray_agents.runtime.store import Store, index_catchup
+from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import compact, plan
 from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.store.redaction import Redactor

@@ -13,13 +13,13 @@ def _parse_request(request: Body) -> list[Message]:
     given = request.get("messages")
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
         raise BadInput("messages must be a list of at least one object", param="messages")
-    instructions, longest = request.get("system"), request.get("max_tokens", 1)
+    instructions = request.get("system")
     blocks = instructions if isinstance(instructions, list) else []
     if not isinstance(instructions, str | list | None) or not all(
         isinstance(block, dict) for block in blocks
     ):
         raise BadInput("system must be a text or a list of blocks", param="system")
-    if not isinstance(longest, int) or isinstance(longest, bool):
+    if "max_tokens" in request and type(request["max_tokens"]) is not int:  # no bool, either
         raise BadInput("max_tokens must be a whole number", param="max_tokens")
     system = _join_text(instructions)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
