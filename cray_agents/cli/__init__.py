@@ -51,6 +51,8 @@ COMMANDS = {
     "keys": ("platform.commands.keys",),
     "doctor": ("platform.commands.doctor",),
     "dashboard": ("platform.commands.dashboard",),
+    "reports": ("platform.commands.reports",),
+    "view": ("platform.commands.reports",),
     "audit": ("platform.commands.audit",),
 }
 

@@ -1,0 +1,1 @@
+"""Reports: Markdown that people and agents write about a platform, whose quotes are verified."""
