@@ -78,7 +78,7 @@ function List({ params }: { params: URLSearchParams }) {
 }
 
 function One({ id }: { id: string }) {
-  const report = useResource((signal) => get("/v1/reports/{report}", { path: { report: id }, signal }), [id], ["report", "run", "job"]);
+  const report = useResource((signal) => get("/v1/reports/{report}", { path: { report: id }, signal }), [id], ["report"]);
   const [deleting, setDeleting] = useState(false);
   return (
     <Loaded of={report}>
