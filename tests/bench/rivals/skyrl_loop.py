@@ -1,12 +1,11 @@
 """tinker-cookbook's loop over SkyRL's server, at the calculator task, in an environment of its own.
 
-`python -m tests.bench.rivals.skyrl_loop SEED LIMIT FOLDER URL` writes FOLDER/skyrl-way.json: the
-seconds, the tokens and the sampler's checkpoint after each iteration. Called by training_sides.py
-with the Python of `.venv-skyrl`.
+`python -m tests.bench.rivals.skyrl_loop SEED LIMIT MODEL FOLDER URL` writes FOLDER/way.json: when
+its clock began, and the seconds and tokens at each iteration's begin. Called by skyrl_side.py with
+the Python of `.venv-skyrl`.
 """
 
 import asyncio
-import json
 import random
 import sys
 import time
@@ -31,12 +30,7 @@ from transformers import AutoTokenizer
 from cray_agents.cli.loop import calculator_loop
 from cray_agents.records import Task
 from tests.bench.rivals import held_out
-
-#: a generation of our recipe: groups of 8, and four optimizer steps of 128 runs
-GROUPS, GROUP, SUBSTEPS = 64, 8, 4
-#: an adapter of this rank on all linear layers, for SkyRL trains no other weights, and its rate
-RANK, RATE = 32, 1e-3
-CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
+from tests.bench.rivals.skyrl_side import CLIP, GROUP, GROUPS, RANK, RATE, SUBSTEPS, Way
 
 
 class TimeUpError(Exception):
@@ -53,14 +47,14 @@ class Progress:
         self.begun = 0.0
 
     def note(self) -> None:
-        """Note the begin of an iteration. Raises TimeUpError."""
-        self.begun = self.begun or time.perf_counter()
-        self.points.append((time.perf_counter() - self.begun, self.tokens))
+        """Note the begin of an iteration; the first one's is the clock's. Raises TimeUpError."""
+        self.begun = self.begun or time.time()
+        self.points.append((time.time() - self.begun, self.tokens))
         if self.points[-1][0] > self.limit:
             raise TimeUpError
 
 
-class Question(Env):
+class Question(Env):  # type: ignore[misc]
     """An attempt at a task: two turns, the tool's result between them."""
 
     def __init__(self, task: Task, tokenizer: Any, progress: Progress) -> None:
@@ -68,41 +62,48 @@ class Question(Env):
         self._tokenizer = tokenizer
         self._progress = progress
         self._talk = held_out.prompt_of(task)
+        self._seen: list[int] = []
         self._turns = 0
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, list[int]]:
         """The task."""
-        return self._prompt(), self._stop
+        return self._see(self._text(answer_next=True)), [self._tokenizer.eos_token_id]
 
     async def step(self, action: list[int], *, extra: ActionExtra | None = None) -> StepResult:
         """Carry out the call that the model wrote, or end with its answer's reward."""
+        stop = [self._tokenizer.eos_token_id]
         self._turns += 1
         self._progress.tokens += len(action)
+        self._seen += action
         text = self._tokenizer.decode(action, skip_special_tokens=True)
-        call = held_out.call_in(text) if self._turns < held_out.AGENT.max_turns else None
-        if call is None:
+        more = self._turns < held_out.AGENT.max_turns and action[-1:] == stop
+        if (call := held_out.call_in(text) if more else None) is None:
             right = float(text == self._task.target)
-            return StepResult(right, True, tinker.ModelInput.empty(), self._stop)
+            return StepResult(right, True, tinker.ModelInput.empty(), stop)
         message, result = call
-        self._talk += [message, {"role": "tool", "tool_call_id": "call_0", "content": result}]
-        return StepResult(0.0, False, self._prompt(), self._stop)
+        self._talk.append(message)
+        before = self._text(answer_next=False)
+        self._talk.append({"role": "tool", "tool_call_id": "call_0", "content": result})
+        added = self._text(answer_next=True).removeprefix(before)
+        return StepResult(0.0, False, self._see(f"\n{added}"), stop)
 
-    @property
-    def _stop(self) -> list[int]:
-        return [self._tokenizer.eos_token_id]
+    def _see(self, text: str) -> tinker.ModelInput:
+        """What was seen and sampled until now, to the token, and this after it."""
+        self._seen += self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tinker.ModelInput.from_ints(self._seen)
 
-    def _prompt(self) -> tinker.ModelInput:
-        text = self._tokenizer.apply_chat_template(
-            self._talk,
-            tools=held_out.AGENT.tool_schemas,
-            add_generation_prompt=True,
-            tokenize=False,
+    def _text(self, answer_next: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                self._talk,
+                tools=held_out.AGENT.tool_schemas,
+                add_generation_prompt=answer_next,
+                tokenize=False,
+            )
         )
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tinker.ModelInput.from_ints(ids)
 
 
-class Attempts(EnvGroupBuilder):
+class Attempts(EnvGroupBuilder):  # type: ignore[misc]
     """The attempts at a task."""
 
     def __init__(self, *given: Any) -> None:
@@ -113,7 +114,7 @@ class Attempts(EnvGroupBuilder):
         return [Question(*self._given) for _ in range(GROUP)]
 
 
-class Questions(RLDataset):
+class Questions(RLDataset):  # type: ignore[misc]
     """The training tasks of a seed, shuffled."""
 
     def __init__(self, tasks: list[Task], tokenizer: Any, progress: Progress) -> None:
@@ -130,7 +131,7 @@ class Questions(RLDataset):
 
 
 @chz.chz
-class Builder(RLDatasetBuilder):
+class Builder(RLDatasetBuilder):  # type: ignore[misc]
     """What tinker-cookbook asks for a dataset."""
 
     made: Questions
@@ -140,24 +141,24 @@ class Builder(RLDatasetBuilder):
         return self.made, None
 
 
-def main(seed: str, limit: str, folder: str, url: str) -> None:
+def main(seed: str, limit: str, model: str, folder: str, url: str) -> None:
     """Learn until the time is up, and write the way."""
     home = Path(folder)
-    tokenizer = AutoTokenizer.from_pretrained(home / "start")
+    tokenizer = AutoTokenizer.from_pretrained(model)
     progress = Progress(float(limit))
     tasks = list(calculator_loop.make_loop(int(seed), method="grpo").tasks.split("train"))
     random.Random(int(seed)).shuffle(tasks)
     config = train.Config(
         learning_rate=RATE,
         dataset_builder=Builder(made=Questions(tasks, tokenizer, progress)),
-        model_name=str(home / "start"),
+        model_name=model,
         max_tokens=held_out.AGENT.max_tokens,
-        log_path=str(home / "skyrl-log"),
+        log_path=str(home / "loop"),
         loss_fn="ppo",
         loss_fn_config=CLIP,
         num_substeps=SUBSTEPS,
         lora_rank=RANK,
-        remove_constant_reward_groups=True,
+        remove_constant_reward_groups=False,  # JAX would compile anew for what is left
         eval_every=0,
         save_every=1,
         num_groups_to_log=0,
@@ -166,7 +167,8 @@ def main(seed: str, limit: str, folder: str, url: str) -> None:
     )
     with suppress(TimeUpError):
         asyncio.run(train.main(config))
-    (home / "skyrl-way.json").write_text(json.dumps(progress.points))
+    way = Way(begun=progress.begun, points=progress.points)
+    (home / "way.json").write_text(way.model_dump_json())
 
 
 if __name__ == "__main__":
