@@ -23,10 +23,10 @@ from tests.bench.rivals.server_process import (
 )
 
 PYTHON = ROOT / ".venv-skyrl" / "bin" / "python"
-#: groups of our size; an iteration's runs are a batch of ours, and are learned from in one step
-GROUPS, GROUP, SUBSTEPS = 16, 8, 1
+#: groups of our size. With as many runs an iteration as ours its server ran out of connections.
+GROUPS, GROUP, SUBSTEPS = 16, 8, 2
 #: an adapter of this rank, its constant rate, and our clipping
-RANK, RATE = 32, 1e-3
+RANK, RATE = 32, 5e-4
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
 READY = 120.0  # seconds that the server may take
 MORE = 600.0  # seconds beside the limit: compilations, the last iteration

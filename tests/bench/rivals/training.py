@@ -61,7 +61,7 @@ NOTES = [
     "SkyRL's server trains an adapter and no other weights: of rank "
     f"{skyrl_side.RANK}, at all linear layers but the last, at a rate of {skyrl_side.RATE:g} "
     f"throughout. tinker-cookbook's loop samples {skyrl_side.GROUPS} groups of {skyrl_side.GROUP} "
-    f"and learns from them in {skyrl_side.SUBSTEPS} step an iteration; its clipping is ours, its "
+    f"and learns from them in {skyrl_side.SUBSTEPS} steps an iteration; its clipping is ours, its "
     "advantages are not divided by their deviation, no weight decays. It can't be measured while "
     "it learns, so it learns to the limit, and what came after 0.94 is dropped. What JAX compiled "
     "in an iteration before the clock is kept for it.",
