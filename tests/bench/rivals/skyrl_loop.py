@@ -47,10 +47,10 @@ class Progress:
         self.begun = 0.0
 
     def note(self) -> None:
-        """Note the begin of an iteration; the first one's is the clock's. Raises TimeUpError."""
+        """Note the begin of an iteration, after the first if time is left. Raises TimeUpError."""
         self.begun = self.begun or time.time()
         self.points.append((time.time() - self.begun, self.tokens))
-        if self.points[-1][0] > self.limit:
+        if len(self.points) > 1 and self.points[-1][0] > self.limit:
             raise TimeUpError
 
 
