@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes .venv-NAME at the root of the checkout from requirements/NAME.txt, with the Python of .venv: an environment for
 # programs whose pins clash with ours.     requirements/environment.sh NAME
-# foreign, inspect, ogx, openenv, tinker and verifiers are for tests, litellm, phoenix, sglang_router and vllm_router for
-# benchmarks.
+# foreign, inspect, ogx, openenv, tinker and verifiers are for tests, litellm, phoenix, sglang_router, skyrl and vllm_router
+# for benchmarks.
 # Safe to run again at any time, also twice at once: a finished one is recognised by its stamp in no time, a half-finished
 # or outdated one is made anew. Called by the tests and the benchmarks that use them; after `make setup`.
 # .venv-tinker also sees the packages of .venv below its own: torch and transformers are too large to have twice.
 # .venv-ogx has a Python of 3.12 or newer, where the machine has one: ogx-client asks for it, and runs on 3.11 all the same.
+# .venv-skyrl needs one: SkyRL's server does not run on 3.11.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=${1:?"name an environment: $(cd requirements && echo *.txt)"}
@@ -27,11 +28,14 @@ if command -v flock >/dev/null; then # two at once: the second waits, and finds 
 fi
 
 python=.venv/bin/python more=()
-if [ "$name" = ogx ]; then
+if [[ $name =~ ^(ogx|skyrl)$ ]]; then
   for newer in python3.14 python3.13 python3.12 "$HOME"/.pyenv/versions/3.1[2-9]*/bin/python; do
     "$newer" -c 'import venv' 2>/dev/null && python=$newer && break
   done
-  more=(--ignore-requires-python)
+fi
+if [ "$name" = ogx ]; then more=(--ignore-requires-python); fi
+if [ "$name" = skyrl ] && ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+  say "SkyRL needs Python 3.12 or newer, and this machine has none." && exit 2
 fi
 say "Setting up $venv (once): $(grep -c == "$file") packages of $file, pinned"
 rm -rf "$venv"

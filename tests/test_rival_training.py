@@ -1,12 +1,19 @@
-"""The calculator task beside TRL: both sides read the same tokens, and one measure is for both."""
+"""The calculator task beside TRL and SkyRL: sides read the same tokens, and one measure is for all.
 
+SkyRL itself is not needed here: only how its adapters are measured, and that it may be missing.
+"""
+
+import io
+import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cray_agents.cli.loop import calculator_loop
-from tests.bench.rivals import held_out
+from tests.bench.rivals import held_out, skyrl_side, training
+from tests.bench.rivals.environments import Rivals
 from tests.bench.rivals.training import area, cells, reached
 from tests.bench.rivals.training_sides import Learned, Point, exact, trl_trainer
 from tests.bench.rivals.trl_settings import load
@@ -80,3 +87,90 @@ def rendered(tokenizer: Any, messages: Any) -> list[int]:
     tools = calculator_loop.agent.tool_schemas
     ids: list[int] = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
     return ids
+
+
+def test_an_adapter_is_merged_as_it_would_be_applied(tmp_path: Path) -> None:
+    """Logits of merged weights are those of the adapter's arithmetic beside each linear layer."""
+    import torch
+
+    calculator_loop.make_model(tmp_path / "model", 0)
+    network, tokenizer = load(tmp_path / "model")
+    given = tokenizer("What is 47 + 385?", return_tensors="pt")["input_ids"]
+    torch.manual_seed(0)
+    tensors, hooks = {}, []
+    for name, layer in network.named_modules():
+        if not name.endswith(("q_proj", "down_proj")):
+            continue
+        down, up = torch.randn(4, layer.in_features), torch.randn(layer.out_features, 4)
+        tensors |= {
+            f"base_model.model.{name}.lora_A.weight": down,
+            f"base_model.model.{name}.lora_B.weight": up,
+        }
+        hooks.append(
+            layer.register_forward_hook(
+                lambda layer, x, y, down=down, up=up: y + 2.0 * (x[0] @ down.T) @ up.T
+            )
+        )
+    with torch.no_grad():
+        expected = network(given).logits
+        for hook in hooks:
+            hook.remove()
+        before = network(given).logits
+        skyrl_side.merge(network, adapter(tmp_path, tensors, {"r": 4, "lora_alpha": 8.0}))
+        merged = network(given).logits
+    assert len(hooks) == 4
+    assert not torch.allclose(before, expected, atol=0.1)
+    torch.testing.assert_close(merged, expected, atol=1e-3, rtol=1e-3)
+    unknown = {name.replace("q_proj", "z_proj"): tensor for name, tensor in tensors.items()}
+    with pytest.raises(KeyError):
+        skyrl_side.merge(network, adapter(tmp_path, unknown, {"r": 4, "lora_alpha": 8.0}))
+
+
+def adapter(folder: Path, tensors: dict[str, Any], config: dict[str, float]) -> Path:
+    """An archive as SkyRL writes it: PEFT's two files, by their whole paths."""
+    from safetensors.torch import save
+
+    files = {
+        "adapter_config.json": json.dumps(config).encode(),
+        "adapter_model.safetensors": save(tensors),
+    }
+    with tarfile.open(folder / "000001.tar.gz", "w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"/tmp/made/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return folder / "000001.tar.gz"
+
+
+def test_adapters_come_in_the_order_of_their_iterations(tmp_path: Path) -> None:
+    home = tmp_path / "skyrl" / "checkpoints" / "model_1"
+    names = ["000010", "000002", "ss0_seq1", "final"]
+    for place in [*(f"sampler_weights/{name}" for name in names), "000002"]:
+        path = home / f"{place}.tar.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    found = [path.name for path in skyrl_side.adapters(tmp_path)]
+    assert found == ["000002.tar.gz", "000010.tar.gz"]
+
+
+def test_where_skyrl_cannot_be_had_its_row_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, ran = training.NAMES["skyrl"], []
+
+    def learned(folder: Path, side: str, seed: int) -> Learned:
+        ran.append(side)
+        return way((0, 0, 0.5), (10, 100, 0.9))
+
+    monkeypatch.setenv("CRAY_BENCH_WRITE", "no")
+    monkeypatch.setattr(training, "CHOSEN", ["rft", "skyrl"])
+    monkeypatch.setattr(training, "SEEDS", range(500, 502))
+    monkeypatch.setattr(training, "learned", learned)
+    monkeypatch.setattr(
+        training, "make_environments", lambda wanted: Rivals(missing=dict.fromkeys(wanted, "why"))
+    )
+    training._run(tmp_path)
+    told = capsys.readouterr().out
+    assert ran == ["start", "rft"] * 2
+    assert f"- {name} did not take part: why" in told
+    assert f"| {name} |" not in told

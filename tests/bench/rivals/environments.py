@@ -1,5 +1,6 @@
 """The environments of rivals: made by requirements/environment.sh, or the reason why not."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ def make_environments(wanted: dict[str, tuple[str, str]]) -> Rivals:
             [script, environment], capture_output=True, text=True, timeout=SECONDS
         )
         if done.returncode != 0:
-            rivals.missing[name] = done.stderr.strip().rpartition("\n")[2][-300:]
+            plain = re.sub(r"\x1b\[\d+m", "", done.stderr)
+            rivals.missing[name] = plain.strip().rpartition("\n")[2][-300:]
             continue
         rivals.pythons[name] = ROOT / f".venv-{environment}" / "bin" / "python"
         rivals.versions[name] = version_of(rivals.pythons[name], package)

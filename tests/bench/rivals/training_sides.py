@@ -2,9 +2,9 @@
 
 `python -m tests.bench.rivals.training_sides SIDE SEED LIMIT FOLDER` writes FOLDER/SIDE.json. SIDE
 is `start` (seed model and warm-up, as the cookbook's GRPO has them), `grpo` or `rft` (our loop),
-`trl` (TRL's GRPOTrainer with the calculator among its `tools`). All begin with FOLDER/start, have
-the same training tasks, and end at the cookbook's target or after LIMIT seconds. Called by
-training.py.
+`trl` (TRL's GRPOTrainer with the calculator among its `tools`), `skyrl` (SkyRL's server with
+tinker-cookbook's loop). All begin with FOLDER/start, have the same training tasks, and end at the
+cookbook's target or after LIMIT seconds. Called by training.py.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.tasks.task_set import TaskSet
 from cray_agents.tools.calculator import evaluate
-from tests.bench.rivals import held_out
+from tests.bench.rivals import held_out, skyrl_side
 from tests.bench.rivals.trl_settings import for_cpu, load
 
 #: TRL's settings: groups of our size, and our clipping. A generation is learned from once.
@@ -263,11 +263,37 @@ def longest_run(tokenizer: Any, loop: Any) -> int:
     return max(lengths)
 
 
+# ---- SkyRL
+def skyrl(seed: int, limit: float, folder: Path) -> Learned:
+    """Run SkyRL to the limit, then measure its adapters, until one reaches the target."""
+    busy, begun = os.getloadavg()[0], time.time()
+    for left in folder.glob("skyrl*/"):
+        shutil.rmtree(left)
+    way = skyrl_side.learn(seed, limit, folder)
+    tasks = list(calculator_loop.make_loop(seed, method="grpo").tasks.split("holdout"))
+    target = calculator_loop.FULL_GRPO.target
+    assert target is not None
+    points: list[Point] = []
+    for (seconds, tokens), adapter in zip(
+        way.points, [None, *skyrl_side.adapters(folder)], strict=True
+    ):
+        network, tokenizer = load(folder / "start")
+        if adapter is not None:
+            skyrl_side.merge(network, adapter)
+        reached = held_out.success(network, tokenizer, tasks)
+        points.append(Point(seconds=seconds, tokens=tokens, success=reached))
+        print(points[-1], file=sys.stderr, flush=True)
+        if reached >= target:
+            break
+    return Learned(points=points, limit=limit, starting=way.begun - begun, evaluating=0, load=busy)
+
+
 SIDES: dict[str, Callable[[int, float, Path], Learned]] = {
     "start": start,
     "grpo": partial(ours, "grpo"),
     "rft": partial(ours, "rft"),
     "trl": trl,
+    "skyrl": skyrl,
 }
 
 
