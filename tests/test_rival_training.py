@@ -1,6 +1,6 @@
 """The calculator task beside TRL and SkyRL: sides read the same tokens, and one measure is for all.
 
-SkyRL itself is not needed here: only how its adapters are measured, and that it may be missing.
+SkyRL itself is not needed here: only how its adapters are measured.
 """
 
 import io
@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from cray_agents.cli.loop import calculator_loop
-from tests.bench.rivals import held_out, skyrl_side, training
-from tests.bench.rivals.environments import Rivals
+from tests.bench.rivals import held_out, skyrl_side
 from tests.bench.rivals.training import area, cells, reached
 from tests.bench.rivals.training_sides import Learned, Point, exact, trl_trainer
 from tests.bench.rivals.trl_settings import load
@@ -151,26 +150,3 @@ def test_adapters_come_in_the_order_of_their_iterations(tmp_path: Path) -> None:
         path.touch()
     found = [path.name for path in skyrl_side.adapters(tmp_path)]
     assert found == ["000002.tar.gz", "000010.tar.gz"]
-
-
-def test_where_skyrl_cannot_be_had_its_row_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, ran = training.NAMES["skyrl"], []
-
-    def learned(folder: Path, side: str, seed: int) -> Learned:
-        ran.append(side)
-        return way((0, 0, 0.5), (10, 100, 0.9))
-
-    monkeypatch.setenv("CRAY_BENCH_WRITE", "no")
-    monkeypatch.setattr(training, "CHOSEN", ["rft", "skyrl"])
-    monkeypatch.setattr(training, "SEEDS", range(500, 502))
-    monkeypatch.setattr(training, "learned", learned)
-    monkeypatch.setattr(
-        training, "make_environments", lambda wanted: Rivals(missing=dict.fromkeys(wanted, "why"))
-    )
-    training._run(tmp_path)
-    told = capsys.readouterr().out
-    assert ran == ["start", "rft"] * 2
-    assert f"- {name} did not take part: why" in told
-    assert f"| {name} |" not in told
