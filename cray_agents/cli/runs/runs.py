@@ -44,7 +44,8 @@ AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (120, 60, "m"), (0, 1,
 
 runs = typer.Typer(
     no_args_is_help=True,
-    help="Runs of agents: list, show, outline, diff, stats, reward, rescore, fsck, compact, prune.",
+    help="Runs of agents: list, show, outline, diff, stats, score, reward, rescore, fsck, compact, "
+    "prune.",
 )
 
 

@@ -40,10 +40,10 @@ from cray_agents.runtime.gateway.http.shapes import (
     page_of,
 )
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.views.usage import check_groups, usage_table
 from cray_agents.runtime.views.view_records import NewKey, ShownKey, UsageTable
 
 PAGE_LIMIT = 1000  # keys or rows of usage in an answer
-BY = ("key", "model")
 
 router = Router("Platform")
 
@@ -119,50 +119,19 @@ async def read_usage(services: Services, request: Request) -> Response:
     """
     params, caller = query(request), caller_of(request)
     by, bucket = names_in(params, "by"), bucket_seconds(params)
-    if unknown := [name for name in by if name not in BY]:
-        raise BadInput(f"cannot sum up by {unknown[0][:50]!r}: {', '.join(BY)}", param="by")
+    check_groups(by)
     bounds = {name: real(params, name, 0.0) for name in ("since", "until") if name in params}
     limit = number(params, "limit", PAGE_LIMIT, PAGE_LIMIT)
     owner = None if caller.role is Role.admin else caller.key_id
 
     def read() -> dict[str, Any]:
-        rows = services.store.stats(
-            RunFilter(**bounds),
-            by,
-            bucket=bucket,
-            percentiles=False,
-            owner=owner,
-            limit=limit + 1,
-        )
         names = key_names(services.home) if "key" in by else {}
-        return {
-            "by": by,
-            "bucket": bucket,
-            "data": _usage_rows(rows[:limit], names),
-            "has_more": len(rows) > limit,
-        }
+        which = RunFilter(**bounds)
+        return usage_table(
+            services.store, which, by, names, bucket=bucket, owner=owner, limit=limit
+        )
 
     return json_response(await asyncio.to_thread(read))
-
-
-def _usage_rows(rows: list[dict[str, Any]], names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return UsageRows as JSON, in the order of time, then most tokens first."""
-    wanted = ("runs", "calls", "prompt_tokens", "sampled_tokens", "seconds", "errors", "last")
-    usage = [
-        {
-            "key": row.get("key"),
-            "name": names.get(row["key"] or "", row["key"]) if "key" in row else None,
-            "model": row.get("model"),
-            "time": row.get("time"),
-            **{name: row[name] or 0 for name in wanted},
-        }
-        for row in rows
-    ]
-
-    def order(row: dict[str, Any]) -> tuple[float, int]:
-        return row["time"] or 0.0, -(row["prompt_tokens"] + row["sampled_tokens"])
-
-    return sorted(usage, key=order)
 
 
 def _key_fields(record: KeyRecord, revoked: bool) -> dict[str, Any]:

@@ -53,9 +53,9 @@ def goodput(
     show(add_up(root(home), begin, by=groups[by]), COLUMNS, as_json=as_json)
 
 
-def seconds_of(text: str) -> float:
+def seconds_of(text: str, option: str = "--since") -> float:
     """Return the seconds of a time such as 30m, 12h or 7d. Raises BadInput."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", text)
     if match is None:
-        raise BadInput(f"--since {text!r}: give a time such as 30m, 12h or 7d", param="since")
+        raise BadInput(f"{option} {text!r}: give a time such as 30m, 12h or 7d", param=option[2:])
     return float(match[1]) * UNITS[match[2]]

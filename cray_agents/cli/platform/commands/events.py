@@ -1,0 +1,49 @@
+"""`events` command: what changes on a platform, a line each, until it ends or Ctrl-C."""
+
+import asyncio
+import json
+from typing import Annotated
+
+import typer
+
+from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, one_line, root
+from cray_agents.platform.client import Platform
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(events)
+
+
+def events(
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Only of this kind, as run or job; repeatable.")
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option(help="Go on behind this `cursor`, which --json shows.")
+    ] = None,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell which runs, jobs, loops, datasets, models, batches, keys and reports change.
+
+    `reset` tells that changes were missed: look at everything anew.
+    """
+    info = (running(root(home)) if url is None else None) or {}
+    platform = Platform(url or info.get("url"), api_key=key(info))
+    asyncio.run(_follow(platform, after, frozenset([*kind, "reset"] if kind else []), as_json))
+
+
+async def _follow(
+    platform: Platform, after: str | None, kinds: frozenset[str], as_json: bool
+) -> None:
+    try:
+        async for change in platform.views.changes(after):
+            if kinds and change["kind"] not in kinds:
+                continue
+            words = (change["kind"], change["id"] or "(any)", change["change"])
+            print(json.dumps(change) if as_json else one_line(" ".join(words)), flush=True)
+    finally:
+        await platform.close()

@@ -1,0 +1,64 @@
+"""`runs score`: the tokens of a turn under another version, scored by an engine of a platform."""
+
+import asyncio
+import json
+from typing import Annotated, Any
+
+import typer
+
+from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.runs.runs import RunId, runs
+from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line, root, show
+from cray_agents.platform.client import Platform
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command, in the group `runs`."""
+    runs.command("score")(score)
+
+
+def score(
+    run_id: RunId,
+    model: Annotated[str, typer.Argument(help="A version, as support@3; a name: what it means.")],
+    turn: Annotated[int, typer.Option(min=1, help="As `runs show` counts them.")] = 1,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how likely a turn's sampled tokens are under another version."""
+    info = (running(root(home)) if url is None else None) or {}
+    scored, tokens = asyncio.run(
+        _score(Platform(url or info.get("url"), api_key=key(info)), run_id, turn - 1, model)
+    )
+    if as_json:
+        print(json.dumps(scored, indent=2))
+        return
+    rows = [
+        {
+            "token": place,
+            "text": repr(one_line(text) if text.strip() else text),
+            scored["sampled_by"]: recorded,
+            scored["model"]: logprob,
+            "difference": None if None in (logprob, recorded) else logprob - recorded,
+            "entropy": entropy,
+        }
+        for place, (text, recorded, logprob, entropy) in enumerate(
+            zip(tokens, scored["recorded"], scored["logprobs"], scored["entropy"], strict=True)
+        )
+    ]
+    columns = ["token", "text", scored["sampled_by"], scored["model"], "difference", "entropy"]
+    show(rows, list(dict.fromkeys(columns)), as_json=False)
+    known = [row["difference"] for row in rows if row["difference"] is not None]
+    console.print(f"differences add up to {sum(known):.4f} nats", highlight=False)
+
+
+async def _score(
+    platform: Platform, run_id: str, turn: int, model: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a TurnScore and the texts of its tokens."""
+    try:
+        scored = await platform.views.score(run_id, turn, model)
+        tokens = await platform.views.tokens(run_id, turn, prompt=False)
+    finally:
+        await platform.close()
+    return scored, tokens["texts"]
