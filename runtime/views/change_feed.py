@@ -35,6 +35,7 @@ BEAT = 0.25  # seconds between two looks at what the store told
 FILES = 2.0  # seconds between two looks at files, at least; and 20 times as long as a look takes
 LINGER = 60.0  # seconds after its last reader until a feed stops
 KEPT = 10_000  # changes for readers that come back
+VIEWS = 20  # for a page that is slow to read; older ones are dropped
 MANY = 500  # runs of a beat that are named; more are one change of the id ""
 CURSOR = re.compile(r"([0-9a-f]{12})\.([0-9]{1,15})")
 
@@ -57,7 +58,7 @@ class OpenPage:
     """A reader that shows things: whose it is, and the events that it gets next."""
 
     owner: str
-    views: list[bytes] = field(default_factory=list)
+    views: deque[bytes] = field(default_factory=lambda: deque(maxlen=VIEWS))
 
 
 class ChangeFeed:
@@ -116,8 +117,9 @@ class ChangeFeed:
             while not self._closed:
                 news = self._news
                 if page.views:
-                    views, page.views = page.views, []
-                    yield b"".join(views)
+                    views = b"".join(page.views)
+                    page.views.clear()
+                    yield views
                 if self._last > position:
                     if self._reset_reason(self._name, position):
                         yield self._event(Change(self._last, "reset", "", "lagged"))
