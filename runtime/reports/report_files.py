@@ -9,7 +9,8 @@ from pathlib import Path
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.reports.report_records import StoredReport
+from cray_agents.runtime.reports.report_records import ReportSummary, StoredReport
+from cray_agents.runtime.reports.verified_report import summary_of
 
 END = ".json"
 
@@ -37,10 +38,10 @@ class Reports:
         except FileNotFoundError:
             raise NotFound(f"no report {report_id!r}", param="report") from None
 
-    def list(self, after: str | None, limit: int) -> tuple[list[StoredReport], bool]:
+    def list(self, after: str | None, limit: int) -> tuple[list[ReportSummary], bool]:
         """Return a page of reports, the last written first, and whether there are more.
 
-        Raises BadInput where `after` is no report's id, Corrupt.
+        Raises BadInput where `after` is no report's id.
         """
         reports = sorted(self._all(), key=lambda one: (-one.updated, one.id))
         if after is not None:
@@ -58,7 +59,7 @@ class Reports:
             raise NotFound(f"no report {report_id!r}", param="report") from None
         durable.sync(self._home.reports)
 
-    def _all(self) -> Iterator[StoredReport]:
+    def _all(self) -> Iterator[ReportSummary]:
         try:
             with os.scandir(self._home.reports) as entries:
                 names = [entry.name for entry in entries]
@@ -66,8 +67,23 @@ class Reports:
             return
         for name in names:
             if name.endswith(END) and name[:1] != ".":
-                with suppress(NotFound):  # deleted just now
-                    yield self.get(name.removesuffix(END))
+                with suppress(NotFound, FileNotFoundError):  # deleted just now
+                    yield self._summary(name.removesuffix(END))
+
+    def _summary(self, report_id: str) -> ReportSummary:
+        try:
+            return summary_of(self.get(report_id))
+        except Corrupt:
+            status = self._path(report_id).stat()
+            return ReportSummary(
+                id=report_id,
+                title=report_id,
+                damaged=True,
+                author="",
+                created=status.st_mtime,
+                updated=status.st_mtime,
+                bytes=status.st_size,
+            )
 
     def _path(self, report_id: str) -> Path:
         return self._home.reports / f"{report_id}{END}"

@@ -21,10 +21,14 @@ class StoredReport(Record):
 
 
 class ReportSummary(Record):
-    """A report in a list. `title`: its first heading, else its id."""
+    """A report in a list. `title`: its first heading, else its id.
+
+    `damaged`: its file is not what its checksum says, so only its id and its time are known.
+    """
 
     id: str
     title: str
+    damaged: bool = False
     author: str
     created: float
     updated: float

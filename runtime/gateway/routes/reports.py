@@ -35,7 +35,7 @@ from cray_agents.runtime.gateway.services import Services, vocabulary_of
 from cray_agents.runtime.reports.citations import CitationChecker, CitedThing
 from cray_agents.runtime.reports.markdown_nodes import links_in, nodes_of
 from cray_agents.runtime.reports.report_records import Report, ReportSummary, StoredReport
-from cray_agents.runtime.reports.verified_report import summary_of, verified
+from cray_agents.runtime.reports.verified_report import verified
 from cray_agents.runtime.views.generation_evidence import generation_detail, pairs_page
 
 MOST_TEXT = 2**20  # bytes of a report
@@ -58,7 +58,7 @@ async def list_reports(services: Services, request: Request) -> Response:
 
     def read() -> dict[str, Any]:
         reports, more = services.reports.list(after, limit)
-        return page([summary_of(one).model_dump() for one in reports], more)
+        return page([one.model_dump() for one in reports], more)
 
     return json_response(await asyncio.to_thread(read))
 

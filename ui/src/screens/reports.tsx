@@ -58,7 +58,8 @@ function List({ params }: { params: URLSearchParams }) {
                         <td>
                           <a href={href(["reports", one.id])} dir="auto">
                             {oneLine(one.title, 120)}
-                          </a>
+                          </a>{" "}
+                          {one.damaged && <span class="chip bad">damaged</span>}
                         </td>
                         <td>{oneLine(one.author, 40)}</td>
                         <td>{time(one.updated)}</td>

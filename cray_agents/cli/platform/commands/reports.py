@@ -54,7 +54,7 @@ def list_reports(
         return [row async for row in platform.views.reports()]
 
     rows = [{**row, "when": when(row["updated"])} for row in _ask(home, url, read)]
-    show(rows, ["id", "title", "author", "when", "bytes"], as_json=as_json)
+    show(rows, ["id", "title", "author", "when", "bytes", "damaged"], as_json=as_json)
 
 
 @reports.command("show")
