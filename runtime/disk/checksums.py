@@ -99,12 +99,22 @@ def read_record(kind: type[Kind], path: Path) -> Kind:
     return parse_as(kind, path.read_bytes(), path)
 
 
+def split_lines(content: bytes) -> list[bytes]:
+    """Return the lines of a journal; an unfinished last line is left out.
+
+    A last line that is whole but for a damaged end was not cut off: it is among them, to be noticed
+    by its parser.
+    """
+    *lines, rest = content.split(b"\n")
+    return [*lines, rest] if is_whole(rest[:-1]) else lines
+
+
 def read_lines(path: Path) -> Iterator[Any]:
     """Decode the lines of a journal; an unfinished last line is left out.
 
     Raises FileNotFoundError, or Corrupt, which names the line.
     """
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(split_lines(path.read_bytes()), 1):
         if line:
             yield parse(line, f"{path}: line {number}")
 

@@ -145,7 +145,7 @@ def verify_audit(folder: Path) -> list[str]:
 def _files(folder: Path) -> Iterator[tuple[Path, list[bytes]]]:
     """Yield each file with its whole lines, in the order of their beginnings."""
     for path in sorted(folder.glob("*.jsonl")):
-        yield path, path.read_bytes().split(b"\n")[:-1]
+        yield path, checksums.split_lines(path.read_bytes())
 
 
 def _hash_of(line: bytes) -> str:

@@ -135,7 +135,7 @@ def read_ledger(folder: Path) -> Iterator[list[LedgerLine]]:
     for path in sorted(folder.glob("*.jsonl")):
         lines = []
         try:
-            whole = path.read_bytes().split(b"\n")[:-1]
+            whole = checksums.split_lines(path.read_bytes())
         except OSError as error:
             log.warning("%s cannot be read: %s", path, error)
             continue

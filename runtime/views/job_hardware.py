@@ -92,7 +92,7 @@ def _read_node(node: str, files: Iterable[Path], within: tuple[float, float]) ->
     series: dict[str, list[Point]] = {}
     time = None
     for path in files:
-        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        for number, line in enumerate(checksums.split_lines(path.read_bytes()), 1):
             with suppress(Corrupt):
                 values = checksums.parse(line, f"{path}: line {number}")
                 if values.get("event") == "node":

@@ -85,6 +85,20 @@ def test_the_line_of_a_journal_that_is_damaged_is_named(tmp_path: Path) -> None:
     assert "line 2 is damaged" in journal.events()[-1]["message"]
 
 
+def test_no_flipped_bit_of_a_journal_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = [checksums.with_crc(b'{"number":%d}' % number) + b"\n" for number in (1, 2)]
+    whole = b"".join(lines)
+    for at in range(len(whole)):
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            with pytest.raises(Corrupt, match=r"lines\.jsonl: line"):
+                list(checksums.read_lines(path))
+    for cut in range(len(lines[1])):  # but what a crash left unfinished is no damage
+        path.write_bytes(whole[: len(lines[0]) + cut])
+        assert list(checksums.read_lines(path)) == [{"number": 1}]
+
+
 def test_a_damaged_dataset_is_not_read_and_is_made_anew(tmp_path: Path) -> None:
     home, recipe = Home(tmp_path), DatasetRecipe(loop="faults")
     asyncio.run(flipped_root._runs(home))
