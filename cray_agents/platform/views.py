@@ -70,14 +70,8 @@ class Views:
 
     async def loops(self) -> AsyncIterator[Json]:
         """Yield the loops, newest change first, with last generation and held-out success."""
-        query: Json = {"limit": 100}
-        while True:
-            answer = await self._http.get("/loops", query)
-            for row in answer["data"]:
-                yield row
-            if not answer["has_more"]:
-                return
-            query["after"] = answer["last_id"]
+        async for row in self._rows("/loops"):
+            yield row
 
     async def lineage(self) -> list[Json]:
         """Return every version of every name with its origins, parents first."""
@@ -181,14 +175,8 @@ class Views:
 
     async def reports(self) -> AsyncIterator[Json]:
         """Yield the reports, the last written first, without their texts."""
-        query: Json = {"limit": 100}
-        while True:
-            answer = await self._http.get("/reports", query)
-            for row in answer["data"]:
-                yield row
-            if not answer["has_more"]:
-                return
-            query["after"] = answer["last_id"]
+        async for row in self._rows("/reports"):
+            yield row
 
     async def report(self, report_id: str) -> Json:
         """Return a report; each of its citations is compared with what is recorded now.
@@ -216,3 +204,14 @@ class Views:
         The answer has how many `pages` were told, and for each mark whether its words are there.
         """
         return await self._http.post("/view", {"url": url, "highlight": [*highlight]})
+
+    async def _rows(self, path: str) -> AsyncIterator[Json]:
+        """Yield the rows of a list, page by page."""
+        query: Json = {"limit": 100}
+        while True:
+            answer = await self._http.get(path, query)
+            for row in answer["data"]:
+                yield row
+            if not answer["has_more"]:
+                return
+            query["after"] = answer["last_id"]

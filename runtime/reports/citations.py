@@ -74,14 +74,14 @@ class CitationChecker:
             return None
         quote = link.info or None
         error = target if isinstance(target, str) else self._error(target, quote)
-        named = CitedThing("run", "") if isinstance(target, str) else target
+        named = None if isinstance(target, str) else target
         return Citation(
             href=link.href,
             label=label,
-            kind=named.kind,
-            id=named.id,
-            at=named.at,
-            tokens=named.tokens,
+            kind=named and named.kind,
+            id=named.id if named else "",
+            at=named and named.at,
+            tokens=named and named.tokens,
             quote=quote,
             ok=not error,
             error=error,

@@ -40,12 +40,13 @@ class Citation(Record):
 
     href: the link, as `#/run/RUN?t=4`. quote: the link's title; None: it names a thing and quotes
     nothing. at: the turn of a run, the number of a generation's pair. tokens: the first and the
-    last of a turn, from 0. `error` says why it is broken; "" for one that holds.
+    last of a turn, from 0. kind: None where the link names nothing that can be. `error` says why it
+    is broken; "" for one that holds.
     """
 
     href: str
     label: str
-    kind: CitedKind
+    kind: CitedKind | None
     id: str
     at: int | None = None
     tokens: tuple[int, int] | None = None

@@ -162,11 +162,21 @@ def client(info: dict[str, Any]) -> Platform:
     return Platform(info["url"], api_key=key(info))
 
 
+def platform_at(home: Home, url: str | None) -> Platform:
+    """Return a client of the platform at this URL; without one, of that on the root."""
+    info = (running(home) if url is None else None) or {}
+    return Platform(url or info.get("url"), api_key=key(info))
+
+
 def ask(info: dict[str, Any], request: Callable[[Platform], Awaitable[T]]) -> T:
     """Send one request by a client of a platform, given its claim, and return the answer."""
+    return ask_once(client(info), request)
+
+
+def ask_once(platform: Platform, request: Callable[[Platform], Awaitable[T]]) -> T:
+    """Return the answer to what `request` asks of a client, which is closed then."""
 
     async def send() -> T:
-        platform = client(info)
         try:
             return await request(platform)
         finally:

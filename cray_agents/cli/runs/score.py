@@ -1,12 +1,11 @@
 """`runs score`: the tokens of a turn under another version, scored by an engine of a platform."""
 
-import asyncio
 import json
 from typing import Annotated, Any
 
 import typer
 
-from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.platform.platform_process import ask_once, platform_at
 from cray_agents.cli.runs.runs import RunId, runs
 from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line, root, show
 from cray_agents.platform.client import Platform
@@ -26,10 +25,13 @@ def score(
     as_json: JsonOption = False,
 ) -> None:
     """Show how likely a turn's sampled tokens are under another version."""
-    info = (running(root(home)) if url is None else None) or {}
-    scored, tokens = asyncio.run(
-        _score(Platform(url or info.get("url"), api_key=key(info)), run_id, turn - 1, model)
-    )
+
+    async def ask(platform: Platform) -> tuple[dict[str, Any], list[str]]:
+        scored = await platform.views.score(run_id, turn - 1, model)
+        tokens = await platform.views.tokens(run_id, turn - 1, prompt=False)
+        return scored, tokens["texts"]
+
+    scored, tokens = ask_once(platform_at(root(home), url), ask)
     if as_json:
         print(json.dumps(scored, indent=2))
         return
@@ -50,15 +52,3 @@ def score(
     show(rows, list(dict.fromkeys(columns)), as_json=False)
     known = [row["difference"] for row in rows if row["difference"] is not None]
     console.print(f"differences add up to {sum(known):.4f} nats", highlight=False)
-
-
-async def _score(
-    platform: Platform, run_id: str, turn: int, model: str
-) -> tuple[dict[str, Any], list[str]]:
-    """Return a TurnScore and the texts of its tokens."""
-    try:
-        scored = await platform.views.score(run_id, turn, model)
-        tokens = await platform.views.tokens(run_id, turn, prompt=False)
-    finally:
-        await platform.close()
-    return scored, tokens["texts"]

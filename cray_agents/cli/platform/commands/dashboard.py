@@ -4,13 +4,12 @@ The URL has a one-time token behind its `#`, which browsers send to nobody. The 
 for the key that this command uses: $CRAY_AGENTS_API_KEY, else the platform's own.
 """
 
-import asyncio
 import webbrowser
 from typing import Annotated
 
 import typer
 
-from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.platform.platform_process import ask_once, platform_at
 from cray_agents.cli.screen import HomeOption, UrlOption, root
 from cray_agents.platform.client import Platform
 
@@ -28,8 +27,7 @@ def dashboard(
     ] = True,
 ) -> None:
     """Open the platform's pages in a browser. The URL that it prints works once, for a minute."""
-    info = (running(root(home)) if url is None else None) or {}
-    address = asyncio.run(_sign_in(Platform(url or info.get("url"), api_key=key(info))))
+    address = ask_once(platform_at(root(home), url), _sign_in)
     print(address)
     if browser:
         webbrowser.open(address)
@@ -37,7 +35,4 @@ def dashboard(
 
 async def _sign_in(platform: Platform) -> str:
     """Return the URL of the platform's pages with a token in it."""
-    try:
-        return f"{platform.url}/#sign_in={await platform.dashboard_token()}"
-    finally:
-        await platform.close()
+    return f"{platform.url}/#sign_in={await platform.dashboard_token()}"

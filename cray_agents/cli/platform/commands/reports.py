@@ -3,18 +3,16 @@
 They ask the running platform, which compares every quote with what is recorded.
 """
 
-import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.markdown import Markdown
 from rich.text import Text
 
-from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.platform.platform_process import ask_once, platform_at
 from cray_agents.cli.screen import (
     HomeOption,
     JsonOption,
@@ -30,7 +28,6 @@ from cray_agents.cli.screen import (
 from cray_agents.errors import BadInput
 from cray_agents.platform.client import Platform
 
-Answer = TypeVar("Answer")
 ReportId = Annotated[str, typer.Argument(help="The report's id.")]
 
 reports = typer.Typer(
@@ -53,7 +50,10 @@ def list_reports(
     async def read(platform: Platform) -> list[dict[str, Any]]:
         return [row async for row in platform.views.reports()]
 
-    rows = [{**row, "when": when(row["updated"])} for row in _ask(home, url, read)]
+    rows = [
+        {**row, "when": when(row["updated"])}
+        for row in ask_once(platform_at(root(home), url), read)
+    ]
     show(rows, ["id", "title", "author", "when", "bytes", "damaged"], as_json=as_json)
 
 
@@ -62,7 +62,7 @@ def show_report(
     report: ReportId, home: HomeOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
     """Show a report, and which of its quotes do not hold. Exit code 1: some do not."""
-    answer = _ask(home, url, lambda platform: platform.views.report(report))
+    answer = ask_once(platform_at(root(home), url), lambda platform: platform.views.report(report))
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
@@ -83,7 +83,9 @@ def write(
     A quote is the title of a link: \\[gave up](#/run/run_01?t=4 "I cannot do this.").
     """
     text = _text_of(file)
-    made = _ask(home, url, lambda platform: platform.views.write_report(report, text))
+    made = ask_once(
+        platform_at(root(home), url), lambda platform: platform.views.write_report(report, text)
+    )
     if as_json:
         print(json.dumps(made, indent=2))
     _end(made, as_json)
@@ -92,7 +94,7 @@ def write(
 @reports.command("delete")
 def delete(report: ReportId, home: HomeOption = None, url: UrlOption = None) -> None:
     """Delete a report for good."""
-    _ask(home, url, lambda platform: platform.views.delete_report(report))
+    ask_once(platform_at(root(home), url), lambda platform: platform.views.delete_report(report))
     console.print(f"deleted {report}", markup=False, highlight=False)
 
 
@@ -118,7 +120,9 @@ def view(
     address = target if target.startswith(("#/", "/#/")) else f"#/run/{target}"
     address += "" if turn is None else f"?t={turn - 1}"
     marks = [{"turn": turn - 1, "quote": quote, "reason": reason}] if quote and turn else []
-    answer = _ask(home, url, lambda platform: platform.views.show(address, marks))
+    answer = ask_once(
+        platform_at(root(home), url), lambda platform: platform.views.show(address, marks)
+    )
     if as_json:
         print(json.dumps(answer, indent=2))
     missing = [mark for mark in answer["highlight"] if not mark["ok"]]
@@ -133,21 +137,6 @@ def view(
         errors.print(f"Turn {turn} has no such words.")
     if missing or not answer["pages"]:
         raise typer.Exit(1)
-
-
-def _ask(
-    home: Path | None, url: str | None, act: Callable[[Platform], Awaitable[Answer]]
-) -> Answer:
-    info = (running(root(home)) if url is None else None) or {}
-
-    async def asked_once() -> Answer:
-        platform = Platform(url or info.get("url"), api_key=key(info))
-        try:
-            return await act(platform)
-        finally:
-            await platform.close()
-
-    return asyncio.run(asked_once())
 
 
 def _text_of(file: Path) -> str:
