@@ -34,7 +34,6 @@
       tls/                             the CA of replicas in Slurm: ca.pem, ca-key.pem
       replicas/serving.json            addresses, versions and secrets, for further gateways
       keys/<id>.json                   API keys, hashed; <id>.revoked beside one that was revoked
-      reports/<id>.json                what people and agents wrote about the platform, in Markdown
       audit/<writer>.jsonl           who changed what, chained by hashes
       ledger/<writer>.jsonl            who held which node when, and what came of it
       excluded_nodes/<node>.json       a node that failed, left out by jobs until a time is over
@@ -168,10 +167,6 @@ class Home:
     @property
     def keys(self) -> Path:
         return self.root / "keys"
-
-    @property
-    def reports(self) -> Path:
-        return self.root / "reports"
 
     @property
     def excluded_nodes(self) -> Path:

@@ -61,9 +61,6 @@ SCREENS = {
     "generation": f"#/generation/{LOOP}/1",
     "first generation": f"#/generation/{LOOP}/0",
     "foreign generation": "#/generation/sums/1",
-    "reports": "#/reports?at=week",
-    "report": "#/reports/week",
-    "quoted turn": "#/run/run-3-0?t=0&quote=3%20%2B%204",
     "datasets": "#/dataset",
     "batches": "#/batch",
     "keys": "#/keys",
@@ -522,58 +519,6 @@ def test_each_role_sees_what_it_may_and_a_link_signs_in_once(tmp_path: Path, wat
             page.page.goto(link)
             page.wait_for("train (train)" if attempt == 0 else "this link was used")
             assert "sign_in" not in page.page.url
-
-
-def test_a_report_says_which_of_its_quotes_hold_and_leads_to_them(
-    platform: Platform, watch: Any
-) -> None:
-    page = watch(platform.url)
-    page.open("#/reports")
-    page.page.get_by_role("link", name="What happened").click()
-    page.wait_for("3 of 4 citations hold now")
-    assert page.page.locator(".cited .chip.good").count() == 3
-    broken = page.page.locator(".cited.broken")
-    assert broken.count() == 1 and "no text of turn 1 has these words" in broken.inner_text()
-    links = page.page.locator(".report a")
-    targets = [links.nth(n).get_attribute("href") for n in range(links.count())]
-    assert not [to for to in targets if to and to.startswith("javascript")]
-    assert "<script>" in page.text() and page.page.evaluate("window.broken") is None
-    page.page.get_by_role("link", name="for a sum").click()
-    page.page.wait_for_function("() => document.querySelector('mark')?.innerText === '3 + 4'")
-    page.open("#/reports/note-1")
-    page.page.get_by_role("button", name="Delete", exact=True).click()
-    assert "cray-agents reports delete note-1" in page.page.inner_text("dialog")
-    page.page.get_by_role("button", name="Delete the report").click()
-    page.page.wait_for_function("() => location.hash === '#/reports'")
-    page.page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 3")
-
-
-def test_a_script_shows_a_run_with_marked_words(platform: Platform, watch: Any) -> None:
-    page = watch(platform.url)
-    page.open("#/overview")
-    page.page.wait_for_selector(".connection.live")
-
-    def cli(*words: str) -> "subprocess.CompletedProcess[str]":
-        argv = [sys.executable, "-m", "cray_agents", *words, "--url", platform.url]
-        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-    done = cli("view", LONG_RUN, "--turn", "61", "--quote", "turn 60: w", "--reason", "look <b>")
-    assert done.returncode == 0 and "1 page shows" in done.stdout, done.stderr
-    page.page.wait_for_function(f"() => location.hash.startsWith('#/run/{LONG_RUN}?t=60')")
-    page.page.wait_for_function("() => document.querySelector('mark')?.title === 'look <b>'")
-    assert "turn 60: look <b>" in page.page.inner_text(".view-bar")
-    assert page.barriers() == []
-    page.page.get_by_role("button", name="Dismiss").click()
-    page.page.wait_for_function("() => !document.querySelector('mark')")
-    page.open("#/search")
-    page.page.wait_for_selector(".connection.live")
-    page.page.get_by_role("searchbox").fill("half a thought")
-    done = cli("view", "#/keys")
-    assert done.returncode == 0, done.stderr
-    page.page.get_by_role("button", name="Show it").wait_for()  # nobody is torn from writing
-    assert "#/search" in page.page.url
-    page.page.get_by_role("button", name="Show it").click()
-    page.page.wait_for_function("() => location.hash === '#/keys'")
 
 
 def test_a_killed_gateway_is_followed_again(tmp_path: Path, watch: Any) -> None:

@@ -52,8 +52,6 @@ COMMANDS = {
     "doctor": ("platform.commands.doctor",),
     "dashboard": ("platform.commands.dashboard",),
     "events": ("platform.commands.events",),
-    "reports": ("platform.commands.reports",),
-    "view": ("platform.commands.reports",),
     "audit": ("platform.commands.audit",),
 }
 

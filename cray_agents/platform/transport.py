@@ -72,10 +72,6 @@ class Transport:
         sent = self._json(lambda c: c.post(path, cast_to=object, body=body, options=options), once)
         return await (self._while_alive(sent, once) if patient else sent)
 
-    async def put(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the JSON answer of a PUT."""
-        return await self._json(lambda c: c.put(path, cast_to=object, body=body))
-
     async def delete(
         self, path: str, query: Mapping[str, Any], *, patient: bool = False
     ) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 `Platform.views` has one. Answers are JSON; runtime/views/view_records.py tells their fields.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from cray_agents.platform.transport import Transport
@@ -70,8 +70,14 @@ class Views:
 
     async def loops(self) -> AsyncIterator[Json]:
         """Yield the loops, newest change first, with last generation and held-out success."""
-        async for row in self._rows("/loops"):
-            yield row
+        query: Json = {"limit": 100}
+        while True:
+            answer = await self._http.get("/loops", query)
+            for row in answer["data"]:
+                yield row
+            if not answer["has_more"]:
+                return
+            query["after"] = answer["last_id"]
 
     async def lineage(self) -> list[Json]:
         """Return every version of every name with its origins, parents first."""
@@ -172,46 +178,3 @@ class Views:
         query = {} if after is None else {"after": after}
         async for cursor, data in self._http.events("/events", query):
             yield {**data, "cursor": cursor}
-
-    async def reports(self) -> AsyncIterator[Json]:
-        """Yield the reports, the last written first, without their texts."""
-        async for row in self._rows("/reports"):
-            yield row
-
-    async def report(self, report_id: str) -> Json:
-        """Return a report; each of its citations is compared with what is recorded now.
-
-        `broken` counts those that do not hold, each with its `error`. Raises NotFound.
-        """
-        return await self._http.get(f"/reports/{report_id}")
-
-    async def write_report(self, report_id: str, text: str) -> Json:
-        """Write a report in Markdown, or replace it, and return it as `report` does.
-
-        A citation is a link to a page, and its title the quote:
-        `[it gave up](#/run/run_01?t=4 "I cannot do this.")`.
-        """
-        return await self._http.put(f"/reports/{report_id}", {"text": text})
-
-    async def delete_report(self, report_id: str) -> None:
-        """Delete a report for good. Raises NotFound."""
-        await self._http.delete(f"/reports/{report_id}", {})
-
-    async def show(self, url: str, highlight: Sequence[Json] = ()) -> Json:
-        """Show a page's `url`, as `#/run/RUN?t=4`, on the pages that this key has open.
-
-        `highlight` marks words in turns of that run: `{"turn": 4, "quote": "…", "reason": "…"}`.
-        The answer has how many `pages` were told, and for each mark whether its words are there.
-        """
-        return await self._http.post("/view", {"url": url, "highlight": [*highlight]})
-
-    async def _rows(self, path: str) -> AsyncIterator[Json]:
-        """Yield the rows of a list, page by page."""
-        query: Json = {"limit": 100}
-        while True:
-            answer = await self._http.get(path, query)
-            for row in answer["data"]:
-                yield row
-            if not answer["has_more"]:
-                return
-            query["after"] = answer["last_id"]

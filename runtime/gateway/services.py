@@ -35,7 +35,6 @@ from cray_agents.runtime.observability.metrics_history import history_folder, se
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.reports.report_files import Reports
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
 from cray_agents.runtime.store.index import cache_of
@@ -122,7 +121,6 @@ class Services:
     datasets: BuildProcess = field(init=False)
     run_pages: RunPages = field(init=False)
     changes: ChangeFeed = field(init=False)
-    reports: Reports = field(init=False)
     vocabularies: Vocabularies = field(default_factory=Vocabularies, init=False)
     versions: VersionSwitcher = field(init=False)
     tinker: TinkerFiles = field(init=False)
@@ -142,7 +140,6 @@ class Services:
         self.tinker = TinkerFiles(self.home)
         self.datasets = BuildProcess(self.home)
         self.run_pages = RunPages(self.store)
-        self.reports = Reports(self.home)
         self.changes = ChangeFeed(
             self.home, self.store, self._replica_states, lambda: self.several_gateways
         )

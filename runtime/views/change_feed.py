@@ -7,9 +7,6 @@ told by the store as they are recorded, the rest is noticed by the times of its 
 A cursor is `<feed>.<number>`. A feed is this process, or a shorter while: it gets another name
 after a time without readers, in which nothing was noticed. A reader with the cursor of another
 feed, or of a change that is no longer kept, is told to fetch everything anew (`reset`).
-
-A page can also be told to show something (`show`): that is no change, so it has no number, and a
-page that does not read at the time never hears of it.
 Called by gateway/routes/changes.py.
 """
 
@@ -21,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +31,6 @@ BEAT = 0.25  # seconds between two looks at what the store told
 FILES = 2.0  # seconds between two looks at files, at least; and 20 times as long as a look takes
 LINGER = 60.0  # seconds after its last reader until a feed stops
 KEPT = 10_000  # changes for readers that come back
-VIEWS = 20  # for a page that is slow to read; older ones are dropped
 MANY = 500  # runs of a beat that are named; more are one change of the id ""
 CURSOR = re.compile(r"([0-9a-f]{12})\.([0-9]{1,15})")
 
@@ -51,14 +46,6 @@ class Change(NamedTuple):
     kind: str
     id: str
     change: str
-
-
-@dataclass(eq=False)
-class OpenPage:
-    """A reader that shows things: whose it is, and the events that it gets next."""
-
-    owner: str
-    views: deque[bytes] = field(default_factory=lambda: deque(maxlen=VIEWS))
 
 
 class ChangeFeed:
@@ -80,7 +67,6 @@ class ChangeFeed:
         self._last = 0
         self._kept: deque[Change] = deque(maxlen=KEPT)
         self._readers = 0
-        self._pages: list[OpenPage] = []
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._ready = asyncio.Event()  # changes from now on are noticed
@@ -88,25 +74,19 @@ class ChangeFeed:
         self._runs: dict[str, str] = {}  # by id: the change
         self._lock = threading.Lock()
 
-    async def read(
-        self, after: str | None, keep_alive: float, page_of: str | None = None
-    ) -> AsyncGenerator[bytes, None]:
+    async def read(self, after: str | None, keep_alive: float) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events after a cursor, or from now on; comments keep it alive.
 
-        page_of: the reader is a page of this key, which is told what to show; None: it is none.
         It ends when the feed is closed. Raises BadInput for what is no cursor.
         """
         match = None if after is None else CURSOR.fullmatch(after)
         if after is not None and match is None:
             raise BadInput(f"after: {after[:50]!r} is no cursor of this stream", param="after")
-        page = OpenPage(page_of or "")
         self._readers += 1
         try:
             self._start()
             await self._ready.wait()
             yield b": ok\n\n"
-            if page_of is not None:
-                self._pages.append(page)
             position = self._last
             if match is not None:
                 reset = self._reset_reason(match[1], int(match[2]))
@@ -116,10 +96,6 @@ class ChangeFeed:
                     position = int(match[2])
             while not self._closed:
                 news = self._news
-                if page.views:
-                    views = b"".join(page.views)
-                    page.views.clear()
-                    yield views
                 if self._last > position:
                     if self._reset_reason(self._name, position):
                         yield self._event(Change(self._last, "reset", "", "lagged"))
@@ -134,16 +110,6 @@ class ChangeFeed:
                     yield b": keep-alive\n\n"
         finally:
             self._readers -= 1
-            if page in self._pages:
-                self._pages.remove(page)
-
-    def show(self, owner: str, view: bytes) -> int:
-        """Tell the pages of a key to show what this JSON says; return how many there are."""
-        pages = [page for page in self._pages if page.owner == owner]
-        for page in pages:
-            page.views.append(b"event: view\ndata: %s\n\n" % view)
-        self._wake()
-        return len(pages)
 
     def note_runs(self, run_ids: Iterable[tuple[str, str]]) -> None:
         """Take (run, change) pairs that the store has learnt of; from any thread."""
@@ -224,9 +190,6 @@ class ChangeFeed:
         for change in changes:
             self._last += 1
             self._kept.append(Change(self._last, *change))
-        self._wake()
-
-    def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -256,8 +219,6 @@ class ChangeFeed:
             for name in _names(folder):
                 newest = max(_time(folder / name / each) for each in inner)
                 times[kind, name] = newest
-        for name in _names(home.reports):
-            times["report", name.removesuffix(".json")] = _time(home.reports / name)
         times["key", ""] = _time(home.keys)
         return times
 

@@ -121,11 +121,6 @@ GET     /v1/platform                                    use     nothing
 GET     /v1/whoami                                      use     nothing
 GET     /v1/queue                                       use     nothing
 GET     /v1/health/warnings                             train   nothing
-GET     /v1/reports                                     train   nothing
-GET     /v1/reports/{report}                            train   nothing
-PUT     /v1/reports/{report}                            train   shared
-DELETE  /v1/reports/{report}                            train   shared
-POST    /v1/view                                        train   nothing
 GET     /v1/keys                                        admin   nothing
 POST    /v1/keys                                        admin   shared
 DELETE  /v1/keys/{key}                                  admin   shared

@@ -42,24 +42,6 @@ HOSTILE = {
     "emoji": "\U0001f468\u200d\U0001f469\u200d\U0001f467 " * 50,
     "prototype": '{"__proto__": {"broken": 1}, "constructor": null, "toString": []}',
 }
-REPORT = """# What *happened*
-
-The tool was asked [for a sum](#/run/run-3-0?t=0 "3 + 4"), the job
-[went through](#/job/{job} "state=succeeded"), the candidate
-[won a pair](#/generation/lucky/1?pair={pair} "outcome=won") and somebody
-[claims](#/run/run-3-0?t=1 "<img src=x onerror='window.broken = 1'>") what nobody said.
-
-| table | of |
-|---|--:|
-| <script>window.broken = 1</script> | [elsewhere](https://elsewhere.test/) |
-
-1. [javascript](javascript:window.broken=1) ![picture](https://elsewhere.test/x.png)
-2. `{{constructor.constructor('window.broken=1')()}}` \u202e)nimda(
-
-```
-code
-```
-"""
 LONG_RUN, LONG_TURNS = "run-long", 120
 LOOP = "lucky"  # of two generations: the first promotes, the second does not
 BATCH_LINES, BAD_LINES = 12, 2
@@ -163,18 +145,7 @@ def _loop(site: Platform) -> None:
         promotion=test,
     )
     list(loop.run(2))
-    asyncio.run(_report(site))
     asyncio.run(site.rollback("m", 1, who="test", reason="as before"))
-
-
-async def _report(site: Platform) -> None:
-    """Reports with quotes, of which one does not hold."""
-    job = next(each["id"] for each in await site.views.jobs() if each["steps"] == 3)
-    won = await site.views.pairs(LOOP, 1, outcome="won")
-    text = REPORT.replace("{job}", job).replace("{pair}", str(won["data"][0]["n"]))
-    await site.views.write_report("week", text)
-    for number in range(3):
-        await site.views.write_report(f"note-{number}", HOSTILE["script"])
 
 
 async def _batch(site: Platform, home: Path) -> None:

@@ -61,7 +61,6 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.reports.report_files import Reports
 from cray_agents.runtime.retention.references import reasons_to_keep
 from cray_agents.runtime.scaling.ledger import LedgerFile, read_ledger
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
@@ -106,7 +105,6 @@ def make(root: Path) -> Home:
     audit.note(who="one", action="POST /v1/models/{name}/promote", status=200)
     audit.note(who="two", action="POST /v1/jobs", status=403)
     audit.close()
-    Reports(home).put("week", "# The week\n\nWhat happened.", "one")
     demo.claim(root / "demo.json", {"seed": 1})
     info = {"url": "http://127.0.0.1:1", "pid": os.getpid(), "name": "m", "token": "secret"}
     lease = ControllerLease.take(home, info | {"host": "a", "lease": 12.0}, 1)
@@ -298,7 +296,6 @@ def readers(home: Home) -> dict[str, Reader]:
         "needed": lambda h: reasons_to_keep(Registry(h), 2, []),
         "audit": lambda h: [line.model_dump() for line in read_audit(h.audit)],
         "keys": lambda h: [(record.model_dump(), ended) for record, ended in Keys(h).list()],
-        "report": lambda h: Reports(h).get("week").model_dump(),
         "files": lambda h: [file.model_dump() for file in Files(h).list().files],
         "contents": lambda h: [_read(Files(h).path(f.id)) for f in Files(h).list().files],
         "deleted": lambda h: [

@@ -5,7 +5,6 @@ import { Help } from "./components/help";
 import { Palette } from "./components/palette";
 import { SignIn } from "./components/sign_in";
 import { Failure, Loading } from "./components/states";
-import { ViewBar } from "./components/view_bar";
 import { connection, follow } from "./lib/events";
 import { useKeys } from "./lib/keyboard";
 import { go, href, route } from "./lib/route";
@@ -82,7 +81,6 @@ function Frame() {
         </span>
         {key.value && <button onClick={() => clearKey("Signed out.")}>Sign out</button>}
       </header>
-      <ViewBar />
       <main id="main" tabIndex={-1}>
         <ScreenView screen={screen} name={name} path={path.slice(1)} params={params} />
       </main>

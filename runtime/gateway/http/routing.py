@@ -30,7 +30,7 @@ from cray_agents.runtime.gateway.http.shapes import Described, Shape
 
 IN_RUN = "/runs/{run_id}"  # the base URL of a run, before the paths that are served under it
 
-Method = Literal["GET", "POST", "PUT", "DELETE"]
+Method = Literal["GET", "POST", "DELETE"]
 #: Takes the Services, which this folder knows nothing about, and the request.
 Handler: TypeAlias = Callable[[Any, Request], Awaitable[Response]]
 Decorator: TypeAlias = Callable[[Handler], Handler]
@@ -102,10 +102,6 @@ class Router:
     def post(self, path: str, role: RequiredRole, **options: Unpack[RouteOptions]) -> Decorator:
         """Declare the decorated handler for POST."""
         return self._declare("POST", path, role, options)
-
-    def put(self, path: str, role: RequiredRole, **options: Unpack[RouteOptions]) -> Decorator:
-        """Declare the decorated handler for PUT."""
-        return self._declare("PUT", path, role, options)
 
     def delete(self, path: str, role: RequiredRole, **options: Unpack[RouteOptions]) -> Decorator:
         """Declare the decorated handler for DELETE."""

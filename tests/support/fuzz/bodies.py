@@ -110,11 +110,6 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/trajectories/{run_id}/turns/{number}/score": {"model": "m", "top": 5},
     "/v1/keys": {"name": "k", "role": "use"},
-    "/v1/reports/{report}": {"text": '# T\n\n[a](#/run/run_1?t=0&tok=0-2 "x") [b](#/job/j "a=1")'},
-    "/v1/view": {
-        "url": "#/run/run_1?t=0",
-        "highlight": [{"turn": 0, "quote": "x", "reason": "r"}],
-    },
     "/v1/dashboard/sign_ins/exchange": {"token": "t"},
     "/v1/datasets": RECIPE,
     "/v1/jobs": {
@@ -216,14 +211,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/v1/unload_model": {"model_id": "s:train:8"},
     "/api/v1/get_info": {"model_id": "s:train:0"},
     "/api/v1/optim_step": {
-        "report": "r1",
         "model_id": "s:train:0",
         "seq_id": 1,
         "adam_params": {"learning_rate": 0.1, "beta1": 0.9, "eps": 1e-8, "grad_clip_norm": 1},
     },
     "/api/v1/save_weights": {"model_id": "s:train:0", "seq_id": 2, "path": "w"},
     "/api/v1/save_weights_for_sampler": {
-        "report": "r1",
         "model_id": "s:train:0",
         "seq_id": 3,
         "sampling_session_seq_id": 1,
@@ -263,7 +256,6 @@ PLAIN = {
     "job_id": "known-job",
     "fine_tuning_job_id": "known-tuning",
     "batch_id": "known-batch",
-    "report": "r1",
     "model_id": "s:train:0",
     "sampler_id": "s:sample:0",
 }

@@ -1,8 +1,7 @@
 /** Message: one message of a conversation, whatever its content is made of. */
 import { bytes, oneLine } from "../lib/format";
 import type { Message } from "../lib/records";
-import { useContext, useState } from "preact/hooks";
-import { firstMarkEnd, Quotes } from "../lib/shown_view";
+import { useState } from "preact/hooks";
 import { Json, parsed } from "./json";
 import { Text } from "./text";
 
@@ -22,9 +21,8 @@ export function MessageView({ message, thinking = true }: { message: Message; th
 }
 
 function Reasoning({ text }: { text: string }) {
-  const marked = firstMarkEnd(text, useContext(Quotes)) > 0;
   return (
-    <details open={marked}>
+    <details>
       <summary class="quiet">
         thinks ({bytes(text.length)}): {oneLine(text, 80)}
       </summary>
@@ -114,9 +112,8 @@ export function CallView({ call, meta }: { call: ShownCall; meta: boolean }) {
 }
 
 function Value({ text, name, open = false }: { text: unknown; name: string; open?: boolean }) {
-  const marks = useContext(Quotes);
   if (typeof text !== "string") return <Json name={name} value={text} open={open} />;
-  const value = firstMarkEnd(text, marks) ? undefined : parsed(text);
+  const value = parsed(text);
   return value === undefined ? (
     <div>
       <span class="hint">{name}</span>

@@ -7,7 +7,6 @@ import type { components } from "../lib/openapi";
 import type { RunFacts } from "../lib/records";
 import { href, setParams } from "../lib/route";
 import { listed, openNeighbour } from "../lib/run_list";
-import { marksIn, Quotes } from "../lib/shown_view";
 import { useTurnWindows } from "../lib/turn_windows";
 import { RewardChip, Tag } from "./chips";
 import { MessageView } from "./message";
@@ -56,7 +55,7 @@ export function RunView({ outline, params, version = 0, retry, actions, keys }: 
     meta: !hidden.has("meta"),
     raw: mode === "raw",
   };
-  const goTo = (n: number) => setParams({ t: Math.min(count - 1, Math.max(0, n)), tok: null, quote: null });
+  const goTo = (n: number) => setParams({ t: Math.min(count - 1, Math.max(0, n)), tok: null });
   const setMode = (next: Mode) => setParams({ mode: next === "text" ? null : next, tok: null });
   const toggle = (name: string) => {
     const next = new Set(hidden);
@@ -86,7 +85,7 @@ export function RunView({ outline, params, version = 0, retry, actions, keys }: 
     h: ["previous token", () => setToken(Math.max(0, (token ?? firstSampled + 1) - 1))],
     ...keys,
   });
-  const link = (n: number) => href(["run", id], { ...Object.fromEntries(params), t: n, tok: null, quote: null });
+  const link = (n: number) => href(["run", id], { ...Object.fromEntries(params), t: n, tok: null });
   return (
     <div class="run">
       <Head outline={outline} facts={facts} actions={actions}>
@@ -136,9 +135,7 @@ export function RunView({ outline, params, version = 0, retry, actions, keys }: 
                       </header>
                     )
                   ) : (
-                    <Quotes.Provider value={marksIn(id, n, n === at ? params.get("quote") : null)}>
-                      <TurnView turn={turn} before={n > 0 ? windows.turn(n - 1) : undefined} shown={shown} link={link(n)} />
-                    </Quotes.Provider>
+                    <TurnView turn={turn} before={n > 0 ? windows.turn(n - 1) : undefined} shown={shown} link={link(n)} />
                   )}
                   {n === count - 1 && turn && mode === "text" && windows.closing.map((one, m) => <MessageView key={m} message={one} />)}
                 </article>

@@ -1,7 +1,6 @@
 /** Text: stored text of models, tools and people. It is never markup, and never hides or reorders anything. */
-import { useContext, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { bytes, plain } from "../lib/format";
-import { firstMarkEnd, pieces, Quotes } from "../lib/shown_view";
 
 const STEP = 50_000; // characters more at each click: a browser lays them out in a moment
 
@@ -9,14 +8,11 @@ const STEP = 50_000; // characters more at each click: a browser lays them out i
 export function Text(props: { text: string; lines?: number; characters?: number; label?: string }) {
   const { text, lines = 30, characters = 4000 } = props;
   const [limit, setLimit] = useState(0);
-  const marks = useContext(Quotes);
-  const least = firstMarkEnd(text, marks); // a mark is never folded away
-  const open = limit || (least > first(text, lines, characters)[0].length ? least : 0);
-  const [cut, isCut] = open ? [text.slice(0, open), open < text.length] : first(text, lines, characters);
+  const [cut, isCut] = limit ? [text.slice(0, limit), limit < text.length] : first(text, lines, characters);
   return (
     <div class={isCut ? "text cut" : "text"}>
       <div class="body" dir="auto">
-        {marks.length ? pieces(cut, marks).map(([piece, reason], n) => (reason === undefined ? plain(piece) : <mark key={n} title={plain(reason)}>{plain(piece)}</mark>)) : plain(cut)}
+        {plain(cut)}
       </div>
       {isCut && (
         <button class="more" onClick={() => setLimit((limit || cut.length) + STEP)}>

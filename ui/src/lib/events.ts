@@ -5,7 +5,6 @@
 import { signal } from "@preact/signals";
 import { ApiError, address, request } from "./api";
 import { may } from "./session";
-import { show, type View } from "./shown_view";
 
 export interface Change {
   kind: string;
@@ -61,7 +60,7 @@ export async function follow(): Promise<void> {
 }
 
 async function readStream(signal: AbortSignal): Promise<void> {
-  const response = await request("GET", address("/v1/events", {}, { after: cursor, page: true }), undefined, signal, "text/event-stream");
+  const response = await request("GET", address("/v1/events", {}, { after: cursor }), undefined, signal, "text/event-stream");
   const reader = response.body!.pipeThrough(new TextDecoderStream()).getReader();
   // what changed while nothing was read is not known where the gateway was away
   if (connection.peek() !== "live") tell({ kind: "*", id: "", change: "reset" });
@@ -88,7 +87,6 @@ function take(block: string): void {
     else if (line.startsWith("event:")) name = line.slice(6).trim();
   }
   if (name === "reset") tell({ kind: "*", id: "", change: "reset" });
-  else if (name === "view") show(JSON.parse(data) as View);
   else if (data) tell(JSON.parse(data) as Change);
 }
 

@@ -17,7 +17,6 @@ export const SCREENS: readonly Screen[] = [
   { name: "batch", title: "Batches", role: "use", menu: true, load: () => import("./batch") },
   { name: "job", title: "Job", role: "train", menu: false, load: () => import("./job") },
   { name: "keys", title: "Keys and usage", role: "use", menu: true, load: () => import("./keys") },
-  { name: "reports", title: "Reports", role: "train", menu: true, load: () => import("./reports") },
   { name: "models", title: "Models", role: "use", menu: true, load: () => import("./models") },
   { name: "compare", title: "Compare", role: "use", menu: true, load: () => import("./compare") },
   { name: "playground", title: "Playground", role: "use", menu: true, load: () => import("./playground") },

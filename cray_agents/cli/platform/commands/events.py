@@ -27,7 +27,7 @@ def events(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell which runs, jobs, loops, datasets, models, batches, keys and reports change.
+    """Tell which runs, jobs, loops, datasets, models, batches and keys change.
 
     `reset` tells that changes were missed: look at everything anew.
     """

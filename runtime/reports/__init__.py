@@ -1,1 +1,0 @@
-"""Reports: Markdown that people and agents write about a platform, whose quotes are verified."""
