@@ -3,7 +3,6 @@
 import asyncio
 from asyncio.subprocess import Process
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +28,12 @@ from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
 from cray_agents.runtime.observability.audit_log import AuditLog
-from cray_agents.runtime.observability.engine_metrics import EngineCollector, scrape
 from cray_agents.runtime.observability.file_metrics import FileCollector
-from cray_agents.runtime.observability.metrics_history import history_folder, series_of
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
-from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.views.change_feed import ChangeFeed
 from cray_agents.runtime.views.run_pages import RunPages
 from cray_agents.runtime.views.token_text import Vocabularies, Vocabulary
@@ -46,15 +42,6 @@ if TYPE_CHECKING:
     from cray_agents.runtime.observability.live_traces import LiveTraces
 
 #: Families of the engines, by the beginnings of their names, of which a history is kept.
-ENGINE_HISTORY = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:prefix_cache_",
-    "vllm:num_preemptions",
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
-)
 JOINS = 2  # uploads that are put together at once: each takes a core and the disk
 SCANS = 2  # of all runs, at once
 
@@ -152,22 +139,6 @@ class Services:
         self.metrics.add(
             FileCollector(self.home, self.store, self.registry, self.batches, self.prices)
         )
-
-    @property
-    def history(self) -> Path:
-        """The folder of the metrics' history on this host. Raises StoreError."""
-        return history_folder(cache_of(self.home).parent, self.store.identity)
-
-    async def sample_metrics(self) -> dict[str, float]:
-        """Return all metrics now, and the chief ones of the engines, by series."""
-        self.metrics.set_gauges(self.admission, self.pool.status())
-        texts = await scrape(self.pool.engines())
-
-        def read() -> dict[str, float]:
-            engines = EngineCollector(texts, ENGINE_HISTORY)
-            return series_of(chain(self.metrics.collect(), engines.collect()))
-
-        return await asyncio.to_thread(read)
 
     def note_other_gateways(self) -> None:
         """Let further gateways find the replicas, and reckon with what they record and send."""

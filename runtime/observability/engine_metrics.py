@@ -48,14 +48,10 @@ async def scrape(engines: Sequence[ReplicaServer], timeout: float = TIMEOUT) -> 
 
 
 class EngineCollector:
-    """A collector of what `scrape` returned, for prometheus_client's encoders.
+    """A collector of what `scrape` returned, for prometheus_client's encoders."""
 
-    `names`: only families whose names begin so; empty: all.
-    """
-
-    def __init__(self, texts: Iterable[EngineText], names: Sequence[str] = ()) -> None:
+    def __init__(self, texts: Iterable[EngineText]) -> None:
         self._texts = list(texts)
-        self._names = tuple(names)
 
     def collect(self) -> Iterator[Metric]:
         """Yield each family once, with the samples of all replicas."""
@@ -64,20 +60,13 @@ class EngineCollector:
         for labels, text in self._texts:
             whole = text
             try:
-                for family in self._families(text or ""):
+                for family in text_string_to_metric_families(_CREATED.sub("", text or "")):
                     self._add(families, family, dict(zip(LABELS, labels, strict=True)))
             except ValueError:  # it is no text of Prometheus
                 whole = None
             up.add_metric(labels, float(whole is not None))
         yield up
         yield from families.values()
-
-    def _families(self, text: str) -> Iterable[Metric]:
-        text = _CREATED.sub("", text)
-        if self._names:
-            kept = (line for line in text.splitlines() if _name(line).startswith(self._names))
-            text = "\n".join([*kept, ""])
-        return text_string_to_metric_families(text)
 
     @staticmethod
     def _add(families: dict[str, Metric], family: Metric, labels: Mapping[str, str]) -> None:
@@ -90,8 +79,3 @@ class EngineCollector:
                 for name, value in sample.labels.items()
             }
             merged.samples.append(sample._replace(labels={**own, **labels}))
-
-
-def _name(line: str) -> str:
-    """Return the name of the metric that a line of the text is about."""
-    return line.split(" ", 3)[2] if line.startswith("# ") and line.count(" ") > 1 else line

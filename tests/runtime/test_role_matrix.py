@@ -133,7 +133,6 @@ POST    /v1/gateways                                    admin   shared
 POST    /v1/gateways/load                               admin   shared
 GET     /metrics                                        use     nothing
 GET     /metrics/engines                                use     nothing
-GET     /v1/metrics/range                               use     nothing
 GET     /openapi.json                                   use     nothing
 GET     /                                               open    nothing
 GET     /assets/{asset}                                 open    nothing

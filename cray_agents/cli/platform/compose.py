@@ -52,7 +52,6 @@ from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
-from cray_agents.runtime.observability.metrics_history import keep_history
 from cray_agents.runtime.pool.engine.load_format import load_format
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.pool.engine.weight_transfer import FILES, TransferSettings, check_transfer
@@ -227,8 +226,7 @@ async def run(
     jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
     ledger = LedgerFile(home.ledger, "platform")
     account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, devices)
-    history = keep_history(services.history, services.sample_metrics)
-    background = [batches, upkeep, jobs, *map(asyncio.create_task, (account, history))]
+    background = [batches, upkeep, jobs, asyncio.create_task(account)]
     if rule is not None:
         rules = scaling_rules(config, rule)
         counting = keep_replica_count(pool, services.admission, shares, rules, cluster)

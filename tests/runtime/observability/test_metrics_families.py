@@ -1,9 +1,6 @@
-"""The families of /metrics, /metrics/engines and the curves of /v1/metrics/range."""
+"""The families of /metrics and /metrics/engines."""
 
-import asyncio
-import time
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -16,9 +13,8 @@ from cray_agents.runtime.observability import call_metrics
 from cray_agents.runtime.observability.call_metrics import CallMetrics, key_label
 from cray_agents.runtime.observability.engine_metrics import EngineCollector, EngineText
 from cray_agents.runtime.observability.job_tails import JobTails
-from cray_agents.runtime.observability.metrics_history import keep_history
 from tests.support.scraped_metrics import Samples, parse, put, write_loop_and_jobs
-from tests.support.scripted_gateway import Gateway, says, served, until
+from tests.support.scripted_gateway import Gateway, served, until
 
 ENGINE = """\
 # HELP vllm:num_requests_running Running
@@ -54,10 +50,6 @@ def test_engines_metrics_get_labels_and_each_family_stands_once() -> None:
     assert "vllm:ttft_seconds_created" not in found
     up = {labels[1]: value for labels, value in found["cray_engine_up"].items()}
     assert up == {"0": 1, "1": 1, "2": 0, "3": 0}
-    some = generate_latest(EngineCollector(texts, ("vllm:num_",))).decode()  # type: ignore[arg-type]
-    assert {name for name in parse(some) if name.startswith("vllm")} == {
-        "vllm:num_requests_running"
-    }
 
 
 def test_no_caller_makes_series_at_will(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,52 +147,6 @@ async def test_damage_leaves_a_family_out_and_the_rest_stands(tmp_path: Path) ->
         found = await scrape(gateway)
     assert "cray_jobs" not in found
     assert found["cray_loop_generation"] == {("calc",): 0}
-
-
-async def test_curves_of_the_platforms_own_history(tmp_path: Path) -> None:
-    async with served(tmp_path) as gateway:
-        services = gateway.services
-        status, empty = await gateway.call("GET", "/v1/metrics/range?names=cray_calls_recorded")
-        assert status == 200 and empty["data"] == []
-        history = keep_history(services.history, services.sample_metrics, every=0.05)
-        task = asyncio.create_task(history)
-        await gateway.client().chat.completions.create(model="calc", messages=says("hi"))
-        path = "/v1/metrics/range?names=cray_calls_recorded_total,cray_replica_requests&points=50"
-        curves: list[Any] = []
-        async with asyncio.timeout(120):
-            while not any(
-                curve["name"] == "cray_calls_recorded_total" and curve["points"][-1][1] == 1
-                for curve in curves
-            ):
-                status, answer = await gateway.call("GET", path)
-                curves = answer["data"]
-        named = {curve["name"]: curve for curve in curves}
-        assert named["cray_replica_requests"]["labels"]["replica"] == "0"
-        assert abs(curves[0]["points"][-1][0] - time.time()) < 3600
-        status, listed = await gateway.call("GET", "/v1/metrics/range")
-        assert {"cray_requests_total", "cray_engine_up"} <= set(listed["names"])
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    async with served(tmp_path) as gateway:  # a restart
-        status, answer = await gateway.call("GET", path)
-        assert any(curve["name"] == "cray_calls_recorded_total" for curve in answer["data"])
-
-
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ("from=now", "from"),
-        ("from=5&to=4", "from"),
-        ("to=nan", "to"),
-        ("points=-1", "points"),
-        ("points=5001", "points"),
-        ("name=x", "name"),
-        ("names=" + "a," * 51, "names"),
-    ],
-)
-async def test_a_wrong_range_is_refused_by_name(gateway: Gateway, asked: str, param: str) -> None:
-    status, body = await gateway.call("GET", f"/v1/metrics/range?{asked}")
-    assert (status, body["error"]["param"]) == (400, param)
 
 
 def test_a_keys_label_tells_no_name() -> None:
