@@ -92,7 +92,7 @@ class StrictRecord(Record):
 
 
 class StopReason(StrEnum):
-    """The reason why a run ended."""
+    """The reason why a run ended. `max_tokens`: those of the run, or of its last answer."""
 
     completed = "completed"
     max_turns = "max_turns"

@@ -91,12 +91,16 @@ async def _converse(state: RunState) -> Any:
             state.messages.append({"role": "user", "content": answered})
             continue
         try:
-            return state.active.output.read(answer)
+            output = state.active.output.read(answer)
         except OutputError as error:
             mistakes += 1
             if mistakes > state.settings.output_retries:
                 raise
             state.messages.append({"role": "user", "content": f"{error} Answer again."})
+        else:
+            if state.turns[-1][0].finish_reason == "length":
+                state.stop(StopReason.max_tokens)
+            return output
     state.stop(limit)
     if state.settings.on_limit == "stop":
         return None

@@ -53,7 +53,7 @@ class Handoff:
 
 @dataclass(frozen=True)
 class LimitReached:
-    """A limit of the run was reached: `max_turns`, `max_tokens` or `timeout`."""
+    """A limit was reached: `max_turns`, `timeout`, or `max_tokens` of the run or of its answer."""
 
     limit: StopReason
 

@@ -206,6 +206,9 @@ class Config(BaseModel):
     )
     kv_cache_gib: float = Field(1, gt=0, description="GiB of KV cache of a replica on CPU")
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
+    reasoning_parser: str = Field(
+        "", description="vLLM's parser that keeps thoughts apart from answers; empty: none"
+    )
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
     start_timeout: float = Field(300.0, gt=0, description="seconds a replica may take to start")
     swap_timeout: float = Field(120.0, gt=0, description="seconds a request waits for a version")

@@ -9,6 +9,7 @@ from typing import Any
 from cray_agents.env_worker.http_client import HttpClient, RequestRefused
 from cray_agents.env_worker.rollout import Rollout, check_observation, check_tools
 
+_KEPT = ("role", "content", "reasoning", "tool_calls")  # of an answer, when it is sent back
 TOO_LONG = ("context length", "context_length", "maximum model length", "longer than")
 
 
@@ -34,6 +35,7 @@ class ModelConversation:
         if tools:
             self._request["tools"] = tools
         self._run_id, self._calls = rollout.run_id, 0
+        self.cut = False  # whether the last answer was cut by a limit of tokens
 
     @property
     def output(self) -> str | None:
@@ -56,8 +58,10 @@ class ModelConversation:
             if refused.status >= 500 or refused.status == 429:
                 raise ServerFailed(str(refused)) from None
             raise
-        given = answer["choices"][0]["message"]
-        kept = {name: given[name] for name in ("role", "content", "tool_calls") if given.get(name)}
+        choice = answer["choices"][0]
+        self.cut = choice.get("finish_reason") == "length"
+        given = choice["message"]
+        kept = {name: given[name] for name in _KEPT if given.get(name)}
         message: dict[str, Any] = {"content": "", **kept}
         self.messages.append(message)
         return message
@@ -69,7 +73,7 @@ class ModelConversation:
             if message is None:
                 return "max_tokens"
             if not message.get("tool_calls"):
-                return "completed"
+                return "max_tokens" if self.cut else "completed"
             for call in message["tool_calls"]:
                 self.observe(call, called(call))
         return "max_turns"

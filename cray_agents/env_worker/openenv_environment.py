@@ -80,7 +80,7 @@ class OpenEnvAdapter:
                 if not episode.done:
                     talk.reply(observation)
             elif not message.get("tool_calls"):
-                return "completed"
+                return "max_tokens" if talk.cut else "completed"
             for call in message.get("tool_calls", ()):
                 talk.observe(call, episode.called(call))
                 if episode.done:

@@ -1,7 +1,7 @@
 """Health warnings: failures that raise no error, found in the runs of the last while.
 
-Rules over groups come from the index. For one, the last calls of the newest runs are read: whether
-a model wrote tool calls that no parser took. Called by gateway/routes/platform.py.
+Rules over groups come from the index. For two, the last calls of the newest runs are read: whether
+a model wrote tool calls or thoughts that no parser took. Called by gateway/routes/platform.py.
 """
 
 from collections import defaultdict
@@ -28,6 +28,8 @@ TOOL_MARKS = (
     "<|python_tag|>",
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",
 )
+#: How models begin or end a thought.
+THOUGHT_MARKS = ("<think>", "</think>", "[THINK]", "<|channel|>analysis")
 
 Rows = list[dict[str, Any]]
 
@@ -109,24 +111,35 @@ def _flat_groups(rows: Rows, since: float) -> list[HealthWarning]:
 
 
 def _unparsed(store: Store, since: float) -> list[HealthWarning]:
-    """Tell of answers that hold a tool call as text, in the last calls of the newest runs."""
-    looked = missed = 0
+    """Tell of answers whose text no parser took apart, in the last calls of the newest runs."""
+    looked = {"tool_call": 0, "thought": 0}
+    found = dict(looked)
     for facts in islice(store.facts(RunQuery(since=since, order="newest", limit=NEWEST)), NEWEST):
         with suppress(CrayError, KeyError, TypeError):  # moved or damaged: another rule tells
             places = store.places(facts.run_id)[1].calls
             for call in store.bodies(places[-1:]):
+                message = call["message"]
+                text = text_of(message)
+                looked["thought"] += 1
+                found["thought"] += any(mark in text for mark in THOUGHT_MARKS)
                 if call.get("tools"):
-                    looked += 1
-                    missed += not call["message"].get("tool_calls") and any(
-                        mark in text_of(call["message"]) for mark in TOOL_MARKS
-                    )
-    if not missed:
-        return []
-    message = (
-        f"{missed} of {looked} answers hold a tool call as text: set `tool_call_parser` to vLLM's"
-        " parser for this model"
+                    looked["tool_call"] += 1
+                    marked = any(mark in text for mark in TOOL_MARKS)
+                    found["tool_call"] += not message.get("tool_calls") and marked
+    rules = (
+        ("tool_call", "a tool call", "tool_call_parser"),
+        ("thought", "the model's thoughts", "reasoning_parser"),
     )
-    return [_warning("unparsed_tool_calls", message, missed, looked, None, {"since": since})]
+    return [
+        _warning(
+            f"unparsed_{kind}s",
+            f"{found[kind]} of {looked[kind]} answers hold {what} as text: set `{setting}` to"
+            " vLLM's parser for this model",
+            *(found[kind], looked[kind], None, {"since": since}),
+        )
+        for kind, what, setting in rules
+        if found[kind]
+    ]
 
 
 def _warning(

@@ -276,6 +276,7 @@ def engine_settings(config: Config, *, sleeps: bool) -> EngineSettings:
         max_num_seqs=config.max_num_seqs,
         dtype=config.dtype,
         tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         engine_args=tuple(config.engine_args),
         kv_cache_gib=config.kv_cache_gib,
         max_lora_rank=config.max_lora_rank,

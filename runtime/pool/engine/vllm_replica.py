@@ -72,6 +72,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     dtype: str = "auto"
     tool_call_parser: str = "hermes"
+    reasoning_parser: str = ""
     engine_args: tuple[str, ...] = ()
     kv_cache_gib: float = 1.0
     start_timeout: float = 300.0
@@ -369,6 +370,7 @@ def command(
         *("--dtype", dtype, "--max-model-len", str(settings.max_model_len)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser),
+        *(("--reasoning-parser", name) if (name := settings.reasoning_parser) else ()),
         # recorded logprobs must be of the distribution that was sampled from ...
         *("--logprobs-mode", "processed_logprobs"),
         # ... which the request alone decides, not generation_config.json

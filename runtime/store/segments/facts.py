@@ -113,7 +113,9 @@ def ending_of(finish_reason: Any, answer: dict[str, Any]) -> StopReason:
         return StopReason.cancelled
     if finish_reason == "error":
         return StopReason.error
-    return StopReason.unanswered if answer.get("tool_calls") else StopReason.completed
+    if answer.get("tool_calls"):
+        return StopReason.unanswered
+    return StopReason.max_tokens if finish_reason == "length" else StopReason.completed
 
 
 def text_of(message: dict[str, Any]) -> str:

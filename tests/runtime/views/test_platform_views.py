@@ -164,7 +164,7 @@ async def test_silent_failures_are_warned_of(gateway: Gateway) -> None:
             fields = {"loop": "flat", "generation": 1, "attempt": attempt, "rewards": [reward]}
             fields |= {"task": task(number), "started": 1e9}
             await describe(gateway, f"flat-{number}-{attempt}", **fields)
-    answer = "<tool_call>{}</tool_call>"
+    answer = "<think>A tool is needed<tool_call>{}</tool_call>"
     await gateway.ask(answer, headers={"x-run-id": "unparsed"})
     (call,) = gateway.calls("unparsed")
     body = call.model_dump(mode="json") | {"tools": TAKES_CALLS, "id": "c2", "run_id": "missed"}
@@ -172,7 +172,7 @@ async def test_silent_failures_are_warned_of(gateway: Gateway) -> None:
     warnings = WarningList.model_validate(await get(gateway, "/v1/health/warnings?since=1e9"))
     kinds = {(warning.kind, warning.loop) for warning in warnings.data}
     assert {("no_rewards", "silent"), ("equal_rewards", "flat"), ("zero_variance", "flat")} <= kinds
-    assert ("unparsed_tool_calls", None) in kinds
+    assert {("unparsed_tool_calls", None), ("unparsed_thoughts", None)} <= kinds
     later = WarningList.model_validate(await get(gateway, "/v1/health/warnings?since=3e9"))
     assert later.data == []
 
