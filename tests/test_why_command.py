@@ -54,6 +54,8 @@ def test_a_rejection_is_told_with_its_evidence(
     with pytest.raises(SystemExit, match="0"):
         main()
     assert "Next: " in capsys.readouterr().out
+    note(home, "sums", generation=11, version="calc@4", stopped="its target is reached")
+    assert explain(home, "sums")["next"] == "nothing: to go on, change the setting that ended it"
     with pytest.raises(NotFound, match=r"no job 'other'.*loops: sums; replicas: replica-0"):
         explain(home, "other")
 

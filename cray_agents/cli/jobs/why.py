@@ -20,7 +20,7 @@ from cray_agents.runtime.controller_lease import LEASE, standby_notes
 
 REPLICA = "replica-"
 CONTROLLER = "controller"
-SILENT = 120.0  # seconds without an event after which a running job is sentences to be silent
+SILENT = 120.0  # seconds without an event after which a running job is said to be silent
 
 Answer = dict[str, Any]
 
@@ -84,11 +84,13 @@ def _explain_job(home: Home, job_id: str) -> Answer:
     if status.state == "queued":
         meaning, step = describe_reason(status.reason) if status.reason else ("", "wait")
         sentences.append(
-            f"It waits: {meaning}." if meaning else "Its scheduler has not sentences why."
+            f"It waits: {meaning}." if meaning else "Its scheduler has not said why it waits."
         )
         if running(home) is None:
             sentences.append("No platform runs on this root, so this may be old.")
             step = "start `cray-agents up`, which starts it again when it ends early"
+    elif status.state == "succeeded":
+        step = f"nothing: it is done; `cray-agents jobs show {job_id}` has its figures"
     elif status.state == "paused":
         sentences, step = [*sentences, "Somebody paused it."], f"`cray-agents jobs resume {job_id}`"
     elif status.state == "failed":
@@ -169,6 +171,8 @@ def _explain_loop(home: Home, name: str) -> Answer:
         if last.stopped:
             sentences.append(f"The loop ended itself: {_sentence(last.stopped)}")
             state = "stopped"
+            if last.promoted:
+                step = "nothing: to go on, change the setting that ended it"
     answer = {"what": "loop", "name": name, "state": state, "why": sentences, "next": step}
     if current:
         job = _explain_job(home, current[-1])
