@@ -110,6 +110,11 @@ class Access:
         caller.check_role(role, f"{scope['method']} {scope['path']}")
         return caller
 
+    def let_in(self, scope: Scope, role: RequiredRole) -> None:
+        """Note the sender of a request, as `caller_of` returns it. Raises as `caller` does."""
+        if role != "open":
+            scope.setdefault("state", {})["caller"] = self.caller(scope, role)
+
     def _caller_of(self, secret: str) -> Caller | None:
         token = self._token if isinstance(self._token, str) else self._token()
         if token and hmac.compare_digest(secret.encode(), token.encode()):
@@ -127,9 +132,7 @@ class RoleCheck:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._role != "open":
-            caller = self._access.caller(scope, self._role)
-            scope.setdefault("state", {})["caller"] = caller
+        self._access.let_in(scope, self._role)
         _check_encoding(scope)
         response = await self._handler(Request(scope, receive, send))
         await response(scope, receive, send)
