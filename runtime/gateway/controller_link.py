@@ -21,7 +21,7 @@ from aiohttp.client_proto import ResponseHandler
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from cray_agents.errors import Corrupt, NoController, NotFound, NotLoaded
+from cray_agents.errors import NoController, NotFound, NotLoaded
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http import proof

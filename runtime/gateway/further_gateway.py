@@ -3,8 +3,9 @@
 It keeps nothing that another gateway could not rebuild. It samples at the replicas that the
 controller publishes, records to the same store with a writer of its own, and reads versions and
 canaries from the registry. All that has to be decided once is asked of the controller: every other
-route is forwarded as it came, for callers who may use it. What happens here that the controller must know goes to it in reports
-(routes/gateways.py). Without a controller calls are answered on, the rest is 503 `no_controller`.
+route is forwarded as it came, for callers who may use it. What happens here that the controller
+must know goes to it in reports (routes/gateways.py). Without a controller calls are answered on,
+the rest is 503 `no_controller`.
 
 Started by cli/platform/gateways/gateway_processes.py. Read next: controller_link.py,
 runtime/pool/published_replicas.py.

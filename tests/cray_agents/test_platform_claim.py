@@ -21,6 +21,7 @@ from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.runtime.controller_lease import ControllerLease
+from cray_agents.runtime.scheduler.supervised import start_time
 from tests.support.command_line import cli
 from tests.support.scripted_gateway import served
 
@@ -125,8 +126,11 @@ def test_one_from_before_a_reboot_is_gone(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
         home.platform.write_text(json.dumps(info | {"pid": process.pid}))
+        assert platform_process.owner(home) is None  # another process has its pid now
+        info |= {"pid": process.pid, "ticks": start_time(process.pid)}
+        home.platform.write_text(json.dumps(info))
         assert platform_process.owner(home) is not None
-        home.platform.write_text(json.dumps(info | {"pid": process.pid, "boot": "before"}))
+        home.platform.write_text(json.dumps(info | {"boot": "before"}))
         assert platform_process.owner(home) is None
         process.kill()
     assert claim(home) != info["token"]

@@ -24,8 +24,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cray_agents.errors import AccessDenied
-from cray_agents.runtime.gateway.http.api_keys import PLATFORM_ID, Keys, Role
+from cray_agents.errors import AccessDenied, NoController
+from cray_agents.runtime.gateway.http.api_keys import PLATFORM_ID, PLATFORM_PREFIX, Keys, Role
 from cray_agents.runtime.gateway.http.error_envelope import BadEncoding
 
 TINKER = "tml-"  # the beginning of keys in Tinker's client, which takes no others
@@ -119,6 +119,8 @@ class Access:
         token = self._token if isinstance(self._token, str) else self._token()
         if token and hmac.compare_digest(secret.encode(), token.encode()):
             return PLATFORM
+        if callable(self._token) and secret.startswith(PLATFORM_PREFIX):
+            raise NoController("this is the platform's own key of another time: ask again")
         record = self._keys.check(secret)
         return Caller(record.id, record.name, record.role) if record else None
 

@@ -99,6 +99,6 @@ async def prove_gateway(services: Services, request: Request) -> Response:
     """
     nonce = query(request).get("nonce", "")
     if not re.fullmatch("[0-9a-f]{64}", nonce) or not services.token:
-        raise BadInput("nonce must be 64 hexadecimal digits, of a platform's gateway", param="nonce")
+        raise BadInput("nonce must be 64 hexadecimal digits, of a platform", param="nonce")
     host, port = request.scope["server"]
     return json_response({"proof": proof.proof_of(services.token, nonce, host, port)})

@@ -39,6 +39,7 @@ from cray_agents.runtime.controller_lease import (
     was_ended_for_good,
 )
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder
+from cray_agents.runtime.gateway.http.api_keys import PLATFORM_PREFIX
 from cray_agents.runtime.scheduler.supervised import boot_id, start_time
 from cray_agents.trainers.job.restarter import unfinished_jobs
 
@@ -148,13 +149,12 @@ def _who(name: str, replicas: str, seconds: float) -> dict[str, Any]:
 
 
 def _start(lease: ControllerLease, ports: Ports) -> None:
-    """Begin to control. The key is new: that of a process before may be known to who has its port.
-    """
+    """Begin to control. The key is new: that of a process before may be known to who has its port."""
     lease.start(
         url=address(ports.listener),
         elsewhere=address_elsewhere(ports.listener),
         control=address(ports.control) if ports.control else None,
-        token=f"sk-platform-{secrets.token_urlsafe(32)}",
+        token=f"{PLATFORM_PREFIX}{secrets.token_urlsafe(32)}",
     )
 
 
