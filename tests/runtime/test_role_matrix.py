@@ -136,6 +136,7 @@ GET     /v1/pool                                        admin   nothing
 POST    /v1/pool/lease                                  admin   shared
 POST    /v1/gateways                                    admin   shared
 POST    /v1/gateways/load                               admin   shared
+GET     /v1/gateways/proof                              open    nothing
 GET     /metrics                                        use     nothing
 GET     /metrics/engines                                use     nothing
 GET     /v1/metrics/range                               use     nothing
