@@ -168,7 +168,8 @@ async def test_who_has_a_dead_controllers_port_gets_no_secret_and_ends_no_gatewa
         assert (TOKEN.encode() in false.received) is proved, false.received
         assert (b"sk-cray-of-a-client" in false.received) is proved
     site.claim(site.controller.url)
-    await until_status(gateway, "/v1/jobs", 200)
+    for each in site.gateways:
+        await until_status(each, "/v1/jobs", 200)
 
 
 @dataclass

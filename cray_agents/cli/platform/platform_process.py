@@ -13,7 +13,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
@@ -31,7 +30,7 @@ from cray_agents.engines.openai_engine import KeySource
 from cray_agents.errors import BadInput, Corrupt, EngineUnavailable, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
-from cray_agents.processes import alive
+from cray_agents.processes import alive, python
 from cray_agents.runtime.controller_lease import standby_notes
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http import proof
@@ -292,7 +291,7 @@ def start(
     home = config.root
     umask = make_private(home.root, config.group).umask
     home.logs.mkdir(mode=0o777 & ~umask, exist_ok=True)
-    argv = [sys.executable, "-m", "cray_agents", "up", "--name", name, "--home", str(home.root)]
+    argv = python("-m", "cray_agents", "up", "--name", name, "--home", str(home.root))
     argv += ["--port", str(config.port), "--replicas", str(replicas)]
     argv += ["--scheduler", config.scheduler, "--gateways", str(config.gateways)]
     argv += ["--model", str(model)] if model else []

@@ -149,7 +149,7 @@ def _who(name: str, replicas: str, seconds: float) -> dict[str, Any]:
 
 
 def _start(lease: ControllerLease, ports: Ports) -> None:
-    """Begin to control. The key is new: who has the port of a process before may know that one's."""
+    """Begin to control, with a new key: who has the port of a dead process may know that one's."""
     lease.start(
         url=address(ports.listener),
         elsewhere=address_elsewhere(ports.listener),
