@@ -121,14 +121,14 @@ class ControllerReports:
 
     async def keep_sending(self) -> None:
         """Send reports, until cancelled."""
-        said = ""
+        last_problem = ""
         while True:
             try:
                 await self.send()
-                said = ""
+                last_problem = ""
             except CrayError as error:
-                if str(error) != said:
-                    log.warning("%s", said := str(error))
+                if str(error) != last_problem:
+                    log.warning("%s", last_problem := str(error))
                 await self._link.look()
             await asyncio.sleep(REPORT)
 

@@ -183,11 +183,11 @@ def lasting_key(info: dict[str, Any]) -> KeySource | None:
         nonlocal secret, until
         deadline = time.monotonic() + FOLLOWED_SECONDS
         while time.monotonic() > until:
-            found = None
+            holder = None
             with suppress(SetupError, OSError):
-                found = await asyncio.to_thread(owner, home)
-            if found is not None:
-                secret, until = found["token"], time.monotonic() + FRESH
+                holder = await asyncio.to_thread(owner, home)
+            if holder is not None:
+                secret, until = holder["token"], time.monotonic() + FRESH
             elif time.monotonic() > deadline:
                 raise EngineUnavailable(f"no platform controls {home.root}: see `cray-agents why`")
             else:

@@ -14,6 +14,7 @@ the wrong place. A network between hosts whose packets others change is not kept
 routes/gateways.py answers. controller_link.py and cli/platform/platform_process.py ask.
 """
 
+import errno
 import hashlib
 import hmac
 import ipaddress
@@ -57,5 +58,5 @@ def _require_proof(connection: socket.socket, key: str) -> None:
         answer += piece
     if not key or not hmac.compare_digest(answer.rpartition(b"\r\n\r\n")[2], wanted):
         raise ConnectionRefusedError(
-            f"{host}:{port} does not prove to be of the platform that its claim on the root names"
+            errno.ECONNREFUSED, "who listens there does not prove to be of this root's platform"
         )

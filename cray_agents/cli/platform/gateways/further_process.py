@@ -30,7 +30,7 @@ from cray_agents.cli.platform.gateways.sockets import address
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.root.root_claim import say
 from cray_agents.config import Config
-from cray_agents.errors import NoController, SetupError
+from cray_agents.errors import CrayError, SetupError
 from cray_agents.processes import alive, let_children_import_safely
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.further_gateway import (
@@ -81,7 +81,7 @@ async def run_further(config: Config, listener: socket.socket, starter: int | No
     services = further_services(config, link, store)
     try:
         await services.reports.send()  # its share, before the first request
-    except NoController as error:
+    except CrayError as error:
         say(str(error))
     mode = config.api_keys if is_loopback(config.host) else "required"
     app = create_further_app(services, Keys(config.root), mode)
