@@ -52,7 +52,8 @@ class Site:
         self.marks = folder / "marks"
         self.foreign = folder / "foreign"  # a folder of somebody whose files nobody is to run
         self.foreign.mkdir()
-        for name in {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize"}:
+        packages = filter(str.isidentifier, packages_distributions())
+        for name in {*sys.stdlib_module_names, *packages, "sitecustomize"}:
             mark = f"open({str(self.marks)!r}, 'a').write(__name__ + '\\n')\nraise ImportError\n"
             (self.foreign / f"{name}.py").write_text(mark)
 

@@ -98,6 +98,21 @@ async def test_one_that_answers_is_used_from_another_host(tmp_path: Path) -> Non
         with pytest.raises(SetupError, match="does not answer at"):
             await asyncio.to_thread(platform_process.running, home)
 
+    # nothing of the platform's key goes to who listens where it was
+    received = b""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        received += await reader.read(65536)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        there = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+        home.platform.write_text(json.dumps(info | {"elsewhere": there}))
+        with pytest.raises(SetupError, match="does not answer at"):
+            await asyncio.to_thread(platform_process.running, home)
+    assert received and TOKEN.encode() not in received
+
 
 def claim(home: Home) -> str:
     """Claim a root as a process does that is then killed; this process counts as none."""
