@@ -33,11 +33,6 @@ def python(*words: str) -> list[str]:
     return [sys.executable, "-P", *words]
 
 
-def let_children_import_safely() -> None:
-    """Do the same for all that this process starts: also for what others' packages start in it."""
-    os.environ.update(SAFE_IMPORTS)
-
-
 def die_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> None:
     """Ask the kernel to signal this process when its parent dies. Call this in the child.
 

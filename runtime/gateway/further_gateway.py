@@ -22,8 +22,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from cray_agents.errors import CrayError, NoController, NotFound
 from cray_agents.ports import EngineCall
@@ -32,7 +33,7 @@ from cray_agents.runtime.gateway.app import declarations, enclose
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.http import proof
 from cray_agents.runtime.gateway.http.api_keys import Keys
-from cray_agents.runtime.gateway.http.auth import Access, Mode, RequiredRole
+from cray_agents.runtime.gateway.http.auth import Access, Handler, Mode, RoleCheck
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.routing import mount
 from cray_agents.runtime.gateway.model_calls.admission import Admission
@@ -306,20 +307,13 @@ def _routes(services: FurtherServices, access: Access) -> Iterator[BaseRoute]:
         if declaration in OWN_ROUTES:
             yield from mount([declaration], services, access)
         else:
-            forwarder = _Forwarder(services.link, declaration.role, access)
+            forwarded = RoleCheck(_forward(services.link), declaration.role, access)
             for path in declaration.paths:
-                yield Route(path, forwarder, methods=[declaration.method])
+                yield Route(path, forwarded, methods=[declaration.method])
 
 
-class _Forwarder:
-    """The ASGI application of a route that is the controller's, for callers with the route's role.
+def _forward(link: ControllerLink) -> Handler:
+    async def forward(request: Request) -> ASGIApp:
+        return link.forward
 
-    Starlette would take a function for a handler.
-    """
-
-    def __init__(self, link: ControllerLink, role: RequiredRole, access: Access) -> None:
-        self._link, self._role, self._access = link, role, access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._access.let_in(scope, self._role)
-        await self._link.forward(scope, receive, send)
+    return forward

@@ -40,7 +40,7 @@ from cray_agents.cli.platform.root.root_claim import describe_inheritance, say, 
 from cray_agents.config import Config
 from cray_agents.errors import ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
-from cray_agents.processes import let_children_import_safely
+from cray_agents.processes import SAFE_IMPORTS
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
 from cray_agents.runtime.controller_lease import ControllerLease
@@ -105,7 +105,7 @@ def serve(
     A `standby` first waits until the platform that runs has no controller any more.
     """
     home = config.root
-    let_children_import_safely()
+    os.environ.update(SAFE_IMPORTS)  # of all that is started from here
     make_root(config)
     check_access(config)
     resources_of(config)  # raises on a wrong configuration before anything starts

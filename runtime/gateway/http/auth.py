@@ -21,8 +21,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cray_agents.errors import AccessDenied, NoController
 from cray_agents.runtime.gateway.http.api_keys import PLATFORM_ID, PLATFORM_PREFIX, Keys, Role
@@ -33,7 +32,7 @@ PLAIN = (b"", b"identity")  # encodings that leave a body as it is
 
 Mode = Literal["auto", "required", "off"]
 RequiredRole = Role | Literal["open"]
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[ASGIApp]]  # mostly a Response
 
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1", re.IGNORECASE)
 
@@ -105,22 +104,17 @@ class Access:
                 _check_page(scope)
                 return ANYBODY
             return replace(caller, role=Role.admin)  # a key takes no rights away
+        if caller is None and callable(self._token) and secret.startswith(PLATFORM_PREFIX):
+            raise NoController("this is the key of a controller that is not known here: ask again")
         if caller is None:
             raise AccessDenied(_refusal(secret))
         caller.check_role(role, f"{scope['method']} {scope['path']}")
         return caller
 
-    def let_in(self, scope: Scope, role: RequiredRole) -> None:
-        """Note the sender of a request, as `caller_of` returns it. Raises as `caller` does."""
-        if role != "open":
-            scope.setdefault("state", {})["caller"] = self.caller(scope, role)
-
     def _caller_of(self, secret: str) -> Caller | None:
         token = self._token if isinstance(self._token, str) else self._token()
         if token and hmac.compare_digest(secret.encode(), token.encode()):
             return PLATFORM
-        if callable(self._token) and secret.startswith(PLATFORM_PREFIX):
-            raise NoController("this is the platform's own key of another time: ask again")
         record = self._keys.check(secret)
         return Caller(record.id, record.name, record.role) if record else None
 
@@ -134,7 +128,9 @@ class RoleCheck:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._access.let_in(scope, self._role)
+        if self._role != "open":
+            caller = self._access.caller(scope, self._role)
+            scope.setdefault("state", {})["caller"] = caller
         _check_encoding(scope)
         response = await self._handler(Request(scope, receive, send))
         await response(scope, receive, send)

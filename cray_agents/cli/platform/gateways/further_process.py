@@ -31,7 +31,7 @@ from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.root.root_claim import say
 from cray_agents.config import Config
 from cray_agents.errors import CrayError, SetupError
-from cray_agents.processes import alive, let_children_import_safely
+from cray_agents.processes import SAFE_IMPORTS, alive
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.further_gateway import (
     ControllerReports,
@@ -58,7 +58,7 @@ def serve_further(config: Config, starter: int | None = None) -> None:
     `starter`: the pid of the platform that started it. Without that platform it ends when another
     one of this host has taken over, or when none does.
     """
-    let_children_import_safely()
+    os.environ.update(SAFE_IMPORTS)  # of all that is started from here
     check_access(config)
     listener, seat = listen_together(config.root, config.host, config.port)
     with listener, seat:
