@@ -108,9 +108,7 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
 
     os.kill(first["pid"], signal.SIGKILL)
     said = root.why()
-    followed_with = asyncio.run(
-        asyncio.wait_for(newest_key(), 120)
-    )  # a client that goes on does so with the next one's
+    followed_with = asyncio.run(asyncio.wait_for(newest_key(), 120))  # by a client that goes on
     assert followed_with != claim["token"]
     assert followed_with == json.loads((root.home / "platform.json").read_text())["token"]
     now = until(root.status)

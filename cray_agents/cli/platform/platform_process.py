@@ -177,7 +177,7 @@ def lasting_key(info: dict[str, Any]) -> KeySource | None:
     """
     if os.environ.get("CRAY_AGENTS_API_KEY") or "root" not in info:
         return key(info)
-    home, secret, until = Home(Path(info["root"])), str(info["token"]), time.monotonic() + FRESH
+    home, secret, until = Home(Path(info["root"])), "", 0.0
 
     async def newest() -> str:
         nonlocal secret, until
