@@ -43,6 +43,7 @@ SUBMITTER = "submitter"  # in the slurm folder: the pid of a `jobs submit` witho
 START_SECONDS = 120.0  # until the gateway answers; a busy machine takes long to start Python
 STOP_SECONDS = 20.0
 FRESH = 0.25  # seconds for which the claim, once read, is believed
+FRESH_ELSEWHERE = 2.0  # ... of a platform of another host, which is asked whether it is there
 FOLLOWED_SECONDS = 15.0  # that a client waits for the next platform when one has died
 
 
@@ -187,7 +188,8 @@ def lasting_key(info: dict[str, Any]) -> KeySource | None:
             with suppress(SetupError, OSError):
                 holder = await asyncio.to_thread(owner, home)
             if holder is not None:
-                secret, until = holder["token"], time.monotonic() + FRESH
+                secret = holder.get("token", "none")
+                until = time.monotonic() + (FRESH if holder["pid"] else FRESH_ELSEWHERE)
             elif time.monotonic() > deadline:
                 raise EngineUnavailable(f"no platform controls {home.root}: see `cray-agents why`")
             else:
