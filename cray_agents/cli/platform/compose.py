@@ -105,7 +105,6 @@ def serve(
     A `standby` first waits until the platform that runs has no controller any more.
     """
     home = config.root
-    os.environ.update(SAFE_IMPORTS)  # of all that is started from here
     make_root(config)
     check_access(config)
     resources_of(config)  # raises on a wrong configuration before anything starts
@@ -121,6 +120,7 @@ def serve(
         delete_leftovers(home)
         registry = Registry(home, lease.check)
         version = first_version(registry, model, name)
+        os.environ.update(SAFE_IMPORTS)  # of all that is started from here
         gpu = replicas.total > 0 and has_gpu_build()
         servers = replicas.here if gpu else 0  # on GPUs of this host
         with contextlib.closing(configured_scheduler(config, servers)) as scheduler:

@@ -58,9 +58,9 @@ def serve_further(config: Config, starter: int | None = None) -> None:
     `starter`: the pid of the platform that started it. Without that platform it ends when another
     one of this host has taken over, or when none does.
     """
-    os.environ.update(SAFE_IMPORTS)  # of all that is started from here
     check_access(config)
     listener, seat = listen_together(config.root, config.host, config.port)
+    os.environ.update(SAFE_IMPORTS)  # of all that is started from here
     with listener, seat:
         uvloop.run(run_further(config, listener, starter))
 
