@@ -120,7 +120,6 @@ def serve(
         delete_leftovers(home)
         registry = Registry(home, lease.check)
         version = first_version(registry, model, name)
-        os.environ.update(SAFE_IMPORTS)  # of all that is started from here
         gpu = replicas.total > 0 and has_gpu_build()
         servers = replicas.here if gpu else 0  # on GPUs of this host
         with contextlib.closing(configured_scheduler(config, servers)) as scheduler:
@@ -169,6 +168,7 @@ def serve(
                 rule,
                 cluster_view(config, scheduler, resources, rule),
             )
+            os.environ.update(SAFE_IMPORTS)  # of all that is started from here
             uvloop.run(platform_run)
 
 
