@@ -31,7 +31,7 @@ def cray_agents(*words: object) -> None:
     """Show a command, and run it."""
     argv = [str(word) for word in words]
     print(f"\n$ cray-agents {shlex.join(argv)}", flush=True)
-    subprocess.run([sys.executable, "-m", "cray_agents", *argv], check=True)
+    subprocess.run([sys.executable, "-P", "-m", "cray_agents", *argv], check=True)
 
 
 def main(folder: Path) -> None:

@@ -97,7 +97,7 @@ def cray_agents(*words: object, answers: bool = False) -> Any:
     """Show a command and run it; with `answers`, what it prints as JSON."""
     argv = [str(word) for word in words]
     print(f"\n$ cray-agents {shlex.join(argv)}", flush=True)
-    command = [sys.executable, "-m", "cray_agents", *argv]
+    command = [sys.executable, "-P", "-m", "cray_agents", *argv]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE if answers else None).stdout
     return json.loads(out) if answers else None
 

@@ -1,4 +1,4 @@
-"""Processes: make children die with their parent, start with few imports, and end at once.
+"""Processes: start children with safe and few imports, that die with their parent and end at once.
 
 Dying with a parent that was killed by `kill -9` is Linux only (prctl). Elsewhere nothing happens,
 and its children must be ended by hand.
@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 PR_SET_PDEATHSIG = 1
+#: With them no Python, and none that it starts, imports from the folder it is started in.
+SAFE_IMPORTS = {"PYTHONSAFEPATH": "1"}
+
+
+def python(*words: str) -> list[str]:
+    """Return the command line of a Python that imports nothing from the folder it is started in.
+
+    Python would look there first, and run any file that is named as a module of the library or of a
+    package. That folder is the user's, or a model's. A user's own FILE.py has its folder on the
+    path all the same, for its loader puts it there (cli/agent/agents.py).
+    """
+    return [sys.executable, "-P", *words]
 
 
 def die_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> None:

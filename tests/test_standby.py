@@ -1,5 +1,6 @@
 """`up --standby`: another process follows the one that is killed or hands over."""
 
+import asyncio
 import json
 import os
 import random
@@ -13,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from cray_agents.cli.platform import platform_process
 from cray_agents.cli.platform.gateways.sockets import listen
 from cray_agents.errors import SetupError
+from cray_agents.paths import Home
 from cray_agents.processes import alive
 from cray_agents.runtime.scheduler.private_cluster import PORTS
 from tests.support.bare_models import bare_model
@@ -98,8 +101,16 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
     assert rows["controller"].startswith(f"{os.uname().nodename} (pid {first['pid']}), term 1, ")
     assert rows["standbys"] == f"{os.uname().nodename} (pid {second})" and rows["gateways"] == "1"
 
+    claim = platform_process.owner(Home(root.home))
+    assert claim is not None
+    newest_key = platform_process.lasting_key(claim)
+    assert callable(newest_key)
+
     os.kill(first["pid"], signal.SIGKILL)
     said = root.why()
+    followed_with = asyncio.run(asyncio.wait_for(newest_key(), 120))  # by a client that goes on
+    assert followed_with != claim["token"]
+    assert followed_with == json.loads((root.home / "platform.json").read_text())["token"]
     now = until(root.status)
     assert "ended without giving the root back" in said or f"(pid {second})" in said
     assert (now["pid"], now["url"]) == (second, first["url"])

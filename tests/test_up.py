@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import openai
 import pytest
 
 from cray_agents.paths import Home
-from cray_agents.processes import alive
+from cray_agents.processes import alive, python
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.models.seed_model import make_seed_model
 
@@ -48,11 +49,18 @@ class Site:
         make_seed_model(self.model, seed=0, corpus=["hello there", "What is 1 + 1?"])
         (folder / "agent.py").write_text(AGENT)
         self.env = {**os.environ, "PATH": without_slurm(folder / "bin")}
+        self.marks = folder / "marks"
+        self.foreign = folder / "foreign"  # a folder of somebody whose files nobody is to run
+        self.foreign.mkdir()
+        packages = filter(str.isidentifier, packages_distributions())
+        for name in {*sys.stdlib_module_names, *packages, "sitecustomize"}:
+            mark = f"open({str(self.marks)!r}, 'a').write(__name__ + '\\n')\nraise ImportError\n"
+            (self.foreign / f"{name}.py").write_text(mark)
 
-    def cli(self, *words: object) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-m", "cray_agents", *map(str, words), "--home", str(self.home)]
-        return subprocess.run(argv, cwd=self.folder, env=self.env, capture_output=True, text=True,
-                              timeout=200)  # fmt: skip
+    def cli(self, *words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        argv = python("-m", "cray_agents", *map(str, words), "--home", str(self.home))
+        return subprocess.run(argv, cwd=cwd or self.folder, env=self.env, capture_output=True,
+                              text=True, timeout=200)  # fmt: skip
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.cli("status", "--json").stdout)
@@ -63,7 +71,7 @@ class Site:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     site = Site(tmp_path_factory.mktemp("up"))
     ways = ("--port", 0, "--gateways", 2, "--detach")
-    done = site.cli("up", "--model", site.model, "--name", "tiny", *ways)
+    done = site.cli("up", "--model", site.model, "--name", "tiny", *ways, cwd=site.foreign)
     assert done.returncode == 0, done.stderr + (site.home / "logs" / "platform.log").read_text()
     yield site
     site.cli("down")
@@ -146,6 +154,18 @@ def test_two_gateways_at_the_port_answer_and_a_killed_one_comes_again(site: Site
     assert len(Store(Home(site.home)).run("run_of_both").calls) == 20
     texts = [(site.home / "logs" / name).read_text() for name in ("gateway-1.log", "platform.log")]
     assert "Traceback" not in "".join(texts)
+
+
+def test_no_file_of_the_folder_where_it_was_started_is_run(site: Site) -> None:
+    """Neither by the platform, its gateways, worker and vLLM, nor by what requests start."""
+    url = site.status()["url"]
+    with urllib.request.urlopen(f"{url}/v1/trajectories/export?format=jsonl") as answer:
+        assert answer.read()
+    body = json.dumps({"loop": "l", "tokenizer": str(site.model)}).encode()
+    request = urllib.request.Request(f"{url}/v1/datasets", body, method="POST")
+    with suppress(urllib.error.HTTPError):  # no run of that loop, says the process that builds
+        urllib.request.urlopen(request)
+    assert not site.marks.exists(), site.marks.read_text()
 
 
 def test_nobody_else_may_read_what_platform_worker_and_commands_wrote(site: Site) -> None:

@@ -12,13 +12,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput, SetupError, ToolError
+from cray_agents.processes import python
 
 SECONDS = 1.0  # processor time of a check
 MAX_CHARS = 100_000  # length of a schema as JSON
@@ -97,7 +97,7 @@ class SchemaChecks:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         self._process = process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), str(SECONDS)],
+            python(str(WORKER), str(SECONDS)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,10 @@ _REJECTED = (400, 422)  # HTTP status of servers that do not know a field
 log = logging.getLogger(__name__)
 
 
+#: A key, or a function that returns it.
+KeySource = str | Callable[[], Awaitable[str]]
+
+
 class OpenAIEngine:
     """Chat completions of the server at `base_url`, which may leave out the `/v1`.
 
@@ -91,7 +95,7 @@ class OpenAIEngine:
 
     Args:
         base_url: default $CRAY_AGENTS_URL, else http://127.0.0.1:8000/v1.
-        api_key: default $CRAY_AGENTS_API_KEY, else "none".
+        api_key: default $CRAY_AGENTS_API_KEY, else "none". A function is called for each request.
         retries: repetitions of a request to an overloaded or absent server.
         timeout: seconds per request; default: the openai client's (600).
         exact_tokens: True to request token ids and logprobs. None: request them until the server
@@ -102,7 +106,7 @@ class OpenAIEngine:
         self,
         base_url: str | None = None,
         *,
-        api_key: str | None = None,
+        api_key: KeySource | None = None,
         retries: int = RETRIES,
         timeout: float | None = None,
         exact_tokens: bool | None = None,

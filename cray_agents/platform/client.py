@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from cray_agents.engines.openai_engine import OpenAIEngine, run_event
+from cray_agents.engines.openai_engine import KeySource, OpenAIEngine, run_event
 from cray_agents.errors import BadInput, CrayError, JobError, NotFound
 from cray_agents.platform.training_session import TrainingSession
 from cray_agents.platform.transport import Recording, Transport
@@ -41,7 +41,7 @@ class Platform:
     takes too long, and otherwise the typed error that the gateway's envelope names.
     """
 
-    def __init__(self, url: str | None = None, api_key: str | None = None) -> None:
+    def __init__(self, url: str | None = None, api_key: KeySource | None = None) -> None:
         self.url = (url or os.environ.get("CRAY_AGENTS_URL") or URL).rstrip("/").removesuffix("/v1")
         self._http = Transport(self.url, api_key)
         self._recording: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Recording] = (

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
-from cray_agents.engines.openai_engine import OpenAIEngine
+from cray_agents.engines.openai_engine import KeySource, OpenAIEngine
 from cray_agents.errors import (
     AccessDenied,
     BadInput,
@@ -47,7 +47,7 @@ class Transport:
     All raise EngineUnavailable, EngineTimeout, and the errors of `typed_error`.
     """
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: KeySource | None) -> None:
         self.url = url
         self.engine = OpenAIEngine(url, api_key=api_key, exact_tokens=True)
 

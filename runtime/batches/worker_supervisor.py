@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import os
-import sys
 import time
 from pathlib import Path
 
 from cray_agents.paths import Home
-from cray_agents.processes import end_child
+from cray_agents.processes import end_child, python
 
 PAUSE_SECONDS = (0.5, 30.0)  # seconds before a restart: at first, and at most after repeated deaths
 STEADY_SECONDS = 60.0  # seconds of life that reset the pause
@@ -42,7 +41,7 @@ async def keep(home: Home, url: str, log_file: Path, *, key: str | None = None) 
 async def _start(
     home: Home, url: str, log_file: Path, key: str | None
 ) -> asyncio.subprocess.Process:
-    argv = [sys.executable, "-m", "cray_agents.runtime.batches.worker", str(home.root), url]
+    argv = python("-m", "cray_agents.runtime.batches.worker", str(home.root), url)
     environment = {**os.environ, **({"CRAY_AGENTS_API_KEY": key} if key else {})}
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("ab") as output:

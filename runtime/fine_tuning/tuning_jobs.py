@@ -21,6 +21,7 @@ from typing import Any
 from cray_agents.errors import BadInput, CrayError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
+from cray_agents.processes import python
 from cray_agents.records import digest
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning import job_inputs
@@ -152,7 +153,7 @@ class FineTuning:
         if "torch" in sys.modules and sum(sizes) <= SMALL_BYTES:
             await asyncio.to_thread(validate, self.home, job_id, self.code)
             return
-        argv = [sys.executable, "-m", job_inputs.__name__, str(self.home.root), job_id]
+        argv = python("-m", job_inputs.__name__, str(self.home.root), job_id)
         argv += [self.code, str(os.getpid())]
         process = await asyncio.create_subprocess_exec(*argv, stdin=DEVNULL, stderr=PIPE)
         try:

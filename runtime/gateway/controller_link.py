@@ -3,29 +3,32 @@
 The claim of that process, `platform.json`, has its address and its key. It is read again several
 times a second, and whenever the address does not answer: after a takeover another process has
 claimed the root. Requests that a further gateway does not answer itself are forwarded as they are,
-with the caller's own key, so the controller decides who may do what. Read next: further_gateway.py.
+with the caller's own key. Nothing is sent before the other side of the connection has proved to be
+of the platform: http/proof.py. Read next: further_gateway.py.
 """
 
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote_from_bytes
 
 import aiohttp
 import orjson
+from aiohttp.client_proto import ResponseHandler
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from cray_agents.errors import Corrupt, NoController, NotFound, NotLoaded
+from cray_agents.errors import NoController, NotFound, NotLoaded
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.gateway.http import proof
 from cray_agents.runtime.gateway.http.middleware import REQUEST_ID
 
 LOOK = 0.25  # seconds between two looks at the claim
-CONNECT = 5.0  # seconds until a connection must stand
-_ANSWER = 10.0  # seconds for a report
+_ASCII = bytes(range(0x21, 0x7F))
 _HOP_BY_HOP = frozenset(
     (
         *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
@@ -107,7 +110,7 @@ class ControllerLink:
         before = self._claim
         try:
             self._claim = await asyncio.to_thread(read_claim, self._home)
-        except (OSError, Corrupt, KeyError) as error:  # the last one known may still be right
+        except (OSError, KeyError, TypeError, ValueError) as error:  # the last known may be right
             log.warning("the controller is not known anew: %s", error)
         return self._claim is not None and self._claim != before
 
@@ -120,19 +123,22 @@ class ControllerLink:
         headers = {"authorization": f"Bearer {claim.token}", "content-type": "application/json"}
         try:
             async with self._http().post(
-                claim.url + path, data=orjson.dumps(body), headers=headers
+                URL(claim.url).with_path(path), data=orjson.dumps(body), headers=headers
             ) as response:
-                answer: dict[str, Any] = orjson.loads(await response.read())
+                answer = orjson.loads(await response.read())
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
             await self.look()
             raise _nobody(error) from error
-        if response.status == 200:
+        if response.status == 200 and isinstance(answer, dict):
             return answer
-        failure = answer["error"]
-        for kind in (NotLoaded, NotFound):
-            if failure["code"] in (kind.code, "model_not_found" if kind is NotFound else ""):
-                raise kind(failure["message"])
-        raise NoController(f"the controller refused {path}: {failure['message']}")
+        match answer:
+            case {"error": {"code": code, "message": str(message)}}:
+                for kind in (NotLoaded, NotFound):
+                    if code in (kind.code, "model_not_found" if kind is NotFound else ""):
+                        raise kind(message)
+            case _:
+                message = f"{response.status}, {str(answer)[:200]}"
+        raise NoController(f"the controller refused {path}: {message}")
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the controller answer a request, as an ASGI application. Raises NoController.
@@ -146,7 +152,8 @@ class ControllerLink:
             try:
                 response = await self._send(claim, scope, body)
             except aiohttp.ClientConnectorError as error:
-                if not body.begun and await self.look():
+                await self.look()
+                if not body.begun and self._claim != claim:
                     continue
                 raise _nobody(error) from error
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -163,9 +170,16 @@ class ControllerLink:
     async def _send(
         self, claim: ControllerClaim, scope: Scope, body: "_Body"
     ) -> aiohttp.ClientResponse:
-        path = scope.get("raw_path") or scope["path"].encode()
-        query = scope["query_string"]
-        target = claim.url + path.decode("latin-1") + (f"?{query.decode()}" if query else "")
+        at = URL(claim.url)
+        assert at.host is not None
+        target = URL.build(  # of parts: no text of a client decides about the host
+            scheme=at.scheme,
+            host=at.host,
+            port=at.port,
+            path=quote_from_bytes(scope.get("raw_path") or scope["path"].encode(), _ASCII),
+            query_string=quote_from_bytes(scope["query_string"], _ASCII),
+            encoded=True,
+        )
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
@@ -174,7 +188,7 @@ class ControllerLink:
         headers.append(("x-request-id", scope[REQUEST_ID].decode()))
         return await self._http().request(
             scope["method"],
-            URL(target, encoded=True),
+            target,
             headers=headers,
             data=body.pieces() if body.expected else None,
             allow_redirects=False,
@@ -189,8 +203,8 @@ class ControllerLink:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:  # made late because it belongs to the running loop
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
+                connector=_ProvedConnector(lambda: self.token),
+                timeout=aiohttp.ClientTimeout(total=None),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
@@ -200,6 +214,26 @@ class ControllerLink:
         """Drop the connections."""
         if self._session is not None:
             await self._session.close()
+
+
+class _ProvedConnector(aiohttp.BaseConnector):
+    """Connections to gateways that have proved to know the platform's key."""
+
+    def __init__(self, key: Callable[[], str]) -> None:
+        super().__init__(limit=0, keepalive_timeout=2.0)
+        self._key = key
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        host, port = req.url.raw_host or "", req.url.port or 80
+        try:
+            connection = await asyncio.to_thread(proof.connect, host, port, self._key())
+        except OSError as error:
+            raise aiohttp.ClientConnectorError(req.connection_key, error) from error
+        connection.setblocking(False)
+        _, protocol = await self._loop.create_connection(self._factory, sock=connection)
+        return protocol
 
 
 def _nobody(why: object) -> NoController:

@@ -3,14 +3,16 @@
 It keeps nothing that another gateway could not rebuild. It samples at the replicas that the
 controller publishes, records to the same store with a writer of its own, and reads versions and
 canaries from the registry. All that has to be decided once is asked of the controller: every other
-route is forwarded as it came. What happens here that the controller must know goes to it in reports
-(routes/gateways.py). Without a controller calls are answered on, the rest is 503 `no_controller`.
+route is forwarded as it came, for callers who may use it. What happens here that the controller
+must know goes to it in reports (routes/gateways.py). Without a controller calls are answered on,
+the rest is 503 `no_controller`.
 
 Started by cli/platform/gateways/gateway_processes.py. Read next: controller_link.py,
 runtime/pool/published_replicas.py.
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
@@ -20,23 +22,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from cray_agents.errors import NoController, NotFound
+from cray_agents.errors import CrayError, NoController, NotFound
 from cray_agents.ports import EngineCall
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.gateway.app import declarations, enclose
 from cray_agents.runtime.gateway.controller_link import ControllerLink
+from cray_agents.runtime.gateway.http import proof
 from cray_agents.runtime.gateway.http.api_keys import Keys
-from cray_agents.runtime.gateway.http.auth import Access, Mode
+from cray_agents.runtime.gateway.http.auth import Access, Handler, Mode, RoleCheck
 from cray_agents.runtime.gateway.http.metrics import Metrics
-from cray_agents.runtime.gateway.http.routing import Declaration, mount
+from cray_agents.runtime.gateway.http.routing import mount
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.canary_traffic import tell_outcome
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
-from cray_agents.runtime.gateway.routes import platform, sampling, trajectories
+from cray_agents.runtime.gateway.routes import gateways, platform, sampling, trajectories
 from cray_agents.runtime.pool.published_replicas import FollowedPool
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
 REPORT = 0.25  # seconds between two reports
 MOST_NOTES = 10_000  # of a kind that wait for a controller; older ones are dropped
 
+log = logging.getLogger(__name__)
+
 #: The routes that need nothing but the store, the registry and the replicas.
 OWN_ROUTES = (
     *sampling.router.declarations,
@@ -58,6 +64,7 @@ OWN_ROUTES = (
         for one in platform.router.declarations
         if one.path in ("/health", "/health/live", "/health/ready", "/metrics")
     ),
+    *(one for one in gateways.router.declarations if one.path == proof.PATH),
 )
 
 
@@ -92,7 +99,7 @@ class ControllerReports:
         self._failures.append({"replica": replica, "losses": losses, "why": why})
 
     async def send(self) -> None:
-        """Send a report. Raises NoController; what was to be told is then kept."""
+        """Send a report. Raises as `ask` does; what was to be told is then kept."""
         kinds = {
             "outcomes": self._outcomes,
             "rewarded": self._rewarded,
@@ -103,19 +110,26 @@ class ControllerReports:
             notes.clear()
         report = {"gateway": self._name, "demand": self.demand(), **notes_of}
         try:
-            answer = await self._link.ask("/v1/gateways", report)
-        except NoController:
+            match await self._link.ask("/v1/gateways", report):
+                case {"share": float(share)} if 0 < share <= 1:
+                    self.share, self.answered = share, time.monotonic()
+                case answer:
+                    raise NoController(f"a report was answered with no share: {str(answer)[:200]}")
+        except CrayError:
             for kind, notes in kinds.items():
                 notes.extendleft(reversed(notes_of[kind]))
             raise
-        self.share, self.answered = float(answer["share"]), time.monotonic()
 
     async def keep_sending(self) -> None:
         """Send reports, until cancelled."""
+        last_problem = ""
         while True:
             try:
                 await self.send()
-            except NoController:
+                last_problem = ""
+            except CrayError as error:
+                if str(error) != last_problem:
+                    log.warning("%s", last_problem := str(error))
                 await self._link.look()
             await asyncio.sleep(REPORT)
 
@@ -255,6 +269,11 @@ class FurtherServices:
         self.versions = FollowedVersions(self.registry, self.pool, self.reports, self.link)
         self.reports.demand = lambda: self.admission.demand
 
+    @property
+    def token(self) -> str:
+        """The platform's own key."""
+        return self.link.token
+
     async def follow(self) -> None:
         """Follow the controller and its replicas, until cancelled."""
         await self.link.look()
@@ -280,9 +299,7 @@ def share_of(number: int, reports: ControllerReports) -> int:
 def create_further_app(services: FurtherServices, keys: Keys, mode: Mode) -> Starlette:
     """Return the ASGI application over these services. Keys and mode: see `Access`."""
     access = Access(keys, mode, lambda: services.link.token)
-    app = enclose([*_routes(services, access)], services)
-    app.router.default = _Forwarder(services.link)  # the controller knows why a path is wrong
-    return app
+    return enclose([*_routes(services, access)], services)
 
 
 def _routes(services: FurtherServices, access: Access) -> Iterator[BaseRoute]:
@@ -290,19 +307,13 @@ def _routes(services: FurtherServices, access: Access) -> Iterator[BaseRoute]:
         if declaration in OWN_ROUTES:
             yield from mount([declaration], services, access)
         else:
-            yield from _forwarded(declaration, services.link)
+            forwarded = RoleCheck(_forward(services.link), declaration.role, access)
+            for path in declaration.paths:
+                yield Route(path, forwarded, methods=[declaration.method])
 
 
-def _forwarded(declaration: Declaration, link: ControllerLink) -> Iterator[Route]:
-    for path in declaration.paths:
-        yield Route(path, _Forwarder(link), methods=[declaration.method])
+def _forward(link: ControllerLink) -> Handler:
+    async def forward(request: Request) -> ASGIApp:
+        return link.forward
 
-
-class _Forwarder:
-    """An ASGI application that forwards. Starlette would take a bound method for a handler."""
-
-    def __init__(self, link: ControllerLink) -> None:
-        self._link = link
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._link.forward(scope, receive, send)
+    return forward

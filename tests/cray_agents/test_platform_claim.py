@@ -21,6 +21,7 @@ from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.runtime.controller_lease import ControllerLease
+from cray_agents.runtime.scheduler.supervised import start_time
 from tests.support.command_line import cli
 from tests.support.scripted_gateway import served
 
@@ -97,6 +98,21 @@ async def test_one_that_answers_is_used_from_another_host(tmp_path: Path) -> Non
         with pytest.raises(SetupError, match="does not answer at"):
             await asyncio.to_thread(platform_process.running, home)
 
+    # nothing of the platform's key goes to who listens where it was
+    received = b""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        received += await reader.read(65536)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        there = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+        home.platform.write_text(json.dumps(info | {"elsewhere": there}))
+        with pytest.raises(SetupError, match="does not answer at"):
+            await asyncio.to_thread(platform_process.running, home)
+    assert received and TOKEN.encode() not in received
+
 
 def claim(home: Home) -> str:
     """Claim a root as a process does that is then killed; this process counts as none."""
@@ -125,8 +141,11 @@ def test_one_from_before_a_reboot_is_gone(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
         home.platform.write_text(json.dumps(info | {"pid": process.pid}))
+        assert platform_process.owner(home) is None  # another process has its pid now
+        info |= {"pid": process.pid, "ticks": start_time(process.pid)}
+        home.platform.write_text(json.dumps(info))
         assert platform_process.owner(home) is not None
-        home.platform.write_text(json.dumps(info | {"pid": process.pid, "boot": "before"}))
+        home.platform.write_text(json.dumps(info | {"boot": "before"}))
         assert platform_process.owner(home) is None
         process.kill()
     assert claim(home) != info["token"]

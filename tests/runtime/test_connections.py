@@ -12,6 +12,7 @@ import uvicorn
 
 from cray_agents.runtime.gateway.http.protocol import protocol
 from tests.support.gateway_with_keys import Site, site_at
+from tests.support.odd_heads import ODD_HEADS, odd_request
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
 
@@ -106,3 +107,13 @@ async def test_a_compressed_body_is_refused(tmp_path: Path, path: str, encoding:
         plain = {"content-encoding": "identity", "content-type": "application/json"}
         async with site.http.post(site.url + path, data=b"{}", headers=plain) as response:
             assert response.status == 400
+
+
+@pytest.mark.parametrize("head", ODD_HEADS)
+async def test_a_head_that_others_may_read_otherwise_is_refused(tmp_path: Path, head: str) -> None:
+    async with site_at(tmp_path) as site, hurried(site, 20) as port:
+        refused, _, body = (await answer_to(port, odd_request(head, "localhost"))).partition(
+            b"\r\n\r\n"
+        )
+        assert refused.startswith(b"HTTP/1.1 400 "), refused
+        assert json.loads(body)["error"]["code"] == "invalid_http"

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from cray_agents.cli.platform.gateways.further_process import further_services
 from cray_agents.config import Config
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.controller_link import ControllerLink
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.http.proof import proof_of
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import SwapMode
@@ -29,10 +33,11 @@ from cray_agents.runtime.pool.published_replicas import (
 )
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.store import Store
+from tests.support.odd_heads import ODD_HEADS, odd_request
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, says, until
 from tests.support.scripted_pool import checkpoint
 from tests.support.scripted_server import PROGRAM
-from tests.support.shared_gateways import FurtherGateway, SharedSite, shared_site
+from tests.support.shared_gateways import TOKEN, FurtherGateway, SharedSite, shared_site
 from tests.support.slurm_pool import ask
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -98,6 +103,109 @@ async def test_all_that_is_decided_once_is_forwarded(site: SharedSite) -> None:
     assert who.json["name"] == "anybody"
     forbidden = await gateway.call("GET", "/v1/pool", headers={"Host": "evil.example"})
     assert (forbidden.status, forbidden.code) == (403, "host_not_allowed")
+
+
+async def test_no_text_of_a_client_decides_where_a_request_goes(site: SharedSite) -> None:
+    gateway = site.gateways[0]
+    async with false_controller() as inside:
+        where = inside.url.removeprefix("http://")
+        odd = [*ODD_HEADS, "GET /nothing/@{host}/x HTTP/1.1", "GET /v1/jobs/@{host} HTTP/1.1"]
+        for head in odd:
+            answer = await gateway.raw(odd_request(head, where))
+            status, error = (
+                int(answer.split()[1]),
+                json.loads(answer.partition(b"\r\n\r\n")[2])["error"],
+            )
+            assert (status, error["code"]) in (
+                (400, "invalid_http"), (404, "unknown_url"), (404, "not_found"),
+            ), (head, answer)  # fmt: skip
+        for query in (b"a=\xff", b"after=%FF"):  # as odd as it is, it is the controller's to read
+            request = b"GET /v1/jobs?%b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+            assert (await gateway.raw(request % query)).startswith(b"HTTP/1.1 400 ")
+        assert inside.received == b""
+
+
+async def test_nothing_is_forwarded_without_the_routes_role(tmp_path: Path) -> None:
+    """Neither without a key, nor for a key of a lower role, nor what is no route."""
+    async with shared_site(tmp_path, gateways=1, replicas=1) as site:
+        gateway, keys = site.gateways[0], Keys(site.home)
+        secrets = {role: keys.create(role.name, role)[1] for role in (Role.use, Role.admin)}
+        await until_status(gateway, "/v1/pool", 401)
+        rows = [
+            ("GET", "/v1/pool", None, 401),
+            ("GET", "/v1/pool", "wrong", 401),
+            ("GET", "/v1/pool", secrets[Role.use], 403),
+            ("POST", "/v1/models/calc/promote", secrets[Role.use], 403),
+            ("GET", "/v1/pool", secrets[Role.admin], 200),
+            ("GET", "/v1/nothing", secrets[Role.admin], 404),
+            ("PUT", "/v1/pool", secrets[Role.admin], 405),
+        ]
+        async with false_controller(TOKEN) as false:
+            site.claim(false.url)
+            await until(lambda: b"/v1/gateways " in false.received)
+            for method, path, secret, status in rows:
+                headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+                answer = await gateway.call(method, path, headers=headers)
+                assert answer.status == (503 if status == 200 else status), (method, path, secret)
+                sent = f"{method} {path} ".encode() in false.received
+                assert sent is (status == 200), (method, path, secret)
+
+
+async def test_who_has_a_dead_controllers_port_gets_no_secret_and_ends_no_gateway(
+    site: SharedSite,
+) -> None:
+    """Nor one that passes on to the controller; nor does an answer of another form do harm."""
+    gateway, key = site.gateways[0], {"Authorization": "Bearer sk-cray-of-a-client"}
+    port = int(site.controller.url.rpartition(":")[2])
+    for knows, passes_on in (("", 0), ("sk-platform-before", 0), ("", port), (TOKEN, 0)):
+        async with false_controller(knows, passes_on) as false:
+            site.claim(false.url)
+            await until(lambda: false.asked >= 3)  # it goes on to ask
+            refused = await gateway.call("POST", "/v1/models/calc/promote", headers=key, json={})
+            assert (refused.status, refused.code) == (503, "no_controller")
+            assert (await gateway.ask("hello")).status == 200
+        proved = knows == TOKEN
+        assert (TOKEN.encode() in false.received) is proved, false.received
+        assert (b"sk-cray-of-a-client" in false.received) is proved
+    site.claim(site.controller.url)
+    for each in site.gateways:
+        await until_status(each, "/v1/jobs", 200)
+
+
+@dataclass
+class FalseController:
+    """A process of another user at the port that a claim names. It answers with JSON of its own."""
+
+    url: str = ""
+    received: bytes = b""
+    asked: int = 0
+
+
+@asynccontextmanager
+async def false_controller(knows: str = "", passes_on: int = 0) -> AsyncIterator[FalseController]:
+    """`knows`: the key by which it proves itself. `passes_on`: the port it sends all bytes to."""
+    false = FalseController()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", passes_on) if passes_on else None
+        host, port = writer.get_extra_info("sockname")
+        with suppress(ConnectionError):
+            while request := await reader.read(65536):
+                false.received += request
+                false.asked += 1
+                nonce = re.search(b"nonce=([0-9a-f]+)", request)
+                proof = proof_of(knows, nonce[1].decode(), host, port) if nonce else "forged"
+                body = json.dumps({"proof": proof}, separators=(",", ":")).encode()
+                answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+                if there is not None:
+                    there[1].write(request)
+                    answer = await there[0].read(65536)
+                writer.write(answer if nonce or b"/v1/gateways" in request else b"no HTTP\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        false.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield false
 
 
 async def test_rewards_and_reads_of_runs(site: SharedSite) -> None:

@@ -176,7 +176,6 @@ def run(
 
         torch.set_num_threads(int(threads))
     sys.argv = [module, *arguments]
-    sys.path.insert(0, folder)
     code = 1
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

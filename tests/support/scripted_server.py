@@ -33,7 +33,8 @@ from cray_agents.runtime.vllm_plugins.lock import (
 # as in runtime/pool/engine/vllm_engine.py, which imports half a second of numpy and more
 BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
 VERSION, EVENT = "x-cray-version", b"event: cray.samples\ndata: "
-PROGRAM = (sys.executable, "-m", "tests.support.scripted_server")
+ROOT = Path(__file__).parents[2]
+PROGRAM = ("env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.support.scripted_server")
 NOT_TRAINED = b"not what was trained"
 SLOW = float(os.environ.get("CRAY_TEST_SLOW", "1"))  # seconds
 

@@ -44,6 +44,16 @@ class FurtherGateway:
         body = {"model": "calc", "messages": asked, **fields}
         return await self.call("POST", CHAT, json=body, headers=headers)
 
+    async def raw(self, request: bytes) -> bytes:
+        """All that comes back for these bytes."""
+        port = int(self.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        writer.close()
+        return answer
+
     async def kill(self) -> None:
         self.process.kill()
         await self.process.wait()

@@ -174,6 +174,7 @@ SCRIPT = """\
 
 export NCCL_DEBUG=WARN
 export OMP_NUM_THREADS=6
+export PYTHONSAFEPATH=1
 """
 SRUN = (
     "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=48 --cpu-bind=cores"

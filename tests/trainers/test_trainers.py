@@ -119,7 +119,8 @@ def test_a_job_that_never_gets_further_fails_with_its_log(lab: Any) -> None:
     assert trainer.submit(spec).state == "failed"
     assert len(scheduler.commands) == 4
     command = scheduler.commands[0]
-    assert command.name == spec.id and command.argv[1:3] == ["-m", "cray_agents.trainers.job.job"]
+    assert command.name == spec.id
+    assert command.argv[1:4] == ["-P", "-m", "cray_agents.trainers.job.job"]
     with pytest.raises(NotFound, match="job-none"):
         trainer.status("job-none")
 

@@ -37,7 +37,7 @@ from cray_agents.errors import (
     SetupError,
     StoreError,
 )
-from cray_agents.processes import importing_much
+from cray_agents.processes import importing_much, python
 from cray_agents.runtime.hardware.sampler import HardwareSampler
 from cray_agents.trainers.job.failures.hang_report import (
     RECORDED,
@@ -342,7 +342,7 @@ def _spawn(
     program = f"from {__name__} import be_spawned_rank; be_spawned_rank()"
     described = json.dumps([rank, os.getpid(), str(log), *handles, vars(placement), recipe])
     # not by fork and exec: between the two, another thread's lock could block the child
-    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", program, described], os.environ)
+    pid = os.posix_spawn(sys.executable, python("-c", program, described), os.environ)
     os.close(write_end)
     return RankProcess(rank, pid, read_end)
 

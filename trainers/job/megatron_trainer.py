@@ -8,7 +8,6 @@ processes.
 """
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
+from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.controller_lease import Guard, unguarded
 from cray_agents.runtime.registry import checkpoints, model_code
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
@@ -518,7 +518,7 @@ class MegatronTrainer:
     def _command(self, name: str, log: Path, module: str, argument: Path, spec: JobSpec) -> Command:
         world, gpus = spec.layout.world, self.resources.gpus is not None
         nodes = self.resources.nodes_for(world)
-        environment = {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
+        environment = SAFE_IMPORTS | {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
         environment[SILENCE_VARIABLE] = f"{self.failures.hang_seconds:g}"
         if not gpus:  # hide the GPUs of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -526,12 +526,7 @@ class MegatronTrainer:
             environment[model_code.VARIABLE] = os.pathsep.join(map(str, allowed))
         return Command(
             name=name,
-            argv=[
-                sys.executable,
-                "-m",
-                f"cray_agents.trainers.{module}",
-                str(argument.resolve()),
-            ],
+            argv=python("-m", f"cray_agents.trainers.{module}", str(argument.resolve())),
             directory=str(log.parent.resolve()),
             log=str(log.resolve()),
             environment=environment,

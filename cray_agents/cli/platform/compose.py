@@ -40,6 +40,7 @@ from cray_agents.cli.platform.root.root_claim import describe_inheritance, say, 
 from cray_agents.config import Config
 from cray_agents.errors import ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
+from cray_agents.processes import SAFE_IMPORTS
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
 from cray_agents.runtime.controller_lease import ControllerLease
@@ -166,6 +167,7 @@ def serve(
                 rule,
                 cluster_view(config, scheduler, resources, rule),
             )
+            os.environ.update(SAFE_IMPORTS)  # of all that is started from here
             uvloop.run(platform_run)
 
 

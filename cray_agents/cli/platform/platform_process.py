@@ -13,25 +13,27 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.cli.screen import errors, when
 from cray_agents.config import Config, load_config
-from cray_agents.errors import BadInput, Corrupt, NotFound, SetupError
+from cray_agents.engines.openai_engine import KeySource
+from cray_agents.errors import BadInput, Corrupt, EngineUnavailable, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
-from cray_agents.processes import alive
+from cray_agents.processes import alive, python
 from cray_agents.runtime.controller_lease import standby_notes
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.gateway.http import proof
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.supervised import boot_id, start_time
 
@@ -40,10 +42,13 @@ T = TypeVar("T")
 SUBMITTER = "submitter"  # in the slurm folder: the pid of a `jobs submit` without a platform
 START_SECONDS = 120.0  # until the gateway answers; a busy machine takes long to start Python
 STOP_SECONDS = 20.0
+FRESH = 0.25  # seconds for which the claim, once read, is believed
+FRESH_ELSEWHERE = 2.0  # ... of a platform of another host, which is asked whether it is there
+FOLLOWED_SECONDS = 15.0  # that a client waits for the next platform when one has died
 
 
 def owner(home: Home) -> dict[str, Any] | None:
-    """Return the living platform that claimed this root: its url, host, pid, name and token.
+    """Return the living platform that claimed this root: its url, host, pid, name, token and root.
 
     A platform of this host may be starting. One of another host has answered; its pid is None.
     Raises SetupError if it is another user's, or another host's and cannot be reached.
@@ -67,7 +72,11 @@ def owner(home: Home) -> dict[str, Any] | None:
     if info.get("host", socket.gethostname()) != socket.gethostname():
         return _reach_other_host(home, info)
     rebooted = info.get("boot", boot_id()) != boot_id()
-    return info if not rebooted and _is_our_process(info["pid"]) else None
+    if rebooted or not _is_our_process(info["pid"]):
+        return None
+    if info.get("ticks") not in (None, start_time(info["pid"])):  # the pid is another process now
+        return None
+    return info | {"root": str(home.root)}
 
 
 def is_gone(info: dict[str, Any]) -> bool:
@@ -112,9 +121,13 @@ def _reach_other_host(home: Home, info: dict[str, Any]) -> dict[str, Any]:
             'CRAY_AGENTS_URL; or start it anew with host = "0.0.0.0" and an API key. '
             f"{gone}"
         )
-    info |= {"url": url.rstrip("/").removesuffix("/v1"), "pid": None}
+    info |= {"url": url.rstrip("/").removesuffix("/v1"), "pid": None, "root": str(home.root)}
     try:
-        fetch(info, "/v1/platform", secret=info["token"])  # only that platform accepts this key
+        if info["elsewhere"]:
+            at = urlsplit(url)
+            proof.connect(at.hostname or "", at.port or 80, info["token"]).close()
+        else:  # a forwarded port, at another address than the platform's
+            fetch(info, "/v1/platform", secret=info["token"])  # only that platform accepts this key
     except OSError as error:
         raise SetupError(
             f"the platform on {home.root} is on host {host} and does not answer at {url} "
@@ -157,15 +170,44 @@ def key(info: dict[str, Any]) -> str | None:
     return os.environ.get("CRAY_AGENTS_API_KEY") or info.get("token")
 
 
+def lasting_key(info: dict[str, Any]) -> KeySource | None:
+    """Return what `key` does, for a client that may outlive the platform.
+
+    The platform's own key is then read from the claim for each request, and given while a process
+    has the claim: who takes the port of one that died does not get it, and the next one's is new.
+    """
+    if os.environ.get("CRAY_AGENTS_API_KEY") or "root" not in info:
+        return key(info)
+    home, secret, until = Home(Path(info["root"])), "", 0.0
+
+    async def newest() -> str:
+        nonlocal secret, until
+        deadline = time.monotonic() + FOLLOWED_SECONDS
+        while time.monotonic() > until:
+            holder = None
+            with suppress(SetupError, OSError):
+                holder = await asyncio.to_thread(owner, home)
+            if holder is not None:
+                secret = holder.get("token", "none")
+                until = time.monotonic() + (FRESH if holder["pid"] else FRESH_ELSEWHERE)
+            elif time.monotonic() > deadline:
+                raise EngineUnavailable(f"no platform controls {home.root}: see `cray-agents why`")
+            else:
+                await asyncio.sleep(FRESH)
+        return secret
+
+    return newest
+
+
 def client(info: dict[str, Any]) -> Platform:
     """Return a client of a platform, given its claim."""
-    return Platform(info["url"], api_key=key(info))
+    return Platform(info["url"], api_key=lasting_key(info))
 
 
 def platform_at(home: Home, url: str | None) -> Platform:
     """Return a client of the platform at this URL; without one, of that on the root."""
     info = (running(home) if url is None else None) or {}
-    return Platform(url or info.get("url"), api_key=key(info))
+    return Platform(url or info.get("url"), api_key=lasting_key(info))
 
 
 def ask(info: dict[str, Any], request: Callable[[Platform], Awaitable[T]]) -> T:
@@ -251,7 +293,7 @@ def start(
     home = config.root
     umask = make_private(home.root, config.group).umask
     home.logs.mkdir(mode=0o777 & ~umask, exist_ok=True)
-    argv = [sys.executable, "-m", "cray_agents", "up", "--name", name, "--home", str(home.root)]
+    argv = python("-m", "cray_agents", "up", "--name", name, "--home", str(home.root))
     argv += ["--port", str(config.port), "--replicas", str(replicas)]
     argv += ["--scheduler", config.scheduler, "--gateways", str(config.gateways)]
     argv += ["--model", str(model)] if model else []

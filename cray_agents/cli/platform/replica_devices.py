@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from cray_agents.config import Config
 from cray_agents.errors import BadInput
 from cray_agents.ports import Command
+from cray_agents.processes import SAFE_IMPORTS
 from cray_agents.runtime.pool.engine.vllm_replica import has_gpu_build
 from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.scaling.ledger import HeldDevices
@@ -30,7 +31,7 @@ def replica_command(config: Config) -> Command:
         argv=[],
         directory="",
         log="",
-        environment={model_code.VARIABLE: trusted} if trusted else {},
+        environment=SAFE_IMPORTS | ({model_code.VARIABLE: trusted} if trusted else {}),
         nodes=nodes,
         ranks=ranks,
         cpus_per_rank=-(-cores // ranks),

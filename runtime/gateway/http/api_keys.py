@@ -27,6 +27,7 @@ from cray_agents.records import Record, new_id
 from cray_agents.runtime.disk import checksums, durable
 
 PREFIX = "sk-cray-"
+PLATFORM_PREFIX = "sk-platform-"  # of a platform's own key, which is new for each of its processes
 NO_KEY = "none"  # as a name: requests without a key
 PLATFORM_ID = "platform"  # in the place of a key's id: the platform's own commands and processes
 FRESH_SECONDS = 0.5  # until a key that another process made or revoked is noticed

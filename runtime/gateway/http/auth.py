@@ -21,11 +21,10 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cray_agents.errors import AccessDenied
-from cray_agents.runtime.gateway.http.api_keys import PLATFORM_ID, Keys, Role
+from cray_agents.errors import AccessDenied, NoController
+from cray_agents.runtime.gateway.http.api_keys import PLATFORM_ID, PLATFORM_PREFIX, Keys, Role
 from cray_agents.runtime.gateway.http.error_envelope import BadEncoding
 
 TINKER = "tml-"  # the beginning of keys in Tinker's client, which takes no others
@@ -33,7 +32,7 @@ PLAIN = (b"", b"identity")  # encodings that leave a body as it is
 
 Mode = Literal["auto", "required", "off"]
 RequiredRole = Role | Literal["open"]
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[ASGIApp]]  # mostly a Response
 
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1", re.IGNORECASE)
 
@@ -105,6 +104,8 @@ class Access:
                 _check_page(scope)
                 return ANYBODY
             return replace(caller, role=Role.admin)  # a key takes no rights away
+        if caller is None and callable(self._token) and secret.startswith(PLATFORM_PREFIX):
+            raise NoController("this is the key of a controller that is not known here: ask again")
         if caller is None:
             raise AccessDenied(_refusal(secret))
         caller.check_role(role, f"{scope['method']} {scope['path']}")

@@ -181,7 +181,7 @@ async def on_os_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OSError)
     if error.errno not in FULL | AWAY:
         raise error
-    log.error("%s %s: %s", request.method, request.url.path, error)
+    log.error("%s %s: %s", request.method, request.scope["path"], error)
     if error.errno in AWAY:
         text = os.strerror(error.errno or errno.EIO)
         away = StoreError(f"{text}: the platform's root cannot be used now; ask again in a moment")
@@ -194,7 +194,7 @@ async def on_os_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Answer Starlette's own errors: an unknown path, or another method."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.scope['path']}: {error.detail}"
     code = REASONS.get(error.status_code, "invalid_request")
     request.scope[ERROR_CODE] = code
     body = envelope(error.status_code, message, code, scope=request.scope)

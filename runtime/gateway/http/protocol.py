@@ -7,6 +7,7 @@ body; uvicorn limits the wait between two requests.
 
 import asyncio
 
+from httptools import HttpParserError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cray_agents.runtime.gateway.http.error_envelope import envelope
@@ -24,6 +25,7 @@ class Protocol(HttpToolsProtocol):
 
     _waiting: asyncio.TimerHandle | None = None
     _head_started = False  # a byte of the head has arrived
+    _problem = ""  # what is wrong with the head, beyond its form
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for the first head."""
@@ -43,13 +45,19 @@ class Protocol(HttpToolsProtocol):
             self._wait()
 
     def on_headers_complete(self) -> None:
-        """Stop waiting: the head is whole."""
+        """Stop waiting: the head is whole. Refuse one that others on the way may read otherwise."""
         self._wait_no_more()
+        if not self.url.startswith(b"/") or self.url.startswith(b"//"):
+            self._problem = "The target of a request must be a path that begins with one '/'."
+        elif sum(name == b"host" for name, _ in self.headers) > 1:
+            self._problem = "A request must have one Host header."
+        if self._problem:
+            raise HttpParserError(self._problem)
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that cannot be parsed, and end the connection."""
-        message = f"{msg} The head or the framing of the body is wrong."
+        message = self._problem or f"{msg} The head or the framing of the body is wrong."
         self._refuse(b"400 Bad Request", envelope(400, message, "invalid_http"))
 
     def _wait(self) -> None:

@@ -7,7 +7,6 @@ takes half an export for a whole one. Read next: runtime/exports/export_process.
 import asyncio
 import logging
 import os
-import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from typing import Any
@@ -26,6 +25,7 @@ from cray_agents.errors import (
     StoreError,
     TooManyRequests,
 )
+from cray_agents.processes import python
 from cray_agents.queries import RunFilter
 from cray_agents.runtime.exports.export_process import LINES, PAGE, PARQUET, TAR, ZIP
 from cray_agents.runtime.exports.formats.catalog import FORMATS
@@ -138,7 +138,7 @@ class ExportResponse(StreamingResponse):
 
 
 async def _start() -> Process:
-    argv = (sys.executable, "-m", "cray_agents.runtime.exports.export_process", str(os.getpid()))
+    argv = python("-m", "cray_agents.runtime.exports.export_process", str(os.getpid()))
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe)
 

@@ -1,18 +1,21 @@
 """Routes for further gateways alone: what they report to the controller, and ask of it.
 
-Called by runtime/gateway/controller_link.py, with the platform's own key.
+Called by runtime/gateway/controller_link.py, with the platform's own key; for a proof without it.
 """
 
 import asyncio
+import re
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cray_agents.errors import BadInput
 from cray_agents.records import Record
+from cray_agents.runtime.gateway.http import proof
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import field, json_response, parse, read_json
-from cray_agents.runtime.gateway.http.routing import Router
+from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import REAL, TEXT, object_of
 from cray_agents.runtime.gateway.services import Services
 
@@ -86,3 +89,16 @@ async def load_for_gateway(services: Services, request: Request) -> Response:
     if loading is not None:
         await asyncio.shield(loading)
     return json_response({})
+
+
+@router.get(proof.PATH, "open", answer=object_of({"proof": TEXT}), query={"nonce": TEXT})
+async def prove_gateway(services: Services, request: Request) -> Response:
+    """Prove that this gateway is of the platform whose claim on the root the caller has read.
+
+    `nonce`: 64 random hexadecimal digits.
+    """
+    nonce = query(request).get("nonce", "")
+    if not re.fullmatch("[0-9a-f]{64}", nonce) or not services.token:
+        raise BadInput("nonce must be 64 hexadecimal digits, of a platform", param="nonce")
+    host, port = request.scope["server"]
+    return json_response({"proof": proof.proof_of(services.token, nonce, host, port)})

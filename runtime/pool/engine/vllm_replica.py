@@ -16,13 +16,13 @@ import re
 import secrets
 import signal
 import socket
-import sys
 from collections import deque
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
+from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
 from cray_agents.runtime.pool.engine.engine_host import LocalHost
 from cray_agents.runtime.pool.engine.load_format import AUTO
@@ -362,7 +362,7 @@ def command(
     dtype = settings.dtype
     if dtype == "auto" and not has_gpu_build():
         dtype = "float32"
-    server = (sys.executable, "-m", "cray_agents.runtime.vllm_plugins.server")
+    server = python("-m", "cray_agents.runtime.vllm_plugins.server")
     return [
         *(*(settings.program or server), str(os.getpid())),
         *("--model", str(checkpoint), "--served-model-name", *names),
@@ -428,7 +428,7 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
     if "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT" not in ours:
         # seconds; more than the limit of vllm_plugins/template_time.py, which must act first
         ours["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "10"
-    vllm = {
+    vllm = SAFE_IMPORTS | {
         "VLLM_SERVER_DEV_MODE": "1",  # enables the routes that change weights
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.max_lora_rank else "0",
         "VLLM_NO_USAGE_STATS": "1",

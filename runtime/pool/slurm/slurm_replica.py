@@ -13,7 +13,6 @@ over. replica_slot.py proves them before they serve.
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -28,6 +27,7 @@ from cray_agents.errors import (
     SchedulerError,
 )
 from cray_agents.ports import Command, CommandStatus, Scheduler
+from cray_agents.processes import python
 from cray_agents.runtime.pool.engine.tls_files import CA, client_context
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.engine.vllm_replica import VllmHost
@@ -141,7 +141,7 @@ class SlurmReplica(VllmHost):
         command = self._command.model_copy(
             update={
                 "name": self._attempt.job_name,
-                "argv": [sys.executable, "-m", _SUPERVISOR, str(folder)],
+                "argv": python("-m", _SUPERVISOR, str(folder)),
                 "directory": str(folder),
                 "log": str(folder / "job.txt"),
                 "minutes": self._spec.minutes,

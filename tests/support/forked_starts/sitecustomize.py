@@ -14,7 +14,8 @@ import sys
 def main() -> None:
     """Stand for a forked vLLM server if this process is to be one."""
     path = os.environ.get("FORKED_STARTS")
-    if path is None or sys.orig_argv[1:3] != ["-m", "cray_agents.runtime.vllm_plugins.server"]:
+    server = ["-P", "-m", "cray_agents.runtime.vllm_plugins.server"]
+    if path is None or sys.orig_argv[1:4] != server:
         return
     import array
     import ctypes
@@ -23,7 +24,7 @@ def main() -> None:
     import socket
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # die with the parent, as the server does
-    if os.getppid() != int(sys.orig_argv[3]):
+    if os.getppid() != int(sys.orig_argv[4]):
         os._exit(1)
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
@@ -31,7 +32,7 @@ def main() -> None:
     os.umask(umask)
     mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     folder = os.getcwd()  # noqa: PTH109 - pathlib takes longer to import than all of this
-    request = [sys.orig_argv[2:], dict(os.environ), folder, umask, mask]
+    request = [sys.orig_argv[3:], dict(os.environ), folder, umask, mask]
     body = json.dumps(request).encode()
     handles = array.array("i", [0, 1, 2])
     link.sendmsg(

@@ -155,7 +155,7 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
         raise typer.Exit(1)
     about, pool = fetch(info, "/v1/platform"), fetch(info, "/v1/pool")
     replicas, lease = [*pool["data"], *pool["spares"]], pool["lease"]
-    info = {name: value for name, value in info.items() if name != "token"}
+    info = {name: value for name, value in info.items() if name not in ("token", "root")}
     info |= {"running": True} | about
     if as_json:
         print(json.dumps(info | {"replicas": replicas, "lease": lease}, indent=2))

@@ -30,8 +30,8 @@ from cray_agents.cli.platform.gateways.sockets import address
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.root.root_claim import say
 from cray_agents.config import Config
-from cray_agents.errors import NoController, SetupError
-from cray_agents.processes import alive
+from cray_agents.errors import CrayError, SetupError
+from cray_agents.processes import SAFE_IMPORTS, alive
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.further_gateway import (
     ControllerReports,
@@ -60,6 +60,7 @@ def serve_further(config: Config, starter: int | None = None) -> None:
     """
     check_access(config)
     listener, seat = listen_together(config.root, config.host, config.port)
+    os.environ.update(SAFE_IMPORTS)  # of all that is started from here
     with listener, seat:
         uvloop.run(run_further(config, listener, starter))
 
@@ -80,7 +81,7 @@ async def run_further(config: Config, listener: socket.socket, starter: int | No
     services = further_services(config, link, store)
     try:
         await services.reports.send()  # its share, before the first request
-    except NoController as error:
+    except CrayError as error:
         say(str(error))
     mode = config.api_keys if is_loopback(config.host) else "required"
     app = create_further_app(services, Keys(config.root), mode)

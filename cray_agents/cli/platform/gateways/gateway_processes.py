@@ -7,10 +7,9 @@ calls on, as long as replicas do, until another process has taken over (further_
 import asyncio
 import logging
 import os
-import sys
 
 from cray_agents.config import Config
-from cray_agents.processes import end_child
+from cray_agents.processes import end_child, python
 
 PAUSE = 1.0  # seconds before one that died is started again
 STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
@@ -27,7 +26,7 @@ async def keep_gateways(config: Config, port: int, count: int) -> None:
 
 async def _keep(config: Config, port: int, number: int) -> None:
     home = config.root
-    argv = [sys.executable, "-m", "cray_agents", "gateway", "--home", str(home.root)]
+    argv = python("-m", "cray_agents", "gateway", "--home", str(home.root))
     argv += ["--host", config.host, "--port", str(port), "--of", str(os.getpid())]
     path = home.logs / f"gateway-{number}.log"
     while True:

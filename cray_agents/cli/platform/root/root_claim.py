@@ -39,6 +39,7 @@ from cray_agents.runtime.controller_lease import (
     was_ended_for_good,
 )
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder
+from cray_agents.runtime.gateway.http.api_keys import PLATFORM_PREFIX
 from cray_agents.runtime.scheduler.supervised import boot_id, start_time
 from cray_agents.trainers.job.restarter import unfinished_jobs
 
@@ -147,12 +148,13 @@ def _who(name: str, replicas: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def _start(lease: ControllerLease, ports: Ports, token: str | None = None) -> None:
+def _start(lease: ControllerLease, ports: Ports) -> None:
+    """Begin to control, with a new key: who has the port of a dead process may know that one's."""
     lease.start(
         url=address(ports.listener),
         elsewhere=address_elsewhere(ports.listener),
         control=address(ports.control) if ports.control else None,
-        token=token or f"sk-platform-{secrets.token_urlsafe(32)}",
+        token=f"{PLATFORM_PREFIX}{secrets.token_urlsafe(32)}",
     )
 
 
@@ -160,8 +162,8 @@ def stand_by(config: Config, name: str, replicas: str) -> ControlledRoot | None:
     """Wait until this process controls the root. Return None when `down` ended the platform.
 
     It does so at once if nobody does, or if who did has ended on this host or said so; else when
-    the heartbeat has stood still for the time of the lease. It then keeps name, replicas and key of
-    the platform that it follows, and the port where that is free.
+    the heartbeat has stood still for the time of the lease. It then keeps name and replicas of the
+    platform that it follows, and the port where that is free.
     """
     home = config.root
     watch, note = ClaimWatch(home, config.lease_seconds), StandbyNote(home, socket.gethostname())
@@ -216,7 +218,7 @@ def _follow(
         say(f"{error}; a free port is taken meanwhile")
         ports = open_ports(config.model_copy(update={"port": 0}))
     try:
-        _start(lease, ports, before["token"] if before else None)
+        _start(lease, ports)
     except OSError:
         ports.close()
         raise
