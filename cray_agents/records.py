@@ -39,36 +39,6 @@ def canonical(value: Any) -> bytes:
     ).encode()
 
 
-DEEPEST = 64  # lists and objects within each other, in JSON that a model or a client wrote
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON that a model or a client wrote. Raises ValueError, also for `bounded`."""
-    try:
-        return bounded(json.loads(text))
-    except RecursionError:
-        raise ValueError("the JSON is nested too deeply") from None
-
-
-def bounded(value: Any) -> Any:
-    """Return parsed JSON that is at most DEEPEST deep. Raises ValueError for deeper JSON.
-
-    Whatever reads or writes it later recurses: Python at most 1,000 deep, protobuf 100.
-    """
-    level, depth = [value], 0
-    while level:
-        if depth > DEEPEST:
-            raise ValueError(f"the JSON is nested more than {DEEPEST} deep")
-        depth += 1
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    return value
-
-
 def digest(value: Any, length: int = 16) -> str:
     """Return the first `length` hex digits of the SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(canonical(value)).hexdigest()[:length]

@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
 from cray_agents.errors import Corrupt, NoController, NotFound, NotLoaded
+from cray_agents.exact_json import dump_json
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http.middleware import REQUEST_ID
@@ -120,7 +121,7 @@ class ControllerLink:
         headers = {"authorization": f"Bearer {claim.token}", "content-type": "application/json"}
         try:
             async with self._http().post(
-                claim.url + path, data=orjson.dumps(body), headers=headers
+                claim.url + path, data=dump_json(body), headers=headers
             ) as response:
                 answer: dict[str, Any] = orjson.loads(await response.read())
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-import orjson
-
 from cray_agents.errors import Corrupt, NotFound
+from cray_agents.exact_json import dump_json
 from cray_agents.runtime.reports.report_records import Citation, CitedKind, ReportNode
 from cray_agents.runtime.views.run_pages import RunPages
 from cray_agents.runtime.views.token_text import Vocabulary
@@ -186,7 +185,7 @@ def _texts(window: dict[str, Any]) -> Iterator[str]:
     for turn in window["data"]:
         for call in turn["tool_calls"]:
             if not isinstance(call.get("result"), str):
-                yield orjson.dumps(call.get("result")).decode()
+                yield dump_json(call.get("result")).decode()
         for value in (turn["messages"], turn["answer"], turn["tool_calls"]):
             yield from _strings(value)
     yield from _strings(window["closing"])
@@ -216,7 +215,7 @@ def _of_field(facts: dict[str, Any], quote: str | None) -> str:
         if not isinstance(value, dict) or word not in value:
             return f"the record has no field {_short(name)}"
         value = value[word]
-    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    text = value if isinstance(value, str) else dump_json(value).decode()
     match = NUMBER.fullmatch(wanted.strip())
     if match and isinstance(value, float):
         text = f"{value:.{len(match[1] or '')}f}"

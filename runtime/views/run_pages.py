@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import orjson
-
 from cray_agents.errors import Corrupt, NotFound, StoreError
+from cray_agents.exact_json import dump_json, load_json
 from cray_agents.records import Message, ModelCall, Reward
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.assembly import newest_rewards
@@ -117,7 +116,7 @@ class RunPages:
             before = bodies.get(layout.turns[number - 1].call_id) if number else None
             rewards = [r for r in layout.rewards if r.turn == number]
             page = _turn_page(bodies.get(turn.call_id), before, full)
-            tool_calls = orjson.loads(turn.tool_calls)
+            tool_calls = load_json(turn.tool_calls)
             given = [reward.model_dump(mode="json") for reward in rewards]
             page |= {"n": number, "call_id": turn.call_id, "tool_calls": tool_calls}
             pages.append(page | {"rewards": given})
@@ -127,7 +126,7 @@ class RunPages:
             "total": len(layout.turns),
             "data": pages,
             "next": None if done else end,
-            "closing": orjson.loads(layout.closing) if done else [],
+            "closing": load_json(layout.closing) if done else [],
         }
 
     def _bodies(self, turns: Sequence[TurnLayout]) -> dict[str, Body]:
@@ -191,7 +190,7 @@ def _described(
     """Lay out a run by the turns of its description. `calls` are read one after the other."""
     trajectory = body.get("trajectory") or {}
     turns = [
-        TurnLayout(turn["call_id"], None, orjson.dumps(turn.get("tool_calls") or []))
+        TurnLayout(turn["call_id"], None, dump_json(turn.get("tool_calls") or []))
         for turn in trajectory.get("turns") or ()
     ]
     numbers = {turn.call_id: number for number, turn in enumerate(turns)}
@@ -213,7 +212,7 @@ def _described(
         at += 1
     messages = trajectory.get("messages") or []
     closing = messages[_known(messages, last) :] if last is not None else messages
-    return RunLayout(facts, rewards, turns, orjson.dumps(closing))
+    return RunLayout(facts, rewards, turns, dump_json(closing))
 
 
 def _undescribed(
@@ -246,10 +245,8 @@ class _Sizes:
         turn.place = place
         known = 0 if self._before is None else _known(call["messages"], self._before)
         new = call["messages"][known:]
-        tools = orjson.loads(turn.tool_calls) or call["message"].get("tool_calls") or []
-        size = (
-            len(orjson.dumps(new)) + len(orjson.dumps(call["message"])) + len(turn.tool_calls) - 2
-        )
+        tools = load_json(turn.tool_calls) or call["message"].get("tool_calls") or []
+        size = len(dump_json(new)) + len(dump_json(call["message"])) + len(turn.tool_calls) - 2
         mark = {
             "at": round(max(0.0, call["started"] - self._facts.started), 3),
             "seconds": round(call.get("seconds") or 0.0, 3),

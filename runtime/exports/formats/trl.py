@@ -9,8 +9,7 @@ its last answer. Answers of the other calls in it are the loss `weights`. Listed
 
 from collections.abc import Callable
 
-import orjson
-
+from cray_agents.exact_json import parse_json
 from cray_agents.records import Message, Run
 from cray_agents.runtime.exports.conversations.chat_messages import ChatMessages, chats_of
 from cray_agents.runtime.exports.conversations.pairs import difference
@@ -21,6 +20,7 @@ from cray_agents.runtime.exports.export_format import (
     json_text,
     unsupported,
 )
+from cray_agents.runtime.store.segments.facts import text_of
 
 
 def _write_run(run: Run) -> Written:
@@ -80,7 +80,7 @@ def _message(chat: ChatMessages, index: int, message: Message) -> Message:
         chat.losses.add("developer_role")
     content = message["content"]
     if not isinstance(content, str):
-        written["content"] = "\n".join(part["text"] for part in content)
+        written["content"] = text_of(message)
         if len(content) > 1:
             chat.losses.add("text_parts")
     if index in chat.reasoning:
@@ -92,7 +92,7 @@ def _message(chat: ChatMessages, index: int, message: Message) -> Message:
 
 def _tool_call(call: Json) -> Json:
     function = call["function"]
-    arguments = orjson.loads(function["arguments"])
+    arguments = parse_json(function["arguments"])
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 

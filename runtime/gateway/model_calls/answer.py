@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import orjson
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -185,7 +186,7 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
 
 async def _record_answer(services: Services, call: Call, ticket: Ticket, content: bytes) -> bytes:
     """Record the engine's answer and return the client's version of it."""
-    answer = orjson.loads(content)
+    answer = from_json(content, allow_inf_nan=False)
     if call.returns_samples:
         content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
     await _record(services, call, ticket, call.answer_events(answer, content))

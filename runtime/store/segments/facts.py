@@ -7,8 +7,7 @@ lines. Increase FACTS when the values change; facts are then extracted again fro
 
 from typing import Any, NamedTuple
 
-import orjson
-
+from cray_agents.exact_json import dump_json
 from cray_agents.records import StopReason
 
 FACTS = 3  # the version of the values of `facts_of`
@@ -117,18 +116,18 @@ def ending_of(finish_reason: Any, answer: dict[str, Any]) -> StopReason:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """Return the text of a message; the texts of a list of parts are joined."""
+    """Return the text of a message; texts in several parts are lines, as vLLM joins them."""
     content = message.get("content")
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict)]
-        return "".join(text for text in texts if isinstance(text, str))
+        return "\n".join(text for text in texts if isinstance(text, str))
     return _text(content)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return orjson.dumps(value).decode() if value else ""
+    return dump_json(value).decode() if value else ""
 
 
 def _head(text: str) -> str:
