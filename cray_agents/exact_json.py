@@ -119,19 +119,26 @@ def sendable(message: dict[str, Any]) -> dict[str, Any]:
     Servers refuse a conversation with tool calls whose arguments are not a JSON object, or show the
     model none, though models write such calls. They are sent back as `sent_arguments`.
     """
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not any(map(is_malformed, calls)):
+    if not malformed_calls(message, blank=True):
         return message
     mended = []
-    for call in calls:
-        if is_malformed(call):
+    for call in message["tool_calls"]:
+        if _is_malformed(call):
             arguments = json.dumps(sent_arguments(call["function"].get("arguments")))
             call = {**call, "function": {**call["function"], "arguments": arguments}}
         mended.append(call)
     return {**message, "tool_calls": mended}
 
 
-def is_malformed(call: Any) -> bool:
-    """Tell whether a call of a function has arguments that are no JSON object."""
+def malformed_calls(message: dict[str, Any], *, blank: bool = False) -> int:
+    """Return how many calls have arguments that are no JSON object; `blank` counts empty ones."""
+    calls = message.get("tool_calls")
+    malformed = filter(_is_malformed, calls) if isinstance(calls, list) else ()
+    return sum(
+        blank or bool(sent_arguments(call["function"].get("arguments"))) for call in malformed
+    )
+
+
+def _is_malformed(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     return isinstance(function, dict) and read_arguments(function.get("arguments")) is None

@@ -54,7 +54,7 @@ def _rows(run: Run, columns: Callable[[ChatMessages], Json]) -> Written:
 
 
 def _write_pair(better: Run, worse: Run) -> Written:
-    """Write the common messages, and the rest of each run from the first difference on."""
+    """Write the common messages, and the first answer of each run that differs."""
     one, other, same, losses = difference(better, worse, reasoning=True)
     chosen, rejected = _messages(one), _messages(other)
     if chosen[same - 1]["role"] == "system":
@@ -121,6 +121,6 @@ TRL_PREFERENCE = LineFormat(
     name="trl-preference",
     title="TRL (preference)",
     about="pairs of runs on a task as TRL's DPOTrainer reads them: the messages both read, and "
-    "what each said from the first answer on that differs: prompt, chosen, rejected, tools",
+    "the first answers that differ: prompt, chosen, rejected, tools",
     write_pair=_write_pair,
 )

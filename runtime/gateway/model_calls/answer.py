@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput, StoreError
+from cray_agents.exact_json import malformed_calls
 from cray_agents.ports import EngineCall
 from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
@@ -211,9 +212,10 @@ async def _record(
     sampled = sum(len(sample.token_ids) for sample in samples)
     services.metrics.recorded(prompt, sampled, len(events))
     finish = events[0].body["finish_reason"]
-    version = call.exchange.version
+    version, tokens = call.exchange.version, (prompt, sampled)
+    malformed = sum(malformed_calls(event.body["message"]) for event in events)
     services.metrics.model_calls.count(
-        version, call.owner, ticket.batch, finish, (prompt, sampled), ticket.waited
+        version, call.owner, ticket.batch, finish, tokens, ticket.waited, malformed
     )
     end_span(services, call, ticket, events[0], first=first)
 
