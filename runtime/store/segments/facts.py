@@ -87,8 +87,8 @@ def _run_facts(body: dict[str, Any]) -> dict[str, Any]:
         "tags": body.get("tags") or [],
         "rewards": [list(_reward_facts(reward).values()) for reward in body.get("rewards") or ()],
         "turns": len((body.get("trajectory") or {}).get("turns") or ()),
-        "input": _head(body["input"]),
-        "output": _head(_text(body.get("output"))),
+        "input": head_of(body["input"]),
+        "output": head_of(_text(body.get("output"))),
         "imported": body.get("imported"),
         "redacted": bool(body.get("redacted")),
         "owner": body.get("owner") or "",
@@ -130,5 +130,6 @@ def _text(value: Any) -> str:
     return dump_json(value).decode() if value else ""
 
 
-def _head(text: str) -> str:
+def head_of(text: str) -> str:
+    """Return the head of an input or output that the index keeps."""
     return text if len(text) <= HEAD else text[: HEAD - 1] + "…"
