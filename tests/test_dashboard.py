@@ -364,6 +364,31 @@ def test_hostile_texts_neither_run_nor_break_a_page(
         assert hidden is False, name
 
 
+def test_long_numbers_keep_their_digits(platform: Platform, watch: Any) -> None:
+    big, other = "123456789012345678901234567890", "9007199254740993"
+    function = {"name": "f", "arguments": f'{{"n": {big}}}'}
+    body = {
+        "model": "m",
+        "metadata": {"n": int(other)},
+        "messages": [
+            {"role": "user", "content": "digits?"},
+            {"role": "assistant", "content": None,
+             "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "c", "content": "yes"},
+        ],
+    }  # fmt: skip
+    headers = {"content-type": "application/json", "x-run-id": "run-digits"}
+    address = platform.url + "/v1/chat/completions"
+    urllib.request.urlopen(
+        urllib.request.Request(address, json.dumps(body).encode(), headers)
+    ).close()
+    page = watch(platform.url)
+    page.open("#/run/run-digits")
+    page.wait_for(big)
+    page.page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    page.wait_for(other)
+
+
 def test_the_filter_line_facets_and_keys_choose_runs(platform: Platform, watch: Any) -> None:
     page = watch(platform.url)
     page.open("#/runs")

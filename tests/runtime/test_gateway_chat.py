@@ -243,6 +243,17 @@ def test_parts_are_lines_wherever_they_become_a_text() -> None:
     assert text_of({"content": PARTS}) == "A\nB"  # as vLLM joins them for a template of texts
 
 
+async def test_a_list_tells_what_a_foreign_client_asked_and_was_answered(
+    gateway: Gateway,
+) -> None:
+    first = await gateway.ask("one")
+    answered = [*says("one"), {"role": "assistant", "content": "one"}, *says("two")]
+    assert (await gateway.ask(answered)).run_id == first.run_id
+    _, page = await gateway.call("GET", "/v1/trajectories?view=summary")
+    (row,) = page["data"]
+    assert (row["described"], row["input"], row["output"]) == (False, "one", "two")
+
+
 async def test_what_the_engine_refuses_is_told_and_not_recorded(tmp_path: Path) -> None:
     def refuse(request: dict[str, Any]) -> Any:
         if request.get("temperature") == 3:
