@@ -175,6 +175,14 @@ def test_arguments_may_be_objects_as_our_trl_export_writes_them() -> None:
         made(calling([1]), "openai")
 
 
+def test_nulls_are_as_if_absent() -> None:
+    record = copy.deepcopy(CHAT) | {"parallel_tool_calls": None}
+    record["messages"][4]["tool_calls"][0]["type"] = None
+    record["tools"][0]["function"]["parameters"] = None
+    (run,) = made(record, "openai")
+    assert "type" not in run.trajectory.messages[4]["tool_calls"][0]
+
+
 def test_sharegpt() -> None:
     (run,) = made(SHAREGPT, "sharegpt")
     assert [m["role"] for m in run.trajectory.messages] == [
