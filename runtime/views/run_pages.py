@@ -8,17 +8,19 @@ gateway/routes/run_views.py. Read next: view_records.py, the answers.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from cray_agents.errors import Corrupt, NotFound, StoreError
+from cray_agents.errors import Corrupt, CrayError, NotFound, StoreError
 from cray_agents.exact_json import dump_json, load_json
 from cray_agents.records import Message, ModelCall, Reward
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.assembly import newest_rewards
 from cray_agents.runtime.store.branch_choice import choose_turns, comparable_message
 from cray_agents.runtime.store.index import Places, RunFacts
+from cray_agents.runtime.store.segments.facts import head_of, text_of
 from cray_agents.runtime.store.segments.line_format import LinePlace
 from cray_agents.runtime.store.segments.reader import Moved
 
@@ -182,6 +184,19 @@ class RunPages:
                     f"an event of this run is no call or description: {error!r}"
                 ) from error
         raise StoreError("the segments change faster than they can be read: try again")
+
+
+def with_heads(store: Store, rows: Iterable[RunFacts]) -> Iterator[RunFacts]:
+    """Yield rows of a list. A run that only calls tell of gets input and output of its last one."""
+    for row in rows:
+        heads = {}
+        with suppress(CrayError, KeyError, TypeError):  # moved or damaged: `runs fsck` tells
+            calls = () if row.described else store.places(row.run_id)[1].calls[-1:]
+            for call in store.bodies(calls):
+                asked = next((m for m in call["messages"] if m.get("role") == "user"), {})
+                texts = {"input": text_of(asked), "output": text_of(call["message"])}
+                heads = {name: head_of(text) for name, text in texts.items()}
+        yield row._replace(**heads)
 
 
 def _described(

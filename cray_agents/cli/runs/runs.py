@@ -86,7 +86,7 @@ def list_runs(
         raise BadInput(f"--order must be one of {', '.join(ORDERS)}; not {order!r}", param="order")
     given: dict[str, Any] = filters.run_filter().model_dump()
     query = RunQuery(**given, order=order, after=after, limit=limit + 1)
-    from cray_agents.runtime.views.run_heads import with_heads
+    from cray_agents.runtime.views.run_pages import with_heads
 
     with open_store(home) as store:
         matches = list(islice(with_heads(store, store.facts(query)), limit + 1))

@@ -23,12 +23,7 @@ from cray_agents.runtime.exports.conversations.conversation import (
     conversation_of,
     text_losses,
 )
-from cray_agents.runtime.exports.export_format import (
-    Json,
-    LineFormat,
-    Written,
-    json_text,
-)
+from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, json_text
 from cray_agents.runtime.exports.formats.inspect_events import iso_time, write_events
 from cray_agents.runtime.exports.formats.inspect_messages import (
     count_tokens,

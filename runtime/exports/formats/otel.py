@@ -22,15 +22,7 @@ from typing import Any
 import orjson
 
 from cray_agents.exact_json import read_arguments
-from cray_agents.records import (
-    Message,
-    ModelCall,
-    Reward,
-    Run,
-    StopReason,
-    ToolCall,
-    Turn,
-)
+from cray_agents.records import Message, ModelCall, Reward, Run, StopReason, ToolCall, Turn
 from cray_agents.runtime.exports.conversations.chat_messages import function_of
 from cray_agents.runtime.exports.conversations.conversation import (
     Conversation,

@@ -213,7 +213,8 @@ async def _record(
     services.metrics.recorded(prompt, sampled, len(events))
     finish = events[0].body["finish_reason"]
     version, tokens = call.exchange.version, (prompt, sampled)
-    malformed = sum(malformed_calls(event.body["message"]) for event in events)
+    calls = [call for event in events for call in malformed_calls(event.body["message"])]
+    malformed = sum(bool(call["function"].get("arguments")) for call in calls)
     services.metrics.model_calls.count(
         version, call.owner, ticket.batch, finish, tokens, ticket.waited, malformed
     )

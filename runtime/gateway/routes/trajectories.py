@@ -53,7 +53,7 @@ from cray_agents.runtime.store.feedback import (
     check_rewards,
     give_feedback,
 )
-from cray_agents.runtime.views.run_heads import with_heads
+from cray_agents.runtime.views.run_pages import with_heads
 
 FILTERS = tuple(name for name in RunFilter.model_fields if name not in ("generations", "tags"))
 PAGE_LIMIT = 1000  # runs in one answer

@@ -8,7 +8,7 @@ and compaction.py. The names of segment files are parsed here too.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 from pydantic_core import from_json
@@ -69,10 +69,9 @@ def event_in(line: bytes) -> dict[str, Any]:
 def parse_line(line: bytes) -> dict[str, Any]:
     """Parse a line; whole numbers keep all digits. Raises ValueError."""
     try:
-        event: dict[str, Any] = from_json(line)
+        return cast("dict[str, Any]", from_json(line))
     except ValueError:  # it may be nested deeper than from_json reads
-        event = orjson.loads(line)
-    return event
+        return cast("dict[str, Any]", orjson.loads(line))
 
 
 OPEN, LEFT, SEALED = ".jsonl", ".left.jsonl", ".jsonl.zst"
