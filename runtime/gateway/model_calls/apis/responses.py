@@ -42,29 +42,25 @@ def _messages(items: list[Any]) -> list[Message]:
     """
     messages: list[Message] = []
     pending: list[Any] = []
+    kinds: set[Any] = set()  # of the pending items: a message has one text and one thought
     for item in items:
-        kind = _kind(item)
-        if pending and (kind is None or (kind != "function_call" and kind in map(_kind, pending))):
-            messages.append(_assistant_message(pending))  # a message has one text, one thought
-            pending = []
+        kind = "answer" if item.get("role") == "assistant" else item.get("type")
+        own = kind in ("function_call", "reasoning", "answer")
+        if pending and (not own or kind in kinds - {"function_call"}):
+            messages.append(_assistant_message(pending))
+            pending, kinds = [], set()
         if kind == "function_call" and read_arguments(item.get("arguments")) is None:
             item["arguments"] = json.dumps(sent_arguments(item.get("arguments")))
-        if kind is not None:
+        if own:
             pending.append(item)
-        elif item.get("type") == "function_call_output":
+            kinds.add(kind)
+        elif kind == "function_call_output":
             call_id, output = item.get("call_id"), _content(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:
             content = _content(item.get("content"))
             messages.append({"role": item.get("role", "user"), "content": content})
     return [*messages, _assistant_message(pending)] if pending else messages
-
-
-def _kind(item: Any) -> str | None:
-    """Return what an item of the model is: function_call, reasoning or message; else None."""
-    if item.get("type") in ("function_call", "reasoning"):
-        return str(item["type"])
-    return "message" if item.get("role") == "assistant" else None
 
 
 def _assistant_message(items: list[Any]) -> Message:
