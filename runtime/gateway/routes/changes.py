@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import dump_json
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import json_response, parse, read_json
@@ -103,5 +103,5 @@ async def show_view(services: Services, request: Request) -> Response:
 
     compared = await asyncio.to_thread(compare)
     content = {**view.model_dump(mode="json"), "run": run_id}
-    pages = services.changes.show(caller_of(request).key_id, orjson.dumps(content))
+    pages = services.changes.show(caller_of(request).key_id, dump_json(content))
     return json_response({"pages": pages, "highlight": compared})
