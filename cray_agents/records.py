@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
-from typing import Any, Generic, Literal
+from typing import Annotated, Any, Generic, Literal
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ from pydantic_core import to_json
 from typing_extensions import TypeVar
 
 Message = dict[str, Any]  # one chat message in OpenAI's shape
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # a whole number that the index can hold
 #: The type of an agent's answers: its `output_type`, and the `output` of its runs.
 Output = TypeVar("Output", default=Any)
 
@@ -238,7 +239,7 @@ class Reward(Record):
     name: str
     value: float
     source: str = "function"
-    turn: int | None = None
+    turn: Int64 | None = None
     comment: str | None = None
     time: float = Field(default_factory=time.time)
     giver: str = ""
@@ -338,8 +339,8 @@ class Run(Record, Generic[Output]):
     rewards: list[Reward] = Field(default_factory=list)
     task: Task | None = None
     loop: str | None = None
-    generation: int | None = None
-    attempt: int | None = None
+    generation: Int64 | None = None
+    attempt: Int64 | None = None
     started: float = 0.0
     seconds: float = 0.0
     tags: list[str] = Field(default_factory=list)
