@@ -193,8 +193,8 @@ def with_heads(store: Store, rows: Iterable[RunFacts]) -> Iterator[RunFacts]:
         with suppress(CrayError, KeyError, TypeError):  # moved or damaged: `runs fsck` tells
             calls = () if row.described else store.places(row.run_id)[1].calls[-1:]
             for call in store.bodies(calls):
-                asked = next((m for m in call["messages"] if m.get("role") == "user"), {})
-                texts = {"input": text_of(asked), "output": text_of(call["message"])}
+                question = next((m for m in call["messages"] if m.get("role") == "user"), {})
+                texts = {"input": text_of(question), "output": text_of(call["message"])}
                 heads = {name: head_of(text) for name, text in texts.items()}
         yield row._replace(**heads)
 

@@ -53,8 +53,8 @@ def content_of(texts: Sequence[str]) -> Any:
 
     The chat template, or the engine for it, joins several: see `text_of` of the store's facts.
     """
-    parts = [{"type": "text", "text": text} for text in texts]
-    return parts if len(parts) > 1 else "".join(texts)
+    content = [{"type": "text", "text": text} for text in texts]
+    return content if len(content) > 1 else "".join(texts)
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
