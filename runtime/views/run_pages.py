@@ -189,14 +189,14 @@ class RunPages:
 def with_heads(store: Store, rows: Iterable[RunFacts]) -> Iterator[RunFacts]:
     """Yield rows of a list. A run that only calls tell of gets input and output of its last one."""
     for row in rows:
-        heads = {}
+        listed = row
         with suppress(CrayError, KeyError, TypeError):  # moved or damaged: `runs fsck` tells
             calls = () if row.described else store.places(row.run_id)[1].calls[-1:]
             for call in store.bodies(calls):
                 question = next((m for m in call["messages"] if m.get("role") == "user"), {})
-                texts = {"input": text_of(question), "output": text_of(call["message"])}
-                heads = {name: head_of(text) for name, text in texts.items()}
-        yield row._replace(**heads)
+                heads = head_of(text_of(question)), head_of(text_of(call["message"]))
+                listed = row._replace(input=heads[0], output=heads[1])
+        yield listed
 
 
 def _described(
