@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
-from typing import Any, Generic, Literal
+from typing import Annotated, Any, Generic, Literal
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ from pydantic_core import to_json
 from typing_extensions import TypeVar
 
 Message = dict[str, Any]  # one chat message in OpenAI's shape
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # a whole number that the index can hold
 #: The type of an agent's answers: its `output_type`, and the `output` of its runs.
 Output = TypeVar("Output", default=Any)
 
@@ -37,36 +38,6 @@ def canonical(value: Any) -> bytes:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
-
-
-DEEPEST = 64  # lists and objects within each other, in JSON that a model or a client wrote
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON that a model or a client wrote. Raises ValueError, also for `bounded`."""
-    try:
-        return bounded(json.loads(text))
-    except RecursionError:
-        raise ValueError("the JSON is nested too deeply") from None
-
-
-def bounded(value: Any) -> Any:
-    """Return parsed JSON that is at most DEEPEST deep. Raises ValueError for deeper JSON.
-
-    Whatever reads or writes it later recurses: Python at most 1,000 deep, protobuf 100.
-    """
-    level, depth = [value], 0
-    while level:
-        if depth > DEEPEST:
-            raise ValueError(f"the JSON is nested more than {DEEPEST} deep")
-        depth += 1
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    return value
 
 
 def digest(value: Any, length: int = 16) -> str:
@@ -268,7 +239,7 @@ class Reward(Record):
     name: str
     value: float
     source: str = "function"
-    turn: int | None = None
+    turn: Int64 | None = None
     comment: str | None = None
     time: float = Field(default_factory=time.time)
     giver: str = ""
@@ -368,8 +339,8 @@ class Run(Record, Generic[Output]):
     rewards: list[Reward] = Field(default_factory=list)
     task: Task | None = None
     loop: str | None = None
-    generation: int | None = None
-    attempt: int | None = None
+    generation: Int64 | None = None
+    attempt: Int64 | None = None
     started: float = 0.0
     seconds: float = 0.0
     tags: list[str] = Field(default_factory=list)

@@ -361,6 +361,24 @@ def test_hostile_texts_neither_run_nor_break_a_page(
         assert hidden is False, name
 
 
+def test_long_numbers_keep_their_digits(platform: Platform, watch: Any) -> None:
+    numbers = ["123456789012345678901234567890", "9007199254740993"]
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "digits?"}],
+        "metadata": {"n": [int(each) for each in numbers]},
+    }
+    headers = {"content-type": "application/json", "x-run-id": "run-digits"}
+    address = platform.url + "/v1/chat/completions"
+    urllib.request.urlopen(
+        urllib.request.Request(address, json.dumps(body).encode(), headers)
+    ).close()
+    page = watch(platform.url)
+    page.open("#/run/run-digits")
+    page.page.wait_for_selector("article .message")
+    page.wait_for(f'{{"n":[{",".join(numbers)}]}}')
+
+
 def test_the_filter_line_facets_and_keys_choose_runs(platform: Platform, watch: Any) -> None:
     page = watch(platform.url)
     page.open("#/runs")

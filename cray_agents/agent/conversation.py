@@ -26,8 +26,9 @@ from cray_agents.agent.stream_events import (
     ToolStarted,
 )
 from cray_agents.agent.tool import model_text, perform
-from cray_agents.engines.chat_completions import Assembly, read_completion, sendable
+from cray_agents.engines.chat_completions import Assembly, read_completion
 from cray_agents.errors import CrayError, EngineError, HookError, StoreError
+from cray_agents.exact_json import sendable
 from cray_agents.records import Message, ModelCall, Run, RunError, StopReason, ToolCall
 
 _REJECTED = (400, 422)  # statuses of servers that do not know a field

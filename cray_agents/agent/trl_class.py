@@ -9,13 +9,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import orjson
-
 from cray_agents.agent import user_code
 from cray_agents.agent.environment import Environment, begin, declared_tools, tear_down
 from cray_agents.agent.run_context import RunContext
 from cray_agents.agent.tool import Tool, model_text, perform
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import dump_json
 from cray_agents.records import Task, new_id
 
 RESERVED = ("reset", "get_reward")
@@ -73,7 +72,7 @@ def _method(tool: Tool) -> Callable[..., str]:
 
     def method(self: Any, **arguments: Any) -> str:
         self._context.turn += 1
-        function = {"name": tool.name, "arguments": orjson.dumps(arguments).decode()}
+        function = {"name": tool.name, "arguments": dump_json(arguments).decode()}
         requested = {"id": new_id("call"), "function": function}
         return model_text(user_code.wait_for(perform(self._tools, requested, self._context)))
 

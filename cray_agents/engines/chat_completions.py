@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cray_agents.errors import EngineError
-from cray_agents.records import Message, ModelCall, parse_json
+from cray_agents.records import Message, ModelCall
 
 #: Keys of a message that stay when empty. Other empty ones would confuse a chat template.
 _ALWAYS_KEPT = ("role", "content")
@@ -91,32 +91,6 @@ def _complete_call(call: Mapping[str, Any], position: int) -> dict[str, Any]:
             "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
         },
     }
-
-
-def sendable(message: Message) -> Message:
-    """Return a message in a form that the next request may contain.
-
-    Servers refuse a conversation with tool calls whose arguments are not a JSON object, though
-    models write such calls. These are sent back as {"unparsed": the text that the model wrote}.
-    """
-    if not (calls := message.get("tool_calls")):
-        return message
-    if all(_is_object(call["function"]["arguments"]) for call in calls):
-        return message
-    mended = []
-    for call in calls:
-        arguments = call["function"]["arguments"]
-        if not _is_object(arguments):
-            arguments = json.dumps({"unparsed": arguments}) if arguments.strip() else "{}"
-        mended.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": mended}
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(parse_json(text), dict)
-    except ValueError:
-        return False
 
 
 class Assembly:

@@ -25,8 +25,9 @@ from pydantic_core import from_json
 
 from cray_agents.engines.chat_completions import first_choice
 from cray_agents.errors import EngineError
+from cray_agents.exact_json import bounded
 from cray_agents.ports import ChatEngine
-from cray_agents.records import Message, bounded, digest
+from cray_agents.records import Message, digest
 
 _FENCE = "```"
 _JSON = json.JSONDecoder()  # raw_decode ignores text after the JSON: models may go on writing

@@ -16,8 +16,9 @@ from typing import Any, Literal
 from cray_agents.engines.chat_completions import Assembly, first_choice, tidy
 from cray_agents.engines.json_tool_calls import ConstrainedEngine
 from cray_agents.errors import EngineError
+from cray_agents.exact_json import bounded, parse_json
 from cray_agents.ports import ChatEngine
-from cray_agents.records import Message, ModelCall, bounded, parse_json
+from cray_agents.records import Message, ModelCall
 
 ToolCalls = Literal["auto", "native", "constrained"]
 

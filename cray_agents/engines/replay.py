@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from cray_agents.engines.chat_completions import Assembly, first_choice
 from cray_agents.errors import (
     BadInput,
@@ -31,6 +29,7 @@ from cray_agents.errors import (
     EngineUnavailable,
     ReplayMismatch,
 )
+from cray_agents.exact_json import dump_json, load_json
 from cray_agents.ports import ChatEngine
 from cray_agents.records import canonical
 
@@ -73,7 +72,7 @@ class RecordingEngine:
         self._write(request, chunks=chunks)
 
     def _write(self, request: dict[str, Any], **answer: Any) -> None:
-        line = orjson.dumps({"request": _comparable(request), **answer}) + b"\n"
+        line = dump_json({"request": _comparable(request), **answer}) + b"\n"
         with self._lock, self.path.open("ab") as file:
             file.write(line)
 
@@ -191,6 +190,6 @@ def _read_exchanges(path: Path) -> list[_Exchange]:
             param="path",
         ) from error
     try:
-        return [_Exchange(**orjson.loads(line)) for line in lines]
-    except (orjson.JSONDecodeError, TypeError) as error:
+        return [_Exchange(**load_json(line)) for line in lines]
+    except (ValueError, TypeError) as error:
         raise Corrupt(f"{path} is no recording of a RecordingEngine: {error}") from error

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from cray_agents.errors import Corrupt
+from cray_agents.exact_json import dump_json, load_json
 from cray_agents.records import new_id
 from cray_agents.runtime.batches.batch_records import (
     NO_TOKENS,
@@ -114,12 +115,12 @@ def result_line(
 ) -> tuple[bytes, bool, Tokens]:
     """Return the stored line of a result, its success, and its tokens. Keeps the body's bytes."""
     try:
-        value = orjson.loads(body)
+        value = load_json(body)
     except ValueError:  # not from the gateway, but a proxy's error page
         value = {"error": {"message": body[:2000].decode(errors="replace"), "code": "not_json"}}
-        body = orjson.dumps(value)
+        body = dump_json(value)
     if b"\n" in body:
-        body = orjson.dumps(value)
+        body = dump_json(value)
     response = {"status_code": status, "request_id": request_id, "body": orjson.Fragment(body)}
     record = _record(batch_id, number, custom_id, response, None)
     ok, tokens = status < 400, tokens_of(value)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import aiohttp
-import orjson
 
+from cray_agents.exact_json import dump_json, load_json
 from cray_agents.runtime.batches.chunks import RequestLine
 
 TEMPORARY = {408, 425, 429, 503, 504}  # temporary, not caused by the line
@@ -61,8 +61,8 @@ class LineSender:
         self, batch_id: str, endpoint: str, line: RequestLine, owner: str = ""
     ) -> LineAnswer:
         """Send a line until it has an answer. `owner` becomes the owner of its run."""
-        request = orjson.loads(line.raw)
-        body = orjson.dumps(request["body"])
+        request = load_json(line.raw)
+        body = dump_json(request["body"])
         headers = {
             "Idempotency-Key": f"{batch_id}:{line.number}",
             "X-Run-Id": f"{batch_id}-{line.number}",

@@ -22,10 +22,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import BaseModel, ValidationError
 
 from cray_agents.errors import Corrupt
+from cray_agents.exact_json import load_json
 
 MARK = b',"crc":"'
 END = b'"}'
@@ -72,7 +72,7 @@ def parse(text: bytes, place: object) -> Any:
     """Verify and decode a record or a line. Raises Corrupt."""
     text = verify_crc(text, place)
     try:
-        return orjson.loads(text)
+        return load_json(text)
     except ValueError as error:
         raise Corrupt(f"{place} is damaged: it is not JSON ({error})") from error
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import orjson
-
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import dump_json
 from cray_agents.records import Run
 
 if TYPE_CHECKING:
@@ -86,6 +85,8 @@ LOSSES = MappingProxyType(
         "not_alternating": "messages are left out where questions and answers do not alternate",
         "redacted": "something was removed from the texts before they were stored, and the format "
         "cannot say so",
+        "template_settings": "settings of the chat template (chat_template_kwargs, "
+        "reasoning_effort and the like) are left out: a prompt rendered anew may differ",
         "completions": "texts continued through /v1/completions are told as questions and answers",
         "other_tools": "tools that are no functions are left out",
         "weights": "which of the assistant's messages are not to be trained on is left out",
@@ -142,6 +143,6 @@ def json_text(run: Run, field: str, value: Any) -> str:
 
 def _encode(run: Run, field: str, value: Any) -> bytes:
     try:
-        return orjson.dumps(value)
+        return dump_json(value)
     except TypeError as error:  # a lone surrogate, an integer beyond 64 bits
         raise unsupported(run, field, f"has no form in JSON: {error}") from error

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from cray_agents.errors import BadInput
-from cray_agents.records import Message, bounded
+from cray_agents.exact_json import load_json, read_arguments
+from cray_agents.records import Message
 
 Kind = Literal["supervised", "dpo"]
 
@@ -84,9 +83,13 @@ def bad_lines(problems: list[str], lines: int, param: str) -> BadExamples:
 
 def _parse_json(line: bytes) -> Any:
     try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        return load_json(line, _refuse_half)
+    except ValueError as error:
         raise BadInput(f"not valid JSON: {error}") from error
+
+
+def _refuse_half() -> None:
+    raise BadInput("holds half a character (a lone surrogate), which no model can read")
 
 
 def parse_example(number: int, value: Any) -> Example:
@@ -94,7 +97,7 @@ def parse_example(number: int, value: Any) -> Example:
     if not isinstance(value, dict):
         raise BadInput("not a JSON object")
     _check_fields(value, {"messages", "tools", "parallel_tool_calls"}, "the line")
-    if not isinstance(value.get("parallel_tool_calls", True), bool):
+    if not isinstance(value.get("parallel_tool_calls"), bool | None):
         raise BadInput("parallel_tool_calls must be true or false")
     messages = value.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -177,11 +180,14 @@ def _as_sent(given: dict[str, Any]) -> Message:
 
 
 def _call_as_sent(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+    if not isinstance(call, dict):
         return call
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+    sent = {name: value for name, value in call.items() if value is not None}
+    function = sent.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        sent["function"] = {**function, "arguments": arguments}
+    return sent
 
 
 def _check_message(field: str, message: Message) -> None:
@@ -221,11 +227,7 @@ def _check_call(field: str, call: Any) -> None:
         raise BadInput(f"{field} must be {{'id', 'type': 'function', 'function'}}")
     if not isinstance(call.get("id"), str) or not isinstance(function.get("name"), str):
         raise BadInput(f"{field} needs an id and function.name")
-    try:
-        arguments = bounded(orjson.loads(function.get("arguments") or ""))
-    except (ValueError, TypeError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    if read_arguments(function.get("arguments")) is None:
         raise BadInput(f"{field}.function.arguments must be a JSON object, written as a string")
 
 
@@ -235,7 +237,7 @@ def _check_tool(field: str, tool: Any) -> None:
         raise BadInput(f"{field} must be {{'type': 'function', 'function': {{'name', ...}}}}")
     if not isinstance(function.get("name"), str):
         raise BadInput(f"{field}.function has no name")
-    if not isinstance(function.get("parameters", {}), dict):
+    if not isinstance(function.get("parameters"), dict | None):
         raise BadInput(f"{field}.function.parameters must be a JSON schema object")
 
 

@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
 from cray_agents.errors import NoController, NotFound, NotLoaded
+from cray_agents.exact_json import dump_json
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http import proof
@@ -123,7 +124,7 @@ class ControllerLink:
         headers = {"authorization": f"Bearer {claim.token}", "content-type": "application/json"}
         try:
             async with self._http().post(
-                URL(claim.url).with_path(path), data=orjson.dumps(body), headers=headers
+                URL(claim.url).with_path(path), data=dump_json(body), headers=headers
             ) as response:
                 answer = orjson.loads(await response.read())
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:

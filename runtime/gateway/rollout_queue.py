@@ -19,6 +19,7 @@ from pydantic import Field
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.records import (
     Event,
+    Int64,
     Reward,
     Run,
     RunError,
@@ -48,8 +49,8 @@ class RolloutSpec(StrictRecord):
     model: str
     task: Task
     loop: str
-    generation: int | None = None
-    attempt: int = 0
+    generation: Int64 | None = None
+    attempt: Int64 = 0
     sampling: dict[str, Any] = Field(default_factory=dict)
     seconds: float = Field(600.0, gt=0, le=7 * 86400)
 
@@ -66,7 +67,7 @@ class GivenReward(StrictRecord):
 
     name: str = Field(min_length=1, max_length=200)
     value: float
-    turn: int | None = None
+    turn: Int64 | None = None
 
 
 class RolloutResult(StrictRecord):

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-import orjson
-
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import dump_json
 from cray_agents.records import Event
 from cray_agents.runtime.imports import atif, chats, jsonl, openenv, sharegpt
 from cray_agents.runtime.imports.imported_run import Importing, Read
@@ -39,13 +38,15 @@ class Imported:
 
     A run that stands twice in the file, as with other metadata, is one new run and one duplicate. A
     stored run with a new label, such as another tag, is new. `forgotten` counts events of runs
-    that were pruned here; they stay pruned until a compaction.
+    that were pruned here; they stay pruned until a compaction. In `replaced` records half a
+    character, which no text can hold, became "?".
     """
 
     runs: int = 0
     duplicates: int = 0
     calls: int = 0
     forgotten: int = 0
+    replaced: int = 0
 
 
 Progress = Callable[[Imported, int, int], None]  # counts so far; bytes of the file: read, in all
@@ -93,7 +94,7 @@ def _runs(read: Read, record: SourceRecord, importing: Importing) -> list[list[E
         runs = list(read(record.value, importing))
         for events in runs:
             for event in events:
-                orjson.dumps(event.body)
+                dump_json(event.body)
     except (UnicodeEncodeError, TypeError) as error:  # half a character, a huge integer
         raise BadInput(f"holds what the store cannot: {error}") from error
     except RecursionError as error:
@@ -136,7 +137,7 @@ async def import_file(
             "same import of the mended file adds the rest",
             param="file",
         )
-    return done
+    return replace(done, replaced=source.replaced)
 
 
 async def _append(store: Store, group: list[Event], done: Imported, counted: set[str]) -> Imported:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import ijson
-import orjson
 import zstandard
 
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import load_json
 
 LONGEST = 256 * 2**20  # bytes of one record; a conversation is never longer
 HEAD = 64 * 2**10  # bytes of the file that must hold its first character
@@ -32,11 +32,15 @@ class SourceRecord(NamedTuple):
 
 
 class RecordSource:
-    """A file to import. `done` of `size` bytes on disk have been read. Raises BadInput."""
+    """A file to import. `done` of `size` bytes on disk have been read. Raises BadInput.
+
+    `replaced` counts its records with half a character: see `load_json`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.word = "line"  # the unit that `number` counts
+        self.replaced = 0
         try:
             self._raw = path.open("rb")
             self.size = path.stat().st_size
@@ -59,7 +63,38 @@ class RecordSource:
                 self.word = "item"
                 yield from _items(file)
             else:
-                yield from _lines(file)
+                yield from self._lines(file)
+
+    def _lines(self, file: IO[bytes]) -> Iterator[SourceRecord]:
+        number = 0
+        while line := file.readline(LONGEST):
+            number += 1
+            if not line.strip():
+                continue
+            if number == 1 and (whole := self._read_one_object(line, file)) is not None:
+                yield SourceRecord(1, whole)
+                return
+            if len(line) == LONGEST and not line.endswith(b"\n"):
+                yield SourceRecord(number, None, f"longer than {LONGEST} bytes")
+                return
+            try:
+                yield SourceRecord(number, load_json(line, self._count_replaced))
+            except ValueError as error:
+                yield SourceRecord(number, None, f"not valid JSON: {error}")
+
+    def _read_one_object(self, first: bytes, file: IO[bytes]) -> Any:
+        """Return the object of a file that is one object over several lines, None for others."""
+        if first.strip() not in (b"{",) and not first.rstrip().endswith((b",", b"{", b"[")):
+            return None
+        rest = file.read(LONGEST)
+        try:
+            return load_json(first + rest, self._count_replaced)
+        except ValueError as error:
+            problem = f"not one JSON object over several lines: {error}"
+            raise BadInput(problem, param="file") from error
+
+    def _count_replaced(self) -> None:
+        self.replaced += 1
 
 
 @contextmanager
@@ -84,33 +119,6 @@ def _items(file: IO[bytes]) -> Iterator[SourceRecord]:
             yield SourceRecord(number, value)
     except (ijson.JSONError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
+        if "integer overflow" in problem:
+            problem += " (an array holds no whole number beyond 64 bits: write a record per line)"
         yield SourceRecord(number + 1, None, f"not valid JSON: {problem}")
-
-
-def _lines(file: IO[bytes]) -> Iterator[SourceRecord]:
-    number = 0
-    while line := file.readline(LONGEST):
-        number += 1
-        if not line.strip():
-            continue
-        if number == 1 and (whole := _read_one_object(line, file)) is not None:
-            yield SourceRecord(1, whole)
-            return
-        if len(line) == LONGEST and not line.endswith(b"\n"):
-            yield SourceRecord(number, None, f"longer than {LONGEST} bytes")
-            return
-        try:
-            yield SourceRecord(number, orjson.loads(line))
-        except orjson.JSONDecodeError as error:
-            yield SourceRecord(number, None, f"not valid JSON: {error}")
-
-
-def _read_one_object(first: bytes, file: IO[bytes]) -> Any:
-    """Return the object of a file that is one object over several lines, None for other files."""
-    if first.strip() not in (b"{",) and not first.rstrip().endswith((b",", b"{", b"[")):
-        return None
-    rest = file.read(LONGEST)
-    try:
-        return orjson.loads(first + rest)
-    except orjson.JSONDecodeError as error:
-        raise BadInput(f"not one JSON object over several lines: {error}", param="file") from error

@@ -3,7 +3,9 @@
 Speakers have several names: human or user, gpt or assistant. Tool calls are turns of their own,
 {"name", "arguments"} as JSON; they get ids here, for the format has none. A call right after the
 assistant's text joins its message. `system` and `tools` may stand beside the conversation, the
-tools as a JSON string. Other fields become the task's metadata. Listed in import_file.py.
+tools as a JSON string. Other fields become the task's metadata. Which of the model's turns are
+trained on is said by `weight`, `train` or `loss` (0 or 1), or by `mask` (1: not trained on). A
+field of a turn that has no place here, and images, are errors. Listed in import_file.py.
 """
 
 import json
@@ -11,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.records import Event, Message, parse_json
+from cray_agents.exact_json import parse_json
+from cray_agents.records import Event, Message
 from cray_agents.runtime.fine_tuning.examples import parse_example
 from cray_agents.runtime.imports.imported_run import Importing, conversation_events, require_object
 
@@ -27,6 +30,9 @@ ROLES = {
     "tool_response": "tool",
 }  # fmt: skip
 _BESIDE = ("system", "tools", *TURNS)
+_FLAGS = ("weight", "train", "loss", "mask")
+_KNOWN = {"from", "role", "value", "content", "name", "tool_calls", "tool_call_id", *_FLAGS}
+_MEDIA = ("images", "image", "videos", "audios")
 
 
 def read(value: Any, importing: Importing) -> Iterator[list[Event]]:
@@ -35,6 +41,8 @@ def read(value: Any, importing: Importing) -> Iterator[list[Event]]:
     key = next((name for name in TURNS if name in record), None)
     if key is None or not isinstance(record[key], list):
         raise BadInput(f"no list of turns: one of {', '.join(TURNS)}")
+    if media := next((name for name in _MEDIA if record.get(name)), None):
+        raise BadInput(f"{media} cannot be imported: only text can be trained on")
     messages = _messages(record[key], key)
     system = record.get("system")
     if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
@@ -56,19 +64,39 @@ def _messages(turns: list[Any], key: str) -> list[Message]:
         path = f"{key}[{index}]"
         turn = require_object(item, path)
         role = _role(turn, path)
+        more = _more(turn, role, path)
         if role in ("call", "assistant") and (role == "call" or turn.get("tool_calls")):
             new_calls = _calls(turn, role, path, calls)
             calls += len(new_calls)
             waiting += [call["id"] for call in new_calls]
-            _add_calls(messages, new_calls, _text(turn, path) if role == "assistant" else None)
+            text = _text(turn, path) if role == "assistant" else None
+            _add_calls(messages, new_calls, text, more, path)
         elif role == "tool":
-            messages.append(_result(turn, waiting, path))
+            messages.append(_result(turn, waiting, path) | more)
         else:
-            message: Message = {"role": role, "content": _text(turn, path)}
-            if turn.get("weight") is not None:
-                message["weight"] = turn["weight"]
-            messages.append(message)
+            messages.append({"role": role, "content": _text(turn, path)} | more)
     return messages
+
+
+def _more(turn: dict[str, Any], role: str, path: str) -> Message:
+    """Return what a turn's message has beside its content: its name and its weight."""
+    empty: tuple[Any, ...] = (None, "", [], {})
+    unknown = next((name for name in turn if name not in _KNOWN and turn[name] not in empty), None)
+    if unknown is not None:
+        raise BadInput(f"{path} has a field {unknown!r} that is not supported")
+    flags = {name: turn[name] for name in _FLAGS if turn.get(name) is not None}
+    for name, value in flags.items():
+        if value not in (0, 1):
+            raise BadInput(f"{path}.{name} must be 0 or 1, not {value!r}")
+    trained = {bool(value) != (name == "mask") for name, value in flags.items()}
+    if len(trained) > 1:
+        raise BadInput(f"{path} is to be trained on and not to be, by its {' and '.join(flags)}")
+    if trained == {True} and role not in ("assistant", "call"):
+        raise BadInput(f"{path}.{next(iter(flags))}: only the assistant's turns are trained on")
+    more: Message = {"name": turn["name"]} if turn.get("name") and role != "call" else {}
+    if trained and role in ("assistant", "call"):
+        more["weight"] = int(trained == {True})
+    return more
 
 
 def _role(turn: dict[str, Any], path: str) -> str:
@@ -88,13 +116,18 @@ def _text(turn: dict[str, Any], path: str) -> str:
     return text
 
 
-def _add_calls(messages: list[Message], calls: list[dict[str, Any]], text: str | None) -> None:
+def _add_calls(
+    messages: list[Message], calls: list[dict[str, Any]], text: str | None, more: Message, path: str
+) -> None:
     """Add tool calls, to the assistant's message right before them if there is one."""
     if text is None and messages and messages[-1]["role"] == "assistant":
         last = messages[-1]
+        if (last.get("weight") == 0) != (more.get("weight") == 0):
+            raise BadInput(f"{path} joins the turn before it, and one of the two is not trained on")
         last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
     else:
-        messages.append({"role": "assistant", "content": text or None, "tool_calls": calls})
+        message = {"role": "assistant", "content": text or None, "tool_calls": calls}
+        messages.append(message | more)
 
 
 def _calls(turn: dict[str, Any], role: str, path: str, count: int) -> list[dict[str, Any]]:

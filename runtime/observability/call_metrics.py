@@ -36,6 +36,12 @@ class CallMetrics:
             [*by, "kind"],
             registry=registry,
         )
+        self._malformed = Counter(
+            "cray_malformed_tool_calls",
+            "Sampled tool calls whose arguments are no JSON object",
+            by,
+            registry=registry,
+        )
         self._first = seconds(
             "cray_first_token_seconds", "Seconds from a request to a stream's first event"
         )
@@ -65,6 +71,7 @@ class CallMetrics:
         finish: str | None,
         tokens: tuple[int, int],
         waited: float,
+        malformed: int = 0,
     ) -> None:
         """Count a call.
 
@@ -75,12 +82,15 @@ class CallMetrics:
             finish: the finish reason of its first sequence.
             tokens: of the prompt and sampled, of all sequences.
             waited: seconds until it got a place at the engines.
+            malformed: tool calls that it sampled with arguments that are no JSON object.
         """
         labels = self._bounded(version, key, CLASSES[batch])
         finish = finish if finish in FINISHES else OTHER
         self._add((*labels, finish), self._requests, 1)
         for kind, count in zip(("prompt", "sampled"), tokens, strict=True):
             self._add((*labels, kind), self._tokens, count)
+        if malformed:
+            self._add(labels, self._malformed, malformed)
         self._waits.labels(CLASSES[batch]).observe(waited)
 
     def streamed(self, batch: bool, first: float, rest: float, sampled: int) -> None:

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event as SpanEvent
@@ -31,6 +30,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from cray_agents.exact_json import dump_json
 from cray_agents.records import Run
 from cray_agents.runtime.exports.formats.otel import (
     SCHEMA,
@@ -271,8 +271,8 @@ def _call_attributes(end: CallEnd, content: bool) -> Iterator[tuple[str, Any]]:
     if content and "message" in body:
         requested = [genai_message(message) for message in body["messages"]]
         answer = [genai_answer(body["message"], body.get("finish_reason"))]
-        yield "gen_ai.input.messages", orjson.dumps(requested).decode()
-        yield "gen_ai.output.messages", orjson.dumps(answer).decode()
+        yield "gen_ai.input.messages", dump_json(requested).decode()
+        yield "gen_ai.output.messages", dump_json(answer).decode()
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import orjson
 from pydantic import Field
 
 from cray_agents.errors import AccessDenied, BadInput, NotFound
+from cray_agents.exact_json import dump_json
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
 from cray_agents.runtime.controller_lease import Term, unguarded
@@ -390,7 +390,7 @@ def _read_numbered(
 
 
 def _create(path: Path, record: Record) -> bool:
-    text = orjson.dumps(record.model_dump(mode="json"))
+    text = dump_json(record.model_dump(mode="json"))
     return durable.create_file(path, checksums.with_crc(text) + b"\n")
 
 

@@ -152,7 +152,7 @@ def prepare(
 def sbatch_lines(text: bytes, file: Path) -> list[str]:
     """Return the options of a script's `#SBATCH` lines, which come before its first command."""
     options: list[str] = []
-    for line in text.decode(errors="replace").splitlines():
+    for line in text.decode(errors="replace").split("\n"):
         if line.startswith("#SBATCH"):
             words = shlex.split(line[len("#SBATCH") :], comments=True)
             options += check_script_options(words, str(file))

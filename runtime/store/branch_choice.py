@@ -5,12 +5,12 @@ choices makes n calls. All calls stay on record, but only turns enter the Run. C
 assembly.py, and by runtime/datasets/selection/selection.py to group choices that stayed ambiguous.
 """
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-from cray_agents.records import Message, ModelCall, canonical, parse_json
+from cray_agents.exact_json import read_arguments
+from cray_agents.records import Message, ModelCall, canonical
 from cray_agents.runtime.store.segments.facts import text_of
 
 CUT = ("cancelled", "error")  # finish reasons of calls that were cut off
@@ -98,7 +98,5 @@ def _comparable_call(call: dict[str, Any]) -> tuple[Any, ...]:
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
-            arguments = parse_json(arguments)
-    return call.get("id"), function.get("name"), arguments
+    read = read_arguments(arguments)
+    return call.get("id"), function.get("name"), arguments if read is None else read

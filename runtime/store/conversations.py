@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
+from cray_agents.exact_json import dump_json
 from cray_agents.records import Message
 from cray_agents.runtime.store.segments.facts import text_of
 
@@ -92,7 +91,7 @@ def chain(messages: Sequence[Message], scope: str) -> list[str]:
     hashes = []
     for message in messages:
         plain = {name: value for name, value in message.items() if value not in (None, "", [], {})}
-        state.update(orjson.dumps(plain, option=orjson.OPT_SORT_KEYS))
+        state.update(dump_json(plain, sort_keys=True))
         hashes.append(state.hexdigest())
     return hashes
 

@@ -26,7 +26,7 @@ class Feedback(StrictRecord):
     value: float = Field(strict=True, allow_inf_nan=False)
     name: str = Field("feedback", min_length=1, max_length=200)
     source: str = Field("human", min_length=1, max_length=200)
-    turn: int | None = Field(None, ge=0, strict=True)
+    turn: int | None = Field(None, ge=0, lt=2**63, strict=True)
     comment: str | None = Field(None, max_length=10_000)
 
 

@@ -14,9 +14,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-import orjson
-
 from cray_agents.errors import BadInput, Corrupt, NotFound, StoreError
+from cray_agents.exact_json import dump_json
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Event, Run, new_id
@@ -425,6 +424,6 @@ def _join(run_id: str, events: list[dict[str, Any]]) -> Run:
 
 def _contains(run: Run, needle: str) -> bool:
     """Tell whether a casefolded text is in the input, output or messages of a run."""
-    output = run.output if isinstance(run.output, str) else orjson.dumps(run.output).decode()
+    output = run.output if isinstance(run.output, str) else dump_json(run.output).decode()
     texts = [run.input, output, *map(text_of, run.trajectory.messages)]
     return any(needle in text.casefold() for text in texts)

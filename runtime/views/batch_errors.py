@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import orjson
-
+from cray_agents.exact_json import load_json
 from cray_agents.runtime.batches.chunks import seal_path, sealed_chunks, verify_seal
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.queue import BatchQueue
@@ -32,7 +31,7 @@ def batch_errors(batches: BatchQueue, files: Files, batch_id: str, examples: int
     else:
         lines = _lines_of_chunks(batches.folder(batch_id))
     for line in lines:
-        result = orjson.loads(line)
+        result = load_json(line)
         response = result.get("response") or {}
         body = response.get("body")
         error = result.get("error") or (body.get("error") if isinstance(body, dict) else None)

@@ -8,9 +8,8 @@ gateway/routes/datasets.py and cli/data/dataset_diff.py.
 
 from typing import Any
 
-import orjson
-
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import load_json
 from cray_agents.paths import Home
 from cray_agents.records import digest
 from cray_agents.runtime.datasets import reader
@@ -158,7 +157,7 @@ def _lines(home: Home, manifest: dict[str, Any]) -> Any:
 def _demonstrations(home: Home, dataset_id: str) -> dict[str, str]:
     """Return names of demonstrations that are equal where their contents are, by their names."""
     path = reader.file_in(home.dataset(dataset_id), reader.RECIPE)
-    recipe = orjson.loads(path.read_bytes())
+    recipe = load_json(path.read_bytes())
     rejected = recipe.get("demonstrations_rejected") or ()
     tools = recipe.get("demonstrations_tools") or ()
     names: dict[str, str] = {}

@@ -8,18 +8,19 @@ gateway/routes/run_views.py. Read next: view_records.py, the answers.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import orjson
-
-from cray_agents.errors import Corrupt, NotFound, StoreError
+from cray_agents.errors import Corrupt, CrayError, NotFound, StoreError
+from cray_agents.exact_json import dump_json, load_json
 from cray_agents.records import Message, ModelCall, Reward
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.assembly import newest_rewards
 from cray_agents.runtime.store.branch_choice import choose_turns, comparable_message
 from cray_agents.runtime.store.index import Places, RunFacts
+from cray_agents.runtime.store.segments.facts import head_of, text_of
 from cray_agents.runtime.store.segments.line_format import LinePlace
 from cray_agents.runtime.store.segments.reader import Moved
 
@@ -117,7 +118,7 @@ class RunPages:
             before = bodies.get(layout.turns[number - 1].call_id) if number else None
             rewards = [r for r in layout.rewards if r.turn == number]
             page = _turn_page(bodies.get(turn.call_id), before, full)
-            tool_calls = orjson.loads(turn.tool_calls)
+            tool_calls = load_json(turn.tool_calls)
             given = [reward.model_dump(mode="json") for reward in rewards]
             page |= {"n": number, "call_id": turn.call_id, "tool_calls": tool_calls}
             pages.append(page | {"rewards": given})
@@ -127,7 +128,7 @@ class RunPages:
             "total": len(layout.turns),
             "data": pages,
             "next": None if done else end,
-            "closing": orjson.loads(layout.closing) if done else [],
+            "closing": load_json(layout.closing) if done else [],
         }
 
     def _bodies(self, turns: Sequence[TurnLayout]) -> dict[str, Body]:
@@ -185,13 +186,26 @@ class RunPages:
         raise StoreError("the segments change faster than they can be read: try again")
 
 
+def with_heads(store: Store, rows: Iterable[RunFacts]) -> Iterator[RunFacts]:
+    """Yield rows of a list. A run that only calls tell of gets input and output of its last one."""
+    for row in rows:
+        listed = row
+        with suppress(CrayError, KeyError, TypeError):  # moved or damaged: `runs fsck` tells
+            calls = () if row.described else store.places(row.run_id)[1].calls[-1:]
+            for call in store.bodies(calls):
+                asked: Iterator[Body] = (m for m in call["messages"] if m.get("role") == "user")
+                heads = head_of(text_of(next(asked, {}))), head_of(text_of(call["message"]))
+                listed = row._replace(input=heads[0], output=heads[1])
+        yield listed
+
+
 def _described(
     facts: RunFacts, places: Places, body: Body, calls: Any, rewards: list[Reward]
 ) -> RunLayout:
     """Lay out a run by the turns of its description. `calls` are read one after the other."""
     trajectory = body.get("trajectory") or {}
     turns = [
-        TurnLayout(turn["call_id"], None, orjson.dumps(turn.get("tool_calls") or []))
+        TurnLayout(turn["call_id"], None, dump_json(turn.get("tool_calls") or []))
         for turn in trajectory.get("turns") or ()
     ]
     numbers = {turn.call_id: number for number, turn in enumerate(turns)}
@@ -213,7 +227,7 @@ def _described(
         at += 1
     messages = trajectory.get("messages") or []
     closing = messages[_known(messages, last) :] if last is not None else messages
-    return RunLayout(facts, rewards, turns, orjson.dumps(closing))
+    return RunLayout(facts, rewards, turns, dump_json(closing))
 
 
 def _undescribed(
@@ -246,10 +260,8 @@ class _Sizes:
         turn.place = place
         known = 0 if self._before is None else _known(call["messages"], self._before)
         new = call["messages"][known:]
-        tools = orjson.loads(turn.tool_calls) or call["message"].get("tool_calls") or []
-        size = (
-            len(orjson.dumps(new)) + len(orjson.dumps(call["message"])) + len(turn.tool_calls) - 2
-        )
+        tools = load_json(turn.tool_calls) or call["message"].get("tool_calls") or []
+        size = len(dump_json(new)) + len(dump_json(call["message"])) + len(turn.tool_calls) - 2
         mark = {
             "at": round(max(0.0, call["started"] - self._facts.started), 3),
             "seconds": round(call.get("seconds") or 0.0, 3),

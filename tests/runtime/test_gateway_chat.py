@@ -12,9 +12,14 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError, EngineUnavailable
+from cray_agents.exact_json import sendable
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import canonical
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.apis import SamplingApi, tool_call
+from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
+from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
+from cray_agents.runtime.store.segments.facts import text_of
 from tests.support.scripted_gateway import (
     CHAT,
     TOOL,
@@ -133,6 +138,120 @@ async def test_tools(gateway: Gateway) -> None:
         "role": "assistant", "content": None, "tool_calls": [call.model_dump()]
     }  # fmt: skip
     assert recorded.finish_reason == "tool_calls"
+
+
+async def test_numbers_keep_their_digits_and_half_a_character_ends_no_conversation(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    big = 123456789012345678901234567890
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"const": big}}}
+    asked = json.dumps({"model": "calc", "messages": says("half \ud83d"), "tools": [tool]})
+    assert "\\ud83d" in asked
+    headers = {"Idempotency-Key": "k", "Content-Type": "application/json"}
+    replies = []
+    for _ in range(2):  # the repeat compares the requests
+        async with gateway.http.post(gateway.url + CHAT, data=asked, headers=headers) as response:
+            replies.append((response.status, response.headers["x-run-id"], await response.read()))
+    assert replies[0] == replies[1] and replies[0][0] == 200
+    (request,) = gateway.engine.requests
+    assert request["tools"] == [tool] and request["messages"] == says("half ?")
+    run = replies[0][1]
+    (call,) = gateway.calls(run)
+    assert (call.tools, call.messages) == ([tool], says("half ?"))
+    for path in (f"/v1/trajectories/{run}", f"/v1/trajectories/{run}/turns"):
+        async with gateway.http.get(gateway.url + path) as response:
+            assert response.status == 200 and f'"const":{big}' in await response.text(), path
+    assert "half a character" in caplog.text
+    again = [*says("half \ud83d"), json.loads(replies[0][2])["choices"][0]["message"]]
+    assert (await gateway.ask([*again, *says("on")], tools=[tool])).run_id == run
+
+
+async def test_a_malformed_call_is_sent_back_as_an_agents_own_is_and_counted(
+    tmp_path: Path,
+) -> None:
+    function = {"name": "calculator", "arguments": "{broken"}
+    broken = {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c", "type": "function", "function": function}]}  # fmt: skip
+    async with served(tmp_path, ScriptedEngine([broken, "so?"])) as gateway:
+        first = await gateway.ask("2+2", tools=[TOOL])
+        result = {"role": "tool", "tool_call_id": "c", "content": "no JSON"}
+        second = await gateway.ask([*says("2+2"), broken, result], tools=[TOOL])
+        assert first.run_id == second.run_id
+        call, later = gateway.calls(first.run_id)
+        assert call.message["tool_calls"][0]["function"] == function  # as it was sampled
+        assert gateway.engine.requests[1]["messages"] == later.messages
+        assert later.messages[1] == sendable(broken) != broken
+        _, text = await gateway.call("GET", "/metrics")
+        counted = [line for line in text.splitlines() if "malformed_tool_calls_total{" in line]
+        assert len(counted) == 1 and 'version="calc@1"' in counted[0] and counted[0].endswith("1.0")
+
+
+PARTS: list[dict[str, Any]] = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+UNPARSED = '{"unparsed": "{x"}'
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "recorded"),
+    [
+        (MESSAGES, {"messages": [said]}, [said])
+        for said in ({"role": role, "content": PARTS} for role in ("user", "assistant"))
+    ]
+    + [
+        (
+            MESSAGES,
+            {"system": PARTS, "messages": [{"role": "user", "content": PARTS[:1]}]},
+            [{"role": "system", "content": "AB"}, {"role": "user", "content": "A"}],
+        ),
+        (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "t", "content": PARTS}]}]},
+            [{"role": "tool", "tool_call_id": "t", "content": PARTS}],
+        ),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [
+                {**part, "type": "input_text"} for part in PARTS]}]},
+            [{"role": "user", "content": PARTS}],
+        ),
+        (
+            RESPONSES,
+            {"input": [
+                {"role": "assistant", "content": "one"},
+                {"role": "assistant", "content": "two"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{x"},
+                {"type": "function_call_output", "call_id": "c", "output": "3"},
+            ]},
+            [
+                {"role": "assistant", "content": "one"},
+                {"role": "assistant", "content": "two",
+                 "tool_calls": [tool_call("c", "f", UNPARSED)]},
+                {"role": "tool", "tool_call_id": "c", "content": "3"},
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_the_record_holds_what_the_engine_is_sent(
+    api: SamplingApi, body: dict[str, Any], recorded: list[Any]
+) -> None:
+    assert api.parse_request(body) == recorded
+    if api is RESPONSES:
+        assert "{x" not in [item.get("arguments") for item in body["input"]]
+
+
+def test_parts_are_lines_wherever_they_become_a_text() -> None:
+    assert text_of({"content": PARTS}) == "A\nB"  # as vLLM joins them for a template of texts
+
+
+async def test_a_list_tells_what_a_foreign_client_asked_and_was_answered(
+    gateway: Gateway,
+) -> None:
+    first = await gateway.ask("one")
+    answered = [*says("one"), {"role": "assistant", "content": "one"}, *says("two")]
+    assert (await gateway.ask(answered)).run_id == first.run_id
+    _, page = await gateway.call("GET", "/v1/trajectories?view=summary")
+    (row,) = page["data"]
+    assert (row["described"], row["input"], row["output"]) == (False, "one", "two")
 
 
 async def test_what_the_engine_refuses_is_told_and_not_recorded(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Thoughts over a real vLLM with a reasoning parser: apart from answers, in every record of them."""
+"""Thoughts over a real vLLM with a reasoning parser: apart from answers, in every record."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

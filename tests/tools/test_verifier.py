@@ -181,7 +181,9 @@ def test_what_equals_what() -> None:
     texts = [("1  2\n3", "1 2 \n3\n\n", False), ("1 2\n3", "1 2 \n3\n\n", True),
              ("1.50", "1.5", True), ("1", "1.0", True), ("1.0", "1", False),
              ("1_0.0", "10.0", False), ("nan", "1.0", False),
-             ("1e999", "1e998", False), ("a", "b", False), ("1\n2", "1 2", False)]  # fmt: skip
+             ("1e999", "1e998", False), ("a", "b", False), ("1\n2", "1 2", False),
+             ("1\r\n2\r\n", "1\n2", True),
+             *((f"1{end}2", "1\n2", False) for end in "\x0c\x1c\x85\u2028")]  # fmt: skip
     for got, expected, same in texts:
         assert plain_answers.outputs_equal(got, expected, 1e-9) is same, (got, expected)
 

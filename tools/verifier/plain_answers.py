@@ -234,7 +234,7 @@ def _canonical(value: Any) -> Any:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _same_words(got: list[str], expected: list[str], tolerance: float) -> bool:

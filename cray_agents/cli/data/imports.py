@@ -61,6 +61,11 @@ def import_runs(
     console.print(
         f"{done.runs} runs imported, {done.calls} model calls{duplicates}", highlight=False
     )
+    if done.replaced:
+        errors.print(
+            f'in {done.replaced} records half a character (a lone surrogate) became "?"',
+            highlight=False,
+        )
     if done.forgotten:
         errors.print(
             f"{done.forgotten} events are of runs that were forgotten here: import them again "

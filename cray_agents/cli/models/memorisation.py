@@ -96,7 +96,7 @@ def _training_sets(registry: "Registry", version: str) -> list[str]:
 
 def _read_planted(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--planted {path}: {error}", param="planted") from error
     strings = sorted({line.strip() for line in lines} - {""})

@@ -86,8 +86,10 @@ def list_runs(
         raise BadInput(f"--order must be one of {', '.join(ORDERS)}; not {order!r}", param="order")
     given: dict[str, Any] = filters.run_filter().model_dump()
     query = RunQuery(**given, order=order, after=after, limit=limit + 1)
+    from cray_agents.runtime.views.run_pages import with_heads
+
     with open_store(home) as store:
-        matches = list(islice(store.facts(query), limit + 1))
+        matches = list(islice(with_heads(store, store.facts(query)), limit + 1))
     rows = [row(facts) for facts in matches[:limit]]
     if as_json:
         print(json.dumps(rows, indent=2))

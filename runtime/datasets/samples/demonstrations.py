@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import sent_arguments
 from cray_agents.processes import importing_much
-from cray_agents.records import Message, parse_json
+from cray_agents.records import Message
 from cray_agents.runtime.datasets.samples.run_samples import TokenSample, TokenTurn, merge_turns
 from cray_agents.runtime.vllm_plugins.template_time import TemplateTooSlow, limit_template
 
@@ -119,10 +120,13 @@ def template_message(message: Message) -> Message:
     calls = rendered.pop("tool_calls", None)
     if calls:
         rendered["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
-            for call in calls
+            {**call, "function": _with_object(call["function"])} for call in calls
         ]
     return rendered
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": sent_arguments(function.get("arguments"))}
 
 
 def template_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -141,14 +145,3 @@ def _text(content: Any) -> Any:
     if isinstance(content, list) and all(part.get("type") == "text" for part in content):
         return "\n".join(part["text"] for part in content)
     return content
-
-
-def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """Parse the arguments. Anything but a JSON object becomes an empty one, as in vLLM."""
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments)
-        except ValueError:
-            return {}
-    return arguments if isinstance(arguments, dict) else {}

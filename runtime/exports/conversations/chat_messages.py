@@ -8,11 +8,11 @@ message. Called by openai_lines.py, trl.py and sharegpt.py.
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
-from cray_agents.records import Message, Run, bounded
+from cray_agents.exact_json import read_arguments, sent_arguments
+from cray_agents.records import Message, Run
 from cray_agents.runtime.exports.conversations.conversation import (
     Conversation,
+    text_losses,
     trainable_conversations,
 )
 from cray_agents.runtime.exports.export_format import Json, json_text, unsupported
@@ -82,8 +82,7 @@ def _chat(run: Run, conversation: Conversation) -> ChatMessages:
     if any(turn.call is not None for turn in conversation.other_turns):
         chat.losses.add("other_calls")
     calls = [turn.call for turn in conversation.turns_by_message.values() if turn.call is not None]
-    if run.redacted or any(call.redacted for call in run.calls):
-        chat.losses.add("redacted")
+    chat.losses |= text_losses(run)
     if any(call.api == "/v1/completions" for call in calls):
         chat.losses.add("completions")
     return chat
@@ -155,25 +154,16 @@ def _tool_call(run: Run, path: str, call: Any, chat: ChatMessages) -> Json:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise unsupported(run, path, "is no call of a function")
     arguments = function.get("arguments")
-    if isinstance(arguments, dict):
-        arguments = json_text(run, path, arguments)
-    elif not isinstance(arguments, str) or not _is_object(arguments):
+    read = read_arguments(arguments)
+    if read is None or list(read) == ["unparsed"]:  # now, or when it went back to the model
         chat.losses.add("tool_arguments")
-        arguments = json_text(run, path, {"unparsed": arguments} if arguments else {})
-    elif arguments.startswith('{"unparsed":'):  # repaired when it went back to the model
-        chat.losses.add("tool_arguments")
+    if read is None or not isinstance(arguments, str):
+        arguments = json_text(run, path, sent_arguments(arguments))
     return {
         "id": str(call.get("id") or ""),
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(bounded(orjson.loads(text)), dict)
-    except orjson.JSONDecodeError:
-        return False
 
 
 def function_of(tool: Json) -> Json | None:

@@ -17,6 +17,10 @@ from cray_agents.records import Message, Run, StopReason, Task, Trajectory, Turn
 from cray_agents.runtime.exports.export_format import Json, unsupported
 from cray_agents.runtime.store.segments.facts import text_of
 
+#: Fields of a request that a chat template reads, beside messages and tools.
+TEMPLATE_SETTINGS = ("chat_template", "chat_template_kwargs", "continue_final_message", "documents",
+                     "output_config", "reasoning", "reasoning_effort", "thinking")  # fmt: skip
+
 
 class Conversation(NamedTuple):
     """A run's messages, and its turns by the index of the message that each produced.
@@ -107,6 +111,16 @@ def check_calls(run: Run, messages: Iterable[Message]) -> None:
             for call in calls
         ):
             raise unsupported(run, "tool_calls", f"of a message are none: {str(calls)[:80]}")
+
+
+def text_losses(run: Run) -> set[str]:
+    """Return what every format loses that carries a run's texts, but not how each call was made."""
+    losses = set()
+    if run.redacted or any(call.redacted for call in run.calls):
+        losses.add("redacted")
+    if any(call.sampling.get(name) for call in run.calls for name in TEMPLATE_SETTINGS):
+        losses.add("template_settings")
+    return losses
 
 
 def trainable_conversations(run: Run) -> list[Conversation]:

@@ -1,5 +1,8 @@
 """Preference pair: find the first answer in which two runs on one task differ.
 
+What follows it is left out: trainers of preferences learn each token after the prompt, so the
+results of tools and what users said would be learned as if the model had said them.
+
 Ids of tool calls are new in every run, so they do not count as a difference. Runs with several
 conversations, as after a handoff, are compared conversation by conversation, until two differ in an
 answer. Called by openai_lines.py and trl.py.
@@ -14,7 +17,7 @@ from cray_agents.runtime.exports.export_format import unsupported
 
 
 class Difference(NamedTuple):
-    """Two chats up to their last answers. `same` counts their equal messages; an answer follows."""
+    """Two chats up to the answers that differ, the last of each. `same` counts equal messages."""
 
     better: ChatMessages
     worse: ChatMessages
@@ -56,7 +59,12 @@ def _compare_chats(
         raise _pair_error(better, worse, "first differ in the history they were given")
     if same == 0:
         raise _pair_error(better, worse, "begin with an answer: there is nothing that both read")
-    return Difference(one, other, same, one.losses | other.losses)
+    losses = one.losses | other.losses
+    for chat in (one, other):
+        if len(chat.messages) > same + 1:
+            losses.add("after_the_difference")
+        chat.messages = chat.messages[: same + 1]
+    return Difference(one, other, same, losses)
 
 
 def _key(chat: ChatMessages, index: int, reasoning: bool) -> Any:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import orjson
-
-from cray_agents.records import Message, ModelCall, Run, ToolCall, Turn, bounded
+from cray_agents.exact_json import read_arguments
+from cray_agents.records import Message, ModelCall, Run, ToolCall, Turn
 from cray_agents.runtime.exports.conversations.chat_messages import function_of
 from cray_agents.runtime.exports.conversations.conversation import Conversation, conversation_of
 from cray_agents.runtime.exports.export_format import (
@@ -280,7 +279,7 @@ def _tool_call_of(call: Json, raw: Json, done: ToolCall | None, observed: bool) 
     """
     function = call.get("function") or call.get("custom") or {}
     value = function.get("arguments", function.get("input"))
-    arguments = _parse_object(value)
+    arguments = read_arguments(value)
     record: Json = {
         "tool_call_id": str(call.get("id") or ""),
         "function_name": str(function.get("name") or ""),
@@ -288,7 +287,7 @@ def _tool_call_of(call: Json, raw: Json, done: ToolCall | None, observed: bool) 
     }
     written = (raw.get("function") or {}).get("arguments", value)
     extra: Json = {}
-    if arguments is None or _parse_object(written) != arguments:
+    if arguments is None or read_arguments(written) != arguments:
         extra["arguments"] = written
     if done is not None:
         extra |= {"seconds": done.seconds} | ({"error": done.error} if done.error else {})
@@ -297,15 +296,6 @@ def _tool_call_of(call: Json, raw: Json, done: ToolCall | None, observed: bool) 
     if extra:
         record["extra"] = extra
     return record
-
-
-def _parse_object(arguments: Any) -> Json | None:
-    if isinstance(arguments, str):
-        try:
-            arguments = bounded(orjson.loads(arguments))
-        except ValueError:
-            return None
-    return arguments if isinstance(arguments, dict) else None
 
 
 def _final_metrics(steps: list[Json]) -> Json:

@@ -14,8 +14,7 @@ Called by parquet_files.py; pyarrow is imported only when a folder is written.
 from functools import cache
 from typing import Any
 
-import orjson
-
+from cray_agents.exact_json import dump_json
 from cray_agents.records import Message, Run
 from cray_agents.runtime.datasets.description.hub_metadata import (
     CROISSANT,
@@ -27,7 +26,7 @@ from cray_agents.runtime.datasets.description.hub_metadata import (
     size_category,
 )
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.exports.conversations.conversation import conversations_of
+from cray_agents.runtime.exports.conversations.conversation import conversations_of, text_losses
 from cray_agents.runtime.exports.export_format import Written
 from cray_agents.runtime.exports.writers.counts import describe_losses
 from cray_agents.runtime.exports.writers.parquet_files import FolderContents, TableFormat
@@ -92,8 +91,7 @@ def rows_of(run: Run, first: int) -> Written:
     losses = ["exact_tokens"] if usage.calls else []
     if run.trajectory.turns:
         losses.append("call_details")
-    if run.redacted or any(call.redacted for call in run.calls):
-        losses.append("redacted")
+    losses += sorted(text_losses(run))
     about = {
         "id": run.id,
         "input": run.input,
@@ -154,7 +152,7 @@ def _text(value: Any) -> str | None:
 
 
 def _json(value: Any) -> str:
-    return orjson.dumps(value).decode()
+    return dump_json(value).decode()
 
 
 def finish(folder: FolderContents) -> None:

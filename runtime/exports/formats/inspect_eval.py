@@ -15,17 +15,15 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-import orjson
-
+from cray_agents.exact_json import dump_json, load_json
 from cray_agents.records import Run, StopReason, digest, is_finding
 from cray_agents.runtime.exports.conversations.chat_messages import function_of
-from cray_agents.runtime.exports.conversations.conversation import Conversation, conversation_of
-from cray_agents.runtime.exports.export_format import (
-    Json,
-    LineFormat,
-    Written,
-    json_text,
+from cray_agents.runtime.exports.conversations.conversation import (
+    Conversation,
+    conversation_of,
+    text_losses,
 )
+from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, json_text
 from cray_agents.runtime.exports.formats.inspect_events import iso_time, write_events
 from cray_agents.runtime.exports.formats.inspect_messages import (
     count_tokens,
@@ -43,11 +41,9 @@ CHANGED = (1980, 1, 1, 0, 0, 0)  # of the files in the zip: equal exports are eq
 def _write_run(run: Run) -> Written:
     check_finite(run)
     conversation = conversation_of(run)
-    losses = {"exact_tokens", "call_details"}
+    losses = {"exact_tokens", "call_details", *text_losses(run)}
     messages = write_conversation(run, conversation, losses)
     events, pool = write_events(run, losses)
-    if run.redacted or any(call.redacted for call in run.calls):
-        losses.add("redacted")
     usage = _usage(run)
     sample = {
         "id": run.task.id if run.task is not None else run.id,
@@ -165,17 +161,17 @@ def pack_log(lines: Iterable[bytes], target: Path) -> None:
     epochs = Counter[str]()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as log:
         for line in lines:
-            sample: Json = orjson.loads(line)
+            sample: Json = load_json(line)
             epochs[sample["id"]] += 1
             sample["epoch"] = epochs[sample["id"]]
             name = f"samples/{sample['id']}_epoch_{sample['epoch']}.json"
-            log.writestr(_entry(name), orjson.dumps(sample))
+            log.writestr(_entry(name), dump_json(sample))
             summaries.append(_summary(sample))
         header = _header(summaries)
         start = {name: header[name] for name in ("version", "eval", "plan")}
-        log.writestr(_entry("_journal/start.json"), orjson.dumps(start))
-        log.writestr(_entry("summaries.json"), orjson.dumps(summaries))
-        log.writestr(_entry("header.json"), orjson.dumps(header))
+        log.writestr(_entry("_journal/start.json"), dump_json(start))
+        log.writestr(_entry("summaries.json"), dump_json(summaries))
+        log.writestr(_entry("header.json"), dump_json(header))
     with target.open("rb") as file:
         os.fsync(file.fileno())
 

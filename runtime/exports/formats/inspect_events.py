@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import orjson
-
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import dump_json, sent_arguments
 from cray_agents.records import Message, ModelCall, Run, ToolCall
 from cray_agents.runtime.exports.export_format import Json
 from cray_agents.runtime.exports.formats.inspect_messages import (
     MessageWriter,
     count_tokens,
-    read_arguments,
     write_output,
 )
 
@@ -65,7 +63,7 @@ class _Pool:
         return ranges
 
     def _place(self, path: str, message: Message, model: str) -> int:
-        key = orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
+        key = dump_json(message, sort_keys=True)
         if key not in self._places:
             self.messages.append(self.writer.write(path, message, model))
             self._places[key] = len(self.messages) - 1
@@ -99,8 +97,8 @@ def _tool_event(run: Run, call: ToolCall, started: float) -> Json:
         "event": "tool",
         "id": call.id,
         "function": call.name,
-        "arguments": read_arguments(call.arguments) or {},
-        "result": result if isinstance(result, str) else orjson.dumps(result).decode(),
+        "arguments": sent_arguments(call.arguments),
+        "result": result if isinstance(result, str) else dump_json(result).decode(),
         "timestamp": iso_time(started),
         "working_start": max(0.0, started - run.started),
     }

@@ -6,9 +6,8 @@ Called by inspect_eval.py for the conversation, and by inspect_events.py for wha
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
-from cray_agents.records import Message, Run, bounded
+from cray_agents.exact_json import sent_arguments
+from cray_agents.records import Message, Run
 from cray_agents.runtime.exports.conversations.conversation import Conversation
 from cray_agents.runtime.exports.export_format import Json, unsupported
 
@@ -91,10 +90,9 @@ class MessageWriter:
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 place = f"{path}.tool_calls[{index}]"
                 raise unsupported(self.run, place, "is no call of a function")
-            arguments = read_arguments(function.get("arguments"))
-            if arguments is None:
+            arguments = sent_arguments(function.get("arguments"))
+            if "unparsed" in arguments:
                 self.losses.add("tool_arguments")
-                arguments = {"unparsed": function.get("arguments")}
             call_id = str(call.get("id") or "")
             self._functions[call_id] = function["name"]
             calls.append(
@@ -116,15 +114,6 @@ def write_conversation(run: Run, conversation: Conversation, losses: set[str]) -
         model = turn.call.model if turn is not None and turn.call is not None else run.model
         messages.append(writer.write(f"messages[{index}]", message, model))
     return messages
-
-
-def read_arguments(given: Any) -> Json | None:
-    """Return a call's arguments as an object, None if they are none."""
-    try:
-        read = bounded(orjson.loads(given)) if isinstance(given, str) and given else given or {}
-    except ValueError:
-        return None
-    return read if isinstance(read, dict) else None
 
 
 def write_output(model: str, answer: Json | None, finish_reason: str | None, usage: Json) -> Json:

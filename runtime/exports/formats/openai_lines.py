@@ -40,13 +40,8 @@ def _without_empty_content(message: Message) -> Message:
 
 
 def _write_pair(better: Run, worse: Run) -> Written:
-    """Write the common messages, and the first answer of each run that differs.
-
-    OpenAI takes one assistant message per side, so messages after them are left out.
-    """
+    """Write the common messages, and the first answer of each run that differs."""
     one, other, same, losses = difference(better, worse, reasoning=False)
-    if max(len(one.messages), len(other.messages)) > same + 1:
-        losses.add("after_the_difference")
     if 0 in (one.messages[same].get("weight"), other.messages[same].get("weight")):
         losses.add("weights")
     if one.reasoning or other.reasoning:

@@ -17,12 +17,12 @@ Listed in catalog.py.
 import hashlib
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import orjson
 
-from cray_agents.records import Message, ModelCall, Reward, Run, StopReason, ToolCall, Turn, bounded
+from cray_agents.exact_json import read_arguments
+from cray_agents.records import Message, ModelCall, Reward, Run, StopReason, ToolCall, Turn
 from cray_agents.runtime.exports.conversations.chat_messages import function_of
 from cray_agents.runtime.exports.conversations.conversation import (
     Conversation,
@@ -372,9 +372,8 @@ def _convert_part(part: Json) -> tuple[set[str], Json]:
 def _tool_call(call: Json) -> Json:
     function = call.get("function") or call.get("custom") or {}
     arguments: Any = function.get("arguments", function.get("input"))
-    if isinstance(arguments, str):
-        with suppress(ValueError):  # else the text stays as the model wrote it
-            arguments = bounded(orjson.loads(arguments))
+    if (read := read_arguments(arguments)) is not None:  # else the text stays as it was written
+        arguments = read
     name = str(function.get("name") or "")
     return {"type": "tool_call", "id": call.get("id"), "name": name, "arguments": arguments}
 

@@ -25,6 +25,7 @@ from cray_agents.runtime.exports.export_format import (
     json_text,
     unsupported,
 )
+from cray_agents.runtime.store.segments.facts import text_of
 
 _FROM = {
     "system": "system",
@@ -121,7 +122,7 @@ def _text(message: Message, chat: ChatMessages) -> str:
         return content
     if len(content) > 1:
         chat.losses.add("text_parts")
-    return "\n".join(part["text"] for part in content)
+    return text_of(message)
 
 
 def _lost_fields(chat: ChatMessages) -> set[str]:

@@ -9,8 +9,7 @@ its last answer. Answers of the other calls in it are the loss `weights`. Listed
 
 from collections.abc import Callable
 
-import orjson
-
+from cray_agents.exact_json import parse_json
 from cray_agents.records import Message, Run
 from cray_agents.runtime.exports.conversations.chat_messages import ChatMessages, chats_of
 from cray_agents.runtime.exports.conversations.pairs import difference
@@ -21,6 +20,7 @@ from cray_agents.runtime.exports.export_format import (
     json_text,
     unsupported,
 )
+from cray_agents.runtime.store.segments.facts import text_of
 
 
 def _write_run(run: Run) -> Written:
@@ -54,7 +54,7 @@ def _rows(run: Run, columns: Callable[[ChatMessages], Json]) -> Written:
 
 
 def _write_pair(better: Run, worse: Run) -> Written:
-    """Write the common messages, and the rest of each run from the first difference on."""
+    """Write the common messages, and the first answer of each run that differs."""
     one, other, same, losses = difference(better, worse, reasoning=True)
     chosen, rejected = _messages(one), _messages(other)
     if chosen[same - 1]["role"] == "system":
@@ -80,7 +80,7 @@ def _message(chat: ChatMessages, index: int, message: Message) -> Message:
         chat.losses.add("developer_role")
     content = message["content"]
     if not isinstance(content, str):
-        written["content"] = "\n".join(part["text"] for part in content)
+        written["content"] = text_of(message)
         if len(content) > 1:
             chat.losses.add("text_parts")
     if index in chat.reasoning:
@@ -92,7 +92,7 @@ def _message(chat: ChatMessages, index: int, message: Message) -> Message:
 
 def _tool_call(call: Json) -> Json:
     function = call["function"]
-    arguments = orjson.loads(function["arguments"])
+    arguments = parse_json(function["arguments"])
     return {**call, "function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -121,6 +121,6 @@ TRL_PREFERENCE = LineFormat(
     name="trl-preference",
     title="TRL (preference)",
     about="pairs of runs on a task as TRL's DPOTrainer reads them: the messages both read, and "
-    "what each said from the first answer on that differs: prompt, chosen, rejected, tools",
+    "the first answers that differ: prompt, chosen, rejected, tools",
     write_pair=_write_pair,
 )

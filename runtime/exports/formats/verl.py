@@ -14,12 +14,12 @@ imported only when a file is written.
 from functools import cache
 from typing import Any
 
-import orjson
-
+from cray_agents.exact_json import dump_json
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.conversations.conversation import conversations_of
+from cray_agents.runtime.exports.conversations.conversation import conversations_of, text_losses
 from cray_agents.runtime.exports.export_format import Written, unsupported
 from cray_agents.runtime.exports.writers.parquet_files import TableFormat
+from cray_agents.runtime.store.segments.facts import text_of
 
 
 @cache
@@ -46,7 +46,7 @@ def rows_of(run: Run, first: int) -> Written:
     task = run.task
     if task is None:
         return Written([], ("no_task",))
-    losses = ["answers"]
+    losses = ["answers", *sorted(text_losses(run))]
     conversation = conversations_of(run)[0]
     if conversation.tools:
         losses.append("tools")
@@ -54,7 +54,7 @@ def rows_of(run: Run, first: int) -> Written:
     if target is None:
         losses.append("no_target")
     elif not isinstance(target, str):
-        target = orjson.dumps(target, option=orjson.OPT_SORT_KEYS).decode()
+        target = dump_json(target, sort_keys=True).decode()
         losses.append("json_target")
     extra = {
         "index": first,
@@ -99,7 +99,7 @@ def _text(run: Run, index: int, message: Message, losses: list[str]) -> str:
         path = f"messages[{index}].content"
         raise unsupported(run, path, "has parts that are no text, and verl's prompt has no others")
     losses.append("text_parts")
-    return "".join(map(str, texts))
+    return text_of(message)
 
 
 VERL = TableFormat(

@@ -14,9 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import load_json
 from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import read_dataset, shards
@@ -174,7 +173,7 @@ class DatasetRuns:
 
     @cached_property
     def _recipe(self) -> dict[str, Any]:
-        recipe: dict[str, Any] = orjson.loads(file_in(self.dataset, RECIPE).read_bytes())
+        recipe: dict[str, Any] = load_json(file_in(self.dataset, RECIPE).read_bytes())
         return recipe
 
     def _missing(self, count: int, some: Sequence[str]) -> BadInput:

@@ -1,17 +1,18 @@
 """Bodies: JSON, query parameters and ids of requests, checked; JSON answers."""
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput, NotFound
+from cray_agents.exact_json import dump_json, load_json
 from cray_agents.runtime.gateway.http.error_envelope import SENT, BodyTooLarge
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # also safe as a header and a folder
@@ -20,6 +21,8 @@ COUNT = re.compile(r"0|[1-9][0-9]{0,8}")
 DEEPEST = 100  # lists and objects within each other; orjson cannot write more than 250
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}  # seconds
 DIGITS = 18  # of a number in a query: nothing here counts further
+
+log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -40,8 +43,13 @@ async def read_body(request: Request, limit: int) -> bytearray:
 async def read_json(request: Request, limit: int) -> dict[str, Any]:
     """Return the body as a JSON object. Raises BadInput; BodyTooLarge beyond `limit` bytes."""
     body = request.scope[SENT] = await read_body(request, limit)
+
+    def tell() -> None:
+        path = request.url.path
+        log.warning('%s %s: half a character in the body became "?"', request.method, path)
+
     try:
-        value = orjson.loads(body)
+        value = load_json(body, tell)
     except ValueError as error:
         raise BadInput(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
@@ -91,12 +99,12 @@ def check_unmarked(body: Mapping[str, Any]) -> None:
 
 def json_response(value: Any) -> Response:
     """Return a JSON answer."""
-    return Response(orjson.dumps(value), 200, media_type="application/json")
+    return Response(dump_json(value), 200, media_type="application/json")
 
 
 async def json_in_thread(read: Callable[[], Any]) -> Response:
     """Return as JSON what a function returns; both run in a thread."""
-    content = await asyncio.to_thread(lambda: orjson.dumps(read()))
+    content = await asyncio.to_thread(lambda: dump_json(read()))
     return Response(content, media_type="application/json")
 
 

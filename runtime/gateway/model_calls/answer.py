@@ -12,10 +12,12 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import orjson
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput, StoreError
+from cray_agents.exact_json import malformed_calls
 from cray_agents.ports import EngineCall
 from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
@@ -185,7 +187,7 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
 
 async def _record_answer(services: Services, call: Call, ticket: Ticket, content: bytes) -> bytes:
     """Record the engine's answer and return the client's version of it."""
-    answer = orjson.loads(content)
+    answer = from_json(content, allow_inf_nan=False)
     if call.returns_samples:
         content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
     await _record(services, call, ticket, call.answer_events(answer, content))
@@ -210,9 +212,11 @@ async def _record(
     sampled = sum(len(sample.token_ids) for sample in samples)
     services.metrics.recorded(prompt, sampled, len(events))
     finish = events[0].body["finish_reason"]
-    version = call.exchange.version
+    version, tokens = call.exchange.version, (prompt, sampled)
+    calls = [call for event in events for call in malformed_calls(event.body["message"])]
+    malformed = sum(bool(call["function"].get("arguments")) for call in calls)
     services.metrics.model_calls.count(
-        version, call.owner, ticket.batch, finish, (prompt, sampled), ticket.waited
+        version, call.owner, ticket.batch, finish, tokens, ticket.waited, malformed
     )
     end_span(services, call, ticket, events[0], first=first)
 

@@ -18,9 +18,8 @@ import os
 import socket
 from typing import Any, NamedTuple
 
-import orjson
-
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import dump_json
 from cray_agents.runtime.store import Store
 
 _LOCK_POLL = 0.02  # seconds between two looks if another gateway's request has ended
@@ -40,7 +39,7 @@ def key_of(caller: str, path: str, key: str) -> str:
 
 def fingerprint(request: dict[str, Any]) -> str:
     """Return a hash of a request, which must be the same when its key is used again."""
-    content = orjson.dumps(request, option=orjson.OPT_SORT_KEYS)
+    content = dump_json(request, sort_keys=True)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

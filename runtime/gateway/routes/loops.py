@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import NotFound
+from cray_agents.exact_json import dump_json
 from cray_agents.queries import RunQuery
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Role
@@ -87,7 +87,7 @@ async def read_generation_timeline(services: Services, request: Request) -> Resp
         events = job_events(services.home, str(record.get("job_id") or ""))
         which = RunQuery(loop=loop, generation=int(path.stem), order="oldest", limit=MOST_RUNS)
         runs = services.store.stream(which)
-        return orjson.dumps(generation_timeline(loop, record, ended, job_events=events, runs=runs))
+        return dump_json(generation_timeline(loop, record, ended, job_events=events, runs=runs))
 
     return Response(await asyncio.to_thread(read), media_type="application/json")
 
@@ -181,4 +181,4 @@ def _recall(path: Path) -> Any:
 
 
 def _text(record: Any) -> bytes:
-    return checksums.with_crc(orjson.dumps(record))
+    return checksums.with_crc(dump_json(record))

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import orjson
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -153,7 +154,8 @@ async def diff_runs(services: Services, request: Request) -> Response:
         first = next((at for at, pair in enumerate(turns) if not pair["same"]), None)
         diff = differences(one, other)
         named = {"one": one.id, "other": other.id}
-        return orjson.dumps({**named, **diff, "turns": turns, "first": first}, default=str)
+        about = {**named, **diff, "turns": turns, "first": first}
+        return to_json(about, inf_nan_mode="null", fallback=str)
 
     return Response(await asyncio.to_thread(read), media_type="application/json")
 

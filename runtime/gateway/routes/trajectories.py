@@ -53,6 +53,7 @@ from cray_agents.runtime.store.feedback import (
     check_rewards,
     give_feedback,
 )
+from cray_agents.runtime.views.run_pages import with_heads
 
 FILTERS = tuple(name for name in RunFilter.model_fields if name not in ("generations", "tags"))
 PAGE_LIMIT = 1000  # runs in one answer
@@ -93,7 +94,9 @@ router = Router("Training")
         "limit": {**COUNT, "minimum": 1, "maximum": PAGE_LIMIT},
         "after": AFTER,
         "tokens": Described(FLAG, "Calls with their tokens."),
-        "view": Described({"enum": ["whole", "summary"]}, "A summary comes from the index alone."),
+        "view": Described(
+            {"enum": ["whole", "summary"]}, "A summary has no messages and no calls."
+        ),
     },
     answer=page_of(RUN),
 )
@@ -304,10 +307,10 @@ def _runs(services: Services, tokens: bool, runs: RunQuery) -> list[dict[str, An
 
 
 def _summaries(services: Services, runs: RunQuery) -> list[dict[str, Any]]:
-    """Return the facts that the index holds; no event is read."""
+    """Return the facts that the index holds, without reading events of described runs."""
     return [
         {"id": row.run_id, **{k: v for k, v in row._asdict().items() if k != "run_id"}}
-        for row in services.store.facts(runs)
+        for row in with_heads(services.store, services.store.facts(runs))
     ]
 
 

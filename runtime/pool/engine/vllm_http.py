@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, VersionClosed
+from cray_agents.exact_json import dump_json
 from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
 
 _INVALID = re.compile(  # one of pydantic's errors, as vLLM prints them
@@ -76,7 +77,7 @@ class Http:
             always = {HEADER: self.secret}
             self._session = aiohttp.ClientSession(connector=connector, headers=always)
         limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self.timeout)
-        content = None if body is None else orjson.dumps(body)
+        content = None if body is None else dump_json(body)
         headers = {"Content-Type": "application/json", **(headers or {})}
         if once:
             headers["Connection"] = "close"

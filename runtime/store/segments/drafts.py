@@ -19,7 +19,7 @@ from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments.frames import Footer, Frame
-from cray_agents.runtime.store.segments.line_format import QUOTED
+from cray_agents.runtime.store.segments.line_format import QUOTED, parse_line
 
 FRAME = 64 * 2**10  # bytes of lines in a frame; a longer line has its own frame
 CHUNK = 5000  # lines whose facts are in one chunk
@@ -144,7 +144,7 @@ class _Draft:
 def _fact_of(line: bytes) -> bytes:
     """Return the facts of a line as JSON; null for a whole line that is not a known event."""
     try:
-        fact = facts_of(orjson.loads(line))
+        fact = facts_of(parse_line(line))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("a line is whole, but no event (%r): %r", error, line[:QUOTED])
         return b"null"

@@ -7,8 +7,7 @@ lines. Increase FACTS when the values change; facts are then extracted again fro
 
 from typing import Any, NamedTuple
 
-import orjson
-
+from cray_agents.exact_json import dump_json
 from cray_agents.records import StopReason
 
 FACTS = 3  # the version of the values of `facts_of`
@@ -88,8 +87,8 @@ def _run_facts(body: dict[str, Any]) -> dict[str, Any]:
         "tags": body.get("tags") or [],
         "rewards": [list(_reward_facts(reward).values()) for reward in body.get("rewards") or ()],
         "turns": len((body.get("trajectory") or {}).get("turns") or ()),
-        "input": _head(body["input"]),
-        "output": _head(_text(body.get("output"))),
+        "input": head_of(body["input"]),
+        "output": head_of(_text(body.get("output"))),
         "imported": body.get("imported"),
         "redacted": bool(body.get("redacted")),
         "owner": body.get("owner") or "",
@@ -119,19 +118,20 @@ def ending_of(finish_reason: Any, answer: dict[str, Any]) -> StopReason:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """Return the text of a message; the texts of a list of parts are joined."""
+    """Return the text of a message; texts in several parts are lines, as vLLM joins them."""
     content = message.get("content")
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict)]
-        return "".join(text for text in texts if isinstance(text, str))
+        return "\n".join(text for text in texts if isinstance(text, str))
     return _text(content)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return orjson.dumps(value).decode() if value else ""
+    return dump_json(value).decode() if value else ""
 
 
-def _head(text: str) -> str:
+def head_of(text: str) -> str:
+    """Return the head of an input or output that the index keeps."""
     return text if len(text) <= HEAD else text[: HEAD - 1] + "…"

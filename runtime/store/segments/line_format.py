@@ -8,11 +8,13 @@ and compaction.py. The names of segment files are parsed here too.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
+from pydantic_core import from_json
 
 from cray_agents.errors import Corrupt, StoreError
+from cray_agents.exact_json import dump_json
 from cray_agents.records import Event, new_id
 from cray_agents.runtime.disk.checksums import is_whole, with_crc
 from cray_agents.runtime.store.segments.facts import Fact
@@ -48,7 +50,7 @@ def line_of(event: Event) -> bytes:
         "body": event.body,
     }
     try:
-        text = orjson.dumps(plain)
+        text = dump_json(plain)
     except TypeError as error:  # orjson's JSONEncodeError is one
         raise StoreError(f"event {event.id} is not JSON: {error}") from error
     return with_crc(text)
@@ -59,10 +61,17 @@ def event_in(line: bytes) -> dict[str, Any]:
     if not is_whole(line):
         raise Corrupt(f"not an event, or a damaged one: {line[:QUOTED]!r}")
     try:
-        event: dict[str, Any] = orjson.loads(line)
+        return parse_line(line)
     except ValueError as error:
         raise Corrupt(f"not an event ({error}): {line[:QUOTED]!r}") from error
-    return event
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Parse a line; whole numbers keep all digits. Raises ValueError."""
+    try:
+        return cast("dict[str, Any]", from_json(line))
+    except ValueError:  # it may be nested deeper than from_json reads
+        return cast("dict[str, Any]", orjson.loads(line))
 
 
 OPEN, LEFT, SEALED = ".jsonl", ".left.jsonl", ".jsonl.zst"

@@ -1,5 +1,6 @@
 """All formats: whatever stands in a run, it is written or refused by name, and never changed."""
 
+import json
 from typing import Any
 
 import atif
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from cray_agents.errors import BadInput
-from cray_agents.records import Run, ToolCall, Trajectory, Turn
+from cray_agents.records import Run, Task, ToolCall, Trajectory, Turn
 from cray_agents.runtime.exports.conversations.conversation import run_of_demonstration
 from cray_agents.runtime.exports.export_format import (
     LOSSES,
@@ -19,16 +20,24 @@ from cray_agents.runtime.exports.export_format import (
     Written,
     line_of,
 )
-from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
+from cray_agents.runtime.exports.formats.catalog import FORMATS, LINE_FORMATS
+from cray_agents.runtime.exports.writers.parquet_files import TableFormat
 from tests.support.exports.example_runs import called, chat, made
 
+BIG = 123456789012345678901234567890
+DEEP = '{"a":' * 70 + "1" + "}" * 70
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=5,
 )
 FUNCTION = st.fixed_dictionaries(
-    {}, optional={"name": st.just("f") | ANY, "arguments": st.just("{}") | ANY}
+    {},
+    optional={
+        "name": st.just("f") | ANY,
+        "arguments": st.sampled_from(["{}", DEEP, '{"a": "\\ud83d"}', '{"a": NaN}', "{", "7"])
+        | ANY,
+    },
 )
 TOOL_CALL = st.fixed_dictionaries(
     {}, optional={"id": st.sampled_from(["a", "b"]) | ANY, "type": ANY, "function": FUNCTION | ANY}
@@ -148,6 +157,59 @@ def test_a_demonstration_is_exported_as_a_run() -> None:
     openai = LINE_FORMATS["openai"].write_run
     assert openai is not None
     assert openai(run).records == [{"messages": messages, "tools": tools}]
+
+
+def _text(form: LineFormat | TableFormat, run: Run, other: Run) -> tuple[str, set[str]]:
+    """What any format makes of a run, as JSON, and its losses."""
+    if isinstance(form, LineFormat):
+        records, losses = written(form, run, other)
+        return b"".join(line_of(run, record) for record in records).decode(), set(losses)
+    assert form.write_run is not None
+    rows, losses = form.write_run(run, 0)
+    return json.dumps(rows, default=str), set(losses)
+
+
+def _asking(arguments: str, **call: Any) -> Run:
+    asked = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [asked]}
+    read = [{"role": "user", "content": "x"}]
+    turn = Turn(call_id="c", call=called(read, answer, **call))
+    task = Task(input="x", target=BIG, metadata={"n": BIG})
+    return made(trajectory=Trajectory(messages=[*read, answer], turns=[turn]), task=task)
+
+
+#: Formats without the arguments of calls: tokens, tasks; html packs what the store has.
+WITHOUT_TEXT = ("tokens", "verl", "html")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in WITHOUT_TEXT])
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (f'{{"n":{BIG},"m":{-BIG}}}', str(BIG)),
+        (DEEP, "unparsed"),
+        ('{"a": NaN}', "unparsed"),
+        ("{broken", "unparsed"),
+    ],
+)
+def test_arguments_keep_their_digits_or_are_told_as_unparsed(
+    name: str, arguments: str, kept: str
+) -> None:
+    other = made("run-other", messages=chat("x", "y"))
+    text, losses = _text(FORMATS[name], _asking(arguments), other)
+    if kept in text:
+        assert kept != "unparsed" or name == "atif" or "tool_arguments" in losses
+    else:  # as the model wrote it
+        assert json.dumps(arguments)[1:-1].replace("\\", "") in text.replace("\\", "")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "html"])
+def test_settings_of_the_template_are_kept_or_named_as_lost(name: str) -> None:
+    settings = {"chat_template_kwargs": {"enable_thinking": False}}
+    run, other = _asking("{}", sampling=settings), made("run-other", messages=chat("x", "y"))
+    text, losses = _text(FORMATS[name], run, other)
+    exact = name == "tokens"  # the prompts themselves
+    assert exact or ("enable_thinking" in text) != ("template_settings" in losses), losses
 
 
 @pytest.mark.parametrize("form", LINE_FORMATS.values(), ids=list(LINE_FORMATS))

@@ -166,15 +166,16 @@ def test_an_answer_of_weight_0_before_the_completion_is_no_loss(runs: dict[str, 
     assert COMPLETION(runs["history"]).losses == ("conversation_only", "earlier_turns")
 
 
-def test_a_preference_is_what_each_said_from_the_difference_on(
+def test_a_preference_is_the_first_answers_that_differ(
     runs: dict[str, Run], tmp_path: Path, tokenizer: Any
 ) -> None:
     pairs = [(runs["calc"], runs["wrong"]), (runs["calc"], runs["lazy"])]
     written = [PREFERENCE(better, worse) for better, worse in pairs]
-    assert [each.losses for each in written] == [("conversation_only",)] * 2
+    cut = ("after_the_difference", "conversation_only")
+    assert [each.losses for each in written] == [cut[1:], cut]  # results of tools are not learned
     read = loaded(tmp_path / "d.jsonl", [better for better, _ in pairs], written)
     assert [len(row["prompt"]) for row in read] == [4, 2]
-    assert [message["role"] for message in read[1]["chosen"]] == ["assistant", "tool", "assistant"]
+    assert [message["role"] for message in read[1]["chosen"]] == ["assistant"]
     texts = rendered(read[0], tokenizer)
     assert texts["chosen"] == "It is 432.<|im_end|>\n"
     assert texts["rejected"] == "It is 431.<|im_end|>\n"

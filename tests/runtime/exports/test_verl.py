@@ -84,7 +84,7 @@ def test_targets_and_prompts() -> None:
     assert losses == ("answers", "no_target")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     joined, losses = row_of(made(messages=[{"role": "user", "content": parts}], task=task))
-    assert joined["prompt"] == [{"role": "user", "content": "ab"}]
+    assert joined["prompt"] == [{"role": "user", "content": "a\nb"}]
     assert "text_parts" in losses
 
 

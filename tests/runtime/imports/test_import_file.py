@@ -77,6 +77,15 @@ async def test_what_is_bad_is_told_and_the_rest_is_there(tmp_path: Path) -> None
     await store.close()
 
 
+async def test_half_a_character_is_replaced_and_told(tmp_path: Path) -> None:
+    path = chats(tmp_path / "c.jsonl", range(3))
+    path.write_text(path.read_text().replace("1 + 1?", "1 \\ud83d?"))
+    store = Store(Home(tmp_path / "home"))
+    done = await import_file(store, path, "openai")
+    assert (done.runs, done.replaced) == (3, 1)
+    assert "What is 1 ??" in {run.input for run in store.facts(RunQuery())}
+
+
 async def test_what_is_imported_is_redacted(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     store = Store(home, redactor=Redactor(["email"], {}))

@@ -90,7 +90,7 @@ def test_runs_that_the_set_was_made_of_do_not_count(home: Home) -> None:
 
 def test_planted_strings_are_found(home: Home, tmp_path: Path) -> None:
     planted = tmp_path / "planted.txt"
-    planted.write_text("CANARY-7f3a\n\nCANARY-0000\n")
+    planted.write_text("CANARY-7f3a\r\n\nCANARY-0000\u2028more\n")
     first, second = told(home, "m", "--planted", planted, "--json")
     assert second["planted"] == {"CANARY-7f3a": ["own"]} and first["with_planted"] == 0
     assert second["planted_rate"] == 0.25

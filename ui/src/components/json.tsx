@@ -1,5 +1,6 @@
 /** JSON tree: a value whose objects and lists unfold; nothing of a folded one is in the page. */
 import { useState } from "preact/hooks";
+import { isLongNumber, parseJson } from "../lib/exact_json";
 import { oneLine } from "../lib/format";
 import { Text } from "./text";
 
@@ -9,7 +10,7 @@ const STEP = 100; // entries more at each click
 export function parsed(text: string): unknown {
   if (!/^\s*[[{]/.test(text) || text.length > 2_000_000) return undefined;
   try {
-    return JSON.parse(text) as unknown;
+    return parseJson(text);
   } catch {
     return undefined;
   }
@@ -19,7 +20,7 @@ export function Json({ value, name, open = false }: { value: unknown; name?: str
   const [isOpen, setOpen] = useState(open);
   const [limit, setLimit] = useState(STEP);
   const label = name === undefined ? null : <span class="name">{oneLine(name)}: </span>;
-  if (value === null || typeof value !== "object") {
+  if (!isFolded(value)) {
     const text = typeof value === "string" ? value : JSON.stringify(value);
     return (
       <div class="json leaf">
@@ -36,7 +37,7 @@ export function Json({ value, name, open = false }: { value: unknown; name?: str
   }
   const entries: [string, unknown][] = Array.isArray(value)
     ? value.map((one, n) => [String(n), one])
-    : Object.entries(value);
+    : Object.entries(value as object);
   return (
     <div class="json">
       <button class="fold" aria-expanded={isOpen} onClick={() => setOpen(!isOpen)}>
@@ -61,9 +62,13 @@ export function Json({ value, name, open = false }: { value: unknown; name?: str
   );
 }
 
+function isFolded(value: unknown): boolean {
+  return typeof value === "object" && value !== null && !isLongNumber(value);
+}
+
 function summary(entries: [string, unknown][]): string {
   return entries
     .slice(0, 6)
-    .map(([key, one]) => `${key}: ${typeof one === "object" && one ? "…" : String(one).slice(0, 30)}`)
+    .map(([key, one]) => `${key}: ${isFolded(one) ? "…" : (typeof one === "string" ? one : String(JSON.stringify(one))).slice(0, 30)}`)
     .join(", ");
 }

@@ -3,6 +3,7 @@
  * A page that has the answers within it puts their source in the gateway's place.
  */
 import type { paths } from "./openapi";
+import { parseJson } from "./exact_json";
 import { clearKey, key } from "./session";
 
 type Verb = "get" | "post" | "delete";
@@ -76,7 +77,7 @@ async function json(method: string, template: string, sent: AnySent): Promise<un
   const more: Record<string, string> = sent.reason ? { "x-reason": encodeURIComponent(sent.reason) } : {};
   const path = address(template, sent.path, sent.query);
   const response = await request(method, path, sent.body, sent.signal, "application/json", more);
-  return response.json();
+  return parseJson(await response.text());
 }
 
 /** Return the path of a template with its ids and query. A list in the query repeats its name. */

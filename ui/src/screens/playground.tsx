@@ -3,6 +3,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { MessageView } from "../components/message";
 import { ScreenLink } from "../components/screen_link";
 import { get, request } from "../lib/api";
+import { parseJson } from "../lib/exact_json";
 import { oneLine } from "../lib/format";
 import type { Message } from "../lib/records";
 import { useResource } from "../lib/resource";
@@ -56,7 +57,7 @@ export default function Playground({ params }: ScreenProps) {
     event.preventDefault();
     let defined: unknown;
     try {
-      defined = tools.trim() ? JSON.parse(tools) : undefined;
+      defined = tools.trim() ? parseJson(tools) : undefined;
     } catch (error) {
       return setProblem(`The tools are no JSON: ${(error as Error).message}`);
     }

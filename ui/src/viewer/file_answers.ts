@@ -5,6 +5,7 @@
  * unpacked when they are shown.
  */
 import { ApiError, type AnySent } from "../lib/api";
+import { parseJson } from "../lib/exact_json";
 import type { components } from "../lib/openapi";
 import type { RunFacts } from "../lib/records";
 
@@ -59,7 +60,7 @@ function taken(selector: string): [id: string, text: string][] {
   });
 }
 
-export const runs: readonly FileRun[] = taken("script[data-run]").map(([, text]) => JSON.parse(text) as FileRun);
+export const runs: readonly FileRun[] = taken("script[data-run]").map(([, text]) => parseJson(text) as FileRun);
 /** The file was full before all runs were in it. */
 export const isFull = taken("script[data-full]").length > 0;
 const parts = new Map(taken('script[type="text/plain"]'));
@@ -169,5 +170,5 @@ async function unpack(id: string): Promise<unknown> {
   const content = new Uint8Array(binary.length);
   for (let n = 0; n < binary.length; n++) content[n] = binary.charCodeAt(n);
   const stream = new Blob([content]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).json();
+  return parseJson(await new Response(stream).text());
 }

@@ -4,7 +4,7 @@ An answer passes through the gateway as bytes; a SamplingApi only reads it. Each
 in this folder. Called by ../answer.py and ../call.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class SamplingApi:
     conversation_fields: frozenset[str]
 
 
-def assistant(content: str | None, tool_calls: list[dict[str, Any]], **more: Any) -> Message:
+def assistant(content: Any, tool_calls: list[dict[str, Any]], **more: Any) -> Message:
     """Return a message as the next request would send it back, without empty fields."""
     message: Message = {"role": "assistant", "content": content or None}
     message |= {name: value for name, value in more.items() if value not in (None, "", [], {})}
@@ -46,6 +46,15 @@ def assistant(content: str | None, tool_calls: list[dict[str, Any]], **more: Any
     elif content is not None:
         message["content"] = content
     return message
+
+
+def content_of(texts: Sequence[str]) -> Any:
+    """Return the content of a message of these texts: the text, or the parts as they were sent.
+
+    The chat template, or the engine for it, joins several: see `text_of` of the store's facts.
+    """
+    content = [{"type": "text", "text": text} for text in texts]
+    return content if len(content) > 1 else "".join(texts)
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

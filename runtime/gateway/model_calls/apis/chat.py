@@ -3,6 +3,7 @@
 from typing import Any
 
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import sendable
 from cray_agents.records import Message
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant
 
@@ -13,7 +14,8 @@ def _parse_request(request: Body) -> list[Message]:
         raise BadInput("messages must be a list with at least one message", param="messages")
     if not all(isinstance(message, dict) for message in messages):
         raise BadInput("messages must be a list of objects", param="messages")
-    return messages
+    sent = request["messages"] = [sendable(message) for message in messages]
+    return sent
 
 
 def _parse_answer(answer: Body) -> list[Message]:

@@ -2,11 +2,16 @@
 
 from typing import Any
 
-import orjson
-
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import dump_json
 from cray_agents.records import Message
-from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant, tool_call
+from cray_agents.runtime.gateway.model_calls.apis import (
+    Body,
+    SamplingApi,
+    assistant,
+    content_of,
+    tool_call,
+)
 
 
 def _parse_request(request: Body) -> list[Message]:
@@ -21,7 +26,7 @@ def _parse_request(request: Body) -> list[Message]:
         raise BadInput("system must be a text or a list of blocks", param="system")
     if "max_tokens" in request and type(request["max_tokens"]) is not int:  # no bool, either
         raise BadInput("max_tokens must be a whole number", param="max_tokens")
-    system = _join_text(instructions)
+    system = _system(instructions)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in given:
         messages += _messages(message)
@@ -34,6 +39,8 @@ def _messages(message: dict[str, Any]) -> list[Message]:
     if message.get("role") == "assistant":
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
         return [_assistant_message([block for block in blocks if isinstance(block, dict)])]
+    if message.get("role") == "system":
+        content = _system(content)
     if not isinstance(content, list):
         return [{"role": message.get("role"), "content": content}]
     results = [b for b in content if isinstance(b, dict) and b.get("type") == "tool_result"]
@@ -42,12 +49,12 @@ def _messages(message: dict[str, Any]) -> list[Message]:
         {
             "role": "tool",
             "tool_call_id": r.get("tool_use_id"),
-            "content": _join_text(r.get("content")),
+            "content": _content(r.get("content")),
         }
         for r in results
     ]
     if rest or not converted:  # an empty message stays a message
-        converted.append({"role": message.get("role"), "content": _join_text(rest)})
+        converted.append({"role": message.get("role"), "content": _content(rest)})
     return converted
 
 
@@ -59,20 +66,28 @@ def _assistant_message(blocks: list[dict[str, Any]]) -> Message:
         for b in blocks
         if b.get("type") == "tool_use"
     ]
-    return assistant("".join(texts) if texts else None, calls, reasoning="".join(thoughts))
+    content = content_of(texts) if texts else None
+    return assistant(content, calls, reasoning="".join(thoughts))
 
 
 def _arguments(given: Any) -> str:
-    return given if isinstance(given, str) else orjson.dumps(given or {}).decode()
+    return given if isinstance(given, str) else dump_json(given or {}).decode()
 
 
-def _join_text(content: Any) -> Any:
-    """Join a list of text blocks to one text; return anything else unchanged."""
+def _content(content: Any) -> Any:
+    """Return a list of text blocks as `content_of`; return anything else unchanged."""
     if isinstance(content, list) and all(
         isinstance(block, dict) and block.get("type") == "text" for block in content
     ):
-        return "".join(str(block.get("text") or "") for block in content)
+        return content_of([str(block.get("text") or "") for block in content])
     return content
+
+
+def _system(content: Any) -> Any:
+    """Return the text of instructions, whose blocks vLLM joins without a separator."""
+    if not isinstance(content, list):
+        return content
+    return "".join(str(block.get("text") or "") for block in content if isinstance(block, dict))
 
 
 def _parse_answer(answer: Body) -> list[Message]:

@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import orjson
-
+from cray_agents.exact_json import dump_json, load_json
 from cray_agents.runtime.gateway.model_calls.apis import Body
 
 # the events that carry a response, an item or a content part; the others are whole as they come
@@ -32,8 +31,8 @@ async def complete_answer(
     """
     async with aclosing(pieces):
         if not request.get("stream"):
-            answer = orjson.loads(b"".join([piece async for piece in pieces]))
-            yield orjson.dumps(_complete_response(answer, request))
+            answer = load_json(b"".join([piece async for piece in pieces]))
+            yield dump_json(_complete_response(answer, request))
             return
         async for piece in pieces:
             yield _complete_events(piece, request)
@@ -45,12 +44,12 @@ def _complete_events(piece: bytes, request: Body) -> bytes:
         if not event.startswith(_CHANGED):
             continue
         head, _, content = event.partition(b"\ndata: ")
-        data = orjson.loads(content)
+        data = load_json(content)
         if "response" in data:
             _complete_response(data["response"], request)
         _complete_item(data.get("item") or {})
         _complete_part(data.get("part") or {})
-        events[number] = head + b"\ndata: " + orjson.dumps(data)
+        events[number] = head + b"\ndata: " + dump_json(data)
     return b"\n\n".join(events)
 
 

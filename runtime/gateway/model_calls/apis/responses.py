@@ -1,10 +1,18 @@
 """OpenAI's responses API (POST /v1/responses): a conversation is a list of items."""
 
+import json
 from typing import Any
 
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import read_arguments, sent_arguments
 from cray_agents.records import Message
-from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi, assistant, tool_call
+from cray_agents.runtime.gateway.model_calls.apis import (
+    Body,
+    SamplingApi,
+    assistant,
+    content_of,
+    tool_call,
+)
 
 
 def _parse_request(request: Body) -> list[Message]:
@@ -28,22 +36,30 @@ def _parse_request(request: Body) -> list[Message]:
 
 
 def _messages(items: list[Any]) -> list[Message]:
-    """Convert items to messages; neighbouring items of the model become one message."""
+    """Convert items to messages; neighbouring items of the model become one, as in vLLM.
+
+    Malformed arguments are replaced in the items, too: see `sendable`.
+    """
     messages: list[Message] = []
     pending: list[Any] = []
+    kinds: set[Any] = set()  # of the pending items: a message has one text and one thought
     for item in items:
-        if item.get("type") in ("function_call", "reasoning") or item.get("role") == "assistant":
-            pending.append(item)
-            continue
-        if pending:
+        kind = "answer" if item.get("role") == "assistant" else item.get("type")
+        own = kind in ("function_call", "reasoning", "answer")
+        if pending and (not own or kind in kinds - {"function_call"}):
             messages.append(_assistant_message(pending))
-            pending = []
-        if item.get("type") == "function_call_output":
-            call_id, output = item.get("call_id"), item.get("output")
+            pending, kinds = [], set()
+        if kind == "function_call" and read_arguments(item.get("arguments")) is None:
+            item["arguments"] = json.dumps(sent_arguments(item.get("arguments")))
+        if own:
+            pending.append(item)
+            kinds.add(kind)
+        elif kind == "function_call_output":
+            call_id, output = item.get("call_id"), _content(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:
-            text = _join_text(item.get("content"))
-            messages.append({"role": item.get("role", "user"), "content": text})
+            content = _content(item.get("content"))
+            messages.append({"role": item.get("role", "user"), "content": content})
     return [*messages, _assistant_message(pending)] if pending else messages
 
 
@@ -55,17 +71,25 @@ def _assistant_message(items: list[Any]) -> Message:
             name, arguments = str(item.get("name") or ""), str(item.get("arguments") or "")
             calls.append(tool_call(call_id, name, arguments))
         elif item.get("type") == "reasoning":
-            thoughts.append(str(_join_text(item.get("content")) or ""))
+            thoughts += _texts(item.get("content"))
         else:
-            texts.append(str(_join_text(item.get("content")) or ""))
-    return assistant("".join(texts) if texts else None, calls, reasoning="".join(thoughts))
+            texts += _texts(item.get("content"))
+    content = content_of(texts) if texts else None
+    return assistant(content, calls, reasoning="".join(thoughts))
 
 
-def _join_text(content: Any) -> Any:
-    """Join a list of text parts to one text; return anything else unchanged."""
+def _content(content: Any) -> Any:
+    """Return a list of text parts as `content_of`; return anything else unchanged."""
     if isinstance(content, list) and all(isinstance(p, dict) and "text" in p for p in content):
-        return "".join(str(part["text"]) for part in content)
+        return content_of(_texts(content))
     return content
+
+
+def _texts(content: Any) -> list[str]:
+    """Return the texts of a content: of its parts, or the content itself."""
+    if not isinstance(content, list):
+        return [str(content or "")]
+    return [str(part["text"]) for part in content if isinstance(part, dict) and "text" in part]
 
 
 def _parse_answer(answer: Body) -> list[Message]:

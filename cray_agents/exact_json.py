@@ -1,0 +1,129 @@
+"""Exact JSON: read and write what models and clients send without changing it.
+
+orjson is the fast way, but makes floats of whole numbers beyond 64 bits, cannot write them, and
+refuses half a character. Also here: the arguments of a tool call, which models may write malformed.
+Imported everywhere; it imports nothing of the package.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from pydantic_core import from_json
+
+DEEPEST = 64  # lists and objects within each other, in JSON that a model or a client wrote
+
+
+def load_json(
+    data: str | bytes | bytearray, on_replaced: Callable[[], object] = lambda: None
+) -> Any:
+    """Parse JSON as it is written: whole numbers keep all digits. Raises ValueError.
+
+    Half a character (a lone surrogate, `\\ud83d`) is JSON that no UTF-8 can carry. It becomes "?",
+    as in the results of an agent's own tools, and `on_replaced` is called.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        if HALF_CHARACTER.search(data) is None:
+            raise
+        try:
+            text = json.dumps(json.loads(data.decode()), ensure_ascii=False)
+        except RecursionError:
+            raise ValueError("the JSON is nested too deeply") from None
+        data = text.encode(errors="replace")
+        value = orjson.loads(data)
+        on_replaced()
+    # of 19 digits in a row, three are among each sixth byte: this is cheaper to look at
+    if b"000" in data[::6].translate(_DIGITS) and _LONG in data.translate(_DIGITS):
+        return from_json(data)
+    return value
+
+
+#: An escape of half a character; one followed by its other half is a whole one.
+HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_LONG = b"0" * 19  # digits of a number that 64 bits may not hold, which orjson makes a float
+_DIGITS = bytes(ord("0" if chr(code).isdecimal() else " ") for code in range(256))
+
+
+def dump_json(value: Any, *, sort_keys: bool = False) -> bytes:
+    """Return a value as JSON, whole numbers of any size too. Raises TypeError if it has none."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None)
+    except TypeError as error:
+        if "64-bit" not in str(error):
+            raise
+    try:
+        return json.dumps(
+            value, sort_keys=sort_keys, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        ).encode()
+    except (ValueError, RecursionError) as error:
+        raise TypeError(f"not JSON: {error}") from error
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON that a model or a client wrote. Raises ValueError, also for `bounded`."""
+    value = load_json(text)
+    return bounded(value) if text.count("[") + text.count("{") > DEEPEST else value
+
+
+def bounded(value: Any) -> Any:
+    """Return parsed JSON that is at most DEEPEST deep. Raises ValueError for deeper JSON.
+
+    Whatever reads or writes it later recurses: Python at most 1,000 deep, protobuf 100.
+    """
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level
+                 if isinstance(one, dict | list)]  # fmt: skip
+        level = [one for values in inner for one in values]
+    if level:
+        raise ValueError(f"the JSON is nested more than {DEEPEST} deep")
+    return value
+
+
+def read_arguments(given: Any) -> dict[str, Any] | None:
+    """Return a tool call's arguments, given as JSON or an object; None if they are no object."""
+    if isinstance(given, str):
+        try:
+            given = parse_json(given)
+        except ValueError:
+            return None
+    return given if isinstance(given, dict) else None
+
+
+def sent_arguments(given: Any) -> dict[str, Any]:
+    """Return arguments as a model reads them again: {"unparsed": what it wrote} if no object."""
+    read = read_arguments(given)
+    if read is not None:
+        return read
+    return {"unparsed": given} if given and not str(given).isspace() else {}
+
+
+def sendable(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in a form that the next request may contain.
+
+    Servers refuse a conversation with tool calls whose arguments are not a JSON object, or show the
+    model none, though models write such calls. They are sent back as `sent_arguments`.
+    """
+    malformed = malformed_calls(message)
+    if not malformed:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        if call in malformed:
+            arguments = json.dumps(sent_arguments(call["function"].get("arguments")))
+            call = {**call, "function": {**call["function"], "arguments": arguments}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def malformed_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the calls of a message whose arguments are no JSON object."""
+    given = message.get("tool_calls")
+    calls = [call for call in given if isinstance(call, dict)] if isinstance(given, list) else []
+    functions = [call for call in calls if isinstance(call.get("function"), dict)]
+    return [c for c in functions if read_arguments(c["function"].get("arguments")) is None]
