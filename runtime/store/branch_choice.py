@@ -1,8 +1,9 @@
 """Branch choice: pick the calls of an undescribed run that its client continued from.
 
-A client that drops a stream and repeats its request makes two calls of one turn. A request for `n`
-choices makes n calls. All calls stay on record, but only turns enter the Run. Called by
-assembly.py, and by runtime/datasets/selection/selection.py to group choices that stayed ambiguous.
+A client that drops a stream, or never gets an answer, and repeats its request makes two calls of
+one turn. A request for `n` choices makes n calls. All calls stay on record, but only turns enter
+the Run. Called by assembly.py, and by runtime/datasets/selection/selection.py to group choices that
+stayed ambiguous.
 """
 
 import contextlib
@@ -19,13 +20,21 @@ CUT = ("cancelled", "error")  # finish reasons of calls that were cut off
 def choose_turns(calls: Sequence[ModelCall]) -> list[ModelCall]:
     """Return the calls that are turns, in their order.
 
-    A call that was cut off is left out if a later request repeats its messages. Of several choices
-    of a request, only the one that later requests quote stays. If they quote none or several, all
-    stay.
+    A call that was cut off is left out if a later request repeats its messages. Of several answers
+    to the same messages, be they choices of a request or of a repeated one, only the one that later
+    requests quote stays. If they quote none or several, all stay; but of a request and its retries
+    the last.
     """
     requests = _drop_repeated(group_by_request(calls))
-    kept = [_pick_branch(choices, requests[place:]) for place, choices in enumerate(requests, 1)]
-    return list(chain.from_iterable(kept))
+    similar: dict[tuple[int, bytes], list[list[ModelCall]]] = {}
+    keys = [(len(c[0].messages), canonical(c[0].messages[-1:])) for c in requests]
+    for key, choices in zip(keys, requests, strict=True):
+        similar.setdefault(key, []).append(choices)
+    return [
+        call
+        for place, (key, choices) in enumerate(zip(keys, requests, strict=True), 1)
+        for call in _pick_branch(choices, similar[key], requests[place:])
+    ]
 
 
 def group_by_request(calls: Iterable[ModelCall]) -> list[list[ModelCall]]:
@@ -62,29 +71,52 @@ def _drop_repeated(requests: list[list[ModelCall]]) -> list[list[ModelCall]]:
     """Drop the calls that were cut off and requested again."""
     if not any(call.finish_reason in CUT for call in chain.from_iterable(requests)):
         return requests
-    later: set[bytes] = set()
+    later: dict[bytes, float] = {}  # when a request came last
     kept = []
     for choices in reversed(requests):
         request = canonical(choices[0].messages)
-        again = request in later
-        later.add(request)
+        again = later.setdefault(request, choices[0].started) != choices[0].started
         kept.append([c for c in choices if not again or c.finish_reason not in CUT])
     return [choices for choices in reversed(kept) if choices]
 
 
-def _pick_branch(choices: list[ModelCall], later: Sequence[list[ModelCall]]) -> list[ModelCall]:
-    """Return the one choice that later requests continue; all choices if it is not just one."""
-    if len(choices) == 1:
+def _pick_branch(
+    choices: list[ModelCall],
+    similar: Sequence[list[ModelCall]],
+    later: Sequence[list[ModelCall]],
+) -> list[ModelCall]:
+    """Return the choices that are turns; none if later requests continue another answer.
+
+    `similar` requests, with this one, include those of the same messages.
+    """
+    if len(choices) == len(similar) == 1:
         return choices
-    prompt = choices[0].messages
-    quoted: dict[str, ModelCall] = {}
+    prompt, started = choices[0].messages, choices[0].started
+    repeats = [
+        other
+        for other in similar
+        if other is choices or (other[0].started != started and other[0].messages == prompt)
+    ]
+    quoted: set[str] = set()
+    ways: list[list[Message]] = []  # on from the prompt: an answer, and what follows it
     for request in later:
         messages = request[0].messages
-        if len(messages) > len(prompt) and messages[: len(prompt)] == prompt:
-            answer = comparable_message(messages[len(prompt)])
-            match = next((c for c in choices if comparable_message(c.message) == answer), None)
-            quoted |= {match.id: match} if match is not None else {}
-    return list(quoted.values()) if len(quoted) == 1 else choices
+        way = messages[len(prompt) : len(prompt) + 2]
+        if not way or messages[: len(prompt)] != prompt or way in ways:
+            continue
+        ways.append(way)
+        answer = comparable_message(way[0])
+        fitting = [
+            call.id
+            for calls in reversed(repeats)
+            for call in calls
+            if comparable_message(call.message) == answer
+        ]
+        quoted.update([*(i for i in fitting if i not in quoted), *fitting][:1])
+    if len(quoted) == 1:
+        return [call for call in choices if call.id in quoted]
+    is_lost = choices is not repeats[-1] and all(calls[0].retry for calls in repeats[1:])
+    return [] if is_lost and not quoted else choices
 
 
 def comparable_message(message: Message) -> tuple[Any, ...]:
