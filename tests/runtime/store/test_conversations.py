@@ -173,8 +173,8 @@ async def test_a_request_that_is_refused_uses_up_no_answer(tmp_path: Path, why: 
     """Twice: the second one must not meet the answer of another client, either."""
     said = EngineError("too long", status=400)
     engine = ScriptedEngine(lambda request: said if len(request["messages"]) == 5 else "Hm.")
-    admission = Admission(1, 0)
-    async with served(tmp_path, engine, admission=admission) as gateway:
+    place = Admission(1, 1)
+    async with served(tmp_path, engine, admission=place) as gateway:
         ann, bob = [(await gateway.ask(OPENING)).run_id for _ in range(2)]
         turns = [*OPENING, {"role": "assistant", "content": "Hm."}]
         more = [*turns, *says("I am Ann")]
@@ -184,12 +184,15 @@ async def test_a_request_that_is_refused_uses_up_no_answer(tmp_path: Path, why: 
         else:
             engine.delay = 30.0
             for _ in range(2):
-                waiting = asyncio.create_task(gateway.ask([*turns, *says("no turn")]))
-                await until(lambda: gateway.services.admission.inside())
+                leaving = [
+                    asyncio.create_task(gateway.ask([*turns, *says("no turn")])) for _ in range(2)
+                ]
+                await until(lambda: (place.inside(), place.waiting()) == (1, 1))
                 if why == "full":
                     assert (await gateway.ask(more)).status == 429
-                waiting.cancel()
-                await until(lambda: not gateway.services.admission.inside())
+                for asking in leaving:
+                    asking.cancel()
+                await until(lambda: not place.demand)
             engine.delay = 0.0
         follows = [(await gateway.ask([*turns, *says(f"I am {n}")])).run_id for n in ("Ann", "Bob")]
         assert {*follows} == {ann, bob}
