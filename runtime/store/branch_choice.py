@@ -26,15 +26,12 @@ def choose_turns(calls: Sequence[ModelCall]) -> list[ModelCall]:
     the last.
     """
     requests = _drop_repeated(group_by_request(calls))
-    similar: dict[tuple[int, bytes], list[list[ModelCall]]] = {}
-    keys = [(len(c[0].messages), canonical(c[0].messages[-1:])) for c in requests]
-    for key, choices in zip(keys, requests, strict=True):
-        similar.setdefault(key, []).append(choices)
-    return [
-        call
-        for place, (key, choices) in enumerate(zip(keys, requests, strict=True), 1)
-        for call in _pick_branch(choices, similar[key], requests[place:])
-    ]
+    lasts = [canonical(choices[0].messages[-1:]) for choices in requests]
+    similar: dict[bytes, list[list[ModelCall]]] = {}
+    for last, choices in zip(lasts, requests, strict=True):
+        similar.setdefault(last, []).append(choices)
+    kept = [_pick_branch(r, similar[lasts[i]], requests[i + 1 :]) for i, r in enumerate(requests)]
+    return list(chain.from_iterable(kept))
 
 
 def group_by_request(calls: Iterable[ModelCall]) -> list[list[ModelCall]]:
@@ -85,19 +82,13 @@ def _pick_branch(
     similar: Sequence[list[ModelCall]],
     later: Sequence[list[ModelCall]],
 ) -> list[ModelCall]:
-    """Return the choices that are turns; none if later requests continue another answer.
-
-    `similar` requests, with this one, include those of the same messages.
-    """
+    """Return the choices that are turns. `similar` has all requests of the same messages."""
     if len(choices) == len(similar) == 1:
         return choices
     prompt, started = choices[0].messages, choices[0].started
-    repeats = [
-        other
-        for other in similar
-        if other is choices or (other[0].started != started and other[0].messages == prompt)
-    ]
-    quoted: set[str] = set()
+    others = [other for other in similar if other is choices or other[0].started != started]
+    repeats = [other for other in others if other[0].messages == prompt]
+    newest, quoted = list(chain.from_iterable(reversed(repeats))), set[str]()
     ways: list[list[Message]] = []  # on from the prompt: an answer, and what follows it
     for request in later:
         messages = request[0].messages
@@ -106,13 +97,8 @@ def _pick_branch(
             continue
         ways.append(way)
         answer = comparable_message(way[0])
-        fitting = [
-            call.id
-            for calls in reversed(repeats)
-            for call in calls
-            if comparable_message(call.message) == answer
-        ]
-        quoted.update([*(i for i in fitting if i not in quoted), *fitting][:1])
+        said = [c.id for c in newest if comparable_message(c.message) == answer]
+        quoted.update(sorted(said, key=quoted.__contains__)[:1])  # rather one not quoted yet
     if len(quoted) == 1:
         return [call for call in choices if call.id in quoted]
     is_lost = choices is not repeats[-1] and all(calls[0].retry for calls in repeats[1:])

@@ -55,19 +55,22 @@ class _KnownAnswer:
 
 
 class Continuation:
-    """The place of a request in flight in a run that it continues. End it once, by `end`."""
+    """The place of a request in flight in the run that it continues."""
 
     def __init__(self, answer: _KnownAnswer, request: str) -> None:
         self.run_id = answer.run_id
-        self._answer, self._request = answer, request
+        self._answer, self._request, self._ended = answer, request, False
         self._repeats = request in answer.cut
         if self._repeats:
             answer.cut.remove(request)
         else:
             answer.continued += 1
 
-    def end(self, *, recorded: bool, cut: bool = False) -> None:
-        """Leave no trace, unless the request was recorded."""
+    def end(self, *, recorded: bool = False, cut: bool = False) -> None:
+        """End the request; it leaves no trace unless it was recorded. The first call counts."""
+        ended, self._ended = self._ended, True
+        if ended:
+            return
         if cut if recorded else self._repeats:
             self._answer.cut.append(self._request)
         elif not recorded:

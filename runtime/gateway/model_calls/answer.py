@@ -202,7 +202,8 @@ async def _record(
     services.metrics.model_calls.append_seconds.observe(time.perf_counter() - begun)
     if appended.duplicates:  # an id used before: two platforms on one root, or a bug
         raise StoreError(f"the call {call.id} was recorded before; send the request again")
-    call.recorded(cut="asked" not in events[0].body)
+    if call.continuation is not None:
+        call.continuation.end(recorded=True, cut="asked" not in events[0].body)
     samples = call.exchange.samples
     prompt = sum(len(sample.prompt_token_ids) for sample in samples)
     sampled = sum(len(sample.token_ids) for sample in samples)

@@ -14,6 +14,7 @@ import orjson
 from cray_agents.errors import CrayError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Event, Message, new_id
+from cray_agents.runtime.gateway.http.error_envelope import LONGEST
 from cray_agents.runtime.gateway.http.server_paths import without_paths
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.idempotency import InFlightKey
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from cray_agents.runtime.observability.live_traces import CallTrace
 
 LEAST_LOGPROB = -9999.0  # vLLM's own stand-in for minus infinity
-ERROR_LENGTH = 2000  # characters of a recorded error
 STOP_REASONS = {  # of Anthropic's messages
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -79,17 +79,10 @@ class Call:
         prompts = [p for p in prompt if not isinstance(p, int)] if isinstance(prompt, list) else []
         return (len(prompts) or 1) * (n if isinstance(n, int) else 1)
 
-    def recorded(self, *, cut: bool) -> None:
-        """Note that the call is in the store."""
-        if self.continuation is not None:
-            self.continuation.end(recorded=True, cut=cut)
-            self.continuation = None
-
     def leave(self) -> None:
         """End the call, whatever its outcome. Safe to call twice."""
         if self.continuation is not None:
-            self.continuation.end(recorded=False)
-            self.continuation = None
+            self.continuation.end()
         if self.in_flight is not None:
             self.in_flight.leave()
 
@@ -138,7 +131,7 @@ class Call:
             call_id = f"{base}-{index}" if index else base
             event = self._event(call_id, sample, message, cut, told.get(index))
             if isinstance(end, CrayError):
-                event.body["error"] = without_paths(str(end)[:ERROR_LENGTH])
+                event.body["error"] = without_paths(str(end)[:LONGEST])
             events.append(event)
         if self.key is not None and cut is None and isinstance(end, bytes):
             replay = {"fingerprint": self.fingerprint, "reply": end.decode()}

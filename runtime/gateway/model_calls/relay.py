@@ -21,7 +21,8 @@ from cray_agents.runtime.gateway.http.error_envelope import error_event
 from cray_agents.runtime.gateway.model_calls.apis import Body
 
 KEEP_ALIVE = b": keep-alive\n\n"
-_FINISH = re.compile(rb'"(?:finish|stop)_reason":"')  # JSON escapes quotes within strings
+# what tells a client that a sequence has ended; JSON escapes quotes and newlines within strings
+_FINISH = re.compile(rb'"finish_reason":"|^event: message_delta$', re.MULTILINE)
 
 Piece = bytes | CrayError | None  # whole events; the error that ended them; the end
 Record = Callable[[list[Body], str | None, Piece], Awaitable[None]]
@@ -169,8 +170,8 @@ class StreamRecorder:
         for match in _FINISH.finditer(piece):
             self._unfinished -= 1
             if not self._unfinished:
-                before = piece.rfind(b"\n\n", 0, match.start())
-                return before + 2 if before >= 0 else 0
+                head, end, _ = piece[: match.start()].rpartition(b"\n\n")
+                return len(head + end)
         return piece.find(self._last_event)
 
 

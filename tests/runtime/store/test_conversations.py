@@ -245,6 +245,7 @@ def test_no_run_holds_the_requests_of_two_clients(alike: int, steps: list[tuple[
             owners.setdefault(run_id, set()).add(client)
         if known is not None:
             known.end(recorded=end != "refused", cut=end == "cut")
+            known.end()
         if end == "taken":
             conversations.learn(hashes[-1], run_id, [], "Hm.")
             taken[client] = min(taken[client] + 1, 8)
