@@ -86,8 +86,8 @@ def _pick_branch(
     if len(choices) == len(similar) == 1:
         return choices
     prompt, started = choices[0].messages, choices[0].started
-    others = [other for other in similar if other is choices or other[0].started != started]
-    repeats = [other for other in others if other[0].messages == prompt]
+    separate = [other for other in similar if other is choices or other[0].started != started]
+    repeats = [other for other in separate if other[0].messages == prompt]
     newest, quoted = list(chain.from_iterable(reversed(repeats))), set[str]()
     ways: list[list[Message]] = []  # on from the prompt: an answer, and what follows it
     for request in later:
@@ -97,8 +97,8 @@ def _pick_branch(
             continue
         ways.append(way)
         answer = comparable_message(way[0])
-        said = [c.id for c in newest if comparable_message(c.message) == answer]
-        quoted.update(sorted(said, key=quoted.__contains__)[:1])  # rather one not quoted yet
+        equal = [c.id for c in newest if comparable_message(c.message) == answer]
+        quoted.update(sorted(equal, key=quoted.__contains__)[:1])  # rather one not quoted yet
     if len(quoted) == 1:
         return [call for call in choices if call.id in quoted]
     is_lost = choices is not repeats[-1] and all(calls[0].retry for calls in repeats[1:])

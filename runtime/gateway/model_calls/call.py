@@ -121,7 +121,7 @@ class Call:
     ) -> list[Event]:
         """Return an event per sampled sequence. `messages` belong to the last sequences."""
         samples = self.exchange.samples or [SampledSequence([], [], []) for _ in messages]
-        told = _told_reasons(data)
+        reasons = _client_reasons(data)
         empty = [{"role": "assistant", "content": None}] * (len(samples) - len(messages))
         base = self.id
         if cut is not None and self.key is not None:  # a repeat will use the id itself
@@ -129,7 +129,7 @@ class Call:
         events = []
         for index, (sample, message) in enumerate(zip(samples, [*empty, *messages], strict=False)):
             call_id = f"{base}-{index}" if index else base
-            event = self._event(call_id, sample, message, cut, told.get(index))
+            event = self._event(call_id, sample, message, cut, reasons.get(index))
             if isinstance(end, CrayError):
                 event.body["error"] = without_paths(str(end)[:LONGEST])
             events.append(event)
@@ -144,12 +144,12 @@ class Call:
         sample: SampledSequence,
         message: Message,
         cut: str | None,
-        told: str | None,
+        reason: str | None,
     ) -> Event:
-        """Return an event. `told`: the finish reason that the client read, if it read one."""
+        """Return an event. `reason`: the finish reason that the client read, if it read one."""
         request = self.exchange.request
-        finish = told or sample.finish_reason
-        if told is None and finish == "stop" and message.get("tool_calls"):
+        finish = reason or sample.finish_reason
+        if reason is None and finish == "stop" and message.get("tool_calls"):
             finish = "tool_calls"
         left_out = NOT_SAMPLING | self.api.conversation_fields
         body: dict[str, Any] = {
@@ -181,18 +181,18 @@ class Call:
         return Event(id=call_id, run_id=self.run_id, kind="call", body=body)
 
 
-def _told_reasons(data: Sequence[Body]) -> dict[int, str]:
+def _client_reasons(data: Sequence[Body]) -> dict[int, str]:
     """Return the finish reasons that the client read, by choice. The responses API has none."""
-    told = {}
+    reasons = {}
     for part in data:
         for choice in part.get("choices") or ():
             if choice.get("finish_reason"):
-                told[choice.get("index", 0)] = choice["finish_reason"]
+                reasons[choice.get("index", 0)] = choice["finish_reason"]
         delta = part.get("delta")
         reason = (delta if isinstance(delta, dict) else part).get("stop_reason")
         if reason in STOP_REASONS:
-            told[0] = STOP_REASONS[reason]
-    return told
+            reasons[0] = STOP_REASONS[reason]
+    return reasons
 
 
 def _finite(logprob: float | None) -> float:

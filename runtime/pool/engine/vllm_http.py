@@ -95,15 +95,15 @@ class Http:
                 yield response
         except TimeoutError as error:  # first: aiohttp's timeouts are ClientErrors as well
             why = f"nothing came for {limit.sock_read} s"
-            raise EngineTimeout(self._told(path, why, why, public_name)) from error
+            raise EngineTimeout(self._message(path, why, why, public_name)) from error
         except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
             why = str(error) or type(error).__name__
-            told = self._told(path, why, "the connection to it broke off", public_name)
-            raise EngineUnavailable(told) from error
+            message = self._message(path, why, "the connection to it broke off", public_name)
+            raise EngineUnavailable(message) from error
         finally:
             self.active -= 1
 
-    def _told(self, path: str, why: str, public: str, public_name: str) -> str:
+    def _message(self, path: str, why: str, public: str, public_name: str) -> str:
         """Return the message of a failure. A model's client reads no address; the log has it."""
         if not public_name:
             return f"{self.url}{path}: {why}"

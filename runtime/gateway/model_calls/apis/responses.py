@@ -21,10 +21,10 @@ def _parse_request(request: Body) -> list[Message]:
     if not isinstance(items, list) or not items or not all(isinstance(i, dict) for i in items):
         raise BadInput("input must be a text or a list of items", param="input")
     for number, item in enumerate(items):
-        parts = item["content"] if isinstance(item.get("content"), list) else []
-        if any(isinstance(part, dict) and part.get("type") == "refusal" for part in parts):
-            told = "a refusal cannot be read: send its text as output_text, or leave it out"
-            raise BadInput(f"input[{number}]: {told}", param="input")
+        content = item["content"] if isinstance(item.get("content"), list) else []
+        if any(isinstance(part, dict) and part.get("type") == "refusal" for part in content):
+            message = "a refusal cannot be read: send its text as output_text, or leave it out"
+            raise BadInput(f"input[{number}]: {message}", param="input")
     system = request.get("instructions")
     if not isinstance(system, str | None):
         raise BadInput("instructions must be a text", param="instructions")
