@@ -24,13 +24,10 @@ if TYPE_CHECKING:
     from cray_agents.runtime.observability.live_traces import CallTrace
 
 LEAST_LOGPROB = -9999.0  # vLLM's own stand-in for minus infinity
-STOP_REASONS = {  # of Anthropic's messages
-    "end_turn": "stop",
-    "stop_sequence": "stop",
-    "max_tokens": "length",
-    "tool_use": "tool_calls",
-}
 NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}
+#: Anthropic's stop reasons -> OpenAI's finish reasons.
+STOP_REASONS = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+End = bytes | CrayError | None  # a stream's bytes, if it was whole, or the error that ended it
 
 
 @dataclass
@@ -102,22 +99,13 @@ class Call:
         """Return the events of a call that was answered in one piece."""
         return self._events(self.api.parse_answer(answer), [answer], None, reply)
 
-    def stream_events(
-        self, data: list[Body], cut: str | None, end: bytes | CrayError | None
-    ) -> list[Event]:
-        """Return the events of a streamed call; `cut` is the reason if the stream broke off.
-
-        `end`: the bytes of the whole stream, or the error that ended it.
-        """
+    def stream_events(self, data: list[Body], cut: str | None, end: End) -> list[Event]:
+        """Return the events of a streamed call; `cut` is the reason if the stream broke off."""
         samples = len(self.exchange.samples) or self.choices
         return self._events(self.api.parse_stream(data, samples), data, cut, end)
 
     def _events(
-        self,
-        messages: Sequence[Message],
-        data: Sequence[Body],
-        cut: str | None,
-        end: bytes | CrayError | None,
+        self, messages: Sequence[Message], data: Sequence[Body], cut: str | None, end: End
     ) -> list[Event]:
         """Return an event per sampled sequence. `messages` belong to the last sequences."""
         samples = self.exchange.samples or [SampledSequence([], [], []) for _ in messages]
