@@ -169,7 +169,8 @@ class ModelCall(Record):
     through; the messages have the shape of chat completions for any API. `seams` list the changes
     of weights during the answer; `model` sampled the tokens before the first. If something was
     `redacted` from its texts, the three token lists are empty, as they would reveal it. `owner` is
-    the id of the request's API key, if it had one.
+    the id of the request's API key, if it had one. `retry`: the client's library said that it sends
+    the request again. `error` is what broke the answer off.
     """
 
     id: str
@@ -190,6 +191,8 @@ class ModelCall(Record):
     redacted: list[Redaction] = Field(default_factory=list)
     seams: list[WeightChange] = Field(default_factory=list)
     owner: str = ""
+    retry: bool = False
+    error: str = ""
 
 
 class ToolCall(Record):

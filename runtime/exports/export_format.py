@@ -96,8 +96,8 @@ LOSSES = MappingProxyType(
         "missing_calls": "model calls that are not in the store have no record of their own",
         MISSING: "runs that are no longer in the store are left out",
         UNSUPPORTED: "runs that the format cannot carry are left out",
-        "no_tokens": "runs without exact tokens, or whose logprobs do not go with them, are left "
-        "out",
+        "no_tokens": "runs and cut-off turns without exact tokens, or without their logprobs, are "
+        "left out",
         "no_advantages": "advantages are computed for a dataset; they are null here",
         "no_task": "runs without a task are left out: their prompt has nothing to be judged by",
         "no_target": "tasks without a target have no ground truth: it is null",

@@ -8,7 +8,16 @@ branch_choice.py picks its turns. Called by store.py.
 from collections.abc import Iterable
 from typing import Any
 
-from cray_agents.records import ModelCall, Reward, Run, Trajectory, Turn, is_finding, scanned_tags
+from cray_agents.records import (
+    ModelCall,
+    Reward,
+    Run,
+    RunError,
+    Trajectory,
+    Turn,
+    is_finding,
+    scanned_tags,
+)
 from cray_agents.runtime.store.branch_choice import choose_turns
 from cray_agents.runtime.store.segments.facts import ending_of, text_of
 
@@ -64,6 +73,7 @@ def _run_from_calls(run_id: str, known: dict[str, ModelCall]) -> Run:
         input=request,
         output=last.message.get("content"),
         stop_reason=ending_of(last.finish_reason, last.message),
+        error=RunError(type="EngineError", message=last.error) if last.error else None,
         trajectory=Trajectory(messages=[*last.messages, last.message]),
         started=first.started,
         seconds=last.started + last.seconds - first.started,

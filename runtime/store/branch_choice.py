@@ -1,8 +1,9 @@
 """Branch choice: pick the calls of an undescribed run that its client continued from.
 
-A client that drops a stream and repeats its request makes two calls of one turn. A request for `n`
-choices makes n calls. All calls stay on record, but only turns enter the Run. Called by
-assembly.py, and by runtime/datasets/selection/selection.py to group choices that stayed ambiguous.
+A client that drops a stream, or never gets an answer, and repeats its request makes two calls of
+one turn. A request for `n` choices makes n calls. All calls stay on record, but only turns enter
+the Run. Called by assembly.py, and by runtime/datasets/selection/selection.py to group choices that
+stayed ambiguous.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +20,17 @@ CUT = ("cancelled", "error")  # finish reasons of calls that were cut off
 def choose_turns(calls: Sequence[ModelCall]) -> list[ModelCall]:
     """Return the calls that are turns, in their order.
 
-    A call that was cut off is left out if a later request repeats its messages. Of several choices
-    of a request, only the one that later requests quote stays. If they quote none or several, all
-    stay.
+    A call that was cut off is left out if a later request repeats its messages. Of several answers
+    to the same messages, be they choices of a request or of a repeated one, only the one that later
+    requests quote stays. If they quote none or several, all stay; but of a request and its retries
+    the last.
     """
     requests = _drop_repeated(group_by_request(calls))
-    kept = [_pick_branch(choices, requests[place:]) for place, choices in enumerate(requests, 1)]
+    lasts = [canonical(choices[0].messages[-1:]) for choices in requests]
+    similar: dict[bytes, list[list[ModelCall]]] = {}
+    for last, choices in zip(lasts, requests, strict=True):
+        similar.setdefault(last, []).append(choices)
+    kept = [_pick_branch(r, similar[lasts[i]], requests[i + 1 :]) for i, r in enumerate(requests)]
     return list(chain.from_iterable(kept))
 
 
@@ -62,29 +68,41 @@ def _drop_repeated(requests: list[list[ModelCall]]) -> list[list[ModelCall]]:
     """Drop the calls that were cut off and requested again."""
     if not any(call.finish_reason in CUT for call in chain.from_iterable(requests)):
         return requests
-    later: set[bytes] = set()
+    later: dict[bytes, float] = {}  # when a request came last
     kept = []
     for choices in reversed(requests):
         request = canonical(choices[0].messages)
-        again = request in later
-        later.add(request)
+        again = later.setdefault(request, choices[0].started) != choices[0].started
         kept.append([c for c in choices if not again or c.finish_reason not in CUT])
     return [choices for choices in reversed(kept) if choices]
 
 
-def _pick_branch(choices: list[ModelCall], later: Sequence[list[ModelCall]]) -> list[ModelCall]:
-    """Return the one choice that later requests continue; all choices if it is not just one."""
-    if len(choices) == 1:
+def _pick_branch(
+    choices: list[ModelCall],
+    similar: Sequence[list[ModelCall]],
+    later: Sequence[list[ModelCall]],
+) -> list[ModelCall]:
+    """Return the choices that are turns. `similar` has all requests of the same messages."""
+    if len(choices) == len(similar) == 1:
         return choices
-    prompt = choices[0].messages
-    quoted: dict[str, ModelCall] = {}
+    prompt, started = choices[0].messages, choices[0].started
+    separate = [other for other in similar if other is choices or other[0].started != started]
+    repeats = [other for other in separate if other[0].messages == prompt]
+    newest, quoted = list(chain.from_iterable(reversed(repeats))), set[str]()
+    ways: list[list[Message]] = []  # on from the prompt: an answer, and what follows it
     for request in later:
         messages = request[0].messages
-        if len(messages) > len(prompt) and messages[: len(prompt)] == prompt:
-            answer = comparable_message(messages[len(prompt)])
-            match = next((c for c in choices if comparable_message(c.message) == answer), None)
-            quoted |= {match.id: match} if match is not None else {}
-    return list(quoted.values()) if len(quoted) == 1 else choices
+        way = messages[len(prompt) : len(prompt) + 2]
+        if not way or messages[: len(prompt)] != prompt or way in ways:
+            continue
+        ways.append(way)
+        answer = comparable_message(way[0])
+        equal = [c.id for c in newest if comparable_message(c.message) == answer]
+        quoted.update(sorted(equal, key=quoted.__contains__)[:1])  # rather one not quoted yet
+    if len(quoted) == 1:
+        return [call for call in choices if call.id in quoted]
+    is_lost = choices is not repeats[-1] and all(calls[0].retry for calls in repeats[1:])
+    return [] if is_lost and not quoted else choices
 
 
 def comparable_message(message: Message) -> tuple[Any, ...]:

@@ -3,8 +3,10 @@
 An agent's request repeats the messages of its previous request, then the model's answer, then more.
 The earlier request must match exactly. Answers often come back rewritten (arguments as other JSON,
 or as text), but ids of tool calls come back unchanged. So of several calls with the same request,
-the one whose answer is recognised in the following messages is taken. Equal answers are continued
-once each before any is continued twice; their order makes no difference.
+the one whose answer is recognised in the following messages is taken; one with neither text nor
+calls leaves nothing to recognise. Equal answers are continued equally often; their order makes no
+difference. A request counts while it is in flight and once its answer is recorded, so one that is
+refused leaves no trace. If its answer was cut off, the same request repeated takes its place.
 
 A changed beginning, such as a clock in the instructions or a trimmed history, starts a new run. So
 does a repeat of the same messages. Clients that do so must name the run.
@@ -14,8 +16,8 @@ Filled by store.py; queried by runtime/gateway/model_calls/answer.py; safe in an
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from cray_agents.exact_json import dump_json
@@ -29,12 +31,49 @@ MAX_ERRORS = 4  # places in a message where an added error may begin
 
 @dataclass(slots=True)
 class _KnownAnswer:
-    """An answer to a remembered request. `continued`: a later request was matched to it."""
+    """An answer to a remembered request.
+
+    `continued` counts the later requests that were matched to it, in flight or recorded; `cut`
+    holds those of them whose own answers were cut off.
+    """
 
     run_id: str
     call_ids: tuple[str, ...]
     text: str
-    continued: bool = False
+    continued: int = 0
+    cut: list[str] = field(default_factory=list)
+
+    def is_quoted_by(self, follows: Sequence[Message]) -> bool:
+        """Tell whether the messages after its request begin with the text of this answer."""
+        first = text_of(follows[0]).strip()
+        if self.call_ids or self.text:
+            return any(call_id in first for call_id in self.call_ids) or (
+                not self.call_ids and first.startswith(self.text)
+            )
+        return not first or follows[0].get("role") != "assistant"
+
+
+class Continuation:
+    """The place of a request in flight in the run that it continues."""
+
+    def __init__(self, answer: _KnownAnswer, request: str) -> None:
+        self.run_id = answer.run_id
+        self._answer, self._request, self._ended = answer, request, False
+        self._repeats = request in answer.cut
+        if self._repeats:
+            answer.cut.remove(request)
+        else:
+            answer.continued += 1
+
+    def end(self, *, recorded: bool = False, cut: bool = False) -> None:
+        """End the request; it leaves no trace unless it was recorded. The first call counts."""
+        ended, self._ended = self._ended, True
+        if ended:
+            return
+        if cut if recorded else self._repeats:
+            self._answer.cut.append(self._request)
+        elif not recorded:
+            self._answer.continued -= 1
 
 
 class Conversations:
@@ -63,26 +102,34 @@ class Conversations:
         if all((one.run_id, one.call_ids, one.text) != answer for one in known):
             self.learn(request, run_id, call_ids, text)
 
-    def find(self, hashes: Sequence[str], messages: Sequence[Message], scope: str) -> str | None:
-        """Return the run that these messages continue; `hashes` is their `chain` in `scope`."""
+    def find(
+        self, hashes: Sequence[str], messages: Sequence[Message], scope: str
+    ) -> Continuation | None:
+        """Return what these messages continue; `hashes` is their `chain` in `scope`."""
         for end in range(len(messages) - 1, 0, -1):
             answers = self._answers.get(hashes[end - 1])
             if answers:
-                return _recognised_run(answers, messages[end:])
-        return self._before_error(messages, scope)
+                fitting = _recognised(answers, messages[end:])
+                break
+        else:
+            fitting = self._before_error(messages, scope)
+        if not fitting:
+            return None
+        request = hashes[-1]
+        least = min(reversed(fitting), key=lambda one: (request not in one.cut, one.continued))
+        return Continuation(least, request)
 
-    def _before_error(self, messages: Sequence[Message], scope: str) -> str | None:
-        """Return the run whose tool call failed in smolagents.
+    def _before_error(self, messages: Sequence[Message], scope: str) -> list[_KnownAnswer]:
+        """Return the answers whose tool call failed in smolagents.
 
-        It adds the error to the last message, and repeats nothing of the answer. So a run is
-        returned only if no other could be meant.
+        It adds the error to the last message, and repeats nothing of the answer. So they are
+        returned only if no other run could be meant.
         """
         for last in _without_errors(messages[-1]):
             answers = self._answers.get(chain([*messages[:-1], last], scope)[-1])
             if answers:
-                runs = {answer.run_id for answer in answers if answer.call_ids}
-                return runs.pop() if len(runs) == 1 else None
-        return None
+                return _of_one_run([answer for answer in answers if answer.call_ids])
+        return []
 
 
 def chain(messages: Sequence[Message], scope: str) -> list[str]:
@@ -96,38 +143,21 @@ def chain(messages: Sequence[Message], scope: str) -> list[str]:
     return hashes
 
 
-def _recognised_run(answers: list[_KnownAnswer], follows: Sequence[Message]) -> str | None:
-    """Return the run of the answer that the following messages quote."""
+def _recognised(answers: list[_KnownAnswer], follows: Sequence[Message]) -> list[_KnownAnswer]:
+    """Return the answers, given oldest first, that the following messages may quote."""
     named = {str(call.get("id")) for m in follows for call in _calls(m)}
     named |= {str(m["tool_call_id"]) for m in follows if m.get("tool_call_id")}
     if named:
-        return _newest_run(answers, lambda answer: not named.isdisjoint(answer.call_ids))
-    first = text_of(follows[0]).strip()
-    by_text = _newest_run(
-        answers,
-        lambda answer: (
-            any(call_id in first for call_id in answer.call_ids)
-            or (not answer.call_ids and bool(answer.text) and first.startswith(answer.text))
-        ),
-    )
-    if by_text is not None:
-        return by_text
-    # rewritten beyond recognition, or empty: take the only answer, if an answer follows
-    alone = len({answer.run_id for answer in answers}) == 1
-    follows_answer = follows[0].get("role") == "assistant"
-    return answers[-1].run_id if alone and follows_answer and not answers[-1].call_ids else None
+        return [answer for answer in answers if not named.isdisjoint(answer.call_ids)]
+    quoted = [answer for answer in answers if answer.is_quoted_by(follows)]
+    if quoted or follows[0].get("role") != "assistant" or answers[-1].call_ids:
+        return quoted
+    return _of_one_run(answers)  # rewritten beyond recognition: if there is only one, it is meant
 
 
-def _newest_run(answers: list[_KnownAnswer], fits: Callable[[_KnownAnswer], bool]) -> str | None:
-    """Return the run of the newest fitting answer, rather one that was not continued yet."""
-    newest = None
-    for answer in reversed(answers):
-        if fits(answer):
-            if not answer.continued:
-                answer.continued = True
-                return answer.run_id
-            newest = newest or answer.run_id
-    return newest
+def _of_one_run(answers: list[_KnownAnswer]) -> list[_KnownAnswer]:
+    """Return answers if all are of one run, else none."""
+    return answers if len({answer.run_id for answer in answers}) == 1 else []
 
 
 def _without_errors(message: Message) -> Iterator[Message]:

@@ -12,6 +12,7 @@ with each step; `VersionedState` records it. Read next: scheduler.py, in the eng
 """
 
 import asyncio
+import contextlib
 import time
 from contextvars import ContextVar
 from typing import Any
@@ -20,6 +21,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import output_processor
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
@@ -34,6 +36,7 @@ EVENT = b"event: cray.samples\ndata: "  # the last event of a stream
 INTERVAL, LONGEST = 0.02, 0.1  # seconds between two events of a stream: if few, at most
 SENDS = 1000  # a second, of all streams; beyond that the interval grows
 ABORT = "/cray/abort/"  # + name: ends a request as if its client had left, but still answers it
+LAST_LOGPROBS = 1.0  # seconds that an abort waits for those of the tokens sampled so far, at most
 
 UNSATISFIABLE = orjson.dumps(
     {
@@ -57,14 +60,18 @@ FIELDS = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids", 
 class CapturedSequence:
     """One sampled sequence: `token_ids` and `logprobs` are parallel, [tokens].
 
-    `name` is vLLM's name of the request. `versions` holds pairs of a token index and the weights
-    that sampled from it on. `constrained`: a schema or grammar restricted the tokens.
+    `name` is vLLM's name of the request, `id` the engine core's. `versions` holds pairs of a token
+    index and the weights that sampled from it on. `constrained`: a schema or grammar restricted the
+    tokens.
     """
 
-    __slots__ = (*FIELDS, "constrained")
+    __slots__ = (*FIELDS, "constrained", "id")
 
-    def __init__(self, name: str, prompt_token_ids: list[int], constrained: bool) -> None:
+    def __init__(
+        self, name: str, request_id: str, prompt_token_ids: list[int], constrained: bool
+    ) -> None:
         self.name = name
+        self.id = request_id
         self.constrained = constrained
         self.prompt_token_ids = prompt_token_ids
         self.token_ids: list[int] = []
@@ -172,6 +179,7 @@ class _ProcessorFactory:
         processor.wants_logprobs = wants_logprobs
         processor.sampled = CapturedSequence(
             request.external_req_id,
+            request.request_id,
             request.prompt_token_ids or [],
             params.structured_outputs is not None,
         )
@@ -184,7 +192,7 @@ class Capture:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._aborts: dict[str, asyncio.Event] = {}
+        self._aborts: dict[str, tuple[asyncio.Event, list[CapturedSequence]]] = {}
         output_processor.LogprobsProcessor = _ProcessorFactory
         output_processor.RequestState = VersionedState
         unload_completely()
@@ -194,9 +202,10 @@ class Capture:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(ABORT):
-            abort = self._aborts.get(scope["path"].removeprefix(ABORT))
-            if abort is not None:
-                abort.set()
+            known = self._aborts.get(scope["path"].removeprefix(ABORT))
+            if known is not None:
+                await _await_logprobs(known[1], scope["app"].state.engine_client)
+                known[0].set()
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body"})
         elif name is None:
@@ -205,8 +214,8 @@ class Capture:
             await self._run_captured(name, scope, receive, send)
 
     async def _run_captured(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
-        abort = self._aborts[name] = asyncio.Event()
-        answer = _CapturedAnswer(send)
+        abort, answer = asyncio.Event(), _CapturedAnswer(send)
+        self._aborts[name] = abort, answer.samples
         token = _capture.set(answer.samples)
         _merge.set(_header(scope, MERGE) is not None)
         try:
@@ -354,6 +363,20 @@ def send_interval() -> float:
     number: 20 ms up to 20 streams, 32 ms with 32, 100 ms with 100 or more.
     """
     return min(max(INTERVAL, _CapturedAnswer.streaming / SENDS), LONGEST)
+
+
+async def _await_logprobs(samples: list[CapturedSequence], client: Any) -> None:
+    """Have the engine core send the logprobs that it keeps, and wait until they are there."""
+
+    def late() -> list[str]:
+        return [s.id for s in samples if not s.finish_reason and len(s.logprobs) < len(s.token_ids)]
+
+    with contextlib.suppress(TimeoutError, EngineDeadError):  # then they stay unknown
+        async with asyncio.timeout(LAST_LOGPROBS):
+            if ids := late():
+                await client.engine_core.call_utility_async("send_logprobs", ids)
+            while late():  # noqa: ASYNC110 - the engine core's next step brings them
+                await asyncio.sleep(INTERVAL / 4)
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

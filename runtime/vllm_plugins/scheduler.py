@@ -10,7 +10,7 @@ outlive a process, and for requests in flight during a change.
 
 Logprobs: vLLM sends three small arrays per request and step, which cost more to pack and unpack
 than the rest of the message. For requests that capture.py marked, logprobs are kept here and sent
-every `EVERY` tokens and at the end.
+every `EVERY` tokens, at the end, and when capture.py asks for them before it aborts a request.
 """
 
 import functools
@@ -27,19 +27,19 @@ from vllm.v1.outputs import LogprobsLists
 
 MARK = "cray_agents_capture"  # in a request's extra_args
 PROBE = "cray_agents_probe"  # in extra_args too; runtime/pool/engine/vllm_engine.py repeats it
-EVERY = 64  # tokens; an aborted request may lack the logprobs of so many at its end
+EVERY = 64  # tokens
 
 
 def scheduler(**arguments: Any) -> Scheduler:
     """Make a LeanScheduler of the kind that vLLM's configuration asks for."""
-    _forward_weight_versions()
+    _extend_engine_core()
     config = arguments["vllm_config"].scheduler_config
     kind = AsyncLeanScheduler if config.async_scheduling else LeanScheduler
     return kind(**arguments)
 
 
-def _forward_weight_versions() -> None:
-    """Make the engine core pass each weight version on to its scheduler."""
+def _extend_engine_core() -> None:
+    """Make the engine core pass weight versions and requests for logprobs on to its scheduler."""
     original = EngineCore.set_weight_version
 
     @functools.wraps(original)
@@ -48,6 +48,7 @@ def _forward_weight_versions() -> None:
         core.scheduler.change_weights(weight_version)
 
     EngineCore.set_weight_version = set_weight_version
+    EngineCore.send_logprobs = lambda core, ids: core.scheduler.send_logprobs(ids)
 
 
 class _Columns:
@@ -68,6 +69,7 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._logprobs: dict[str, list[float]] = {}  # not sent yet, by id of a marked request
+        self._awaited: set[str] = set()  # of those, requests whose logprobs are no longer kept
         self._key = _hash("")
         self._postponed: Any = None  # a queue while the weights are unproven, else None
 
@@ -110,11 +112,16 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
             self.waiting.remove_request(request)
             self._postponed.add_request(request)
 
+    def send_logprobs(self, request_ids: list[str]) -> None:
+        """Send the kept logprobs of these requests with their next tokens, and keep no more."""
+        self._awaited.update(self._logprobs.keys() & set(request_ids))
+
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """End aborted requests, and drop their logprobs."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._logprobs.pop(request.request_id, None)
+            self._awaited.discard(request.request_id)
         if self._postponed is not None:
             self._postponed.remove_requests(finished)
         return finished
@@ -138,10 +145,11 @@ class LeanScheduler(Scheduler):  # type: ignore[misc]
                     continue
                 start = starts[index] if starts is not None else index
                 kept += column[start : start + count]
-                ended = output.finish_reason is not None
-                output.new_logprobs = _pack(kept) if ended or len(kept) >= EVERY else None
-                if ended:
+                last = output.finish_reason is not None or output.request_id in self._awaited
+                output.new_logprobs = _pack(kept) if last or len(kept) >= EVERY else None
+                if last:
                     del self._logprobs[output.request_id]
+                    self._awaited.discard(output.request_id)
                 elif output.new_logprobs is not None:
                     kept.clear()
         return clients

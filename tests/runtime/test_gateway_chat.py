@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import orjson
 import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
@@ -291,6 +292,55 @@ async def test_an_engine_that_is_gone_for_a_moment_is_asked_again(tmp_path: Path
         assert (reply.status, reply.text) == (200, "back")
         (call,) = gateway.calls(reply.run_id)
         assert bytes(call.token_ids) == b"back"
+
+
+class Otherwise(ScriptedEngine):
+    """An engine whose answers give another reason for their end than the sampler does, as vLLM's.
+
+    That of a named tool is `stop`; a call that `max_tokens` ends is one of `tool_calls`.
+    """
+
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
+        reason = "length" if exchange.request.get("max_tokens") else "stop"
+        exchange.samples = [SampledSequence([1], [2], [-0.5], reason)]
+        if exchange.path == "/v1/messages":
+            use = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
+            yield orjson.dumps({"content": [use], "stop_reason": "tool_use"})
+            return
+        told = {"finish_reason": "tool_calls" if reason == "length" else "stop"}
+        calls = [{"id": "t", "index": 0, "function": {"name": "add", "arguments": "{}"}}]
+        said = {"role": "assistant", "tool_calls": calls}
+        if exchange.streams:
+            choice = {"index": 0, "delta": said, **told}
+            yield b"data: " + orjson.dumps({"choices": [choice]}) + b"\n\ndata: [DONE]\n\n"
+        else:
+            yield orjson.dumps({"choices": [{"index": 0, "message": said, **told}]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"max_tokens": 9}, "tool_calls"),
+        ({"max_tokens": 9, "path": "/v1/messages"}, "tool_calls"),
+        ({"stream": True}, "stop"),
+        ({}, "stop"),
+    ],
+)
+async def test_the_clients_finish_reason_is_recorded(
+    tmp_path: Path, fields: Any, reason: str
+) -> None:
+    async with served(tmp_path, Otherwise()) as gateway:
+        reply = await gateway.ask("hi", **fields)
+        (call,) = gateway.calls(reply.run_id)
+        assert call.finish_reason == reason and call.message["tool_calls"]
+
+
+async def test_a_refusal_in_a_responses_history_is_no_fault_of_the_engine(gateway: Gateway) -> None:
+    refusal = {"type": "refusal", "refusal": "no"}
+    items = [*says("hi"), {"type": "message", "role": "assistant", "content": [refusal]}]
+    reply = await gateway.ask("", path="/v1/responses", input=[*items, *says("why?")])
+    assert (reply.status, reply.json["error"]["param"]) == (400, "input")
+    assert "input[1]" in reply.json["error"]["message"] and not gateway.engine.requests
 
 
 async def test_unknown_model(gateway: Gateway) -> None:

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
-from cray_agents.errors import EngineError
+from cray_agents.errors import EngineError, EngineUnavailable
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from tests.support.scripted_gateway import (
@@ -131,6 +131,75 @@ async def test_an_error_in_mid_stream(tmp_path: Path) -> None:
         assert gateway.services.admission.inside() == 0
 
 
+class Dying(ScriptedEngine):
+    """An engine that dies after some text: what it sampled is not known, as it comes last."""
+
+    async def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
+        for events in EVENTS[exchange.path]:
+            yield events
+        raise EngineUnavailable("the replica of calc@1: the connection to it broke off")
+
+
+EVENTS = {
+    CHAT: [b'data: {"choices": [{"index": 0, "delta": {"content": "one two"}}]}\n\n'],
+    "/v1/responses": [
+        b'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
+        b'"response":{"id":"r","output":[]}}\n\n',
+        b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",'
+        b'"sequence_number":1,"delta":"one two"}\n\n',
+    ],
+    "/v1/messages": [
+        b'event: message_start\ndata: {"type":"message_start","message":{}}\n\n',
+        b'event: content_block_start\ndata: {"type":"content_block_start","index":0,'
+        b'"content_block":{"type":"text","text":""}}\n\n',
+        b'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
+        b'"delta":{"type":"text_delta","text":"one two"}}\n\n',
+    ],
+}
+
+
+@pytest.mark.parametrize("path", EVENTS)
+async def test_a_stream_that_its_engine_breaks_off_can_be_found(tmp_path: Path, path: str) -> None:
+    async with served(tmp_path, Dying()) as gateway:
+        reply = await gateway.ask("hi", path=path, input="hi", max_tokens=9, stream=True)
+        head, _, last = reply.body.strip().rpartition(b"\n\n")[2].rpartition(b"data: ")
+        event = orjson.loads(last)
+        assert "broke off" in event["error"]["message"]
+        assert (head == b"event: error\n") == (path != CHAT) == (event.get("type") == "error")
+        status, run = await gateway.call("GET", f"/v1/trajectories/{reply.run_id}")
+        (call,) = gateway.calls(reply.run_id)
+        assert (status, run["stop_reason"], call.finish_reason) == (200, "error", "error")
+        assert call.error == run["error"]["message"] == event["error"]["message"]
+        assert call.messages == says("hi") and call.message["content"] == "one two"
+        assert call.token_ids == call.logprobs == []
+        if path != CHAT:
+            return
+    async with served(tmp_path, Dying()) as gateway:  # as the responses API says it
+        with pytest.raises(openai.APIError, match="broke off") as caught:
+            client = gateway.client()
+            stream = await client.responses.create(model="calc", input="hi", stream=True)
+            seen = [event async for event in stream]
+            assert len(seen) == 2
+        assert caught.value.code == "engine_unavailable"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_reward_may_follow_the_finish_reason(tmp_path: Path, n: int) -> None:
+    """A client need not read on: the call is on record by then."""
+    async with served(tmp_path, ScriptedEngine(echo)) as gateway:
+        for number in range(5):
+            path = f"/runs/run_{number}{CHAT}"
+            body = {"model": "calc", "messages": says("one two three"), "stream": True, "n": n}
+            async with gateway.http.post(gateway.url + path, json=body) as response:
+                left = n
+                async for line in response.content:
+                    left -= b'"finish_reason":"stop"' in line
+                    if not left:
+                        break
+                path = f"/v1/trajectories/run_{number}/rewards"
+                assert (await gateway.call("POST", path, json={"value": 1}))[0] == 200
+
+
 class Unfinished(ScriptedEngine):
     """An engine with error events of its own, as vLLM sends in the APIs other than chat."""
 
@@ -201,7 +270,8 @@ async def test_a_store_that_fails_in_mid_stream_ends_it_with_an_error(tmp_path: 
         block(gateway.services.home)
         reply = await request
         *chunks, last = reply.body.strip().split(b"\n\n")
-        assert b"three" in b"".join(chunks) and DONE not in reply.body
+        assert b"one two " in b"".join(chunks) and DONE not in reply.body
+        assert b'"finish_reason":"stop"' not in reply.body
         assert b'"code":"store_error"' in last and b"cannot write" in last
 
 

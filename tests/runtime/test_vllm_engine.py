@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -128,10 +129,12 @@ async def test_samples_of_several_prompts_are_in_the_order_of_the_prompts() -> N
 async def test_a_stream_that_has_no_end_is_unavailable(pieces: list[bytes | None]) -> None:
     async with wired(pieces=pieces) as (engine, _):
         seen = []
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(EngineUnavailable) as caught:
             async for piece in engine.answer(streaming()):
                 seen.append(piece)
         assert b"".join(seen).count(b"choices") == pieces.count(CHUNK)
+        # a client reads no address, and no library's words
+        assert re.fullmatch(r"the replica of m@7: [a-z ]* broke off", str(caught.value))
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -12,6 +12,7 @@ from itertools import chain, pairwise, repeat
 from typing import Any, NamedTuple
 
 from cray_agents.records import ModelCall
+from cray_agents.runtime.store.branch_choice import CUT
 
 GREEDY = 1e-5  # vLLM treats lower temperatures as 0
 
@@ -174,15 +175,35 @@ class TokenSample:
         return self.versions.index(version)
 
 
-def merge_turns(turns: Iterable[TokenTurn]) -> list[TokenSample]:
+def merge_calls(calls: Sequence[ModelCall]) -> list[TokenSample]:
+    """Merge the calls of a run but those that were cut off and lack tokens or logprobs."""
+    return merge_turns(turn_of(call) if is_exact(call) else None for call in calls)
+
+
+def is_exact(call: ModelCall) -> bool:
+    """Tell whether all tokens that a call read and sampled are known, with their logprobs."""
+    sampled = bool(call.token_ids and call.prompt_token_ids)
+    return sampled and len(call.logprobs) == len(call.token_ids)
+
+
+def find_inexact(calls: Sequence[ModelCall]) -> ModelCall | None:
+    """Return a call without which a run cannot be trained on, though its tokens are not known."""
+    whole = [call for call in calls if call.finish_reason not in CUT or is_exact(call)]
+    return next((call for call in whole or calls if not is_exact(call)), None)
+
+
+def merge_turns(turns: Iterable[TokenTurn | None]) -> list[TokenSample]:
     """Merge turns that extend each other into one sample. Start another if the prefix breaks.
 
     A turn extends the sequence if its prompt starts with the whole sequence. Then the rest of the
     prompt is new context (mask 0), and the sampled tokens are trained on (mask 1). A chat template
-    that renders an earlier turn differently breaks the prefix, and a new sequence starts.
+    that renders an earlier turn differently breaks the prefix, and a new sequence starts. A turn
+    that is None is left out.
     """
     samples: list[TokenSample] = []
     for number, turn in enumerate(turns):
+        if turn is None:
+            continue
         prompt = array("i", turn.prompt)
         length = len(samples[-1].input_ids) if samples else 0
         if not samples or prompt[:length] != samples[-1].input_ids:

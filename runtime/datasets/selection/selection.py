@@ -17,7 +17,12 @@ from cray_agents.records import UNSCORED, ModelCall, Run, reward_of_givers, rewa
 from cray_agents.runtime.datasets.exclusion.decontamination import BlockedTexts, Match
 from cray_agents.runtime.datasets.exclusion.near_duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.samples.demonstrations import Renderer
-from cray_agents.runtime.datasets.samples.run_samples import TokenSample, merge_turns, turn_of
+from cray_agents.runtime.datasets.samples.run_samples import (
+    TokenSample,
+    find_inexact,
+    is_exact,
+    merge_calls,
+)
 from cray_agents.runtime.datasets.samples.sample_weights import Balance
 from cray_agents.runtime.datasets.samples.token_shards import SampleRow
 from cray_agents.runtime.datasets.selection.advantages import first_missing_turn
@@ -70,7 +75,7 @@ class CandidateRun:
 
 
 class Body(NamedTuple):
-    """The samples of a run that was read, or the reason why there are none."""
+    """The samples of a run that was read, or the reason why there are none, and details."""
 
     samples: list[TokenSample]
     metadata: dict[str, Any]
@@ -164,6 +169,8 @@ class Selection:
         if body.reason is not None:
             candidate.match = body.match
             candidate.refuse(body.reason, body.detail)
+        elif candidate.reason is None:
+            candidate.detail = body.detail
         return body.samples
 
     def keep(self, candidate: CandidateRun, **fields: Any) -> bool:
@@ -218,7 +225,7 @@ class Selection:
         if match is not None:
             return Body([], metadata, "contaminated", match.description, match)
         if run.calls:
-            samples = merge_turns(map(turn_of, run.calls))
+            samples = merge_calls(run.calls)
         else:
             try:
                 samples = self._render(run)
@@ -227,7 +234,8 @@ class Selection:
         longest = max(len(sample.input_ids) for sample in samples)
         if is_too_long(longest, self.recipe):
             return Body([], metadata, "too_long", f"{longest} tokens")
-        return Body(samples, metadata)
+        left = sum(not is_exact(call) for call in run.calls)
+        return Body(samples, metadata, None, f"without {left} cut-off turns" if left else None)
 
     def _render(self, run: Run) -> list[TokenSample]:
         """Render an imported run with the chat template. Raises BadInput."""
@@ -278,9 +286,7 @@ def _call_fault(calls: Sequence[ModelCall]) -> tuple[str, str] | None:
     for choices in group_by_request(calls):
         if len(choices) > 1:
             return "ambiguous_choices", f"{len(choices)} of {choices[0].id}"
-    for call in calls:
-        if not (call.token_ids and call.prompt_token_ids):
-            return "no_tokens", call.id
-        if len(call.logprobs) != len(call.token_ids):
-            return "no_logprobs", call.id
-    return None
+    if (call := find_inexact(calls)) is None:
+        return None
+    known = bool(call.token_ids and call.prompt_token_ids)
+    return "no_logprobs" if known else "no_tokens", call.id

@@ -20,8 +20,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cray_agents.records import ModelCall, Run
-from cray_agents.runtime.datasets.samples.run_samples import TokenSample, merge_turns, turn_of
+from cray_agents.records import Run
+from cray_agents.runtime.datasets.samples.run_samples import (
+    TokenSample,
+    find_inexact,
+    is_exact,
+    merge_calls,
+)
 from cray_agents.runtime.exports.export_format import Written
 from cray_agents.runtime.exports.sources.export_source import ExportSource
 from cray_agents.runtime.exports.writers.counts import ExportCounts, LossRules
@@ -71,9 +76,9 @@ def schema() -> Any:
 
 
 def rows_of(run: Run, first: int) -> Written:
-    """Return a run's sequences as rows; a run that lacks tokens has no row, and a loss."""
+    """Return a run's sequences as rows; a run or cut-off turn that lacks tokens is a loss."""
     calls = run.calls
-    if not calls or len(calls) < len(run.trajectory.turns) or not all(map(_exact, calls)):
+    if not calls or len(calls) < len(run.trajectory.turns) or find_inexact(calls) is not None:
         return Written([], ("no_tokens",))
     about = {
         "weight": 1.0,
@@ -82,9 +87,10 @@ def rows_of(run: Run, first: int) -> Written:
         "task_id": run.task.id if run.task else "",
         "group": "",
     }
-    samples = merge_turns(turn_of(call) for call in calls)
+    lost = () if all(map(is_exact, calls)) else ("no_tokens",)
     return Written(
-        [{**_columns(sample), **about} for sample in samples], ("no_conversation", "no_advantages")
+        [{**_columns(sample), **about} for sample in merge_calls(calls)],
+        ("no_conversation", "no_advantages", *lost),
     )
 
 
@@ -102,11 +108,6 @@ def _columns(sample: TokenSample) -> dict[str, Any]:
         "versions": sample.versions,
         "version_index": index,
     }
-
-
-def _exact(call: ModelCall) -> bool:
-    sampled = bool(call.token_ids and call.prompt_token_ids)
-    return sampled and len(call.logprobs) == len(call.token_ids)
 
 
 def rewrite_shards(

@@ -2,7 +2,8 @@
 
 A request to Anthropic's API (by path, or by the header that its clients always send) gets
 Anthropic's: {"type": "error", "error": {"type", "message", "param", "code"}}; the last two fields
-are ours.
+are ours. A stream of OpenAI's responses ends with an event of its own shape. It also has `error`,
+by which that API's clients notice it.
 
 Clients decide by status and `code`, so both are the same wherever an error comes from. The OpenAI
 client repeats 409 and 500 on its own. This would run a failed swap or job again, so
@@ -50,6 +51,7 @@ SENT = "cray_agents.sent"  # in the scope: the JSON body
 LONGEST = 2000  # characters of a message, which may quote a long request
 FINAL = {"engine_died", "model_not_loaded"}  # codes after which a repeat is useless or harmful
 ANTHROPIC = re.compile(r"(/runs/[^/]+)?/v1/messages(/.*)?")
+RESPONSES = re.compile(r"(/runs/[^/]+)?/v1/responses")
 ANTHROPIC_HEADER = b"anthropic-version"
 ANTHROPIC_TYPES = {  # by status; other statuses by their hundred
     401: "authentication_error",
@@ -144,10 +146,16 @@ def error_json(error: CrayError, scope: Scope) -> bytes:
     return envelope(status_of(error), str(error), str(error.code), error.param, scope)
 
 
-def error_event(error: CrayError, scope: Scope) -> bytes:
-    """Return the last event of a stream that fails after its start."""
-    name = b"event: error\n" if is_anthropic(scope) else b""
-    return name + b"data: " + error_json(error, scope) + b"\n\n"
+def error_event(error: CrayError, scope: Scope, number: int) -> bytes:
+    """Return the last event of a stream that fails after `number` events."""
+    content, name = error_json(error, scope), b"event: error\n"
+    if RESPONSES.fullmatch(scope["path"]):
+        fault = orjson.loads(content)["error"]
+        event = {**fault, "type": "error", "sequence_number": number, "error": fault}
+        content = orjson.dumps(event)
+    elif not is_anthropic(scope):
+        name = b""
+    return name + b"data: " + content + b"\n\n"
 
 
 def error_response(error: CrayError, scope: Scope) -> Response:

@@ -31,16 +31,15 @@ from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
 from cray_agents.runtime.gateway.model_calls.call import Call
 from cray_agents.runtime.gateway.model_calls.call_spans import begin_span, end_span, failed_span
 from cray_agents.runtime.gateway.model_calls.idempotency import (
-    InFlightKey,
     ReplayedAnswer,
     fingerprint,
     key_of,
 )
-from cray_agents.runtime.gateway.model_calls.relay import EventStream, StreamRecorder
+from cray_agents.runtime.gateway.model_calls.relay import EventStream, Piece, StreamRecorder
 from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.request_router import Wanted
-from cray_agents.runtime.store.conversations import chain
+from cray_agents.runtime.store.conversations import Continuation, chain
 
 KEY_LENGTH = 255  # characters of an Idempotency-Key
 MAX_TAGS, TAG_LENGTH = 32, 100  # tags of a run, characters of one
@@ -57,24 +56,22 @@ async def answer_call(services: Services, request: Request, api: SamplingApi) ->
     call = await _parse_call(services, api, request, body)
     if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
-    if call.key is None:
-        return await _answer(services, request, call, None)
-    entry = await services.idempotency_keys.enter(api.id_prefix, call.exchange.id, call.fingerprint)
-    if isinstance(entry, ReplayedAnswer):
-        return _replay(call, entry)
-    call.exchange.id = entry.name
     response: Response | None = None
     try:
-        response = await _answer(services, request, call, entry)
+        if call.key is not None:
+            keys, prefix = services.idempotency_keys, api.id_prefix
+            entry = await keys.enter(prefix, call.exchange.id, call.fingerprint)
+            if isinstance(entry, ReplayedAnswer):
+                return _replay(call, entry)
+            call.in_flight, call.exchange.id = entry, entry.name
+        response = await _answer(services, request, call)
         return response
     finally:
         if not isinstance(response, EventStream):  # a stream leaves when it is recorded
-            entry.leave()
+            call.leave()
 
 
-async def _answer(
-    services: Services, request: Request, call: Call, in_flight: InFlightKey | None
-) -> Response:
+async def _answer(services: Services, request: Request, call: Call) -> Response:
     model, live = call.exchange.request["model"], services.versions.live
     if call.api is RESPONSES:
         call.exchange.request["request_id"] = call.id
@@ -95,16 +92,16 @@ async def _answer(
             content = await _record_answer(services, call, ticket, content)
         return Response(content, headers=headers, media_type="application/json")
 
-    async def record(data: list[Body], cut: str | None, reply: bytes | None) -> None:
+    async def record(data: list[Body], cut: str | None, end: Piece) -> None:
         if cut == "error" and data:
             services.metrics.error("stream_broken")  # one that never began is counted by its status
         if cut is None:
             _count_stream(services, call, ticket, recorder.first_at)
-        if cut is not None and not call.has_tokens:
+        if cut is not None and not call.has_tokens and not data:
             end_span(services, call, ticket, failure=cut)
             return
         first = recorder.first_at - call.clock if recorder.first_at else None
-        await _record(services, call, ticket, call.stream_events(data, cut, reply), first)
+        await _record(services, call, ticket, call.stream_events(data, cut, end), first)
 
     def samples_event() -> bytes:
         if not call.returns_samples:
@@ -114,13 +111,13 @@ async def _answer(
 
     def on_end() -> None:
         ticket.release()
-        if in_flight is not None:
-            in_flight.leave()
+        call.leave()
 
     recorder = StreamRecorder(
         wait_for_slot(services, ticket, wanted),
         answer,
         call.api.last_event,
+        call.choices,
         samples_event,
         record,
         on_end,
@@ -207,6 +204,8 @@ async def _record(
     services.metrics.model_calls.append_seconds.observe(time.perf_counter() - begun)
     if appended.duplicates:  # an id used before: two platforms on one root, or a bug
         raise StoreError(f"the call {call.id} was recorded before; send the request again")
+    if call.continuation is not None:
+        call.continuation.end(recorded=True, cut="asked" not in events[0].body)
     samples = call.exchange.samples
     prompt = sum(len(sample.prompt_token_ids) for sample in samples)
     sampled = sum(len(sample.token_ids) for sample in samples)
@@ -262,14 +261,16 @@ async def _parse_call(services: Services, api: SamplingApi, request: Request, bo
         if body.get("logprobs") is True:  # a number would be a completion's count of them
             del body["logprobs"]
     exchange = EngineCall(api.path, body, key or new_id("x")[2:])
-    run_id, conversation_hash = await _find_run(services, request, api, messages, caller)
+    known, conversation_hash = await _find_run(services, request, api, messages, caller)
     return Call(
         api,
         exchange,
         messages,
-        run_id,
+        run_id := known.run_id if isinstance(known, Continuation) else known,
         session=_session(request, body) or run_id,
         conversation_hash=conversation_hash,
+        continuation=known if isinstance(known, Continuation) else None,
+        retry=request.headers.get("x-stainless-retry-count", "0") != "0",
         key=key,
         fingerprint=request_hash,
         returns_samples=returns_samples,
@@ -289,8 +290,8 @@ def _named_run(services: Services, request: Request) -> str | None:
 
 async def _find_run(
     services: Services, request: Request, api: SamplingApi, messages: list[Any], caller: str
-) -> tuple[str, str | None]:
-    """Return a request's run, and the hash by which the next request will find it."""
+) -> tuple[Continuation | str, str | None]:
+    """Return what a request continues or its run, and the hash by which the next will find it."""
     run_id = _named_run(services, request)
     if run_id is not None:
         if not ID.fullmatch(run_id):
@@ -303,11 +304,11 @@ async def _find_run(
     if api is COMPLETIONS:  # no conversation
         return new_id("run"), None
     prefixes = chain(messages, caller)
-    known_run = services.store.conversations.find(prefixes, messages, caller)
-    if known_run is None and services.several_gateways and _is_continued(messages):
+    known = services.store.conversations.find(prefixes, messages, caller)
+    if known is None and services.several_gateways and _is_continued(messages):
         await asyncio.to_thread(services.store.refresh_conversations)
-        known_run = services.store.conversations.find(prefixes, messages, caller)
-    return known_run or new_id("run"), prefixes[-1]
+        known = services.store.conversations.find(prefixes, messages, caller)
+    return known or new_id("run"), prefixes[-1]
 
 
 def _is_continued(messages: list[Any]) -> bool:

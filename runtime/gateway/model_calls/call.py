@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from cray_agents.errors import CrayError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Event, Message, new_id
+from cray_agents.runtime.gateway.http.error_envelope import LONGEST
+from cray_agents.runtime.gateway.http.server_paths import without_paths
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
+from cray_agents.runtime.gateway.model_calls.idempotency import InFlightKey
+from cray_agents.runtime.store.conversations import Continuation
 
 if TYPE_CHECKING:
     from cray_agents.runtime.observability.live_traces import CallTrace
 
 LEAST_LOGPROB = -9999.0  # vLLM's own stand-in for minus infinity
 NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}
+#: Anthropic's stop reasons -> OpenAI's finish reasons.
+STOP_REASONS = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+End = bytes | CrayError | None  # a stream's bytes, if it was whole, or the error that ended it
 
 
 @dataclass
@@ -28,8 +36,9 @@ class Call:
 
     A canary keeps the calls of one `session` on one side. With `returns_samples` the answer also
     carries the exact tokens, as `samples`. `conversation_hash` is set where the conversation leads
-    to its run; see store/conversations.py. `owner`: see ownership.py. `trace`: its span, if any
-    are sent.
+    to its run, and `continuation` where it found one; see store/conversations.py. `retry`: the
+    client's library says that it repeats a request. `in_flight`: see idempotency.py. `owner`: see
+    ownership.py. `trace`: its span, if any are sent.
     """
 
     api: SamplingApi
@@ -38,6 +47,9 @@ class Call:
     run_id: str
     session: str
     conversation_hash: str | None = None
+    continuation: Continuation | None = None
+    retry: bool = False
+    in_flight: InFlightKey | None = None
     key: str | None = None
     fingerprint: str = ""
     returns_samples: bool = False
@@ -57,6 +69,20 @@ class Call:
         """True once any token was sampled."""
         return any(sample.token_ids for sample in self.exchange.samples)
 
+    @property
+    def choices(self) -> int:
+        """The number of sequences that the client asks for."""
+        prompt, n = self.exchange.request.get("prompt"), self.exchange.request.get("n")
+        prompts = [p for p in prompt if not isinstance(p, int)] if isinstance(prompt, list) else []
+        return (len(prompts) or 1) * (n if isinstance(n, int) else 1)
+
+    def leave(self) -> None:
+        """End the call, whatever its outcome. Safe to call twice."""
+        if self.continuation is not None:
+            self.continuation.end()
+        if self.in_flight is not None:
+            self.in_flight.leave()
+
     def samples_member(self) -> bytes:
         """Return the answer's JSON member `samples`, with a comma before it."""
         samples = [
@@ -71,18 +97,19 @@ class Call:
 
     def answer_events(self, answer: Body, reply: bytes) -> list[Event]:
         """Return the events of a call that was answered in one piece."""
-        return self._events(self.api.parse_answer(answer), None, reply)
+        return self._events(self.api.parse_answer(answer), [answer], None, reply)
 
-    def stream_events(self, data: list[Body], cut: str | None, reply: bytes | None) -> list[Event]:
+    def stream_events(self, data: list[Body], cut: str | None, end: End) -> list[Event]:
         """Return the events of a streamed call; `cut` is the reason if the stream broke off."""
-        samples = len(self.exchange.samples) or 1
-        return self._events(self.api.parse_stream(data, samples), cut, reply)
+        samples = len(self.exchange.samples) or self.choices
+        return self._events(self.api.parse_stream(data, samples), data, cut, end)
 
     def _events(
-        self, messages: Sequence[Message], cut: str | None, reply: bytes | None
+        self, messages: Sequence[Message], data: Sequence[Body], cut: str | None, end: End
     ) -> list[Event]:
         """Return an event per sampled sequence. `messages` belong to the last sequences."""
-        samples = self.exchange.samples or [SampledSequence([], [], [])]
+        samples = self.exchange.samples or [SampledSequence([], [], []) for _ in messages]
+        reasons = _client_reasons(data)
         empty = [{"role": "assistant", "content": None}] * (len(samples) - len(messages))
         base = self.id
         if cut is not None and self.key is not None:  # a repeat will use the id itself
@@ -90,18 +117,27 @@ class Call:
         events = []
         for index, (sample, message) in enumerate(zip(samples, [*empty, *messages], strict=False)):
             call_id = f"{base}-{index}" if index else base
-            events.append(self._event(call_id, sample, message, cut))
-        if self.key is not None and cut is None and reply is not None:
-            replay = {"fingerprint": self.fingerprint, "reply": reply.decode()}
+            event = self._event(call_id, sample, message, cut, reasons.get(index))
+            if isinstance(end, CrayError):
+                event.body["error"] = without_paths(str(end)[:LONGEST])
+            events.append(event)
+        if self.key is not None and cut is None and isinstance(end, bytes):
+            replay = {"fingerprint": self.fingerprint, "reply": end.decode()}
             events[0] = events[0].model_copy(update={"body": events[0].body | replay})
         return events
 
     def _event(
-        self, call_id: str, sample: SampledSequence, message: Message, cut: str | None
+        self,
+        call_id: str,
+        sample: SampledSequence,
+        message: Message,
+        cut: str | None,
+        reason: str | None,
     ) -> Event:
+        """Return an event. `reason`: the finish reason that the client read, if it read one."""
         request = self.exchange.request
-        finish = sample.finish_reason
-        if finish == "stop" and message.get("tool_calls"):
+        finish = reason or sample.finish_reason
+        if reason is None and finish == "stop" and message.get("tool_calls"):
             finish = "tool_calls"
         left_out = NOT_SAMPLING | self.api.conversation_fields
         body: dict[str, Any] = {
@@ -122,6 +158,8 @@ class Call:
         }
         if sample.seams:
             body["seams"] = [seam.model_dump() for seam in sample.seams]
+        if self.retry:
+            body["retry"] = True
         if self.tags:
             body["tags"] = self.tags
         if self.owner:
@@ -129,6 +167,20 @@ class Call:
         if self.conversation_hash is not None and cut is None:
             body["asked"] = self.conversation_hash
         return Event(id=call_id, run_id=self.run_id, kind="call", body=body)
+
+
+def _client_reasons(data: Sequence[Body]) -> dict[int, str]:
+    """Return the finish reasons that the client read, by choice. The responses API has none."""
+    reasons = {}
+    for part in data:
+        for choice in part.get("choices") or ():
+            if choice.get("finish_reason"):
+                reasons[choice.get("index", 0)] = choice["finish_reason"]
+        delta = part.get("delta")
+        reason = (delta if isinstance(delta, dict) else part).get("stop_reason")
+        if reason in STOP_REASONS:
+            reasons[0] = STOP_REASONS[reason]
+    return reasons
 
 
 def _finite(logprob: float | None) -> float:

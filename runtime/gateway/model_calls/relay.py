@@ -2,10 +2,12 @@
 
 A task of its own reads the events and outlives the client. When a client leaves in mid-stream, the
 task ends the request at the engine and records the tokens sampled so far. The final event waits
-until the record is on the disk. Called by answer.py.
+until the record is on the disk, and with it all that tells the end of the answer: a client may act
+on its finish reason. Called by answer.py.
 """
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -19,9 +21,11 @@ from cray_agents.runtime.gateway.http.error_envelope import error_event
 from cray_agents.runtime.gateway.model_calls.apis import Body
 
 KEEP_ALIVE = b": keep-alive\n\n"
+# what tells a client that a sequence has ended; JSON escapes quotes and newlines within strings
+_FINISH = re.compile(rb'"finish_reason":"|^event: message_delta$', re.MULTILINE)
 
 Piece = bytes | CrayError | None  # whole events; the error that ended them; the end
-Record = Callable[[list[Body], str | None, bytes | None], Awaitable[None]]
+Record = Callable[[list[Body], str | None, Piece], Awaitable[None]]
 
 
 class StreamRecorder:
@@ -31,8 +35,9 @@ class StreamRecorder:
         slot: waits for the request's place at the engines.
         pieces: the engine's events.
         last_event: beginning of the event that ends the stream.
+        choices: the number of sequences that it has.
         samples_event: returns an event to send before the last one, or nothing.
-        record: takes the stream's data, the reason if it was cut off, and its bytes if it was not.
+        record: takes the stream's data, the reason if it was cut off, and its bytes or its error.
         on_end: called once, whatever happens.
         keep_alive: seconds of silence after which a comment line is sent.
     """
@@ -42,6 +47,7 @@ class StreamRecorder:
         slot: Awaitable[None],
         pieces: AsyncGenerator[bytes, None],
         last_event: bytes,
+        choices: int,
         samples_event: Callable[[], bytes],
         record: Record,
         on_end: Callable[[], None],
@@ -50,6 +56,7 @@ class StreamRecorder:
         self._slot = slot
         self._pieces = pieces
         self._last_event = last_event
+        self._unfinished = choices
         self._samples_event = samples_event
         self._record = record
         self._seen: list[bytes] = []
@@ -88,6 +95,11 @@ class StreamRecorder:
             self._ready.popleft()
         return b"".join(pieces)
 
+    @property
+    def events(self) -> int:
+        """The number of events that came from the engine."""
+        return b"".join(self._seen).count(b"\n\n")
+
     def stop(self) -> None:
         """Stop reading: the client has left or has everything."""
         self._task.cancel()
@@ -114,16 +126,16 @@ class StreamRecorder:
         try:
             try:
                 last = await self._forward()
-                if last:
-                    end = self._samples_event() + last
+                if (at := last.find(self._last_event)) >= 0:
+                    end = last[:at] + self._samples_event() + last[at:]
                 else:  # ended by the engine's own error event
-                    cut = "error"
+                    cut, end = "error", last or None
             except asyncio.CancelledError:
                 cut = "cancelled"
             except CrayError as error:
                 cut, end = "error", error
             events = b"".join(self._seen)
-            whole = events.removesuffix(last) + end if isinstance(end, bytes) else None
+            whole = events.removesuffix(last) + end if isinstance(end, bytes) else end
             await self._record(_parse_data(events), cut, whole)
             if end is not None:
                 self._put(end)
@@ -133,7 +145,7 @@ class StreamRecorder:
             self._put(None)
 
     async def _forward(self) -> bytes:
-        """Queue all events but the last, and return that one."""
+        """Queue all events but those that tell the end of the answer, and return these."""
         tail = b""
         try:
             await self._slot
@@ -143,7 +155,7 @@ class StreamRecorder:
                 self._seen.append(piece)
                 if tail:
                     tail += piece
-                elif (at := piece.find(self._last_event)) < 0:
+                elif (at := self._find_end(piece)) < 0:
                     self._put(piece)
                 else:
                     tail = piece[at:]
@@ -152,6 +164,15 @@ class StreamRecorder:
         finally:
             await self._pieces.aclose()
         return tail
+
+    def _find_end(self, piece: bytes) -> int:
+        """Return where the events begin that tell the end of the last sequence; -1: not here."""
+        for match in _FINISH.finditer(piece):
+            self._unfinished -= 1
+            if not self._unfinished:
+                head, end, _ = piece[: match.start()].rpartition(b"\n\n")
+                return len(head + end)
+        return piece.find(self._last_event)
 
 
 class EventStream(Response):
@@ -173,7 +194,7 @@ class EventStream(Response):
             piece = self._first
             while piece is not None:
                 if isinstance(piece, CrayError):
-                    piece = error_event(piece, scope)
+                    piece = error_event(piece, scope, self._recorder.events)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 piece = await self._recorder.next()
             await send({"type": "http.response.body", "body": b""})

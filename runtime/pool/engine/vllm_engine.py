@@ -162,7 +162,8 @@ class VllmEngine:
                     exchange.samples = _parse_samples(tail.partition(EVENT)[2])
                 raise
         if not complete:
-            raise EngineUnavailable(f"{self.url}: the stream ended before its end")
+            log.warning("%s: the stream of %s ended before its end", self.url, exchange.id)
+            raise EngineUnavailable(f"the replica of {exchange.version}: its stream broke off")
 
     def _send(self, exchange: EngineCall) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"X-Request-Id": exchange.id}

@@ -5,6 +5,7 @@ of the weights.
 """
 
 import asyncio
+import logging
 import re
 import ssl
 from collections import Counter
@@ -18,6 +19,8 @@ import orjson
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, VersionClosed
 from cray_agents.exact_json import dump_json
 from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
+
+log = logging.getLogger(__name__)
 
 _INVALID = re.compile(  # one of pydantic's errors, as vLLM prints them
     r"""'loc': '(?:body\.?)?([^']*)', 'msg': (?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")"""
@@ -92,15 +95,21 @@ class Http:
                     raise to_engine_error(response.status, await response.read(), names)
                 yield response
         except TimeoutError as error:  # first: aiohttp's timeouts are ClientErrors as well
-            raise EngineTimeout(
-                f"{self.url}{path}: nothing came for {limit.sock_read} s"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"{self.url}{path}: {error or type(error).__name__}") from error
-        except asyncio.IncompleteReadError as error:
-            raise EngineUnavailable(f"{self.url}{path}: the answer broke off") from error
+            why = f"nothing came for {limit.sock_read} s"
+            raise EngineTimeout(self._message(path, why, why, public_name)) from error
+        except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
+            why = str(error) or type(error).__name__
+            message = self._message(path, why, "the connection to it broke off", public_name)
+            raise EngineUnavailable(message) from error
         finally:
             self.active -= 1
+
+    def _message(self, path: str, why: str, public: str, public_name: str) -> str:
+        """Return the message of a failure. A model's client reads no address; the log has it."""
+        if not public_name:
+            return f"{self.url}{path}: {why}"
+        log.warning("%s%s: %s", self.url, path, why)
+        return f"the replica of {public_name}: {public}"
 
 
 def to_engine_error(

@@ -138,15 +138,36 @@ async def test_what_a_client_did_not_go_on_with_is_not_trained_on(tmp_path: Path
             call("g", [4], [7], messages=asked, message=answers[0]),
             call("g-1", [4], [5], messages=asked, message=answers[1]),
         ),
-    )
+        told(
+            "stopped",
+            call("h", [5], [7], messages=asked, message=answers[1]),
+            call("i", [5, 7, 4], [6, 8], logprobs=[-0.5], started=2.0, messages=more,
+                 finish_reason="cancelled"),
+        ),
+        told(
+            "broken",
+            call("j", [], [], messages=asked, finish_reason="error"),
+        ),
+        told(
+            "half",
+            call("k", [6], [7, 8], logprobs=[-0.5], messages=asked, finish_reason="cancelled"),
+        ),
+        told(
+            "unknown",
+            call("l", [7], [7], messages=asked, message=answers[1]),
+            call("m", [7, 7, 4], [6, 8], logprobs=[-0.5], started=2.0, messages=more),
+        ),
+    )  # fmt: skip
     manifest, found = await build(tmp_path, events)
     assert {row["run_id"]: (row["input_ids"], row["loss_mask"]) for row in found} == {
         "unsure": ([1, 5], [0, 1]),
         "sure": ([2, 5], [0, 1]),
         "chosen": ([3, 5, 4, 6], [0, 1, 0, 1]),
+        "stopped": ([5, 7], [0, 1]),
     }
-    assert manifest["rejected"] == {"ambiguous_choices": 1}
-    assert details(Home(tmp_path), manifest["id"])["open"] == "2 of g"
+    assert manifest["rejected"] == {"ambiguous_choices": 1, "no_tokens": 1, "no_logprobs": 2}
+    said = details(Home(tmp_path), manifest["id"])
+    assert said["open"] == "2 of g" and said["stopped"] == "without 1 cut-off turns"
 
 
 async def test_a_broken_run_is_corrupt_and_does_not_stop_the_others(tmp_path: Path) -> None:

@@ -149,6 +149,9 @@ def test_runs_whose_tokens_are_not_all_there(runs: dict[str, Run]) -> None:
     unequal = of_calls(called([question], answer, logprobs=[-0.5]))
     for run in (runs["redacted"], runs["imported"], runs["lost_call"], unequal):
         assert rows_of(run, 0) == ([], ("no_tokens",)), run.id
+    cut = called([question], answer, "2", logprobs=[-0.5], finish_reason="cancelled")
+    written = rows_of(of_calls(called([question], answer), cut), 0)
+    assert len(written.records) == 1 and "no_tokens" in written.losses
 
 
 def test_a_broken_prefix_makes_two_rows() -> None:

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
+from cray_agents.errors import EngineError
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import Mode
+from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.store.conversations import Conversations, chain
-from tests.support.scripted_gateway import CHAT, TOOL, Gateway, Reply, says, served
+from tests.support.scripted_gateway import CHAT, TOOL, Gateway, Paced, Reply, says, served, until
 
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Use the tool."}
 OPENING = [SYSTEM, *says("What is 47 + 385?")]
@@ -164,6 +168,91 @@ async def test_answers_that_are_alike_are_gone_on_with_once_each(tmp_path: Path)
         assert {len(run.calls) for run in gateway.store.runs()} == {2}
 
 
+@pytest.mark.parametrize("why", ["full", "bad", "left"])
+async def test_a_request_that_is_refused_uses_up_no_answer(tmp_path: Path, why: str) -> None:
+    """Twice: the second one must not meet the answer of another client, either."""
+    said = EngineError("too long", status=400)
+    engine = ScriptedEngine(lambda request: said if len(request["messages"]) == 5 else "Hm.")
+    place = Admission(1, 1)
+    async with served(tmp_path, engine, admission=place) as gateway:
+        ann, bob = [(await gateway.ask(OPENING)).run_id for _ in range(2)]
+        turns = [*OPENING, {"role": "assistant", "content": "Hm."}]
+        more = [*turns, *says("I am Ann")]
+        if why == "bad":
+            for _ in range(2):
+                assert (await gateway.ask([*more, *says("too long")])).status == 400
+        else:
+            engine.delay = 30.0
+            for _ in range(2):
+                leaving = [
+                    asyncio.create_task(gateway.ask([*turns, *says("no turn")])) for _ in range(2)
+                ]
+                await until(lambda: (place.inside(), place.waiting()) == (1, 1))
+                if why == "full":
+                    assert (await gateway.ask(more)).status == 429
+                for asking in leaving:
+                    asking.cancel()
+                await until(lambda: not place.demand)
+            engine.delay = 0.0
+        follows = [(await gateway.ask([*turns, *says(f"I am {n}")])).run_id for n in ("Ann", "Bob")]
+        assert {*follows} == {ann, bob}
+        assert {len(run.calls) for run in gateway.store.runs()} == {2}
+
+
+async def test_an_answer_of_nothing_is_found_by_its_request(tmp_path: Path) -> None:
+    """As vLLM streams a broken tool call through the responses API: there is no item of it."""
+    nothing = {"role": "assistant", "content": None}
+    async with served(tmp_path, ScriptedEngine(lambda request: dict(nothing))) as gateway:
+        first, other = [await gateway.ask(OPENING) for _ in range(2)]
+        more = [[*OPENING, *says("Go on")], [*OPENING, message(other), *says("Well?")]]
+        found = [await gateway.ask(messages) for messages in more]
+        assert {reply.run_id for reply in found} == {first.run_id, other.run_id}
+        last = await gateway.ask([*more[0], *says("And?")])
+        assert last.run_id == found[0].run_id
+
+
+async def test_what_was_cut_off_is_repeated_in_its_place(tmp_path: Path) -> None:
+    engine = Paced(lambda request: "explode" if request.get("seed") else "Hm.")
+    async with served(tmp_path, engine) as gateway:
+        for _ in range(2):
+            await gateway.ask(OPENING)
+        turns = [*OPENING, {"role": "assistant", "content": "Hm."}]
+        ann, bob = ([*turns, *says(f"I am {name}")] for name in ("Ann", "Bob"))
+        first = await gateway.ask(bob)
+        cut = await gateway.ask(ann, stream=True, seed=1)
+        assert b"the engine died" in cut.body
+        again = await gateway.ask(ann)
+        assert again.run_id == cut.run_id != first.run_id
+
+
+ENDS = st.sampled_from(["refused", "cut", "taken"])
+
+
+@given(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 2), ENDS), max_size=40))
+def test_no_run_holds_the_requests_of_two_clients(alike: int, steps: list[tuple[int, str]]) -> None:
+    """Clients get equal answers, and say the same `alike` times; each repeats what failed."""
+    conversations = Conversations()
+    taken = [0, 0, 0]
+    owners: dict[str, set[int]] = {}
+    for number, (client, end) in enumerate(steps):
+        said = [f"{turn}" if turn < alike else f"{turn} of {client}" for turn in range(9)]
+        messages = says(said[0])
+        for text in said[1 : taken[client] + 1]:
+            messages += [{"role": "assistant", "content": "Hm."}, *says(text)]
+        hashes = chain(messages, "")
+        known = conversations.find(hashes, messages, "")
+        run_id = known.run_id if known else f"run_{number}"
+        if end != "refused" and taken[client] >= alike:
+            owners.setdefault(run_id, set()).add(client)
+        if known is not None:
+            known.end(recorded=end != "refused", cut=end == "cut")
+            known.end()
+        if end == "taken":
+            conversations.learn(hashes[-1], run_id, [], "Hm.")
+            taken[client] = min(taken[client] + 1, 8)
+    assert all(len(clients) == 1 for clients in owners.values()), owners
+
+
 async def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
     async with numbering(tmp_path) as gateway:
         plain = await gateway.ask(says("one"))
@@ -224,7 +313,7 @@ def test_only_so_many_are_remembered() -> None:
     for number, messages in enumerate(asked):
         turns = [*messages, {"role": "assistant", "content": f"a{number}"}, *says("?")]
         found.append(conversations.find(chain(turns, ""), turns, ""))
-    assert found == [None, "run_1", "run_2"]
+    assert [known and known.run_id for known in found] == [None, "run_1", "run_2"]
 
 
 def test_empty_fields_and_the_order_of_keys_make_no_difference() -> None:

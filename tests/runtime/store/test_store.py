@@ -185,6 +185,13 @@ async def test_what_was_cut_off_and_asked_again_is_no_turn(home: Home, reason: s
             described("unnamed", []),
             call("unnamed", "f1", 1.0, finish_reason=reason),
             call("unnamed", "f2", 2.0),
+            # one request of two prompts that was left, and one that was repeated
+            call("prompts", "g1", 1.0, finish_reason=reason, prompt_token_ids=[1]),
+            call("prompts", "g1-1", 1.0, finish_reason=reason, prompt_token_ids=[2]),
+            call("again", "h1", 1.0, finish_reason=reason, prompt_token_ids=[1]),
+            call("again", "h1-1", 1.0, finish_reason=reason, prompt_token_ids=[2]),
+            call("again", "h2", 2.0, prompt_token_ids=[1]),
+            call("again", "h2-1", 2.0, prompt_token_ids=[2]),
         ]
     )
     turns = {run.id: [turn.call_id for turn in run.trajectory.turns] for run in store.runs()}
@@ -193,9 +200,47 @@ async def test_what_was_cut_off_and_asked_again_is_no_turn(home: Home, reason: s
         "last": ["d2"],
         "named": ["e1", "e2"],
         "unnamed": ["f2"],
+        "prompts": ["g1", "g1-1"],
+        "again": ["h2", "h2-1"],
     }
     facts = store.index.run("r")
     assert facts is not None and facts.calls == 6  # all are on record
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("made", "kept"),
+    [  # each answer, when it was asked for, after which answers, and whether that was a retry
+        ([("3", 1, ()), ("4", 2, ()), ("5", 3, "4")], "45"),
+        ([("4", 1, ()), ("4", 2, ()), ("5", 3, "4")], "45"),
+        ([("3", 1, ()), ("4", 2, ())], "34"),  # asked twice on purpose, for all we know
+        ([("3", 1, ()), ("4", 2, (), True)], "4"),
+        ([("3", 1, ()), ("4", 2, (), True), ("5", 3, (), True)], "5"),
+        ([("3", 1, ()), ("4", 2, ()), ("5", 3, (), True)], "345"),  # of which is it a retry?
+        ([("3", 1, ()), ("4", 2, (), True), ("5", 3, "3")], "35"),  # the first did come
+        ([("3", 1, ()), ("4", 2, "3"), ("5", 3, ())], "345"),  # asked anew, later
+        ([("3", 1, ()), ("4", 2, ()), ("5", 3, "3"), ("6", 4, "4")], "3456"),  # two ways on
+    ],
+)
+async def test_an_answer_that_was_lost_and_asked_for_again_is_no_turn(
+    home: Home, made: list[Any], kept: str
+) -> None:
+    store = Store(home)
+    await store.append(
+        [
+            call(
+                "r",
+                f"c{number}",
+                started,
+                messages=answered(*after),
+                message={"role": "assistant", "content": text},
+                retry=bool(retry),
+            )
+            for number, (text, started, after, *retry) in enumerate(made)
+        ]
+    )
+    run = store.run("r")
+    assert "".join(str(c.message["content"]) for c in run.calls) == kept
     await store.close()
 
 

@@ -28,6 +28,11 @@ def _parse_request(request: Body) -> list[Message]:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items or not all(isinstance(i, dict) for i in items):
         raise BadInput("input must be a text or a list of items", param="input")
+    for number, item in enumerate(items):
+        content = item["content"] if isinstance(item.get("content"), list) else []
+        if any(isinstance(part, dict) and part.get("type") == "refusal" for part in content):
+            message = "a refusal cannot be read: send its text as output_text, or leave it out"
+            raise BadInput(f"input[{number}]: {message}", param="input")
     system = request.get("instructions")
     if not isinstance(system, str | None):
         raise BadInput("instructions must be a text", param="instructions")
@@ -97,12 +102,18 @@ def _parse_answer(answer: Body) -> list[Message]:
 
 
 def _parse_stream(events: list[Body], samples: int) -> list[Message]:
-    """Read the last event, which holds the whole answer; if cut off, the finished items."""
+    """Read the last event, which holds the whole answer; if cut off, what came of its items."""
     for event in reversed(events):
         if "response" in event and event["response"].get("output"):
             return _parse_answer(event["response"])
-    done = [e["item"] for e in events if e.get("type") == "response.output_item.done"]
-    return [_assistant_message(done)]
+    items, text = [], ""
+    for event in events:
+        if event.get("type") == "response.output_item.done":
+            items.append(event["item"])
+            text = ""
+        elif event.get("type") == "response.output_text.delta":
+            text += event["delta"]
+    return [_assistant_message([*items, {"content": text}] if text else items)]
 
 
 RESPONSES = SamplingApi(
