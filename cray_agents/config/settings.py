@@ -28,6 +28,13 @@ PREFIX = "CRAY_AGENTS_"
 # Variables that other modules read: the platform's address, a host's cache, a guard of tests, and
 # the mark of what a supervisor started.
 _READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS", "SUPERVISED"}
+#: Flags of vLLM that would overrule a setting, which the rest of the platform goes by.
+_OF_SETTINGS = {
+    "--dtype": "dtype",
+    "--max-model-len": "max_model_len",
+    "--max-num-seqs": "max_num_seqs",
+    "--kv-cache-memory-bytes": "kv_cache_gib",
+}
 
 
 class Config(BaseModel):
@@ -82,7 +89,10 @@ class Config(BaseModel):
         "split",
     )
     train_cpus_per_rank: int | None = Field(
-        None, gt=0, description="cores of a rank; default 1, with GPUs up to 4"
+        None,
+        gt=0,
+        description="cores of a rank; default 1, with GPUs up to 4, on this host's CPU an equal"
+        " share of its cores",
     )
     train_minutes: int | None = Field(
         None, gt=0, description="minutes after which Slurm ends a job, which goes on in a new one"
@@ -198,17 +208,37 @@ class Config(BaseModel):
         "tls/; or a folder with ca.pem, and either ca-key.pem, which signs a certificate for each "
         "job, or cert.pem and key.pem, which name the addresses of all nodes",
     )
-    max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
-    max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
-    dtype: str = Field("auto", description="type of the served weights; auto: float32 on CPU")
+    max_model_len: int = Field(
+        0, ge=0, description="tokens of context; 0: the model's, as far as the KV cache holds them"
+    )
+    max_num_seqs: int = Field(
+        0, ge=0, description="requests a replica works on at once; 0: by device and memory"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="what replicas compute in. auto: the checkpoint's own; on CPU float32, or for a"
+        " large checkpoint in bfloat16 that, if the CPU has instructions for it",
+    )
+    threads: int = Field(
+        0, ge=0, description="threads of a replica on CPU; 0: all cores, of a small model one fewer"
+    )
     max_lora_rank: int = Field(
         0, ge=0, le=512, description="largest rank of adapters beside the served weights; 0: none"
     )
-    kv_cache_gib: float = Field(1, gt=0, description="GiB of KV cache of a replica on CPU")
+    kv_cache_gib: float = Field(
+        0,
+        ge=0,
+        description="GiB of KV cache of a replica on CPU; 0: what its requests need, at most an"
+        " eighth of the memory",
+    )
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
-    start_timeout: float = Field(300.0, gt=0, description="seconds a replica may take to start")
-    swap_timeout: float = Field(120.0, gt=0, description="seconds a request waits for a version")
+    start_timeout: float = Field(
+        0, ge=0, description="seconds a replica may take to start; 0: 300, and 5 a GiB of weights"
+    )
+    swap_timeout: float = Field(
+        0, ge=0, description="seconds a request waits for a version; 0: 120, and 5 a GiB of weights"
+    )
     swap_mode: Literal["drain", "keep"] = Field(
         "drain",
         description="requests in flight when weights change end first (drain), or go on under the "
@@ -232,7 +262,9 @@ class Config(BaseModel):
         "within the GPUs that both use by turns; nccl: between GPUs of their own, also while the "
         "files are written. Files are written in any case, and read where a transfer fails",
     )
-    load_timeout: float = Field(300.0, gt=0, description="seconds an engine may load weights for")
+    load_timeout: float = Field(
+        0, ge=0, description="seconds an engine may load weights for; 0: as start_timeout"
+    )
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")
     otlp_endpoint: str | None = Field(
         None,
@@ -291,6 +323,19 @@ class Config(BaseModel):
         """`preempt_quiet_hours` as (from, to)."""
         spans = (span.partition("-") for span in self.preempt_quiet_hours)
         return [(float(begin), float(end)) for begin, _, end in spans]
+
+    @field_validator("engine_args")
+    @classmethod
+    def _check_engine_args(cls, flags: list[str]) -> list[str]:
+        for flag in (flag.partition("=")[0].replace("_", "-") for flag in flags):
+            if flag == "--logprobs-mode":
+                raise ValueError(
+                    f"{flag}: recorded log-probabilities must be those that were sampled from, as"
+                    " training compares them: leave it out"
+                )
+            if key := _OF_SETTINGS.get(flag):
+                raise ValueError(f"{flag} is the setting {key}: give that in its place")
+        return flags
 
     @field_validator("run_headers")
     @classmethod

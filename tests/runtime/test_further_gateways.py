@@ -345,9 +345,7 @@ async def test_what_a_lost_node_was_asked_is_asked_of_another_replica(tmp_path: 
         content = PublishedPool(replicas=[replica], incumbent="m@1").model_dump_json().encode()
         durable.replace_file(path, checksums.with_crc(content))
 
-    pool = FollowedPool(
-        path, wait_timeout=60, answer_timeout=600, on_failure=lambda place, losses, why: None
-    )
+    pool = FollowedPool(path, answer_timeout=600, on_failure=lambda place, losses, why: None)
     try:
         for replica in (lost, other):
             await replica.start(checkpoint(tmp_path, 1), "m@1")

@@ -1,15 +1,56 @@
-"""Replica devices: the GPUs and cores that each replica of `up` takes. Called by compose.py."""
+"""Replica devices: the GPUs, cores and memory that each replica of `up` has. Called by compose.py.
+
+Read next: runtime/pool/engine/serving_plan.py, the settings that follow from them.
+"""
 
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
+from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.config import Config
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, ConfigError
 from cray_agents.ports import Command
+from cray_agents.runtime.pool.engine.serving_plan import ServingDevice
 from cray_agents.runtime.pool.engine.vllm_replica import has_gpu_build
 from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.scaling.ledger import HeldDevices
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type, gpus_per_server
+from cray_agents.trainers.planning.cluster_resources import gpu_of_host, this_host
+from cray_agents.trainers.planning.hardware import identify
+
+
+def serving_device(config: Config, replicas: ReplicaCount, *, gpu: bool) -> ServingDevice:
+    """Describe what each replica has: of this host, or in its Slurm job.
+
+    A job's memory is known if `[job]` or `train_gpu` names its GPU.
+    """
+    if gpu:
+        kind, gib = "", 0.0
+        named = (config.job.gpu_type or config.train_gpu or "").replace("_", " ")
+        if replicas.jobs and (known := identify(named)) is not None:
+            kind, gib = known.name, known.gib
+        elif replicas.here:
+            with suppress(ConfigError):
+                kind, gib = gpu_of_host()
+        return ServingDevice(gib, gpus_per_server(config.engine_args), kind)
+    if replicas.jobs:
+        command = replica_command(config)
+        return ServingDevice(cores=command.cpus_per_rank * command.ranks // command.nodes)
+    host, share = this_host(), max(1, replicas.here)
+    return ServingDevice(
+        gib=host.gib / share, cores=max(1, host.cores // share), bfloat16=cpu_has_bfloat16()
+    )
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell whether this CPU multiplies in bfloat16: AVX-512 BF16, AMX, or Arm's instructions."""
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    return (
+        re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", text, re.M) is not None
+    )
 
 
 def replica_command(config: Config) -> Command:
