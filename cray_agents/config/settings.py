@@ -28,12 +28,12 @@ PREFIX = "CRAY_AGENTS_"
 # Variables that other modules read: the platform's address, a host's cache, a guard of tests, and
 # the mark of what a supervisor started.
 _READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS", "SUPERVISED"}
-#: Flags of vLLM that would overrule a setting, which the rest of the platform goes by.
-_OF_SETTINGS = {
-    "--dtype": "dtype",
-    "--max-model-len": "max_model_len",
-    "--max-num-seqs": "max_num_seqs",
-    "--kv-cache-memory-bytes": "kv_cache_gib",
+#: Flags of vLLM that the rest of the platform goes by.
+_NOT_IN_ENGINE_ARGS = {
+    "--dtype": "give the setting dtype in its place",
+    "--max-model-len": "give the setting max_model_len in its place",
+    "--max-num-seqs": "give the setting max_num_seqs in its place",
+    "--logprobs-mode": "training compares the logprobs that were sampled from: leave it out",
 }
 
 
@@ -89,10 +89,7 @@ class Config(BaseModel):
         "split",
     )
     train_cpus_per_rank: int | None = Field(
-        None,
-        gt=0,
-        description="cores of a rank; default 1, with GPUs up to 4, on this host's CPU an equal"
-        " share of its cores",
+        None, gt=0, description="cores of a rank; default: on this host's CPU its share, else 1-4"
     )
     train_minutes: int | None = Field(
         None, gt=0, description="minutes after which Slurm ends a job, which goes on in a new one"
@@ -208,36 +205,24 @@ class Config(BaseModel):
         "tls/; or a folder with ca.pem, and either ca-key.pem, which signs a certificate for each "
         "job, or cert.pem and key.pem, which name the addresses of all nodes",
     )
-    max_model_len: int = Field(
-        0, ge=0, description="tokens of context; 0: the model's, as far as the KV cache holds them"
-    )
-    max_num_seqs: int = Field(
-        0, ge=0, description="requests a replica works on at once; 0: by device and memory"
-    )
+    # of replicas; what is 0 or "auto" is chosen for model and device: serving_plan.py
+    max_model_len: int = Field(0, ge=0, description="tokens of context; 0: what fits, see `up`")
+    max_num_seqs: int = Field(0, ge=0, description="requests at once; 0: by device and memory")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="what replicas compute in. auto: the checkpoint's own; on CPU float32, or for a"
-        " large checkpoint in bfloat16 that, if the CPU has instructions for it",
+        description="what replicas compute in. auto: the checkpoint's own; on CPU float32, unless"
+        " it is large, stored in bfloat16, and the CPU has instructions for that",
     )
-    threads: int = Field(
-        0, ge=0, description="threads of a replica on CPU; 0: all cores, of a small model one fewer"
-    )
+    threads: int = Field(0, ge=0, description="of a replica on CPU; 0: all cores, or one fewer")
     max_lora_rank: int = Field(
         0, ge=0, le=512, description="largest rank of adapters beside the served weights; 0: none"
     )
-    kv_cache_gib: float = Field(
-        0,
-        ge=0,
-        description="GiB of KV cache of a replica on CPU; 0: what its requests need, at most an"
-        " eighth of the memory",
-    )
+    kv_cache_gib: float = Field(0, ge=0, description="GiB of KV cache on CPU; 0: by the memory")
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
-    start_timeout: float = Field(
-        0, ge=0, description="seconds a replica may take to start; 0: 300, and 5 a GiB of weights"
-    )
+    start_timeout: float = Field(0, ge=0, description="seconds to start; 0: by the weights' size")
     swap_timeout: float = Field(
-        0, ge=0, description="seconds a request waits for a version; 0: 120, and 5 a GiB of weights"
+        0, ge=0, description="seconds a request waits for a version; 0: by the weights' size"
     )
     swap_mode: Literal["drain", "keep"] = Field(
         "drain",
@@ -262,9 +247,7 @@ class Config(BaseModel):
         "within the GPUs that both use by turns; nccl: between GPUs of their own, also while the "
         "files are written. Files are written in any case, and read where a transfer fails",
     )
-    load_timeout: float = Field(
-        0, ge=0, description="seconds an engine may load weights for; 0: as start_timeout"
-    )
+    load_timeout: float = Field(0, ge=0, description="seconds to load; 0: by the weights' size")
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")
     otlp_endpoint: str | None = Field(
         None,
@@ -328,13 +311,8 @@ class Config(BaseModel):
     @classmethod
     def _check_engine_args(cls, flags: list[str]) -> list[str]:
         for flag in (flag.partition("=")[0].replace("_", "-") for flag in flags):
-            if flag == "--logprobs-mode":
-                raise ValueError(
-                    f"{flag}: recorded log-probabilities must be those that were sampled from, as"
-                    " training compares them: leave it out"
-                )
-            if key := _OF_SETTINGS.get(flag):
-                raise ValueError(f"{flag} is the setting {key}: give that in its place")
+            if flag in _NOT_IN_ENGINE_ARGS:
+                raise ValueError(f"{flag}: {_NOT_IN_ENGINE_ARGS[flag]}")
         return flags
 
     @field_validator("run_headers")

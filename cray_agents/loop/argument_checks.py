@@ -215,10 +215,9 @@ async def check_engine(
     flag = (await platform.info()).get("engine", {}).get("quantized")
     if flag and logprob_limit is None and {stage.method for stage in stages} != {"sft"}:
         raise BadInput(
-            f"the replicas quantise (engine_args: {flag}), so that their log-probabilities differ"
-            " from the trainer's by more than rounding, and by how much is not known: the first job"
-            f" could end at its first check. Start the platform without {flag}, or say how much is"
-            " allowed, as in Loop(logprob_limit=0.5)",
+            f"the replicas quantise (engine_args: {flag}): their log-probabilities differ from the"
+            " trainer's by more than rounding, and no limit is known. Start the platform without"
+            " that, or say how much is allowed, as in Loop(logprob_limit=0.5)",
             param="logprob_limit",
         )
 

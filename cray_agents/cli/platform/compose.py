@@ -137,8 +137,8 @@ def serve(
             if host_gpus():
                 say(f"GPUs of this host: {placement}")
             served = ServedModel.of(version.id, home.checkpoint(version.checkpoint))
-            plan = plan_serving(config, served, serving_device(config, replicas, gpu=gpu))
-            config = plan.config
+            device = serving_device(config, replicas, gpu=gpu)
+            config, plan = plan_serving(config, served, device)
             settings = engine_settings(config, sleeps=False) if replicas.total else None
             if settings is not None:
                 say(f"replicas: {plan}")
@@ -575,14 +575,13 @@ def describe_platform(
 ) -> dict[str, Any]:
     """Return the answer of `/v1/platform`: engine, trainer and scheduler with versions."""
     megatron = distribution_version("megatron")
-    quantized = "" if served is None else served.quantized
     return {
         "version": importlib.metadata.version("cray-agents"),
         "home": str(config.root.root),
         "engine": {
             "name": "vllm",
             "version": distribution_version("vllm"),
-            "quantized": quantized or None,
+            "quantized": served is not None and served.quantized,
         },
         "trainer": {
             "name": "megatron-core",
