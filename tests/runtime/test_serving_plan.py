@@ -109,6 +109,7 @@ def test_a_model_is_read_as_far_as_its_config_says(tmp_path: Path) -> None:
 def test_replicas_of_a_host_share_its_cores_and_memory(tmp_path: Path) -> None:
     one, two = (serving_device(Config(), ReplicaCount(n), gpu=False) for n in (1, 2))
     assert (two.gib, two.cores) == (one.gib / 2, max(1, one.cores // 2))
+    assert serving_device(Config(), ReplicaCount(0), gpu=False) == ServingDevice()
     named = load_config({"train_gpu": "H100", "engine_args": ["-tp", "2"]}, tmp_path)
     assert serving_device(named, ReplicaCount(jobs=1), gpu=True) == ServingDevice(79, 2, "H100")
     cpuinfo = tmp_path / "cpuinfo"

@@ -35,10 +35,11 @@ def serving_device(config: Config, replicas: ReplicaCount, *, gpu: bool) -> Serv
     if replicas.jobs:
         command = replica_command(config)
         return ServingDevice(cores=command.cpus_per_rank * command.ranks // command.nodes)
-    host, share = this_host(), max(1, replicas.here)
-    return ServingDevice(
-        gib=host.gib / share, cores=max(1, host.cores // share), bfloat16=cpu_has_bfloat16()
-    )
+    host, share = this_host(), replicas.here
+    if not share:  # nothing is served, and any model fits
+        return ServingDevice()
+    cores = max(1, host.cores // share)
+    return ServingDevice(host.gib / share, cores=cores, bfloat16=cpu_has_bfloat16())
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
