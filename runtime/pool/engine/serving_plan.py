@@ -50,8 +50,8 @@ class ServedModel:
     @classmethod
     def of(cls, name: str, checkpoint: Path) -> "ServedModel":
         """Read a checkpoint's sizes. What its config.json does not say stays unknown."""
-        there = (checkpoint / CONFIG).is_file()
-        config: dict[str, Any] = read_json(checkpoint.resolve(), CONFIG) if there else {}
+        has_config = (checkpoint / CONFIG).is_file()
+        config: dict[str, Any] = read_json(checkpoint.resolve(), CONFIG) if has_config else {}
         text = config.get("text_config")
         config |= text if isinstance(text, dict) else {}
 
@@ -71,7 +71,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServingDevice:
-    """What one replica has: `gpus` of a kind, or a share of a host's cores.
+    """A replica's hardware: `gpus` of a kind, or a share of a host's cores.
 
     `gib`: memory of a GPU, or the replica's share of the host's; 0: unknown. `bfloat16`: the CPU
     has instructions for it.
@@ -97,8 +97,8 @@ class _Choices:
         if given not in (0, "auto"):
             value, why = given, f"{key} is set"
         self.config = self.config.model_copy(update={key: value})
-        shown = f"{value:,.3g}" if isinstance(value, float) else value
-        self.reasons.append(f"{text.format(shown)} ({why})")
+        number = f"{value:,.3g}" if isinstance(value, float) else value
+        self.reasons.append(f"{text.format(number)} ({why})")
         return value
 
 
@@ -111,10 +111,10 @@ def plan_serving(config: Config, model: ServedModel, device: ServingDevice) -> t
     choices = _Choices(config)
     most, why, cache, width = (_on_gpus if device.gpus else _on_cpu)(choices, model, device)
     tokens = int(cache * 2**30 / (model.kv_numbers * width)) if model.kv_numbers else 0
-    held = tokens // USUAL_TOKENS if tokens else most
-    if held < most:
+    fits = tokens // USUAL_TOKENS if tokens else most
+    if fits < most:
         why = f"so many have {USUAL_TOKENS} tokens each in {cache:.3g} GiB of KV cache"
-    choices.take("max_num_seqs", max(1, min(most, held)), "{} requests at once", why)
+    choices.take("max_num_seqs", max(1, min(most, fits)), "{} requests at once", why)
     context, why = f"{config.max_model_len or model.context} tokens of context", "the model's"
     if not model.context:
         context, why = "a context that vLLM finds", "config.json names none"
