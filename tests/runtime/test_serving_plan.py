@@ -101,8 +101,8 @@ def test_a_model_is_read_as_far_as_its_config_says(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert ServedModel.of("m", tmp_path) == expected
-    config, line = plan_serving(Config(), ServedModel("m", 1000), LAPTOP)
-    assert chosen(config)[:4] == ("float32", 1, 64, 1)
+    plan, line = plan_serving(Config(), ServedModel("m", 1000), LAPTOP)
+    assert chosen(plan)[:4] == ("float32", 1, 64, 1)
     assert "a context that vLLM finds" in line
 
 
