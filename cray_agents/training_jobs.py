@@ -268,8 +268,11 @@ class JobSpec(StrictRecord):
       over the site's. See `SLURM_PER_JOB` for those that there are.
     - `oversubscribe` admits the job also if it takes more cores, memory or GPUs than there are.
     - `logprob_limit` bounds the difference between the trainer's and the engine's
-      log-probabilities: the largest in float32 (None: 0.01), the 99th percentile in bfloat16, and
-      a fifth of it the mean (None: at most 0.5 and 0.1, less where the parent's job measured less).
+      log-probabilities: the largest where both compute in float32 (None: 0.01), else the 99th
+      percentile, and a fifth of it the mean (None: at most 0.5 and 0.1, less where the parent's job
+      measured less).
+    - `engine_dtype` is what the engine that sampled computes in, if that rounds more than float32.
+      A platform names its replicas'.
     """
 
     method: MethodName = "sft"
@@ -292,6 +295,7 @@ class JobSpec(StrictRecord):
     evaluate_every: int | None = Field(None, gt=0)
     recompute: Recompute = "none"
     logprob_limit: float | None = Field(None, gt=0)
+    engine_dtype: Literal["bfloat16"] | None = None
     session: str | None = Field(None, min_length=1)
     changes_only: bool = False
     oversubscribe: bool = False
@@ -377,6 +381,7 @@ _EXECUTION_FIELDS = {
     "evaluate_every",
     "recompute",
     "logprob_limit",
+    "engine_dtype",
     "session",
     "changes_only",
     "oversubscribe",

@@ -75,6 +75,13 @@ class LogprobLimits:
             equal_argmax=least,
         )
 
+    def widened_to(self, dtype: str | None) -> "LogprobLimits":
+        """Return the limits of bfloat16 where these are float32's and one side is not in float32.
+
+        The wider rounding of the two sides decides. None: unknown, and no reason to allow more.
+        """
+        return self if self.max is None or dtype in (None, "float32") else bfloat16_limits()
+
     def __str__(self) -> str:
         """Describe them: "mean 0.1, 99th percentile 0.5, equal most likely tokens 0.85"."""
         labels = _JUDGED | {"equal_argmax": "equal most likely tokens"}

@@ -55,6 +55,21 @@ def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: P
     assert seeds == [0, 3]
 
 
+def test_replicas_that_quantise_are_refused_before_the_first_run(tmp_path: Path) -> None:
+    facts = {"engine": {"name": "vllm", "quantized": "--quantization"}}
+    with platform(tmp_path, ScriptedEngine(echo), facts=facts) as where:
+        with pytest.raises(BadInput, match=r"--quantization.*Loop\(logprob_limit=0.5\)") as refusal:
+            list(site_loop(platform=where, **SMALL).run(1))
+        assert refusal.value.param == "logprob_limit"
+        assert not (Home(tmp_path).loop("loop") / "journal").exists(), "nothing ran"
+        made = list(site_loop(platform=where, logprob_limit=0.25, **SMALL).run(1))
+    assert len(made) == 2 and made[1].job is not None
+    specs = [json.loads(p.read_text()) for p in Home(tmp_path).jobs.glob("*/spec.json")]
+    assert [spec["logprob_limit"] for spec in specs] == [0.25]
+    with pytest.raises(BadInput, match="logprob_limit=0"):
+        site_loop(logprob_limit=0, **SMALL)
+
+
 def test_a_judge_is_the_same_setting_in_every_process() -> None:
     def asked(model: str) -> Any:
         engine = ScriptedEngine(echo)

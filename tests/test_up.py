@@ -83,6 +83,9 @@ def test_status(site: Site) -> None:
     assert status["scheduler"]["name"] == "local"
     assert "not installed" in status["scheduler"]["reason"]
     assert [(r["version"], r["state"]) for r in status["replicas"]] == [("tiny@1", "serving")]
+    log = (site.home / "logs" / "platform.log").read_text()
+    [told] = [line for line in log.splitlines() if "replicas: " in line]
+    assert "replicas: float32 (" in told and "1024 tokens of context (the model's)" in told
 
 
 def test_a_second_platform_on_the_root_is_refused(site: Site) -> None:

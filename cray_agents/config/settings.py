@@ -28,6 +28,13 @@ PREFIX = "CRAY_AGENTS_"
 # Variables that other modules read: the platform's address, a host's cache, a guard of tests, and
 # the mark of what a supervisor started.
 _READ_ELSEWHERE = {"URL", "API_KEY", "CACHE", "NO_REAL_MODELS", "SUPERVISED"}
+#: Flags of vLLM that the rest of the platform goes by.
+_NOT_IN_ENGINE_ARGS = {
+    "--dtype": "give the setting dtype in its place",
+    "--max-model-len": "give the setting max_model_len in its place",
+    "--max-num-seqs": "give the setting max_num_seqs in its place",
+    "--logprobs-mode": "training compares the logprobs that were sampled from: leave it out",
+}
 
 
 class Config(BaseModel):
@@ -82,7 +89,7 @@ class Config(BaseModel):
         "split",
     )
     train_cpus_per_rank: int | None = Field(
-        None, gt=0, description="cores of a rank; default 1, with GPUs up to 4"
+        None, gt=0, description="cores of a rank; default: on this host's CPU its share, else 1-4"
     )
     train_minutes: int | None = Field(
         None, gt=0, description="minutes after which Slurm ends a job, which goes on in a new one"
@@ -198,20 +205,28 @@ class Config(BaseModel):
         "tls/; or a folder with ca.pem, and either ca-key.pem, which signs a certificate for each "
         "job, or cert.pem and key.pem, which name the addresses of all nodes",
     )
-    max_model_len: int = Field(1024, gt=0, description="tokens of context a replica serves")
-    max_num_seqs: int = Field(64, gt=0, description="requests a replica works on at once")
-    dtype: str = Field("auto", description="type of the served weights; auto: float32 on CPU")
+    # of replicas; what is 0 or "auto" is chosen for model and device: serving_plan.py
+    max_model_len: int = Field(0, ge=0, description="tokens of context; 0: what fits, see `up`")
+    max_num_seqs: int = Field(0, ge=0, description="requests at once; 0: by device and memory")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="what replicas compute in. auto: the checkpoint's own; on CPU float32, unless"
+        " it is large, stored in bfloat16, and the CPU has instructions for that",
+    )
+    threads: int = Field(0, ge=0, description="of a replica on CPU; 0: all cores, or one fewer")
     max_lora_rank: int = Field(
         0, ge=0, le=512, description="largest rank of adapters beside the served weights; 0: none"
     )
-    kv_cache_gib: float = Field(1, gt=0, description="GiB of KV cache of a replica on CPU")
+    kv_cache_gib: float = Field(0, ge=0, description="GiB of KV cache on CPU; 0: by the memory")
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
     reasoning_parser: str = Field(
         "", description="vLLM's parser that keeps thoughts apart from answers; empty: none"
     )
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
-    start_timeout: float = Field(300.0, gt=0, description="seconds a replica may take to start")
-    swap_timeout: float = Field(120.0, gt=0, description="seconds a request waits for a version")
+    start_timeout: float = Field(0, ge=0, description="seconds to start; 0: by the weights' size")
+    swap_timeout: float = Field(
+        0, ge=0, description="seconds a request waits for a version; 0: by the weights' size"
+    )
     swap_mode: Literal["drain", "keep"] = Field(
         "drain",
         description="requests in flight when weights change end first (drain), or go on under the "
@@ -235,7 +250,7 @@ class Config(BaseModel):
         "within the GPUs that both use by turns; nccl: between GPUs of their own, also while the "
         "files are written. Files are written in any case, and read where a transfer fails",
     )
-    load_timeout: float = Field(300.0, gt=0, description="seconds an engine may load weights for")
+    load_timeout: float = Field(0, ge=0, description="seconds to load; 0: by the weights' size")
     engine_timeout: float = Field(600.0, gt=0, description="seconds without a byte from an engine")
     otlp_endpoint: str | None = Field(
         None,
@@ -294,6 +309,14 @@ class Config(BaseModel):
         """`preempt_quiet_hours` as (from, to)."""
         spans = (span.partition("-") for span in self.preempt_quiet_hours)
         return [(float(begin), float(end)) for begin, _, end in spans]
+
+    @field_validator("engine_args")
+    @classmethod
+    def _check_engine_args(cls, flags: list[str]) -> list[str]:
+        for flag in (flag.partition("=")[0].replace("_", "-") for flag in flags):
+            if flag in _NOT_IN_ENGINE_ARGS:
+                raise ValueError(f"{flag}: {_NOT_IN_ENGINE_ARGS[flag]}")
+        return flags
 
     @field_validator("run_headers")
     @classmethod

@@ -39,6 +39,7 @@ NUMBERS = {
     "close_at": (0.0, 1.0),
     "target": (-math.inf, math.inf),
     "temperature": (0.0, math.inf),
+    "logprob_limit": (1e-9, math.inf),
 }
 KINDS: dict[str, type] = {
     "name": str,
@@ -53,7 +54,7 @@ KINDS: dict[str, type] = {
     "teacher": str,
 }
 OPTIONAL = {"history", "max_uses", "patience", "min_reward", "target", "balance_by", "watch"}
-OPTIONAL |= {"platform", "warm_up", "teacher"}
+OPTIONAL |= {"platform", "warm_up", "teacher", "logprob_limit"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -205,6 +206,20 @@ def check(loop: LoopSettings) -> None:
             _check_on_policy(loop, stage)
     if loop.warm_up is not None:
         check_warm_up(loop)
+
+
+async def check_engine(
+    platform: Platform, stages: Sequence[Planned], logprob_limit: float | None
+) -> None:
+    """Refuse replicas whose rounding no limit is known for, before the first run: BadInput."""
+    flag = (await platform.info()).get("engine", {}).get("quantized")
+    if flag and logprob_limit is None and {stage.method for stage in stages} != {"sft"}:
+        raise BadInput(
+            f"the replicas quantise (engine_args: {flag}): their log-probabilities differ from the"
+            " trainer's by more than rounding, and no limit is known. Start the platform without"
+            " that, or say how much is allowed, as in Loop(logprob_limit=0.5)",
+            param="logprob_limit",
+        )
 
 
 def _check_watch(loop: LoopSettings, methods: Set[str]) -> None:

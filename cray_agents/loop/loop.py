@@ -22,7 +22,7 @@ from cray_agents.generation import (
     promoted_holdout_success,
     promoted_version,
 )
-from cray_agents.loop.argument_checks import check, check_kinds, check_types
+from cray_agents.loop.argument_checks import check, check_engine, check_kinds, check_types
 from cray_agents.loop.components import LoopComponents
 from cray_agents.loop.curriculum import Curriculum
 from cray_agents.loop.dataset_recipes import (
@@ -109,6 +109,8 @@ class Loop:
         changed: `accept` goes on although the settings differ from those at the loop's start.
         platform: where to run; default: the one at $CRAY_AGENTS_URL.
         teacher: of distill: see Stage.
+        logprob_limit: how far trainer and engine may lie apart before a job's first step, in nats:
+            see JobSpec. None: by the rounding of both.
         control: `shuffled-rewards` permutes the rewards among a generation's runs. A loop that
             learns all the same does not learn from its rewards.
     """
@@ -148,6 +150,7 @@ class Loop:
     on_progress: Callable[[LoopProgress], None] = lambda progress: None
     warm_up: WarmUp | None = None
     teacher: str | None = None
+    logprob_limit: float | None = None
 
     def __post_init__(self) -> None:
         self.rewards = (self.rewards,) if callable(self.rewards) else self.rewards
@@ -211,6 +214,7 @@ class Loop:
         """`run` for those who have an event loop of their own."""
         check_kinds(self)
         self._group()
+        await check_engine(self._client, self.stages, self.logprob_limit)
         await self._warm_first()
         settings = settings_record(self.settings)
         await record_settings(self._client, self.name, settings, self.settings.accept_changes)
@@ -359,6 +363,7 @@ class Loop:
                 hyperparameters=hyperparameters,
                 teacher=stage.teacher,
                 optimizer_from="parent",
+                logprob_limit=self.logprob_limit,
                 session=None if self.settings.live else self.name,  # live updates are hours apart
             )
             return await self._client.wait_for(job, report)

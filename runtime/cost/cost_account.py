@@ -8,7 +8,7 @@ The time of replicas is given to requests by tokens. In each hour (UTC) and for 
 A run counts in the hour in which it began, with its last version, as in /v1/usage. A prompt token
 is computed with many others at once, a sampled one with those of the other requests under way:
 reading the weights costs as much as computing some 300 tokens on an H100 (990 TFLOP/s of bfloat16,
-3.35 TB/s: H100 SXM data sheet), shared by some 64 requests (`max_num_seqs`), so SAMPLED is 4.
+3.35 TB/s: H100 SXM data sheet), shared by some 64 requests, so SAMPLED is 4.
 
 Training is given to jobs by their steps that were kept. What else was held is a line of its own and
 given to nobody: idle, asleep, lost, other, and time in which replicas answered what is no stored

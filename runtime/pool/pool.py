@@ -33,7 +33,7 @@ from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.engine.engine_host import EngineHost
 from cray_agents.runtime.pool.engine.vllm_engine import ReplicaServer
 from cray_agents.runtime.pool.in_flight import ChangeNotifier
-from cray_agents.runtime.pool.published_replicas import PublishedReplica
+from cray_agents.runtime.pool.published_replicas import PublishedReplica, ServingLimits
 from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
 from cray_agents.runtime.pool.rolling_swap import rolling_swap
 from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
@@ -109,6 +109,7 @@ class Pool:
         engines: one `Replica` each, or an `InProcessEngine` around a scripted engine.
         probe_limits: largest allowed logprob differences on a probe, by the engines' dtype.
         wait_timeout: seconds that a request waits for its version.
+        slots, start_timeout: of each replica: what further gateways go by.
         drain_timeout: seconds that a swap waits for the requests in flight. After that it changes
             nothing.
         swap_mode: "drain" waits for requests in flight. "keep" lets them go on under the new
@@ -126,6 +127,8 @@ class Pool:
         *,
         probe_limits: LogprobLimits = FLOAT32_PROBE,
         wait_timeout: float = 120.0,
+        slots: int = 64,
+        start_timeout: float = 300.0,
         drain_timeout: float = 600.0,
         swap_mode: SwapMode = "drain",
         swap_share: float = 0.25,
@@ -146,6 +149,9 @@ class Pool:
         self._candidate = ""  # the version most recently staged
         self._router = RequestRouter(self._all, self._notifier, wait_timeout, self.recall)
         self._wait_timeout = wait_timeout
+        self.limits = ServingLimits(
+            max_num_seqs=slots, start_timeout=start_timeout, swap_timeout=wait_timeout
+        )
         self._silence_timeout = silence_timeout
         self._swapping = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -64,9 +64,18 @@ class PublishedReplica(Record):
     why_lost: str = ""
 
 
+class ServingLimits(Record):
+    """The settings of serving that the platform chose, and that other gateways go by."""
+
+    max_num_seqs: int = 64
+    start_timeout: float = 300.0
+    swap_timeout: float = 120.0
+
+
 class PublishedPool(Record):
     """The content of the file. `incumbent`: the version last loaded on all replicas."""
 
+    limits: ServingLimits = ServingLimits()
     replicas: list[PublishedReplica] = Field(default_factory=list)
     incumbent: str = ""
     swapping: bool = False
@@ -74,6 +83,8 @@ class PublishedPool(Record):
 
 class Published(Protocol):
     """The controller's pool, as `publish` uses it."""
+
+    limits: ServingLimits
 
     @property
     def incumbent(self) -> str: ...
@@ -91,7 +102,10 @@ async def publish(pool: Published, path: Path) -> None:
     last = b""
     while True:
         now = PublishedPool(
-            replicas=pool.published(), incumbent=pool.incumbent, swapping=pool.swapping
+            limits=pool.limits,
+            replicas=pool.published(),
+            incumbent=pool.incumbent,
+            swapping=pool.swapping,
         )
         content = checksums.with_crc(now.model_dump_json().encode())
         if content != last:
@@ -222,7 +236,6 @@ class FollowedPool:
 
     Args:
         path: the file that the controller writes.
-        wait_timeout: seconds that a request waits for its version.
         answer_timeout: seconds without a byte of an answer.
         on_failure: told of a dead engine: the replica's place, its losses, and why.
         tls: whom replicas with TLS are verified by.
@@ -232,7 +245,6 @@ class FollowedPool:
         self,
         path: Path,
         *,
-        wait_timeout: float,
         answer_timeout: float,
         on_failure: Callable[[int, int, str], None],
         tls: ssl.SSLContext | None = None,
@@ -246,7 +258,7 @@ class FollowedPool:
         self._latest = PublishedPool()
         self._seen = b""
         self._router = RequestRouter(
-            self._replicas, self._notifier, wait_timeout, lambda version: None
+            self._replicas, self._notifier, self.limits.swap_timeout, lambda version: None
         )
         self._router.shared = True
 
@@ -266,6 +278,7 @@ class FollowedPool:
         if latest is None:
             return
         self._latest = latest
+        self._router.wait_timeout = latest.limits.swap_timeout
         while len(self._replicas) < len(latest.replicas):
             self._replicas.append(self._new_replica(len(self._replicas)))
         gone = self._replicas[len(latest.replicas) :]
@@ -320,6 +333,11 @@ class FollowedPool:
     def swapping(self) -> bool:
         """True while weights are being changed."""
         return self._latest.swapping
+
+    @property
+    def limits(self) -> ServingLimits:
+        """The settings of serving that the controller chose."""
+        return self._latest.limits
 
     def status(self) -> list[dict[str, Any]]:
         """Return the state of each replica."""

@@ -127,7 +127,7 @@ class RequestRouter:
     ) -> None:
         self._replicas = replicas
         self._notifier = notifier
-        self._wait_timeout = wait_timeout
+        self.wait_timeout = wait_timeout
         self._recall = recall
         self.shared = False
         self._suspects = asyncio.Lock()  # suspect requests are sent again one at a time
@@ -148,7 +148,7 @@ class RequestRouter:
         then safe. A request that may have killed the engine is not sent forever: see
         `_DeathSuspicion`. Raises EngineError and its kinds.
         """
-        deadline = _now() + self._wait_timeout
+        deadline = _now() + self.wait_timeout
         suspicion = _DeathSuspicion(self._suspects, shared=self.shared)
         refused: set[RoutedReplica] = set()  # by these, which are said to serve the version
         try:
@@ -215,7 +215,7 @@ class RequestRouter:
             except TimeoutError:
                 states = ", ".join(replica.contents for replica in self._replicas)
                 raise EngineUnavailable(
-                    f"no replica served {wanted} within {self._wait_timeout:g} s; "
+                    f"no replica served {wanted} within {self.wait_timeout:g} s; "
                     f"the replicas hold: {states}"
                 ) from None
 

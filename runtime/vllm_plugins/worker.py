@@ -50,6 +50,18 @@ class Extension:
         self._skip_generators()
         self._pack_experts_anew()
         self._rotate_all_heads()
+        self._ask_for_amx()
+
+    def _ask_for_amx(self) -> None:
+        """Ask the kernel for AMX, which vLLM's attention in bfloat16 uses on a CPU that has it.
+
+        oneDNN asks at its first large product. A small model has none, and died of SIGILL.
+        """
+        import torch
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            torch.cpu._init_amx()
 
     def _skip_generators(self) -> None:
         """Use a request's seeded generator only in the last step that reads its prompt.

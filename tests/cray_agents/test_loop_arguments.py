@@ -95,6 +95,7 @@ RIGHT = [
     *((name, 0) for name in ("balance_power", "discount", "target")),
     *((name, 1.5) for name in ("temperature", "resample", "min_reward", "balance_power")),
     ("min_reward", -1),
+    ("logprob_limit", 1.5),
     ("name", "x"),
     ("demonstrations", []),
 ]

@@ -197,7 +197,7 @@ def test_the_count_is_a_span() -> None:
     assert replica_rule(Config(), ReplicaCount(jobs=2)) is None
     rule = replica_rule(Config(max_num_seqs=9), ReplicaCount(jobs=4, least=1))
     assert rule is not None and (rule.slots, rule.least, rule.most, rule.calm) == (9, 1, 4, 600)
-    warm = replica_rule(Config(replica_warm=2), ReplicaCount(jobs=4, least=1))
+    warm = replica_rule(Config(replica_warm=2, max_num_seqs=64), ReplicaCount(jobs=4, least=1))
     assert rule.warm == 0 and warm is not None and warm.warm == 2
     given = Config(preempt_after_minutes=2, preempt_keep_nodes=3, preempt_quiet_hours=["22-6"])
     rules = scaling_rules(given, rule)

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from cray_agents.cli.platform.compose import outage_seconds
+from cray_agents.cli.platform.compose import admitted_each, outage_seconds
 from cray_agents.cli.platform.gateways.further_process import further_services
 from cray_agents.config import Config
 from cray_agents.runtime.disk import checksums, durable
@@ -30,6 +30,7 @@ from cray_agents.runtime.pool.published_replicas import (
     FollowedPool,
     PublishedPool,
     PublishedReplica,
+    ServingLimits,
 )
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.store import Store
@@ -421,11 +422,16 @@ async def name_of(http: aiohttp.ClientSession, url: str) -> str:
 
 async def test_a_first_replica_is_waited_for_as_long_as_by_the_controller(tmp_path: Path) -> None:
     """By the controller's claim, also after a takeover by one whose replicas all stay."""
-    config = Config(home=tmp_path, swap_timeout=100.0, start_timeout=500.0)
+    config = Config(home=tmp_path)
+    limits = ServingLimits(max_num_seqs=16, swap_timeout=100.0, start_timeout=500.0)
+    told_pool = checksums.with_crc(PublishedPool(limits=limits).model_dump_json().encode())
+    config.root.serving.parent.mkdir(parents=True, exist_ok=True)
+    durable.replace_file(config.root.serving, told_pool)
     claim = {"url": "http://127.0.0.1:1", "elsewhere": None, "host": socket.gethostname(),
              "token": "t", "term": 1}  # fmt: skip
     link, store = ControllerLink(config.root), Store(config.root)
     services = further_services(config, link, store)
+    await services.pool.look()
     try:
         for replicas, seconds in (("slurm:0-4", 600), ("2", 100), ("slurm:4", 100), (None, 100)):
             told = claim if replicas is None else claim | {"replicas": replicas}
@@ -433,7 +439,7 @@ async def test_a_first_replica_is_waited_for_as_long_as_by_the_controller(tmp_pa
             durable.replace_file(config.root.platform, text)
             await link.look()
             assert services.admission._outage == seconds, replicas
-        assert outage_seconds(config, scales=True) == 600
+        assert outage_seconds(limits, scales=True) == 600 and admitted_each(limits) == 18
     finally:
         await services.close()
         await store.close()
@@ -453,9 +459,7 @@ async def test_what_a_lost_node_was_asked_is_asked_of_another_replica(tmp_path: 
         content = PublishedPool(replicas=[replica], incumbent="m@1").model_dump_json().encode()
         durable.replace_file(path, checksums.with_crc(content))
 
-    pool = FollowedPool(
-        path, wait_timeout=60, answer_timeout=600, on_failure=lambda place, losses, why: None
-    )
+    pool = FollowedPool(path, answer_timeout=600, on_failure=lambda place, losses, why: None)
     try:
         for replica in (lost, other):
             await replica.start(checkpoint(tmp_path, 1), "m@1")

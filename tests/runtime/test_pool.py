@@ -121,10 +121,12 @@ def long_probe(number: int) -> list[ProbePrompt]:
     return [ProbePrompt(token_ids=tokens, logprobs=[-1.0] * 200)]
 
 
-def with_probe(folder: Path, number: int, probe: list[ProbePrompt]) -> Path:
+def with_probe(
+    folder: Path, number: int, probe: list[ProbePrompt], dtype: str | None = None
+) -> Path:
     """A checkpoint that a scripted engine scores as this probe says."""
     directory = checkpoint(folder, number)
-    manifest = Manifest(files={}, weights_sha256=str(number), job="job-1", probe=probe)
+    manifest = Manifest(files={}, weights_sha256=str(number), job="job-1", probe=probe, dtype=dtype)
     (directory / "manifest.json").write_text(manifest.model_dump_json())
     return directory
 
@@ -143,6 +145,18 @@ async def test_in_16_bits_one_token_may_be_off(tmp_path: Path, limits: LogprobLi
         report = await swap
         assert (report.max_logprob_diff, report.mean_logprob_diff) == (1, 0.005)
         assert (report.p99_logprob_diff, report.tolerance) == (0, 0.5)
+
+
+async def test_a_probe_that_was_scored_in_16_bits_is_judged_as_in_16_bits(tmp_path: Path) -> None:
+    """Also by an engine in float32: the side that rounds more decides."""
+    engine = InProcessEngine(ScriptedEngine(says_version))
+    async with serving(tmp_path, engine, probe_limits=FLOAT32_PROBE) as pool:
+        (right,) = long_probe(2)
+        off = right.model_copy(update={"logprobs": [-1.03] * 200})
+        directory = with_probe(tmp_path, 2, [right], dtype="bfloat16")
+        assert (await pool.swap(directory, "m@2", [off])).tolerance == 0.5
+        with pytest.raises(SwapError, match=r"tolerance 0.001"):
+            await pool.swap(with_probe(tmp_path, 3, [right], dtype="float32"), "m@3", [off])
 
 
 async def test_in_16_bits_a_version_is_judged_by_the_one_before(tmp_path: Path) -> None:

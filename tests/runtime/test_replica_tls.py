@@ -19,6 +19,7 @@ from cray_agents.runtime.pool.published_replicas import (
     FollowedPool,
     PublishedPool,
     PublishedReplica,
+    ServingLimits,
 )
 from cray_agents.runtime.pool.slurm.replica_certificates import (
     make_authority,
@@ -92,10 +93,12 @@ async def further_answer(server: VllmEngine, folder: Path, ca: Path) -> str:
         url=server.url, secret=server.secret, names={"m@1": server.model}, expected=["m@1"],
         state="serving",
     )  # fmt: skip
-    content = PublishedPool(replicas=[published], incumbent="m@1").model_dump_json().encode()
+    limits = ServingLimits(swap_timeout=1)
+    told = PublishedPool(replicas=[published], incumbent="m@1", limits=limits)
+    content = told.model_dump_json().encode()
     (folder / "serving.json").write_bytes(checksums.with_crc(content))
     pool = FollowedPool(
-        folder / "serving.json", wait_timeout=1, answer_timeout=60,
+        folder / "serving.json", answer_timeout=60,
         on_failure=lambda place, losses, why: None, tls=client_context(ca),
     )  # fmt: skip
     try:

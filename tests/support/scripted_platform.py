@@ -41,13 +41,14 @@ def platform(
     spares: Sequence[ScriptedEngine] = (),
     beside: Callable[[Pool], Coroutine[Any, Any, None]] | None = None,
     prices: PriceSettings | None = None,
+    facts: dict[str, Any] | None = None,
     **scripted: Any,
 ) -> Iterator[Platform]:
     """A real gateway in a thread, as `cray-agents up` wires it but for the scripted parts.
 
     `engine` may come with a host of its own. `trainer`: another one than a ScriptedTrainer, which
     `scripted` is for. `others`: of further replicas; `spares`: of those started on demand. `beside`
-    runs beside the gateway, in its event loop.
+    runs beside the gateway, in its event loop. `facts`: the answer of `/v1/platform`.
     """
     home = Home(root)
     host = engine if isinstance(engine, InProcessEngine) else InProcessEngine(engine)
@@ -67,6 +68,7 @@ def platform(
             trainer=trainer or ScriptedTrainer(home, probe=PROBE, **scripted),
             pool=pool,
             prices=prices or PriceSettings(),
+            platform=facts or {},
         )
         version = registry.resolve(name)
         folder = home.checkpoint(version.checkpoint)

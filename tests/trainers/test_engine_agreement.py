@@ -135,6 +135,10 @@ def test_limits(lab: Any, tmp_path: Path) -> None:
     given = limits(close, **half, logprob_limit=0.2)
     assert given == LogprobLimits(mean=0.04, p99=0.2, equal_argmax=0.85)
     assert limits(**half, logprob_limit=5.0) == LogprobLimits(mean=1, p99=5, equal_argmax=0)
+    # the one that rounds more decides
+    rounded: dict[str, Any] = {"engine_dtype": "bfloat16"}
+    assert limits(**rounded) == limits(**half) == limits(**half, **rounded) == bfloat16_limits()
+    assert limits(**rounded, logprob_limit=5.0) == limits(**half, logprob_limit=5.0)
 
 
 def test_the_greedy_tokens_are_compared_with_the_trainers_most_likely() -> None:
@@ -309,6 +313,15 @@ def test_a_job_in_bfloat16_judges_the_distribution(lab: Any) -> None:
     assert read_inputs(job.journal, lab.spec(checkpoint, hyper=half), 1).parent_agreement == (
         agreement
     )
+
+
+@pytest.mark.megatron
+def test_a_job_in_float32_allows_for_the_rounding_of_an_engine_in_bfloat16(lab: Any) -> None:
+    publish(lab, "sft", sampled_by(lab.models("llama"), seed=1))
+    assert "the limit is 0.01" in lab.fail(lab.spec("llama", hyper={"steps": 2}))
+    found = reported(lab.run(lab.spec("llama", hyper={"steps": 1}, engine_dtype="bfloat16")))
+    assert found["agrees"] and (found["limit"], found["mean_limit"]) == (0.5, 0.1)
+    assert found["max_difference"] > 0.01
 
 
 @pytest.mark.megatron

@@ -86,6 +86,15 @@ def ended(trainer: MegatronTrainer, spec: JobSpec) -> JobStatus:
     raise AssertionError(status)
 
 
+def test_a_job_knows_how_much_the_replicas_of_its_platform_round(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    with Tiny(home.slurm) as scheduler:
+        trainer = MegatronTrainer(home, scheduler, engine_dtype="bfloat16")
+        trainer.submit(some_spec())
+        assert JobJournal(home, some_spec().id).spec().engine_dtype == "bfloat16"
+        trainer.cancel(some_spec().id)
+
+
 def test_a_failed_job_is_tried_again_only_if_it_is_to_be_run_otherwise(tmp_path: Path) -> None:
     home, first = Home(tmp_path / "home"), some_spec()
     journal = JobJournal(home, first.id)

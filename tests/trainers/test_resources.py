@@ -23,6 +23,7 @@ from cray_agents.trainers.job.save_notice import notice_seconds
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import (
     Gpus,
+    HostResources,
     Resources,
     parse_nvidia_smi,
     resources_of,
@@ -98,6 +99,16 @@ def test_without_gpus_ranks_are_few(tmp_path: Path) -> None:
     )
     if not nvidia_devices():
         assert resources(tmp_path) == cpu
+
+
+def test_ranks_divide_the_cores_of_a_host_that_runs_all_jobs(tmp_path: Path) -> None:
+    here = resources_of(load_config({"train_gpus": "off"}, tmp_path), here=True)
+    assert here.host is not None and here.cpus_per_rank == here.host.cores // here.ranks
+    eight = Resources(2, cpus_per_rank=4, host=HostResources(8, 16), divides=True)
+    assert [eight.cores_each(world) for world in (1, 2, 4, 8, 9)] == [4, 4, 2, 1, 1]
+    given = load_config({"train_gpus": "off", "train_cpus_per_rank": 7}, tmp_path)
+    assert resources_of(given, here=True).cores_each(8) == 7, "what is set is not changed"
+    assert resources(tmp_path, train_gpus="off").cores_each(1) == 1, "a site's nodes are its own"
 
 
 def test_jobs_of_this_host_use_the_gpus_that_serving_leaves(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
@@ -72,8 +73,8 @@ class MegatronTrainer:
     `parked_gib`: see SessionSpec; None: a quarter of this host's memory if it runs all jobs, else
     none. `failures`: numbers of the rules that failure.py states.
     `turns`: jobs use GPUs by turns with replicas. `weight_transfer`: how sessions offer what they
-    publish to replicas of this host and others, beside files. `guard`: called before a job is
-    started or started again; a controller's `check`.
+    publish to replicas of this host and others, beside files. `engine_dtype`: see JobSpec. `guard`:
+    called before a job is started or started again; a controller's `check`.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class MegatronTrainer:
         turns: bool = False,
         parked_gib: float | None = None,
         weight_transfer: str = "files",
+        engine_dtype: Literal["bfloat16"] | None = None,
         failures: FailureSettings | None = None,
         guard: Guard = unguarded,
     ) -> None:
         self.failures = failures or FailureSettings()
         self.turns, self.weight_transfer = turns, weight_transfer
+        self._engine_dtype = engine_dtype
         self._guard = guard
         self.home, self.scheduler = home, scheduler
         self.resources = resources or Resources()
@@ -120,6 +123,8 @@ class MegatronTrainer:
         chosen for it, or if it does not fit the resources.
         """
         spec = decide_hyperparameters(spec, self.home, self.resources)
+        engine = spec.engine_dtype or self._engine_dtype
+        spec = spec.model_copy(update={"engine_dtype": engine})
         journal = JobJournal(self.home, spec.id)
         with self._starting:
             self._guard()
@@ -518,7 +523,8 @@ class MegatronTrainer:
     def _command(self, name: str, log: Path, module: str, argument: Path, spec: JobSpec) -> Command:
         world, gpus = spec.layout.world, self.resources.gpus is not None
         nodes = self.resources.nodes_for(world)
-        environment = SAFE_IMPORTS | {"OMP_NUM_THREADS": str(self.resources.cpus_per_rank)}
+        cores = self.resources.cores_each(world)
+        environment = SAFE_IMPORTS | {"OMP_NUM_THREADS": str(cores)}
         environment[SILENCE_VARIABLE] = f"{self.failures.hang_seconds:g}"
         if not gpus:  # hide the GPUs of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -532,7 +538,7 @@ class MegatronTrainer:
             environment=environment,
             nodes=nodes,
             ranks=world,
-            cpus_per_rank=self.resources.cpus_per_rank,
+            cpus_per_rank=cores,
             gpus=gpus,
             minutes=self.resources.minutes,
             kind="training" if spec.session is None else "session",

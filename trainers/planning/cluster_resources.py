@@ -65,7 +65,8 @@ class Resources:
 
     A job with a layout gets as many nodes as its ranks need. `gpus` None: ranks are processes on
     CPU cores. `minutes` is Slurm's time limit. `host` is this host if it runs all jobs, so that no
-    layout exceeds it; None at a site's Slurm, which knows its nodes.
+    layout exceeds it; None at a site's Slurm, which knows its nodes. `divides`: `cpus_per_rank`
+    divides this host's cores, and with more ranks each has fewer.
     """
 
     ranks: int = 1
@@ -74,6 +75,13 @@ class Resources:
     cpus_per_rank: int = 1
     minutes: int | None = None
     host: HostResources | None = None
+    divides: bool = False
+
+    def cores_each(self, world: int) -> int:
+        """Return the cores of each of `world` ranks."""
+        if self.host is None or not self.divides:
+            return self.cpus_per_rank
+        return min(self.cpus_per_rank, max(1, self.host.cores // world))
 
     @property
     def ranks_per_node(self) -> int:
@@ -125,13 +133,19 @@ def resources_of(
             f" has {most} GPUs (train_gpus_per_node): a rank needs one of its own",
             param="train_ranks",
         )
-    each = 1
+    divides = here and gpus is None and config.train_cpus_per_rank is None
+    each = max(1, cores // (ranks // nodes)) if divides else 1
     if gpus is not None:
         devices = len(nvidia_devices())
         each = min(CORES_PER_GPU, max(1, cores // devices)) if devices else CORES_PER_GPU
     host = this_host() if here else None
     each = config.train_cpus_per_rank or each
-    return Resources(ranks, nodes, gpus, each, config.train_minutes, host)
+    return Resources(ranks, nodes, gpus, each, config.train_minutes, host, divides)
+
+
+def gpu_of_host() -> tuple[str, float]:
+    """Return the name of this host's GPUs and the smallest one's GiB. Raises ConfigError."""
+    return parse_nvidia_smi(_run_nvidia_smi())
 
 
 def _gpus(config: Config, host_gpus: Sequence[str] | None) -> Gpus | None:
@@ -162,7 +176,7 @@ def _gpus(config: Config, host_gpus: Sequence[str] | None) -> Gpus | None:
             " nodes that train have, as in train_gpu = 'H100'",
             param="train_gpu",
         )
-    kind, gib = parse_nvidia_smi(_run_nvidia_smi())
+    kind, gib = gpu_of_host()
     return Gpus(kind, gib, per_node)
 
 

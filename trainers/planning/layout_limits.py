@@ -39,7 +39,7 @@ def check_layout_fits(spec: JobSpec, home: Home, resources: Resources, *, chosen
 
 def _check_ranks(spec: JobSpec, host: HostResources, resources: Resources) -> None:
     """Raise BadInput unless the host has cores, and a GPU, for each rank."""
-    world, each = spec.layout.world, resources.cpus_per_rank
+    world, each = spec.layout.world, resources.cores_each(spec.layout.world)
     if resources.gpus is not None and world > resources.gpus.per_node:
         raise _refusal(
             spec,

@@ -155,7 +155,7 @@ class ClusterView:
     ) -> TrainingView:
         world = layout.world
         nodes = self._resources.nodes_for(world)
-        units = world // nodes * (1 if self._gpus else self._resources.cpus_per_rank)
+        units = world // nodes * (1 if self._gpus else self._resources.cores_each(world))
         began = job.since or time.time()
         saved = time.time()  # of an idle session: it has nothing to save
         if journal is not None:

@@ -34,7 +34,11 @@ from cray_agents.cli.platform.gateways.sockets import address
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.replica_count import keep_replica_count, replica_rule, scaling_rules
-from cray_agents.cli.platform.replica_devices import devices_of_replicas, replica_command
+from cray_agents.cli.platform.replica_devices import (
+    devices_of_replicas,
+    replica_command,
+    serving_device,
+)
 from cray_agents.cli.platform.root.permissions import keep_private
 from cray_agents.cli.platform.root.root_claim import describe_inheritance, say, stand_by, start_anew
 from cray_agents.config import Config
@@ -54,9 +58,11 @@ from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
 from cray_agents.runtime.pool.engine.load_format import load_format
+from cray_agents.runtime.pool.engine.serving_plan import ServedModel, plan_serving
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, has_gpu_build
 from cray_agents.runtime.pool.engine.weight_transfer import FILES, TransferSettings, check_transfer
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.published_replicas import ServingLimits
 from cray_agents.runtime.pool.slurm.job_board import JobBoard
 from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica, cancel_surplus
@@ -130,6 +136,12 @@ def serve(
             say(f"trainer: {resources}")
             if host_gpus():
                 say(f"GPUs of this host: {placement}")
+            served = ServedModel.of(version.id, home.checkpoint(version.checkpoint))
+            device = serving_device(config, replicas, gpu=gpu)
+            config, plan = plan_serving(config, served, device)
+            settings = engine_settings(config, sleeps=False) if replicas.total else None
+            if settings is not None:
+                say(f"replicas: {plan}")
             training = None
             if placement.turns and isinstance(scheduler, LocalProcesses):
                 check_serving(config, version, placement, resources)
@@ -145,14 +157,15 @@ def serve(
                 turns=training is not None,
                 parked_gib=config.train_session_parked_gib,
                 weight_transfer=config.weight_transfer,
+                engine_dtype=None if settings is None else settings.rounding,
                 failures=failure_settings(config),
                 guard=lease.check,
             )
             rule = replica_rule(config, replicas)
-            platform = describe_platform(config, scheduler, resources)
+            platform = describe_platform(config, scheduler, resources, settings)
             jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler, lease)
             pool = make_pool(config, version.name, replicas.here, placement, jobs)
-            threads = engine_settings(config, sleeps=False).compute_threads
+            threads = [config.threads] * replicas.here
             platform_run = run(
                 config,
                 registry,
@@ -163,7 +176,7 @@ def serve(
                 ports,
                 lease,
                 training,
-                devices_of_replicas(config, placement, replicas.jobs, [threads] * replicas.here),
+                devices_of_replicas(config, placement, replicas.jobs, threads),
                 rule,
                 cluster_view(config, scheduler, resources, rule),
             )
@@ -281,6 +294,7 @@ def engine_settings(config: Config, *, sleeps: bool) -> EngineSettings:
         reasoning_parser=config.reasoning_parser,
         engine_args=tuple(config.engine_args),
         kv_cache_gib=config.kv_cache_gib,
+        threads=config.threads or None,
         max_lora_rank=config.max_lora_rank,
         sleeps=sleeps,
         start_timeout=config.start_timeout,
@@ -382,6 +396,8 @@ def make_pool(
         [*hosts[:replicas], *jobs],
         spares=hosts[replicas:],
         probe_limits=limits,
+        slots=config.max_num_seqs,
+        start_timeout=config.start_timeout,
         wait_timeout=config.swap_timeout,
         swap_mode=config.swap_mode,
         swap_share=config.swap_share,
@@ -403,12 +419,17 @@ def asks_for_replicas(pool: Pool, admission: Admission, shares: GatewayShares) -
     return admission.demand > 0 or shares.demand > 0 or pool.swapping
 
 
-def outage_seconds(config: Config, *, scales: bool) -> float:
+def admitted_each(limits: Config | ServingLimits) -> int:
+    """Return how many calls are admitted for each replica: vLLM always has a next one."""
+    return limits.max_num_seqs + limits.max_num_seqs // 8
+
+
+def outage_seconds(limits: Config | ServingLimits, *, scales: bool) -> float:
     """Return how long a request waits without a replica. `scales`: the first one may have to start.
 
     The same for the platform's own gateway and for further ones.
     """
-    return config.swap_timeout + (config.start_timeout if scales else 0.0)
+    return limits.swap_timeout + (limits.start_timeout if scales else 0.0)
 
 
 def make_admission(
@@ -421,10 +442,10 @@ def make_admission(
 ) -> Admission:
     """Make the admission control; it admits a few more calls than vLLM runs at once.
 
-    So vLLM always has a next call. With further gateways it admits its own share of them. Where
+    With further gateways it admits its own share of them. Where
     replicas come and go (`scales`), a request waits for as long as one may take to start.
     """
-    each = config.max_num_seqs + config.max_num_seqs // 8
+    each = admitted_each(config)
 
     def share_of(number: int) -> int:
         return math.ceil(number * shares.own(admission.demand))
@@ -548,14 +569,21 @@ def check_access(config: Config) -> None:
 
 
 def describe_platform(
-    config: Config, scheduler: Slurm | LocalProcesses, resources: Resources
+    config: Config,
+    scheduler: Slurm | LocalProcesses,
+    resources: Resources,
+    served: EngineSettings | None,
 ) -> dict[str, Any]:
     """Return the answer of `/v1/platform`: engine, trainer and scheduler with versions."""
     megatron = distribution_version("megatron")
     return {
         "version": importlib.metadata.version("cray-agents"),
         "home": str(config.root.root),
-        "engine": {"name": "vllm", "version": distribution_version("vllm")},
+        "engine": {
+            "name": "vllm",
+            "version": distribution_version("vllm"),
+            "quantized": served is not None and served.quantized,
+        },
         "trainer": {
             "name": "megatron-core",
             "version": megatron,

@@ -20,10 +20,11 @@ from collections import deque
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
 from cray_agents.processes import SAFE_IMPORTS, python
-from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
+from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.engine.engine_host import LocalHost
 from cray_agents.runtime.pool.engine.load_format import AUTO
 from cray_agents.runtime.pool.engine.tls_files import TlsFiles, client_context
@@ -52,6 +53,7 @@ _ADAPTED = (
     *("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     *("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "w13", "w2"),
 )
+_QUANTIZES = ("--quantization", "-q", "--kv-cache-dtype")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 
 
@@ -59,13 +61,14 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lo
 class EngineSettings:
     """Settings that vLLM is started with; timeouts in seconds.
 
-    `dtype` "auto": float32 on CPU, the checkpoint's own on a GPU. `threads`: compute threads on
-    CPU; None leaves one core to the API server. `answer_timeout`: seconds without a byte of an
-    answer. `load_format`: as load_format.py chose. `kv_cache_gib`: on CPU only. `max_lora_rank`:
-    largest rank of an adapter beside the weights; 0: no adapters. `sleeps`: jobs train on the same
-    GPU by turns. `transfer`: how weights come from a training session; None: in
-    files. `program`: starts the server, in place of this Python with vllm_plugins/server.py, with
-    the same arguments.
+    serving_plan.py chooses them for a platform. `max_model_len` 0: the model's, as far as the KV
+    cache holds it. `dtype` "auto": float32 on CPU, the checkpoint's own on a GPU. `threads`:
+    compute threads on CPU; None leaves one core to the API server. `answer_timeout`: seconds
+    without a byte of an answer. `load_format`: as load_format.py chose. `kv_cache_gib`: on CPU
+    only. `max_lora_rank`: largest rank of an adapter beside the weights; 0: no adapters. `sleeps`:
+    jobs train on the same GPU by turns. `transfer`: how weights come from a training session; None:
+    in files. `program`: starts the server, in place of this Python with vllm_plugins/server.py,
+    with the same arguments.
     """
 
     max_model_len: int = 1024
@@ -91,10 +94,21 @@ class EngineSettings:
         return self.threads or max(1, len(os.sched_getaffinity(0)) - 1)
 
     @property
+    def rounding(self) -> Literal["bfloat16"] | None:
+        """bfloat16 if logprobs are rounded like that, or nearly so; None: as in float32."""
+        exact = self.dtype == "float32" or (self.dtype == "auto" and not has_gpu_build())
+        return None if exact and not self.quantized else "bfloat16"
+
+    @property
+    def quantized(self) -> str:
+        """The flag by which vLLM quantises weights or KV cache that are stored otherwise; ""."""
+        flags = (flag.replace("_", "-") for flag in self.engine_args)
+        return next((flag for flag in flags if flag.startswith(_QUANTIZES)), "")
+
+    @property
     def probe_limits(self) -> LogprobLimits:
-        """Largest allowed differences from the trainer's logprobs: the rounding of the dtype."""
-        exact = self.dtype in ("float32", "float") or (self.dtype == "auto" and not has_gpu_build())
-        return FLOAT32_PROBE if exact else bfloat16_limits()
+        """Largest allowed differences from a trainer's logprobs that rounded no more than this."""
+        return FLOAT32_PROBE.widened_to(self.rounding)
 
 
 def has_gpu_build() -> bool:
@@ -367,7 +381,7 @@ def command(
         *(*(settings.program or server), str(os.getpid())),
         *("--model", str(checkpoint), "--served-model-name", *names),
         *("--host", address, "--port", str(port)),
-        *("--dtype", dtype, "--max-model-len", str(settings.max_model_len)),
+        *("--dtype", dtype, "--max-model-len", str(settings.max_model_len or "auto")),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser),
         *(("--reasoning-parser", name) if (name := settings.reasoning_parser) else ()),

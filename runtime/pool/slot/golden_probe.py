@@ -159,11 +159,15 @@ def _content(file: Path) -> bytes | None:
 
 @dataclass(frozen=True)
 class LoadedVersion:
-    """A version with its checkpoint, its probe, and the adapters to serve beside it."""
+    """A version with its checkpoint, its probe, and the adapters to serve beside it.
+
+    `dtype`: what the trainer scored the probe in; None: unknown.
+    """
 
     version: str
     checkpoint: Path
     probe: tuple[ProbePrompt, ...]
+    dtype: str | None = None
     beside: tuple["LoadedVersion", ...] = ()
 
     @property
@@ -179,7 +183,8 @@ class LoadedVersion:
                 f"{version} was made by a training job and brings no golden probe: it cannot "
                 f"be proven. Train it again, or look at {checkpoint / 'manifest.json'}"
             )
-        return cls(version, checkpoint, tuple(probe))
+        dtype = _read_object(checkpoint / "manifest.json").get("dtype")
+        return cls(version, checkpoint, tuple(probe), str(dtype) if dtype else None)
 
     @classmethod
     async def verify_and_create(

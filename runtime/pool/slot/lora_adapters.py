@@ -122,7 +122,7 @@ class Adapters:
         engine = await self._engine_host.load_adapter(new.checkpoint, name)
         seconds = time.monotonic() - started
         try:
-            limits = self._probe_limits
+            limits = self._probe_limits.widened_to(new.dtype)
             report = await prove(engine, new.version, list(new.probe), limits, base)
             await engine.admit(new.version)
         except CrayError:

@@ -102,7 +102,7 @@ class SlotWeights:
         self, engine: Engine, new: LoadedVersion, seconds: dict[str, float]
     ) -> ProbeReport:
         """Prove a version on an engine, and let it answer. Raises SwapError, EngineError."""
-        limits, before = self.probe_limits, self.report
+        limits, before = self.probe_limits.widened_to(new.dtype), self.report
         report = await prove(engine, new.version, list(new.probe), limits, before)
         started = time.monotonic()
         await engine.resume()

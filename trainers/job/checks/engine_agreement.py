@@ -2,10 +2,10 @@
 
 Tokens that the parent sampled were recorded with the engine's log-probabilities. Before the first
 step the trainer holds the same weights, so its own numbers must equal these but for rounding.
-Otherwise one of the two computes another model, and every ratio of policies would be wrong. In
-float32 the largest difference is judged. In bfloat16 the mean and the 99th percentile are, also
-against those that the parent's own job measured. So is, for tokens that were sampled greedily, the
-share that are the trainer's most likely ones too. job_inputs.py finds the parent's versions;
+Otherwise one of the two computes another model, and every ratio of policies would be wrong. Where
+both compute in float32 the largest difference is judged. Else the mean and the 99th percentile are,
+also against those that the parent's own job measured. So is, for tokens that were sampled greedily,
+the share that are the trainer's most likely ones too. job_inputs.py finds the parent's versions;
 rank.py compares. Read next: runtime/logprob_limits.py.
 """
 
@@ -75,8 +75,8 @@ class Agreement:
             f" {self.run_id} the trainer computes a log-probability of {self.ours:.4f}, and the"
             f" engine recorded {self.theirs:.4f}{measured}. Either other weights answered"
             " under the parent's name, or the engine's options (engine_args: another dtype,"
-            " quantization, logprobs mode) make another distribution of them. Raise logprob_limit"
-            " if that is meant"
+            " quantization) make another distribution of them. Raise logprob_limit if that is"
+            " meant: of the loop, or of the job (--set logprob_limit=NATS)"
         )
 
 
@@ -147,9 +147,10 @@ def compare(
 def limits_of(spec: JobSpec, parent: LogprobDistance | None) -> LogprobLimits:
     """Return the limits of a job. `parent`: what the job that made its parent had measured.
 
-    A `logprob_limit` of the spec's own is taken as it is.
+    Trainer or engine, the one that rounds more decides. A `logprob_limit` of the spec's own is
+    taken as it is.
     """
     given = spec.logprob_limit
-    if spec.hyperparameters.dtype == "float32":
+    if spec.hyperparameters.dtype == "float32" and spec.engine_dtype is None:
         return LogprobLimits(max=given or FLOAT32_LIMIT)
     return bfloat16_limits(given) if given else bfloat16_limits().relative_to(parent)

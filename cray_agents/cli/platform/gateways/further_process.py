@@ -19,6 +19,7 @@ import uvloop
 from cray_agents.cli.platform.compose import (
     GC,
     SWITCH,
+    admitted_each,
     check_access,
     live_traces,
     make_server,
@@ -115,18 +116,16 @@ def further_services(config: Config, link: ControllerLink, store: Store) -> Furt
     reports = ControllerReports(name, link)
     pool = FollowedPool(
         config.root.serving,
-        wait_timeout=config.swap_timeout,
         answer_timeout=config.engine_timeout,
         on_failure=reports.note_failure,
         tls=replica_tls(config),
     )
-    each = config.max_num_seqs + config.max_num_seqs // 8
     admission = Admission(
-        lambda: share_of(pool.serving * each, reports),
+        lambda: share_of(pool.serving * admitted_each(pool.limits), reports),
         lambda: share_of(config.max_queue, reports),
         serves=lambda model: pool.serves(registry.resolve(model).id),
         swapping=lambda: pool.swapping,
-        outage=lambda: outage_seconds(config, scales=replicas_scale(link)),
+        outage=lambda: outage_seconds(pool.limits, scales=replicas_scale(link)),
     )
     return FurtherServices(
         store,
