@@ -86,15 +86,10 @@ def recipe_of(
     )
 
 
-def samples_in(dataset: Mapping[str, Any]) -> int:
-    """The samples to train on in a dataset, by its manifest."""
-    return int(dataset["splits"].get("train", {}).get("samples", 0))
-
-
 def units_in(dataset: Mapping[str, Any]) -> int:
-    """What a batch counts in a dataset: its samples, or the pairs of dpo; at least one."""
-    samples = samples_in(dataset)
-    return max(1, math.ceil(samples / 2) if dataset["method"] == "dpo" else samples)
+    """What a batch counts of a dataset, by its summary: samples, or the pairs of dpo."""
+    samples: int = dataset["samples"]
+    return math.ceil(samples / 2) if dataset["method"] == "dpo" else samples
 
 
 def hyperparameters_of(
@@ -103,7 +98,7 @@ def hyperparameters_of(
     """The hyperparameters of a generation's job.
 
     Each job has a seed of its own, else all would draw alike. `temperature`: the runs of grpo and
-    distill were sampled at it. `dataset`: the manifest of its set, which the steps follow if they
+    distill were sampled at it. `dataset`: the summary of its set, which the steps follow if they
     are not given.
     """
     hyper = stage.hyperparameters

@@ -30,7 +30,6 @@ from cray_agents.loop.dataset_recipes import (
     hyperparameters_of,
     min_reward_for,
     recipe_of,
-    samples_in,
     units_in,
 )
 from cray_agents.loop.holdout_journal import hold_out
@@ -295,8 +294,8 @@ class Loop:
         candidate = await self._client.register(self.agent.model, job.checkpoint or job.id)
         trained = {
             "dataset": dataset["id"],
-            "samples": samples_in(dataset),
-            "demonstrations": dataset["demonstrations"],
+            "samples": dataset["samples"],
+            "demonstrations": dataset["demonstrations"] or 0,
             "epochs": job.steps
             * stage_of(self.stages, number).hyperparameters.batch_size
             / units_in(dataset),
@@ -365,7 +364,7 @@ class Loop:
     ) -> JobStatus:
         """Submit the training job, or find it, and wait for its end. Raises JobError.
 
-        `dataset`: its manifest. `last`: see Stage.evaluates.
+        `dataset`: its summary. `last`: see Stage.evaluates.
         """
         stage = stage_of(self.stages, len(done))
         evaluates = stage.evaluates(len(done), last)

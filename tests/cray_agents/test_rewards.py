@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,17 @@ async def test_rewards_that_a_run_came_with_are_kept_and_replaced_by_their_like(
     assert error is not None and error.message == (
         "reward step of turn 1 is nan: give a finite number"
     )
+
+
+async def test_two_rewards_of_one_name_are_refused():
+    @reward(name="exact", weight=0.5)
+    def other(run):
+        return 1
+
+    with pytest.raises(BadInput, match="two rewards are called 'exact'"):
+        await score(RUN, [exact, other])
+    given, _ = await score(RUN, [partial(other)])
+    assert (given[0].name, given[0].value) == ("exact", 0.5)  # its options, within a partial
 
 
 async def test_a_run_that_the_infrastructure_failed_is_not_scored():

@@ -228,3 +228,11 @@ def test_from_generator() -> None:
         TaskSet.from_generator(yielding, 6)
     with pytest.raises(BadInput, match=r"sums made \d+ different tasks in 40000 draws"):
         TaskSet.from_generator(sums, 2000)
+
+
+def test_from_generator_refuses_two_tasks_of_one_id() -> None:
+    def numbered(rng: random.Random) -> Iterator[dict[str, Any]]:
+        yield from ({"id": n, "input": f"{n!r}"} for n in (1, 2, "1"))
+
+    with pytest.raises(BadInput, match="has the id '1' of another task"):
+        TaskSet.from_generator(numbered, 3)
