@@ -201,7 +201,9 @@ def test_a_search_that_was_misled_goes_on() -> None:
 
 
 def test_demonstrations_grow_below_the_band_and_not_while_it_is_searched() -> None:
-    plan = WarmUp(Hyperparameters(steps=40, learning_rate=1e-3), band=(0.4, 0.5), demonstrations=4, more=10)
+    plan = WarmUp(
+        Hyperparameters(steps=40, learning_rate=1e-3), band=(0.4, 0.5), demonstrations=4, more=10
+    )
     seen = iter([0.1, 0.1, 0.1, 0.9, 0.1, 0.45])
     found, jobs, _ = searched(plan, lambda steps: next(seen))
     assert jobs == [40, 40, 40, 40, 20, 10]

@@ -201,7 +201,7 @@ def check(loop: LoopSettings) -> None:
         raise BadInput("method 'sft' trains on demonstrations: give some", param="demonstrations")
     if loop.sampling.control is not None and ("sft" in methods or methods == {"distill"}):
         unused = min(methods & {"distill", "sft"})
-        message = f"a control has no effect with {unused}, which learns without rewards"
+        message = f"a control has no effect with {unused}, which uses no rewards"
         raise BadInput(message, param="control")
     for stage in loop.stages:
         if stage.method in ON_POLICY:

@@ -80,9 +80,9 @@ def _called(function: FunctionType) -> dict[str, Any]:
 
 def _source(function: FunctionType) -> Any:
     """Return a function's source in one layout; its byte code where the source cannot be had."""
-    try:
-        return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
-    except (OSError, TypeError, SyntaxError):  # typed at a prompt; a lambda within a call
-        code = function.__code__
-        plain = [one for one in code.co_consts if isinstance(one, str | int | float)]
-        return [code.co_code.hex(), list(code.co_names), plain]
+    with contextlib.suppress(OSError, TypeError, SyntaxError):  # such as one typed at a prompt
+        if function.__name__ != "<lambda>":  # whose source is the whole statement that it is in
+            return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    code = function.__code__
+    plain = [one for one in code.co_consts if isinstance(one, str | int | float)]
+    return [code.co_code.hex(), list(code.co_names), plain]

@@ -157,16 +157,11 @@ async def _score(
     """Return rewards, error, and True if one of the functions suspects the run."""
     check_names(rewards)
     own = run.error
-    if own is not None and own.type == UNSCORED and not own.infrastructure:
-        own = None
     if own is not None and own.infrastructure:
         return [], own, SUSPECT in run.tags
-    failures = [
-        f"reward {each.name} of turn {each.turn} is {each.value}: give a finite number"
-        for each in run.rewards
-        if not math.isfinite(each.value)
-    ]
+    own = None if own is None or own.type == UNSCORED else own
     given: list[Reward] = []
+    failures: list[str] = []
     suspect = False
     for function in rewards:
         try:
@@ -177,7 +172,7 @@ async def _score(
             failures.append(str(error))
     replaced = {(each.name, each.source, each.turn) for each in given}
     earlier = [r for r in run.rewards if (r.name, r.source, r.turn) not in replaced]
-    all_rewards = [*(each for each in earlier if math.isfinite(each.value)), *given]
+    all_rewards = [*earlier, *given]
     if not failures:
         return all_rewards, own, suspect
     of_run = "" if own is None else f" (the run: {own.type}: {own.message})"
@@ -189,9 +184,10 @@ def needs_scoring(run: Run) -> bool:
 
     A redacted run is not scored again, as the removed text cannot be judged.
     """
-    if run.error is None or run.error.type != UNSCORED or run.redacted:
+    error = run.error
+    if error is None or error.type != UNSCORED:
         return False
-    return not run.error.infrastructure
+    return not (error.infrastructure or run.redacted)
 
 
 def prepare_rescoring(run: Run, output_type: Any) -> Run:

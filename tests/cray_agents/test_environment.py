@@ -230,9 +230,9 @@ async def test_a_reward_that_is_no_number_is_an_error_of_the_run_and_not_raised(
     class Broken(Number):
         def teardown(self) -> None: ...
 
-        def reset(self, task: Task, context: RunContext) -> None:
-            super().reset(task, context)
+        async def reset(self, task: Task, context: RunContext) -> str:
             context.reward(float("nan"))
+            return await super().reset(task, context)
 
     kept: list[Run] = []
 
