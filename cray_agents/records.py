@@ -341,7 +341,8 @@ REWARD_REFUSED = "reward_refused"  # code of the error for a reward beyond the p
 class RunError(Record):
     """The failure of a run or of one of its rewards. Infrastructure failures never become rewards.
 
-    Type `RewardError` is the failure of a reward. The run is then whole, and may be scored again.
+    Type `RewardError` is the failure of a reward. The run is then whole, and may be scored again;
+    one whose environment gave the reward (`infrastructure`) is run again.
     """
 
     type: str

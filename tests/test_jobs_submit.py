@@ -122,6 +122,9 @@ def test_it_trains_and_registers_and_the_second_time_trains_nothing(site: Site) 
     assert f"step {steps}/{steps}  loss" in done.err and "scheduler: " in done.err
     hyper = spec.hyperparameters
     assert (spec.method, hyper.batch_size, hyper.learning_rate) == ("sft", 8, 1e-2)
+    started = next(event for event in site.journal.events() if event["event"] == "started")
+    assert started["learning_rate"].startswith("by the rule 0.01 for sft of adapters at width")
+    assert f"learning rate: {started['learning_rate']}" in done.err
     assert hyper.lora is not None and (hyper.lora.rank, hyper.lora.alpha) == (4, 8)
     assert Path(spec.parent).parent == site.home.root / "checkpoints"  # taken in
     weights = site.home.checkpoint(status["checkpoint"])

@@ -237,7 +237,7 @@ def test_a_reward_beyond_the_limit_is_an_error_of_its_run_and_not_of_the_loop(
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         loop = make_loop(platform=where, rewards=[huge], tasks_per_generation=100)
         (_, trained) = replace(loop, agent=agent).run(1)
-        alone = agent.override(model="m@1", base_url=where.url).run_sync(Task(input="say 4"))
+        alone = agent.override(base_url=f"{where.url}/v1").run_sync(Task(input="say 4"))
     failed = [run for run in stored_runs(tmp_path) if run.error]
     assert {run.input for run in failed} == {"say 3", "say 4"} and trained.failed_runs == 2
     for run in failed:

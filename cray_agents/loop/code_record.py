@@ -56,12 +56,8 @@ def _plain(thing: Any, above: tuple[Any, ...]) -> Any:
     name, own = f"{kind.__module__}.{kind.__qualname__}", kind.__module__.startswith("cray_agents.")
     if isinstance(thing, FunctionType):
         return name if own else [_source(thing), inner(thing.__defaults__), inner(_called(thing))]
-    frozen = kind is not thing and getattr(kind, "__dataclass_params__", None)
-    held = (
-        {field.name: getattr(thing, field.name) for field in fields(thing)}
-        if frozen and frozen.frozen
-        else {}
-    )
+    frozen = getattr(getattr(type(thing), "__dataclass_params__", None), "frozen", False)
+    held = [getattr(thing, field.name) for field in fields(thing)] if frozen else []
     near = [base for base in kind.__mro__ if base.__module__ == kind.__module__ and not own]
     methods = [getattr(value, "__func__", value) for one in near for value in vars(one).values()]
     return [name, inner(held), inner([one for one in methods if isinstance(one, FunctionType)])]
