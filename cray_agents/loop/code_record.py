@@ -57,10 +57,10 @@ def _plain(thing: Any, above: tuple[Any, ...]) -> Any:
     if isinstance(thing, FunctionType):
         return name if own else [_source(thing), inner(thing.__defaults__), inner(_called(thing))]
     frozen = getattr(getattr(type(thing), "__dataclass_params__", None), "frozen", False)
-    held = [getattr(thing, field.name) for field in fields(thing)] if frozen else []
+    values = [getattr(thing, field.name) for field in fields(thing)] if frozen else []
     near = [base for base in kind.__mro__ if base.__module__ == kind.__module__ and not own]
     methods = [getattr(value, "__func__", value) for one in near for value in vars(one).values()]
-    return [name, inner(held), inner([one for one in methods if isinstance(one, FunctionType)])]
+    return [name, inner(values), inner([one for one in methods if isinstance(one, FunctionType)])]
 
 
 def _called(function: FunctionType) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def recipe_of(
 
 
 def units_in(dataset: Mapping[str, Any]) -> int:
-    """What a batch counts of a dataset, by its summary: samples, or the pairs of dpo."""
+    """The number of samples in a dataset's summary, or of the pairs of dpo, as batches count."""
     samples: int = dataset["samples"]
     return math.ceil(samples / 2) if dataset["method"] == "dpo" else samples
 

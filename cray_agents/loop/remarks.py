@@ -30,7 +30,7 @@ def successes_by_kind(runs: Sequence[Run], loop: LoopSettings, stage: Planned) -
 
 
 def remarks_on(new: Generation, done: Sequence[Generation], loop: LoopSettings) -> list[str]:
-    """What is to be said of a generation that trained, in sentences without a full stop."""
+    """The remarks on a generation that trained, as sentences without a full stop."""
     remarks, won = [], Counter[str]()
     if new.samples < SMALL or new.epochs > OFTEN:
         remarks.append(
