@@ -47,7 +47,7 @@ def open_spec(parent: Path, **changes: Any) -> JobSpec:
         dataset="ds",
         parent=str(parent),
         parent_sha256="0" * 64,
-        hyperparameters=Hyperparameters(**hyper),
+        hyperparameters=Hyperparameters(**{"learning_rate": 1e-3, **hyper}),
         **changes,
     )
 
