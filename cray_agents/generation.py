@@ -38,6 +38,9 @@ class Generation(Record):
       promotion/sequential_test.py).
     - `zero_variance_groups` counts tasks whose attempts all got the same reward, `resampled` the
       tasks drawn in their place.
+    - `samples` counts the training set's, `demonstrations` those of them that are no runs; the job
+      saw each `epochs` times. `kinds` counts the good runs by kind of task, where a metadata key
+      names the kinds. `remarks` are warnings about these: see loop/remarks.py.
     - `stopped` says why the loop ended itself with this generation.
     """
 
@@ -74,6 +77,11 @@ class Generation(Record):
     job_id: str | None = None
     job: str | None = None
     dataset: str | None = None
+    samples: int = 0
+    demonstrations: int = 0
+    epochs: float = 0.0
+    kinds: dict[str, int] = Field(default_factory=dict)
+    remarks: list[str] = Field(default_factory=list)
     promoted: bool = True
     evidence: float | None = None
     wins: int | None = None

@@ -309,12 +309,14 @@ def reward_of_givers(
 
 
 UNSCORED = "RewardError"  # the type of a RunError of a reward, not of the run
+REWARD_REFUSED = "reward_refused"  # code of the error for a reward beyond the platform's limit
 
 
 class RunError(Record):
     """The failure of a run or of one of its rewards. Infrastructure failures never become rewards.
 
-    Type `RewardError` is the failure of a reward. The run is then whole, and may be scored again.
+    Type `RewardError` is the failure of a reward. The run is then whole, and may be scored again;
+    one whose environment gave the reward (`infrastructure`) is run again.
     """
 
     type: str
@@ -361,6 +363,16 @@ class Run(Record, Generic[Output]):
         if not counted or (self.error is not None and self.error.type == UNSCORED):
             return None
         return sum(counted)
+
+    def unscored(self, problem: str, *, repeat: bool = False) -> "Run[Output]":
+        """Return the run as one whose reward is a problem, and not a number.
+
+        `repeat`: its environment gave that reward, so that it is to be run, not only scored, again.
+        """
+        own = self.error if self.error is not None and self.error.type != UNSCORED else None
+        of_run = "" if own is None else f" (the run: {own.type}: {own.message})"
+        error = RunError(type=UNSCORED, message=problem + of_run, infrastructure=repeat)
+        return self.model_copy(update={"rewards": [], "error": error})
 
     @property
     def target(self) -> Any:

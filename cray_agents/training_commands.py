@@ -85,12 +85,12 @@ class ForwardBackward(StrictRecord):
 class OptimStep(StrictRecord):
     """Take a step of AdamW with the gradients since the last one. Raises without gradients.
 
-    `clip_grad` bounds the gradient's norm; 0: nothing does.
-    None for `beta1`, `beta2` and `eps`: those of the job's hyperparameters.
+    `clip_grad` bounds the gradient's norm; 0: nothing does. None for `learning_rate`, `beta1`,
+    `beta2` and `eps`: those of the job's hyperparameters.
     """
 
     kind: Literal["optim_step"] = "optim_step"
-    learning_rate: float = Field(1e-4, ge=0, allow_inf_nan=False)
+    learning_rate: float | None = Field(None, ge=0, allow_inf_nan=False)
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     clip_grad: float = Field(1.0, ge=0, allow_inf_nan=False)
     beta1: float | None = Field(None, ge=0, lt=1)

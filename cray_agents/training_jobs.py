@@ -18,7 +18,8 @@ MethodName = Literal["sft", "dpo", "kto", "grpo", "distill"]
 ON_POLICY = ("grpo", "distill")  # methods with a policy loss on the tokens that were sampled
 Dtype = Literal["float32", "bfloat16"]
 MICROBATCH = 4096  # tokens, where no GPU's memory decides
-DECIDED_BY_TRAINER = {"dtype", "max_tokens_per_microbatch"}  # hyperparameters, if not given
+#: Hyperparameters that the trainer decides, if they are not given.
+DECIDED_BY_TRAINER = {"dtype", "learning_rate", "max_tokens_per_microbatch"}
 
 LoraTarget = Literal["qkv", "proj", "fc1", "fc2"]
 Fp8 = Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
@@ -124,8 +125,8 @@ class Hyperparameters(StrictRecord):
     """Hyperparameters of a training job.
 
     `batch_size` counts sequences per optimizer step (dpo: pairs), over all ranks. A `learning_rate`
-    of 1e-3 suits models of a few million parameters. Billions want about 1e-5 (LoRA ten times
-    that), and dpo, kto and grpo 1e-7 to 5e-6. At 0 the weights do not change.
+    that is not given follows from the model: see `usual_learning_rate`. At 0 the weights do not
+    change.
 
     With `init` `parent`, training continues from the parent's weights. With `random` it starts with
     seeded weights, and reads only the parent's config.json. With `order` `epoch`, each epoch is a
@@ -152,7 +153,7 @@ class Hyperparameters(StrictRecord):
 
     steps: int = Field(gt=0)
     batch_size: int = Field(16, gt=0)
-    learning_rate: float = Field(1e-3, ge=0)
+    learning_rate: float | None = Field(None, ge=0)
     min_learning_rate: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -175,11 +176,54 @@ class Hyperparameters(StrictRecord):
     policy: Policy = Field(default_factory=Policy)
 
 
+def usual_learning_rate(width: int, method: MethodName, hyper: Hyperparameters) -> float:
+    """Return the learning rate of a job that gives none, for a model of this hidden size.
+
+    - Imitation with all weights of a pretrained model: 1e-5, whatever its size. TRL's and the
+      alignment handbook's recipes take 5e-6 to 2e-5 from 1B to 70B. SmolLM2-135M, of width 576,
+      keeps its knowledge at 1e-5 and loses it at 1e-3. Below 576 are toys, which start from noise
+      and have nothing to lose: the rate rises to 2e-3 at width 128, as the cookbook's need it.
+    - dpo, kto, grpo and distill: a tenth, for each step moves what the next samples come from.
+      TRL's GRPO and DPO have 1e-6.
+    - Adapters: ten times as much (Thinking Machines, LoRA Without Regret, 2025), at most 1e-2.
+    - From scratch: 0.5 / width, near GPT-3's rates (arXiv 2005.14165, table 2.1): 6e-4 at width
+      768, 1.2e-4 at 4096.
+    """
+    rate = max(1e-5, 2e-3 * (128 / width) ** 3.5) if hyper.init == "parent" else 0.5 / width
+    rate = min(rate, 2e-3)
+    if method != "sft":
+        rate /= 10
+    if hyper.lora is not None:
+        rate = min(10 * rate, 1e-2)
+    return float(f"{rate:.2g}")
+
+
+def explain_learning_rate(width: int, method: MethodName, hyper: Hyperparameters) -> str:
+    """Say in a few words where a job's learning rate comes from."""
+    usual = usual_learning_rate(width, method, hyper)
+    weights = "all weights" if hyper.lora is None else "adapters"
+    start = " from scratch" if hyper.init == "random" else ""
+    rule = f"{usual:g} for {method} of {weights}{start} at width {width}"
+    given = hyper.learning_rate
+    return (
+        f"by the rule {rule}"
+        if given in (None, usual)
+        else f"{given:g} as given; the rule says {rule}"
+    )
+
+
 def as_hyperparameters(given: Any) -> Hyperparameters:
-    """Return hyperparameters, made of a dict if given one. Raises BadInput."""
+    """Return hyperparameters, made of a dict if given one. Raises BadInput.
+
+    A dict may leave `steps` out: they count as not given, and a loop's follow its training sets.
+    """
     if isinstance(given, Hyperparameters):
         return given
     try:
+        if isinstance(given, dict) and "steps" not in given:
+            made = Hyperparameters.model_validate({"steps": 1, **given})
+            made.model_fields_set.discard("steps")
+            return made
         return Hyperparameters.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -204,7 +204,7 @@ async def test_what_is_damaged_is_never_promoted_and_what_is_better_is(site: Sit
         site.tasks,
         rewards=[as_before],
         tasks_per_generation=24,
-        hyperparameters=Hyperparameters(steps=1),
+        hyperparameters=Hyperparameters(learning_rate=1e-3, steps=1),
         temperature=0.3,
         name="damaged",
         platform=platform,

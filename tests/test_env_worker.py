@@ -105,6 +105,7 @@ def test_a_loop_trains_on_an_environment_of_trl(tmp_path: Path) -> None:
         rewards=[],
         name="loop",
         tasks_per_generation=18,
+        min_reward=1.5,
         hyperparameters=Hyperparameters(steps=1),
         promotion=PromotionTest(hidden=0, batch=18, high=1.5),
     )
@@ -114,7 +115,6 @@ def test_a_loop_trains_on_an_environment_of_trl(tmp_path: Path) -> None:
         worker(where, "trl", f"{TRL}:Adder", "--option", functions, "--slots", 2),
     ):
         loop.platform = where
-        loop.min_reward = 1.5
         done = list(loop.run(2))
     assert [g.version for g in done] == ["m@1", "m@2", "m@3"]
     assert [g.promoted for g in done] == [True, True, False]

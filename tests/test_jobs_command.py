@@ -60,7 +60,7 @@ def spec(number: int = 0, **more: Any) -> JobSpec:
         "dataset": f"ds-{number}",
         "parent": "checkpoints/first",
         "parent_sha256": "0" * 64,
-        "hyperparameters": Hyperparameters(steps=4),
+        "hyperparameters": Hyperparameters(learning_rate=1e-3, steps=4),
     }
     return JobSpec.model_validate(given | more)
 
@@ -152,7 +152,7 @@ def test_what_there_is_needs_no_platform(root: Root) -> None:
 def test_the_page_of_a_running_job(root: Root) -> None:
     asked = spec(
         method="grpo",
-        hyperparameters=Hyperparameters(steps=40, policy=Policy(kl=0.5)),
+        hyperparameters=Hyperparameters(learning_rate=1e-3, steps=40, policy=Policy(kl=0.5)),
         layout=Layout(data=2, tensor=2),
         evaluate_every=10,
     )

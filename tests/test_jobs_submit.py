@@ -26,9 +26,16 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
-from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, with_dtype
+from cray_agents.training_jobs import (
+    Hyperparameters,
+    JobSpec,
+    JobStatus,
+    usual_learning_rate,
+    with_dtype,
+)
 from tests.support.scripted_platform import platform
 from tests.support.waiting_scheduler import WaitingScheduler
 
@@ -114,7 +121,10 @@ def test_it_trains_and_registers_and_the_second_time_trains_nothing(site: Site) 
     assert (status["state"], status["step"], status["steps"]) == ("succeeded", steps, steps)
     assert f"step {steps}/{steps}  loss" in done.err and "scheduler: " in done.err
     hyper = spec.hyperparameters
-    assert (spec.method, hyper.batch_size, hyper.learning_rate) == ("sft", 8, 1e-3)
+    assert (spec.method, hyper.batch_size, hyper.learning_rate) == ("sft", 8, 1e-2)
+    started = next(event for event in site.journal.events() if event["event"] == "started")
+    assert started["learning_rate"].startswith("by the rule 0.01 for sft of adapters at width")
+    assert f"learning rate: {started['learning_rate']}" in done.err
     assert hyper.lora is not None and (hyper.lora.rank, hyper.lora.alpha) == (4, 8)
     assert Path(spec.parent).parent == site.home.root / "checkpoints"  # taken in
     weights = site.home.checkpoint(status["checkpoint"])
@@ -347,6 +357,8 @@ def test_the_same_files_are_the_same_job_over_http(site: Site, init: str) -> Non
         there = JobJournal(site.home, asyncio.run(job).id).spec()
     assert there.parent_settings_sha256 == here.parent_settings_sha256 is not None
     assert there.model_copy(update={"code": here.code}).id == here.id
+    usual = usual_learning_rate(read_architecture(site.model).hidden, "sft", hyper)
+    assert there.hyperparameters.learning_rate == usual  # a number, which the id counts
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -386,7 +398,8 @@ def test_the_command_finds_the_job_of_its_trainers_dtype(
 
 
 def test_a_job_from_before_settings_counted_keeps_its_id() -> None:
-    spec = {"dataset": "d", "parent": "p", "parent_sha256": "0", "hyperparameters": {"steps": 1}}
+    hyper = {"steps": 1, "learning_rate": 1e-3}
+    spec = {"dataset": "d", "parent": "p", "parent_sha256": "0", "hyperparameters": hyper}
     assert JobSpec.model_validate(spec).id == "job-a97b1c54ece06987"
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from cray_agents import (
     Agent,
     Budget,
+    Environment,
     Loop,
     PromotionTest,
+    RunContext,
     ScriptedEngine,
     Stage,
     Task,
@@ -217,6 +220,32 @@ def test_a_reward_that_fails_is_asked_again_and_never_counts(tmp_path: Path) -> 
         assert success(runs) == 0.3
         assert tried["say 101"] == 5
         assert len(engine.requests) == asked
+
+
+def test_a_reward_beyond_the_limit_is_an_error_of_its_run_and_not_of_the_loop(
+    tmp_path: Path,
+) -> None:
+    @reward
+    def huge(run: Run) -> float:
+        return 1e9 if run.input == "say 3" else right(run)
+
+    class Generous(Environment):
+        def reset(self, task: Task, context: RunContext) -> None:
+            context.reward(1e9 if task.input == "say 4" else 0.0)
+
+    agent = Agent(name="a", model="m", environment=Generous)
+    with platform(tmp_path, ScriptedEngine(answer)) as where:
+        loop = make_loop(platform=where, rewards=[huge], tasks_per_generation=100)
+        (_, trained) = replace(loop, agent=agent).run(1)
+        alone = agent.override(base_url=f"{where.url}/v1").run_sync(Task(input="say 4"))
+    failed = [run for run in stored_runs(tmp_path) if run.error]
+    assert {run.input for run in failed} == {"say 3", "say 4"} and trained.failed_runs == 2
+    for run in failed:
+        assert run.error is not None and (run.error.type, run.reward) == ("RewardError", None)
+        name = "huge" if run.input == "say 3" else "step"
+        assert f"a reward of 1e+09 ({name}) is not taken" in run.error.message
+    assert alone.error is not None and alone.error.type == "RewardError"  # recorded, not raised
+    assert Store(Home(tmp_path)).run(alone.id).error == alone.error
 
 
 async def measure(loop: Loop) -> list[Run]:

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from cray_agents import PromotionTest, ScriptedEngine, Stage
+from cray_agents import Curriculum, PromotionTest, ScriptedEngine, Stage, TaskSet, reward
+from cray_agents.cli.jobs.why import explain
+from cray_agents.cli.loop.generation_table import row
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
 from cray_agents.loop.live.schedule import Watch
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.queries import RunQuery
-from cray_agents.records import Run
+from cray_agents.records import Run, Task
 from cray_agents.runtime.datasets import dataset_runs, read_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
@@ -193,6 +195,48 @@ def test_a_schedule_of_demonstrations_imitation_and_policy_gradient(tmp_path: Pa
     assert len(used(root, done[1])) == 8
     grpo_runs = {run.id for run in train_runs(root, 3)}
     assert used(root, done[3]) <= grpo_runs  # what rft left over is not grpo's
+
+
+@pytest.mark.parametrize("control", [None, "shuffled-rewards"])
+def test_a_generation_tells_its_set_and_a_control_has_no_demonstrations(
+    tmp_path: Path, control: Any
+) -> None:
+    """Also how often it saw the set, and the kinds that never succeed; steps follow the set."""
+    make_seed_model(tmp_path / "model", seed=0, corpus=["say 1", "2"])
+    shown = [([{"role": "user", "content": f"show {n}"},
+               {"role": "assistant", "content": str(n)}], {}) for n in range(30)]  # fmt: skip
+    tasks = [Task(input=f"say {n}", metadata={"kind": "odd" if n % 2 else "even"},
+                  split="train" if n < 40 else "holdout") for n in range(80)]  # fmt: skip
+
+    @reward
+    def odd(run: Run) -> float:
+        return float(run.input[-1] in "13579" and run.input[-1] != "9")
+
+    with platform(tmp_path / "home", ScriptedEngine(echo), model=tmp_path / "model") as where:
+        loop = site_loop(
+            tasks=TaskSet(tasks),
+            rewards=[odd],
+            demonstrations=shown,
+            control=control,
+            hyperparameters={"batch_size": 4, "learning_rate": 1e-3},
+            tasks_per_generation=40,
+            curriculum=Curriculum("kind"),
+            platform=where,
+        )
+        (_, trained) = loop.run(1)
+    demonstrations = 0 if control else 30
+    samples = 16 + demonstrations
+    (spec,) = specs(tmp_path / "home", [trained])
+    assert spec.hyperparameters.steps == -(-3 * samples // 4)
+    assert (trained.samples, trained.demonstrations) == (samples, demonstrations)
+    assert trained.epochs == pytest.approx(spec.hyperparameters.steps * 4 / samples)
+    assert trained.kinds == {"even": 0, "odd": 16}
+    told = " / ".join(trained.remarks)
+    assert f"a set of {samples} samples, each seen 3" in told and "temperature, such as 0.8" in told
+    assert ("65% of the set are demonstrations" in told) == (not control)
+    assert "without any success so far: even" in told
+    assert row(trained)["set"] == f"{samples} ×{trained.epochs:.3g}"
+    assert "without any success so far: even" in str(explain(Home(tmp_path / "home"), "loop"))
 
 
 def test_adapters_are_new_in_each_job_and_so_is_their_optimizer(tmp_path: Path) -> None:

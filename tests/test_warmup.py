@@ -36,7 +36,7 @@ from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora
 from tests.support.scripted_platform import platform
 
 ROOT = Path(__file__).parents[1]
-STEPS = Hyperparameters(steps=40)
+STEPS = Hyperparameters(steps=40, learning_rate=1e-3)
 TASKS = [Task(input=f"say {n}", target=str(n), split="holdout") for n in range(10, 20)]
 PLAN = WarmUp(STEPS, STEPS, demonstrations=4, more=2, band=(0.2, 0.4), jobs=4)
 
@@ -171,7 +171,7 @@ def searched(plan: WarmUp, skill: Callable[[int], float]) -> tuple[Tried, list[i
 @pytest.mark.parametrize("edge", range(1, 400, 7))
 def test_a_leap_within_few_steps_is_searched_by_halves(edge: int) -> None:
     """From 0 to 1 within three steps, wherever that is; the checkpoints below it are kept."""
-    plan = WarmUp(Hyperparameters(steps=120), band=(0.05, 0.9))
+    plan = WarmUp(Hyperparameters(steps=120, learning_rate=1e-3), band=(0.05, 0.9))
     found, jobs, steps = searched(
         plan, lambda steps: 0.0 if steps < edge else 0.3 if steps < edge + 3 else 1.0
     )
@@ -185,7 +185,7 @@ def test_a_leap_within_a_step_ends_at_the_nearest_and_says_so(
     below: float, taken: float, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """But not at a version without any success, from which nothing could be learned."""
-    plan = WarmUp(Hyperparameters(steps=120), band=(0.3, 0.5))
+    plan = WarmUp(Hyperparameters(steps=120, learning_rate=1e-3), band=(0.3, 0.5))
     found, _, behind = searched(plan, lambda steps: below if steps < 75 else 0.9)
     assert (found.success, behind) == (taken, steps)
     assert f"{found.version.id} with {taken:.3f} is taken as the nearest" in caplog.text
@@ -193,7 +193,7 @@ def test_a_leap_within_a_step_ends_at_the_nearest_and_says_so(
 
 def test_a_search_that_was_misled_goes_on() -> None:
     """Each job draws the data in an order of its own: what was above the band once need not be."""
-    plan = WarmUp(Hyperparameters(steps=40), band=(0.4, 0.5))
+    plan = WarmUp(Hyperparameters(steps=40, learning_rate=1e-3), band=(0.4, 0.5))
     seen = iter([0.9, 0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3, 0.9, 0.45])
     found, jobs, _ = searched(plan, lambda steps: next(seen))
     assert found.success == 0.45
@@ -201,7 +201,9 @@ def test_a_search_that_was_misled_goes_on() -> None:
 
 
 def test_demonstrations_grow_below_the_band_and_not_while_it_is_searched() -> None:
-    plan = WarmUp(Hyperparameters(steps=40), band=(0.4, 0.5), demonstrations=4, more=10)
+    plan = WarmUp(
+        Hyperparameters(steps=40, learning_rate=1e-3), band=(0.4, 0.5), demonstrations=4, more=10
+    )
     seen = iter([0.1, 0.1, 0.1, 0.9, 0.1, 0.45])
     found, jobs, _ = searched(plan, lambda steps: next(seen))
     assert jobs == [40, 40, 40, 40, 20, 10]

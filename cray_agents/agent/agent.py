@@ -156,7 +156,9 @@ class Agent(Generic[Output]):
         names = [schema["function"]["name"] for schema in self.tool_schemas]
         if twice := [name for name in names if names.count(name) > 1]:
             raise BadInput(
-                f"agent {self.name!r} has two tools of one name: {twice[0]}", param="tools"
+                f"agent {self.name!r} has two tools of one name: {twice[0]}; rename one, by "
+                "@tool(name=...), or by McpTools(prefix=...) of an MCP server",
+                param="tools",
             )
         check_arguments(vars(self))
         object.__setattr__(self, "_output", OutputReader(self.output_type, self.json_schema))

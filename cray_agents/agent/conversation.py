@@ -6,6 +6,7 @@ trajectory and a reason. Called by agent.py. Read next: tool.py, engines/chat_co
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,9 +28,17 @@ from cray_agents.agent.stream_events import (
 )
 from cray_agents.agent.tool import model_text, perform
 from cray_agents.engines.chat_completions import Assembly, read_completion
-from cray_agents.errors import CrayError, EngineError, HookError, StoreError
+from cray_agents.errors import CrayError, EngineError, EngineUnavailable, HookError, StoreError
 from cray_agents.exact_json import sendable
-from cray_agents.records import Message, ModelCall, Run, RunError, StopReason, ToolCall
+from cray_agents.records import (
+    REWARD_REFUSED,
+    Message,
+    ModelCall,
+    Run,
+    RunError,
+    StopReason,
+    ToolCall,
+)
 
 _REJECTED = (400, 422)  # statuses of servers that do not know a field
 _TRANSIENT = (0, 408, 409, 429)  # no answer, half of one, or one of no shape; and all 5xx
@@ -137,9 +146,10 @@ async def act(state: RunState, requested: Sequence[Message]) -> list[ToolCall]:
     Raises HookError.
     """
     done = state.turns[-1][1]
+    handoffs = [part for part in requested if part["function"]["name"] in state.active.handoffs]
 
     async def one(part: Message) -> ToolCall:
-        call = await _perform(state, part)
+        call = await _perform(state, part, late=part in handoffs[1:])
         done.append(call)  # at once: a timeout keeps the calls that were finished
         return call
 
@@ -161,10 +171,13 @@ async def act(state: RunState, requested: Sequence[Message]) -> list[ToolCall]:
     return calls
 
 
-async def _perform(state: RunState, part: Message) -> ToolCall:
+async def _perform(state: RunState, part: Message, *, late: bool) -> ToolCall:
+    """Carry out a tool call. `late`: it hands over, and another call of its message did before."""
     requested = ToolCall(id=part["id"], **part["function"])
     state.publish(ToolStarted(requested.id, requested.name, requested.arguments))
-    reason = await hooks.refused(state.hooks, requested, state.context)
+    reason: str | None = "one agent takes over at a time, and another was named first"
+    if not late:
+        reason = await hooks.refused(state.hooks, requested, state.context)
     if reason is None:
         call = await perform(state.tools, part, state.context)
     else:
@@ -175,7 +188,7 @@ async def _perform(state: RunState, part: Message) -> ToolCall:
 
 
 async def _hand_over(state: RunState, calls: Sequence[ToolCall]) -> None:
-    """Let another agent speak if a tool call says so: the first that was carried out."""
+    """Let another agent speak if a tool call says so, and was carried out."""
     for call in calls:
         successor = state.active.handoffs.get(call.name)
         if successor is not None and call.error is None:
@@ -200,6 +213,17 @@ async def _call(state: RunState, request: dict[str, Any]) -> ModelCall:
 
 
 async def _send(state: RunState, request: dict[str, Any]) -> ModelCall:
+    """Make one model call. Raises EngineError and its kinds, also for a connection that failed."""
+    try:
+        return await _answered(state, request)
+    except CrayError:
+        raise
+    except OSError as error:  # of an engine of the author's; a timeout is one, too
+        why = f"the engine failed: {type(error).__name__}: {error}"
+        raise EngineUnavailable(why) from error
+
+
+async def _answered(state: RunState, request: dict[str, Any]) -> ModelCall:
     if state.emit is not None and state.settings.max_total_tokens is not None:
         request = {"stream_options": {"include_usage": True}, **request}
     request = state.addressed(request)
@@ -249,8 +273,18 @@ async def _finish(state: RunState, output: Any, error: RunError | None) -> Run:
         run = run.model_copy(update={"rewards": state.rewards(error)})  # hooks give some too
     except HookError as failure:
         run = state.to_run(None, state.fail(failure))
+    for given in run.rewards:
+        if not math.isfinite(given.value):
+            what = f"reward {given.name} of turn {given.turn} is {given.value}"
+            run = run.unscored(f"{what}: give a finite number", repeat=True)
     if state.settings.record is not None:
-        await state.settings.record(run)
+        try:
+            await state.settings.record(run)
+        except StoreError as refused:
+            if refused.code != REWARD_REFUSED:
+                raise
+            run = run.unscored(str(refused), repeat=True)
+            await state.settings.record(run)
     if state.session is not None and is_answered(run):
         await state.session.extend(run, state.added_messages)
     return run

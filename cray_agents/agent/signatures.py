@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic.fields import FieldInfo
 
 from cray_agents.agent.run_context import RunContext
 from cray_agents.errors import BadInput
@@ -48,10 +49,15 @@ def read_signature(
         if parameter.name in described:
             about["description"] = described[parameter.name]
         default = ... if parameter.default is parameter.empty else parameter.default
+        if isinstance(default, FieldInfo):  # as FastMCP, FastAPI and pydantic-ai take it
+            if default.default_factory is not None:
+                about["default_factory"] = default.default_factory
+            hint, default = Annotated[hint, default], default.default
         fields[f"p{position}"] = (hint, Field(default, **about))
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
     try:
         model: type[BaseModel] = create_model(name, __config__=config, **fields)
+        model.model_json_schema()  # there is none of a Callable
     except PydanticSchemaGenerationError as error:
         problem = str(error).split(".")[0]
         raise BadInput(f"tool {name!r}: no model can fill in {problem}", param="tools") from error

@@ -22,7 +22,7 @@ import orjson
 
 from cray_agents.engines.no_real_models import check_real_model
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError
-from cray_agents.records import Run, digest
+from cray_agents.records import REWARD_REFUSED, Run, digest
 
 if TYPE_CHECKING:
     import openai
@@ -157,9 +157,11 @@ class OpenAIEngine:
             with self.connections.borrow() as client:
                 await client.post(path, cast_to=object, body={"events": [run_event(run)]})
         except openai.OpenAIError as error:
+            refused = getattr(error, "code", None) == REWARD_REFUSED
             raise StoreError(
                 f"run {run.id} ended ({run.stop_reason}) but {self.base_url} did not take its "
-                f"record: {error}"
+                f"record: {error}",
+                code=REWARD_REFUSED if refused else None,
             ) from error
 
     async def close(self) -> None:

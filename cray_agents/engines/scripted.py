@@ -35,7 +35,7 @@ _LOGPROB = -0.5  # of every sampled token
 _CHUNK = 8  # characters of text in a streamed chunk
 
 
-def tool_call(name: str, **arguments: Any) -> dict[str, Any]:
+def tool_call(name: str, /, **arguments: Any) -> dict[str, Any]:
     """Return a reply, or an item of a list reply, that calls a tool."""
     return {"name": name, "arguments": arguments}
 

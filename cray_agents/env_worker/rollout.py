@@ -5,6 +5,7 @@ Used by adapters; leased_runs.py and slot.py carry them as JSON.
 
 import json
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -76,7 +77,7 @@ class RolloutOutcome:
         if not self.rewards:
             raise EnvironmentFailed("the environment gave no reward")
         for name, value in self.rewards.items():
-            number = isinstance(value, int | float) and math.isfinite(value)
+            number = isinstance(value, numbers.Real) and math.isfinite(value)
             if not number:
                 raise EnvironmentFailed(f"reward {name} is {value!r}: must be a finite number")
         output = self.output

@@ -112,6 +112,10 @@ def make(environment: str, options: Mapping[str, str]) -> TrlAdapter:
     if not all(callable(one) and hasattr(one, "reset") for one in factories.values()):
         raise UsageError(f"{environment}: give a class with `reset`, or a dict of such classes")
     rewards = [load_object(name) for name in options.get("rewards", "").split(",") if name]
+    names = [one.__name__ for one in rewards]
+    names += [type_.__name__ for type_ in factories.values() if hasattr(type_, "get_reward")]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"two rewards are called {min(twice)!r}: give each a name of its own")
     if not rewards and not any(hasattr(one, "get_reward") for one in factories.values()):
         raise UsageError(
             f"{environment} has no get_reward: name reward functions, "

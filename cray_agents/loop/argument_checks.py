@@ -16,6 +16,7 @@ from cray_agents.loop.warmup import WarmUp
 from cray_agents.loop.warmup import check as check_warm_up
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import PromotionTest
+from cray_agents.rewards.reward import check_names
 from cray_agents.tasks.task_set import TaskSet
 from cray_agents.training_jobs import ON_POLICY, Policy
 
@@ -80,6 +81,7 @@ def check_types(agent: Any, tasks: Any, rewards: Any, demonstrations: Any) -> No
     for place, function in enumerate(rewards):
         if not callable(function):
             raise BadInput(f"rewards[{place}] is {function!r}: give a function", param="rewards")
+    check_names(rewards)
     _check_demonstrations(demonstrations)
 
 
@@ -198,8 +200,9 @@ def check(loop: LoopSettings) -> None:
         raise BadInput(f"control {loop.sampling.control!r} is not known", param="control")
     if "sft" in methods and not loop.data.demonstrations:
         raise BadInput("method 'sft' trains on demonstrations: give some", param="demonstrations")
-    if loop.sampling.control == "shuffled-rewards" and methods == {"distill"}:
-        message = "control 'shuffled-rewards' has no effect with distill, which uses no rewards"
+    if loop.sampling.control is not None and ("sft" in methods or methods == {"distill"}):
+        unused = min(methods & {"distill", "sft"})
+        message = f"a control has no effect with {unused}, which uses no rewards"
         raise BadInput(message, param="control")
     for stage in loop.stages:
         if stage.method in ON_POLICY:

@@ -6,12 +6,14 @@ is open; groups that always fail are still tried; no group is forgotten. Within 
 were tried before are drawn by the same weight of their own success. Called by collector.py.
 """
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from cray_agents.errors import BadInput
 from cray_agents.records import Task
 
 PRIOR = 2.0  # attempts that a group's success counts for in a task's
@@ -39,6 +41,16 @@ class Curriculum:
     revisit: float = 0.0
     low: float = field(default=0.0, init=False)
     high: float = field(default=1.0, init=False)
+
+    def __post_init__(self) -> None:
+        for name, value, fits, range_ in (
+            ("hard", self.hard, self.hard >= 0, "from 0"),
+            ("floor", self.floor, self.floor > 0, "above 0, for no group is forgotten"),
+            ("revisit", self.revisit, 0 <= self.revisit <= 1, "from 0 to 1"),
+        ):
+            if not (fits and math.isfinite(value)):
+                message = f"curriculum: {name}={value!r}: give a number {range_}"
+                raise BadInput(message, param="curriculum")
 
     def over(self, low: float, high: float) -> "Curriculum":
         """The same curriculum for rewards in this range."""

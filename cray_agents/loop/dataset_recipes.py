@@ -4,6 +4,8 @@ queries.DatasetRecipe says how each method selects runs, training_jobs.Hyperpara
 on them.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from cray_agents.loop.settings import Asynchrony, LoopSettings, TrainingData
@@ -11,6 +13,7 @@ from cray_agents.loop.stages import TRAINED_BY, Planned
 from cray_agents.queries import DatasetRecipe
 from cray_agents.training_jobs import ON_POLICY, Hyperparameters
 
+EPOCHS = 3  # of a job whose steps are not given, as of a fine-tuning; 1 of grpo and distill
 GOOD_REWARD = {"rft": 1.0, "kto": 1.0}  # the least reward of a good run, unless the loop says
 
 
@@ -60,7 +63,7 @@ def recipe_of(
     """The recipe of a generation's training set; `rewards` override the recorded ones."""
     data, live = loop.data, loop.live
     given: dict[str, Any] = {}
-    if stage.method in ("rft", "sft"):
+    if stage.method in ("rft", "sft") and loop.sampling.control is None:
         given = {
             "demonstrations": [messages for messages, _ in data.demonstrations],
             "demonstrations_metadata": [metadata for _, metadata in data.demonstrations],
@@ -83,14 +86,26 @@ def recipe_of(
     )
 
 
-def hyperparameters_of(stage: Planned, number: int, temperature: float) -> Hyperparameters:
+def units_in(dataset: Mapping[str, Any]) -> int:
+    """The number of samples in a dataset's summary, or of the pairs of dpo, as batches count."""
+    samples: int = dataset["samples"]
+    return math.ceil(samples / 2) if dataset["method"] == "dpo" else samples
+
+
+def hyperparameters_of(
+    stage: Planned, number: int, temperature: float, dataset: Mapping[str, Any]
+) -> Hyperparameters:
     """The hyperparameters of a generation's job.
 
     Each job has a seed of its own, else all would draw alike. `temperature`: the runs of grpo and
-    distill were sampled at it.
+    distill were sampled at it. `dataset`: the summary of its set, which the steps follow if they
+    are not given.
     """
     hyper = stage.hyperparameters
     changes: dict[str, Any] = {"seed": hyper.seed + number}
+    if "steps" not in hyper.model_fields_set:
+        epochs = 1 if stage.method in ON_POLICY else EPOCHS
+        changes["steps"] = math.ceil(epochs * units_in(dataset) / hyper.batch_size)
     if stage.method in ON_POLICY:
         changes["policy"] = hyper.policy.model_copy(update={"temperature": temperature})
     return hyper.model_copy(update=changes)

@@ -30,11 +30,11 @@ from cray_agents.promotion.sequential_test import (
     plan,
     probe_tasks,
 )
-from cray_agents.records import ModelVersion, ProbeReport, Run, Split, Task
+from cray_agents.records import UNSCORED, ModelVersion, ProbeReport, Run, Split, Task
 from cray_agents.tasks.task_set import TaskSet
 
 OnDone = Callable[[int], None]
-SET_OFF = (HookError.__name__, *ENVIRONMENT_ERRORS)  # errors that a version may set off
+SET_OFF = (HookError.__name__, UNSCORED, *ENVIRONMENT_ERRORS)  # errors that a version may set off
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ collector.py (runs), dataset_recipes.py, evaluator.py, stop_rules.py.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -30,10 +30,12 @@ from cray_agents.loop.dataset_recipes import (
     hyperparameters_of,
     min_reward_for,
     recipe_of,
+    units_in,
 )
 from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.loop.live.schedule import Watch
 from cray_agents.loop.phase_timer import PhaseTimer
+from cray_agents.loop.remarks import remarks_on, successes_by_kind
 from cray_agents.loop.rollouts import success
 from cray_agents.loop.settings import (
     Asynchrony,
@@ -78,6 +80,8 @@ class Loop:
         tasks_per_generation: how many train tasks a generation draws (see Curriculum).
         name: names the loop; the same name goes on where it stopped. Default: agent and model.
         hyperparameters: of each training job; with `lora` each job trains adapters on its parent.
+            A dict may leave `steps` out, as the default does: each job then sees its set EPOCHS
+            times (dataset_recipes.py).
         demonstrations: conversations with their metadata. sft trains on them alone; rft keeps them
             in every training set.
         warm_up: train on the demonstrations before generation 0, until the model succeeds now and
@@ -111,8 +115,9 @@ class Loop:
         teacher: of distill: see Stage.
         logprob_limit: how far trainer and engine may lie apart before a job's first step, in nats:
             see JobSpec. None: by the rounding of both.
-        control: `shuffled-rewards` permutes the rewards among a generation's runs. A loop that
-            learns all the same does not learn from its rewards.
+        control: `shuffled-rewards` permutes the rewards among a generation's runs, and leaves the
+            demonstrations out of the training sets. A loop that learns all the same does not learn
+            from its rewards.
     """
 
     agent: Agent
@@ -122,7 +127,7 @@ class Loop:
     attempts: int = 1
     tasks_per_generation: int = 512
     name: str = ""
-    hyperparameters: Hyperparameters = field(default_factory=lambda: Hyperparameters(steps=100))
+    hyperparameters: Hyperparameters = field(default_factory=lambda: as_hyperparameters({}))
     demonstrations: Sequence[Demonstration] = ()
     history: int | None = None
     max_uses: int | None = None
@@ -165,12 +170,7 @@ class Loop:
                         self.tasks_per_generation, self.evaluate_every,
                         teacher=self.teacher)  # fmt: skip
         self.stages = planned(self.method, default)
-        self._group()
         self._timer = PhaseTimer(lambda progress: self.on_progress(progress))
-        self._components: LoopComponents | None = None
-
-    def _group(self) -> None:
-        """Group and check the fields, again at each start: they may have been changed since."""
         self.settings = LoopSettings(
             self.name,
             self.agent,
@@ -189,6 +189,18 @@ class Loop:
             self.changed == "accept",
         )  # fmt: skip
         check(self.settings)
+        self._components: LoopComponents | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change a setting of a loop that is made: it would count in a part of it."""
+        made = "_components" in vars(self)
+        if made and name in self.__dataclass_fields__ and name not in ("platform", "on_progress"):
+            raise BadInput(
+                f"{name} is a setting of a loop that is made already: "
+                f"dataclasses.replace(loop, {name}=...) makes another",
+                param=name,
+            )
+        object.__setattr__(self, name, value)
 
     def run(self, generations: int = 5) -> Generator[Generation, None, None]:
         """Go on until `generations` are done or the loop stops itself; yield each as it ends.
@@ -212,8 +224,6 @@ class Loop:
 
     async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """`run` for those who have an event loop of their own."""
-        check_kinds(self)
-        self._group()
         await check_engine(self._client, self.stages, self.logprob_limit)
         await self._warm_first()
         settings = settings_record(self.settings)
@@ -282,12 +292,17 @@ class Loop:
         made = await self.collect(done, generations)
         try:
             dataset = await self.build(number)
-            job = await self.train(dataset["id"], parent, done, generations)
+            job = await self.train(dataset, parent, done, generations)
         except (BadInput, JobError) as error:
             return record_without_update(made, done, error, live=self.settings.live)
         candidate = await self._client.register(self.agent.model, job.checkpoint or job.id)
         trained = {
             "dataset": dataset["id"],
+            "samples": dataset["samples"],
+            "demonstrations": dataset["demonstrations"] or 0,
+            "epochs": job.steps
+            * stage_of(self.stages, number).hyperparameters.batch_size
+            / units_in(dataset),
             "job": job.id,
             "job_id": job.scheduler_job_id,
             "trained_tokens": job.trained_tokens,
@@ -299,7 +314,12 @@ class Loop:
             "loss_last": job.loss_last,
             "version": candidate.id,
         }
-        return made.model_copy(update=trained | await self._judge(candidate, done, generations))
+        judged = await self._judge(candidate, done, generations)
+        generation = made.model_copy(update=trained | judged)
+        remarks = remarks_on(generation, done, self.settings)
+        for remark in remarks:
+            log.warning("generation %d: %s", number, remark)
+        return generation.model_copy(update={"remarks": remarks})
 
     # ---- the steps
 
@@ -319,6 +339,7 @@ class Loop:
             holdout_tasks=0,
             version=base_version(done),
             promoted=False,
+            kinds=successes_by_kind(collected.runs, self.settings, stage),
             **collected.fields(min_reward_for(self.settings.data, stage)),
         )
 
@@ -339,15 +360,19 @@ class Loop:
             return await self._client.build_dataset(recipe.model_copy(update={"givers": givers}))
 
     async def train(
-        self, dataset: str, parent: ModelVersion, done: Sequence[Generation], last: int = 0
+        self,
+        dataset: Mapping[str, Any],
+        parent: ModelVersion,
+        done: Sequence[Generation],
+        last: int = 0,
     ) -> JobStatus:
         """Submit the training job, or find it, and wait for its end. Raises JobError.
 
-        `last`: see Stage.evaluates.
+        `dataset`: its summary. `last`: see Stage.evaluates.
         """
         stage = stage_of(self.stages, len(done))
         evaluates = stage.evaluates(len(done), last)
-        hyperparameters = hyperparameters_of(stage, len(done), self.temperature)
+        hyperparameters = hyperparameters_of(stage, len(done), self.temperature, dataset)
 
         def report(job: JobStatus) -> None:
             self._timer.report("train", job.step, job.steps, f"job {job.scheduler_job_id}")
@@ -358,7 +383,7 @@ class Loop:
         with self._timer.phase("train"):
             job = await self._client.submit_job(
                 method=TRAINED_BY[stage.method],  # dpo and kto compare with the parent
-                dataset=dataset,
+                dataset=dataset["id"],
                 parent=parent.id,
                 hyperparameters=hyperparameters,
                 teacher=stage.teacher,
@@ -453,8 +478,9 @@ class Loop:
 
     def _keep_demonstrations(self, count: int | None) -> None:
         if count is not None:
-            self.demonstrations = self.demonstrations[:count]
-            data = replace(self.settings.data, demonstrations=self.demonstrations)
+            kept = self.settings.data.demonstrations[:count]
+            object.__setattr__(self, "demonstrations", kept)
+            data = replace(self.settings.data, demonstrations=kept)
             self.settings = replace(self.settings, data=data)
 
     def _why_stopped(self, done: Sequence[Generation]) -> str | None:
@@ -495,7 +521,6 @@ def warm_up(loop: Loop, plan: WarmUp | None = None) -> ModelVersion:
     version is taken, and a warning says so. Raises JobError when success stays below the band, and
     BadInput when the loop has begun without this warm-up.
     """
-    loop._group()
     plan = plan or loop.warm_up
     if plan is None:
         raise BadInput("say how to warm up: WarmUp(Hyperparameters(steps=100))", param="plan")

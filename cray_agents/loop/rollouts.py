@@ -24,11 +24,11 @@ from typing import Any
 
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.environment import WorkerEnvironment
-from cray_agents.errors import EngineUnavailable
+from cray_agents.errors import BadInput, EngineUnavailable
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.loop.worker_runs import SECONDS, run_by_worker
 from cray_agents.platform.client import Platform
-from cray_agents.records import ModelVersion, Run, Split, Task, digest
+from cray_agents.records import REWARD_REFUSED, ModelVersion, Run, Split, Task, digest
 from cray_agents.rewards.llm_judge import bind_engine
 from cray_agents.rewards.reward import RewardFunction, needs_scoring, prepare_rescoring, score_run
 
@@ -307,7 +307,14 @@ class Rollouts:
             done = await score_run(run, rewards)
             if not needs_scoring(done):
                 break
-        if not (again and needs_scoring(done)):
+        if again and needs_scoring(done):
+            return done
+        try:
+            await self.platform.record([done])
+        except BadInput as refused:
+            if refused.code != REWARD_REFUSED:
+                raise
+            done = done.unscored(str(refused), repeat=bool(run.rewards) and not again)
             await self.platform.record([done])
         return done
 

@@ -17,10 +17,13 @@ from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.agent.handoffs import handoff_tool
 from cray_agents.agent.tool import Tool
 from cray_agents.errors import BadInput
+from cray_agents.loop.code_record import code_of, fingerprint
 from cray_agents.loop.settings import LoopSettings
 from cray_agents.platform.client import Platform
 from cray_agents.records import Task, canonical, digest
-from cray_agents.rewards.reward import RewardOptions
+from cray_agents.rewards.llm_judge import LLMJudge
+from cray_agents.rewards.reward import RewardFunction, name_of, options_of
+from cray_agents.training_jobs import Hyperparameters
 
 #: Agent fields recorded verbatim. Temperature is missing because the loop sets it.
 VERBATIM = ("max_turns", "max_total_tokens", "on_limit", "max_tokens", "tool_calls", "retries",
@@ -49,11 +52,9 @@ def settings_record(loop: LoopSettings) -> dict[str, Any]:
         "control": sampling.control,
         "agent": _agent(loop.agent),
         "tasks": _fingerprint([_task(task) for task in loop.tasks]),
-        "rewards": [getattr(function, "__name__", repr(function)) for function in loop.rewards],
-        "reward_weights": [
-            getattr(function, "__reward_options__", RewardOptions()).weight
-            for function in loop.rewards
-        ],
+        "rewards": [_reward(function) for function in loop.rewards],
+        "reward_weights": [options_of(function).weight for function in loop.rewards],
+        "reward_code": {name_of(function): fingerprint(function) for function in loop.rewards},
         "stages": {
             str(stage.first): {**asdict(stage), "hyperparameters": _hyper(stage.hyperparameters)}
             | ({"last": None} if stage is loop.stages[-1] else {})  # how far it runs
@@ -128,6 +129,7 @@ def _agent(agent: Agent) -> dict[str, Any]:
         "model": agent.model,
         "instructions": instructions,
         "tools": _fingerprint(agent.tool_schemas),
+        "code": code_of(agent),
         **{name: getattr(agent, name) for name in VERBATIM},
         **_worker_environment(agent),
         "timeout": None if agent.timeout == math.inf else agent.timeout,
@@ -139,6 +141,13 @@ def _agent(agent: Agent) -> dict[str, Any]:
             if other is not None
         },
     }
+
+
+def _reward(function: RewardFunction) -> str:
+    """The name of a reward function, and all of a judge: never an address, which changes."""
+    if isinstance(function, LLMJudge):
+        return repr(function)
+    return str(getattr(function, "__name__", name_of(function)))
 
 
 def _worker_environment(agent: Agent) -> dict[str, str]:
@@ -156,8 +165,9 @@ def _output_schema(agent: Agent) -> dict[str, Any]:
     return TypeAdapter(output_type).json_schema()
 
 
-def _hyper(hyperparameters: Any) -> dict[str, Any]:
-    return dict(hyperparameters.model_dump(mode="json"))
+def _hyper(hyperparameters: Hyperparameters) -> dict[str, Any]:
+    given = hyperparameters.model_dump(mode="json")
+    return given if "steps" in hyperparameters.model_fields_set else given | {"steps": None}
 
 
 def _fingerprint(value: Any) -> str:

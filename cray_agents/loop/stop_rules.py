@@ -91,6 +91,7 @@ def check_learned_something(done: Sequence[Generation]) -> None:
     if newest.method not in COMPARING or again:
         raise BadInput(
             f"generation {newest.generation}: {newest.note}{cold}. The same command goes on "
-            "with the next generation's tasks",
+            "with the next generation's tasks; Loop(temperature=0.8) samples nearer to what the "
+            "model finds likely",
             code="empty_dataset",
         )

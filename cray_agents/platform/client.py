@@ -226,10 +226,10 @@ class Platform:
     ) -> TrainingSession:
         """Begin to train `parent` by a loop of your own, or go on with the session of this name.
 
-        `parent` is `name@N` or a checkpoint directory. Of the hyperparameters, `dtype`, `lora`, the
-        betas and epsilon of Adam, `seed` and `max_tokens_per_microbatch` count. `state_from` is
-        what `TrainingSession.keep_state` returned in a session of the same parent and
-        hyperparameters: this one begins with its weights and optimizer. Raises BadInput.
+        `parent` is `name@N` or a checkpoint directory. Of the hyperparameters, `dtype`, `lora`,
+        `learning_rate`, the betas and epsilon of Adam, `seed` and `max_tokens_per_microbatch`
+        count. `state_from` is what `TrainingSession.keep_state` returned in a session of the same
+        parent and hyperparameters: this one begins with its weights and optimizer. Raises BadInput.
         """
         hyper = hyperparameters or Hyperparameters(steps=1)
         body = {

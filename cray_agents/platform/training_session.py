@@ -81,7 +81,9 @@ class TrainingSession:
         own = ForwardBackward(data=linear, loss="linear", source=source_of(loss))
         return (await self.do(own)).model_copy(update={"loss": value})
 
-    async def optim_step(self, learning_rate: float, **options: float) -> CommandResult:
+    async def optim_step(
+        self, learning_rate: float | None = None, **options: float
+    ) -> CommandResult:
         """Take a step of AdamW with the gradients since the last one; see `OptimStep`."""
         return await self.do(OptimStep(learning_rate=learning_rate, **options))
 

@@ -224,7 +224,8 @@ def _verdict(
     failed = [guard for guard in guards if guard.failed]
     if failed:
         return "reject", f"worse by more than {test.tolerance:g} on {_list_guards(failed)}"
-    evidence = f"evidence {math.floor(10 * wealth.wealth) / 10:g} of {wealth.goal:.3g}"
+    rounded = math.floor(10 * wealth.wealth * (1 + 1e-9)) / 10  # as `reached` reads it
+    evidence = f"evidence {rounded:g} of {wealth.goal:.3g}"
     if wealth.reached:
         undecided = [] if exhausted else _undecided_tags(guards, test, planned)
         if undecided:

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar, overload
 from pydantic import TypeAdapter, ValidationError
 
 from cray_agents.agent import user_code
+from cray_agents.agent.signatures import unbound
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import UNSCORED, Reward, Run, RunError
 
@@ -103,6 +104,32 @@ def reward(
     return mark(function) if function is not None else mark
 
 
+def options_of(function: RewardFunction) -> RewardOptions:
+    """Return the options of a reward function, also within functools.partial."""
+    plain, _ = unbound(function)
+    return getattr(plain, "__reward_options__", RewardOptions())
+
+
+def name_of(function: RewardFunction) -> str:
+    """Return the name of a reward: the one that @reward was given, else its function's."""
+    plain, _ = unbound(function)
+    return options_of(function).name or str(getattr(plain, "__name__", type(plain).__name__))
+
+
+def check_names(rewards: Sequence[RewardFunction]) -> None:
+    """Raise BadInput for two rewards of one name, of which the store would keep one."""
+    seen: set[tuple[str, str]] = set()
+    for function in rewards:
+        key = name_of(function), options_of(function).source
+        if key in seen:
+            raise BadInput(
+                f"two rewards are called {key[0]!r}, and a run keeps one of a name: name one of "
+                "them otherwise, as in @reward(name='short')",
+                param="rewards",
+            )
+        seen.add(key)
+
+
 async def score_run(run: Run, rewards: Sequence[RewardFunction]) -> Run:
     """Return the run with its rewards and error (see `score`), and with or without `suspect`."""
     all_rewards, error, suspect = await _score(run, rewards)
@@ -128,15 +155,13 @@ async def _score(
     run: Run, rewards: Sequence[RewardFunction]
 ) -> tuple[list[Reward], RunError | None, bool]:
     """Return rewards, error, and True if one of the functions suspects the run."""
-    own = run.error if run.error is not None and run.error.type != UNSCORED else None
+    check_names(rewards)
+    own = run.error
     if own is not None and own.infrastructure:
         return [], own, SUSPECT in run.tags
-    failures = [
-        f"reward {each.name} of turn {each.turn} is {each.value}: give a finite number"
-        for each in run.rewards
-        if not math.isfinite(each.value)
-    ]
+    own = None if own is None or own.type == UNSCORED else own
     given: list[Reward] = []
+    failures: list[str] = []
     suspect = False
     for function in rewards:
         try:
@@ -147,7 +172,7 @@ async def _score(
             failures.append(str(error))
     replaced = {(each.name, each.source, each.turn) for each in given}
     earlier = [r for r in run.rewards if (r.name, r.source, r.turn) not in replaced]
-    all_rewards = [*(each for each in earlier if math.isfinite(each.value)), *given]
+    all_rewards = [*earlier, *given]
     if not failures:
         return all_rewards, own, suspect
     of_run = "" if own is None else f" (the run: {own.type}: {own.message})"
@@ -159,7 +184,10 @@ def needs_scoring(run: Run) -> bool:
 
     A redacted run is not scored again, as the removed text cannot be judged.
     """
-    return run.error is not None and run.error.type == UNSCORED and not run.redacted
+    error = run.error
+    if error is None or error.type != UNSCORED:
+        return False
+    return not (error.infrastructure or run.redacted)
 
 
 def prepare_rescoring(run: Run, output_type: Any) -> Run:
@@ -173,8 +201,7 @@ def prepare_rescoring(run: Run, output_type: Any) -> Run:
 
 async def call_reward(run: Run, function: RewardFunction) -> tuple[list[Reward], bool]:
     """Call a function; return its rewards, and True if it suspects the run. Raises RewardError."""
-    options: RewardOptions = getattr(function, "__reward_options__", RewardOptions())
-    name = options.name or str(getattr(function, "__name__", type(function).__name__))
+    options, name = options_of(function), name_of(function)
     try:
         values: Any = await user_code.call(functools.partial(function, run), options.timeout)
     except user_code.UserCodeTimeout:

@@ -164,7 +164,13 @@ class TaskSet(Sequence[Task]):
         draws = 0
         for draws, given in enumerate(itertools.islice(made, count * DRAWS), 1):
             task = make_task(given, f"task {draws - 1} of {seed=}")
-            tasks.setdefault(task.id, task)
+            known = tasks.setdefault(task.id, task)
+            if (known.input, known.target) != (task.input, task.target):  # the id was given
+                raise BadInput(
+                    f"task {draws - 1} of {seed=} has the id {task.id!r} of another task that "
+                    "differs from it: give each an id of its own, or none",
+                    param="tasks",
+                )
             if len(tasks) == count:
                 break
         if len(tasks) < count:

@@ -11,8 +11,8 @@ Values of `"auto"`, for n examples (dpo: pairs) and a model of hidden size h:
     n_epochs                  3; more, up to 25, until 100 examples are seen in all; fewer, down to
                               1, so that at most 25,000 are seen
     batch_size                16
-    learning_rate_multiplier  1, of a base rate of 2e-3 * (128 / h)**1.5: 2e-3 for the cookbook's
-                              tiny model, 1.1e-5 at h = 4096; dpo takes a tenth of it
+    learning_rate_multiplier  1, of the rate that every job without one has: see
+                              `usual_learning_rate` in training_jobs.py
     beta                      0.1
 
 The dtype is the trainer's: bfloat16 on GPUs, float32 on CPUs. So is the micro-batch, unless the
@@ -50,12 +50,17 @@ from cray_agents.runtime.registry.checkpoints import max_tokens
 from cray_agents.runtime.registry.deltas import materialize
 from cray_agents.runtime.registry.model_config import read_config
 from cray_agents.runtime.store import Store
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Preference
+from cray_agents.training_jobs import (
+    Hyperparameters,
+    JobSpec,
+    MethodName,
+    Preference,
+    usual_learning_rate,
+)
 
 EPOCHS, MOST_EPOCHS = 3, 25
 LEAST_SEEN, MOST_SEEN = 100, 25_000  # examples, counted in every epoch
 BATCH, BETA = 16, 0.1
-TINY_HIDDEN, TINY_RATE, DPO_RATE = 128, 2e-3, 0.1
 
 
 def validate(home: Home, job_id: str, code: str) -> None:
@@ -105,9 +110,10 @@ class Preparer:
         multiplier = _auto_or(request.learning_rate_multiplier, 1.0)
         batch_size = int(min(_auto_or(request.batch_size, BATCH), n))
         steps = math.ceil(n_epochs * n / batch_size)
-        rate = base_rate(read_config(parent)) * multiplier * (DPO_RATE if pairs else 1.0)
+        method: MethodName = "dpo" if pairs else "sft"
+        rate = base_rate(read_config(parent), method) * multiplier
         spec = JobSpec(
-            method="dpo" if pairs else "sft",
+            method=method,
             dataset=manifest["id"],
             parent=str(parent),
             parent_sha256=request.parent_sha256,
@@ -230,13 +236,13 @@ def auto_epochs(examples: int) -> int:
     return max(1, min(EPOCHS, MOST_SEEN // examples))
 
 
-def base_rate(config: dict[str, Any]) -> float:
+def base_rate(config: dict[str, Any], method: MethodName) -> float:
     """Return the learning rate at multiplier 1, for a model's config.json. Raises BadInput."""
     hidden = config.get("hidden_size")
     if not isinstance(hidden, int) or hidden < 1:
         message = "the model's config.json has no hidden_size: it cannot be trained here"
         raise BadInput(message, param="model")
-    return float(TINY_RATE * (TINY_HIDDEN / hidden) ** 1.5)
+    return usual_learning_rate(hidden, method, Hyperparameters(steps=1))
 
 
 def _auto_or(given: float | Auto, auto: float) -> float:

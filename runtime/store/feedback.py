@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.records import Event, Reward, StrictRecord, new_id
+from cray_agents.records import REWARD_REFUSED, Event, Reward, StrictRecord, new_id
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
 
@@ -41,9 +41,10 @@ def check_rewards(rewards: Sequence[Reward], limit: float, at: str = "value") ->
         total += reward.value
         if not abs(reward.value) <= limit:  # false for NaN too
             raise BadInput(
-                f"{at}: a reward of {reward.value:g} is not taken: the setting `reward_limit` "
-                f"allows {-limit:g} to {limit:g}",
+                f"{at}: a reward of {reward.value:g} ({reward.name}) is not taken: the setting "
+                f"`reward_limit` allows {-limit:g} to {limit:g}",
                 param=at,
+                code=REWARD_REFUSED,
             )
         if reward.turn is not None and reward.turn < 0:
             raise BadInput(f"{at}: turn {reward.turn}: turns count from 0", param=at)
@@ -54,6 +55,7 @@ def check_rewards(rewards: Sequence[Reward], limit: float, at: str = "value") ->
             f"{at}: {len(rewards)} rewards that are {total:g} together; a run is described with at "
             f"most {MAX_REWARDS}, of {-limit:g} to {limit:g} (the setting `reward_limit`) in all",
             param=at,
+            code=REWARD_REFUSED,
         )
 
 

@@ -46,7 +46,7 @@ def measure(parent: Path, layout: Layout, folder: Path, rank: int, store: Any, s
     from cray_agents.trainers.training.train_step import Training
 
     torch.set_num_threads(1)
-    hyper = Hyperparameters(steps=1, init="random")
+    hyper = Hyperparameters(learning_rate=1e-3, steps=1, init="random")
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     training = Training(read_architecture(parent), layout, hyper, parent, on_cpu=True)
     weights = [

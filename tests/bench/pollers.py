@@ -75,7 +75,7 @@ def job_record(home: Home, number: int, steps: int) -> str:
     """Write a job's folder as a platform leaves it that has handed the job over."""
     spec = JobSpec(
         dataset=f"ds-{number}", parent="p", parent_sha256="0" * 64,
-        hyperparameters=Hyperparameters(steps=steps), layout=Layout(),
+        hyperparameters=Hyperparameters(learning_rate=1e-3, steps=steps), layout=Layout(),
     )  # fmt: skip
     journal = JobJournal(home, spec.id)
     journal.write_spec(spec)

@@ -48,7 +48,10 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
     from cray_agents.trainers.training.train_step import Training
 
     torch.set_num_threads(1)
-    layout, hyper = Layout(), Hyperparameters(steps=10**6, batch_size=1, init="random")
+    layout, hyper = (
+        Layout(),
+        Hyperparameters(learning_rate=1e-3, steps=10**6, batch_size=1, init="random"),
+    )
     join_ranks(layout, rank, 1, store, on_cpu=True)
     training = Training(read_architecture(parent), layout, hyper, parent, on_cpu=True)
     random = np.random.default_rng(0)

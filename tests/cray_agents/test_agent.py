@@ -381,9 +381,13 @@ async def test_a_fault_of_an_engine_is_recorded_and_raised():
     with pytest.raises(ZeroDivisionError):
         await agent(script(ZeroDivisionError("bug")), recorder=keep).run("go")
     assert kept[0].error is not None and kept[0].error.infrastructure
-    with pytest.raises(TimeoutError):  # its own, not the run's limit
-        await agent(script(TimeoutError()), recorder=keep, timeout=10).run("go")
-    assert kept[1].stop_reason == "error"
+
+
+@pytest.mark.parametrize("failure", [ConnectionError("down"), TimeoutError()])
+async def test_a_connection_that_an_engine_lost_ends_the_run(failure: Exception):
+    run = await agent(script(failure), timeout=10).run("go")  # its own, not the run's limit
+    assert run.stop_reason == "error" and run.error is not None and run.error.infrastructure
+    assert run.error.type == "EngineUnavailable" and type(failure).__name__ in run.error.message
 
 
 async def test_an_answer_without_a_message():

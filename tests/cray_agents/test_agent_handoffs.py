@@ -215,3 +215,14 @@ def test_engines_stay_apart():
     other = Agent(name="other")
     assert agent(engine, handoffs=[other]).run_sync("x").output == "ok"
     assert other.engine is None
+
+
+async def test_of_several_handoffs_in_one_message_the_first_alone_is_told_as_done():
+    sales, billing = (agent(None, name=name, instructions=name) for name in ("sales", "billing"))
+    both = asks(("transfer_to_billing", {}), ("transfer_to_sales", {}))
+    engine = script(both, "ok")
+    run = await agent(engine, handoffs=[sales, billing]).run("go")
+    first, second = run.trajectory.turns[0].tool_calls
+    assert first.result == "billing has taken over."
+    assert second.result is None and "another was named first" in (second.error or "")
+    assert engine.requests[1]["messages"][0]["content"] == "billing"

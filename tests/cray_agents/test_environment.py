@@ -226,6 +226,26 @@ async def test_rewards_of_a_run_that_the_engine_failed_are_dropped():
     assert run.trajectory.turns[0].tool_calls[0].result == "higher"
 
 
+async def test_a_reward_that_is_no_number_is_an_error_of_the_run_and_not_raised():
+    class Broken(Number):
+        def teardown(self) -> None: ...
+
+        async def reset(self, task: Task, context: RunContext) -> str:
+            context.reward(float("nan"))
+            return await super().reset(task, context)
+
+    kept: list[Run] = []
+
+    async def keep(run: Run) -> None:
+        kept.append(run)
+
+    made = agent(script("ok"), environment=Broken, recorder=keep)
+    run = await made.run(Task(input="?", metadata={"secret": 5}))
+    assert run.error is not None and (run.error.type, run.reward) == ("RewardError", None)
+    assert "reward step of turn 0 is nan" in run.error.message and kept == [run]
+    assert run.error.infrastructure  # to be run again, not only scored
+
+
 def test_a_tool_that_is_there_twice():
     class Twice(Environment):
         @tool(name="calculator")

@@ -1,6 +1,8 @@
 """Arguments of a Loop: refused at construction, or taken in more than one form."""
 
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,6 +53,13 @@ def test_forms_that_mean_the_same() -> None:
         ({"agent": Agent("adder", model="m@3")}, "model", "model='m'"),
         ({"tasks": ROWS}, "tasks", "TaskSet.from_list"),
         ({"rewards": ["correct"]}, "rewards", r"rewards\[0\] is 'correct'"),
+        ({"rewards": [correct, partial(correct)]}, "rewards", "two rewards are called 'correct'"),
+        ({"rewards": [lambda run: 1, lambda run: 0]}, "rewards", "are called '<lambda>'"),
+        (
+            {"control": "shuffled-rewards", "method": "sft", "demonstrations": [(SAID, {})]},
+            "control",
+            "no effect with sft",
+        ),
         ({"hyperparameters": {"step": 7}}, "hyperparameters", "hyperparameters.step"),
         ({"hyperparameters": 7}, "hyperparameters", "hyperparameters"),
         ({"demonstrations": [SAID[:1]]}, "demonstrations", r"demonstrations\[0\]: .*pair"),
@@ -72,6 +81,23 @@ def test_what_cannot_be_meant_is_told_when_it_is_made(
     with pytest.raises(BadInput, match=told) as error:
         made(**changes)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize("name", ["attempts", "method", "hyperparameters", "target", "teacher"])
+def test_a_setting_of_a_made_loop_is_not_assigned_but_replaced(name: str) -> None:
+    loop = made()
+    with pytest.raises(BadInput, match=f"{name} is a setting.*replace"):
+        setattr(loop, name, None)
+    assert replace(loop, attempts=4).stages[0].attempts == 4
+    loop.platform, loop.on_progress = None, print  # where it runs, and who is told
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"floor": 0}, {"floor": math.nan}, {"hard": -1}, {"hard": math.inf}, {"revisit": 2}]
+)
+def test_a_curriculum_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=f"curriculum: {next(iter(wrong))}="):
+        Curriculum(**wrong)
 
 
 WRONG = (0, -1, 1.5, float("nan"), float("inf"), "x", [], {}, object())
@@ -98,4 +124,5 @@ RIGHT = [
     ("logprob_limit", 1.5),
     ("name", "x"),
     ("demonstrations", []),
+    ("hyperparameters", {}),  # steps follow the sets
 ]

@@ -169,6 +169,13 @@ def test_hidden_probes_decide_nothing_but_can_forbid() -> None:
     assert not any(task.id in decision.model_dump_json() for task in hidden[0])
 
 
+def test_a_promotion_never_says_that_the_evidence_falls_short() -> None:
+    steps = [0, 0, 1, 1, 1, 1, 1, -1, 1, 1]  # whose wealth is 19.999999999999996
+    pairs = [Pair(task=f"{n}", incumbent=d < 0, candidate=d > 0) for n, d in enumerate(steps)]
+    decision = decide(pairs, PromotionTest(hidden=0), planned={None: 10}, exhausted=True)
+    assert decision.reason == "better: evidence 20 of 20"
+
+
 def test_a_stream_finds_a_difference_and_keeps_its_level() -> None:
     def evidence(seed: int, success: float, margin: float) -> float:
         rng, stream = random.Random(seed), Stream(margin)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +132,17 @@ async def test_rewards_that_a_run_came_with_are_kept_and_replaced_by_their_like(
     assert [(r.name, r.value, r.source) for r in rewards] == [
         ("step", 0.25, "environment"), ("exact", 1.0, "function"),
     ]  # fmt: skip
-    broken = STEP.model_copy(update={"value": float("nan")})
-    rewards, error = await score(RUN.model_copy(update={"rewards": [broken]}), [exact])
-    assert [r.name for r in rewards] == ["exact"]
-    assert error is not None and error.message == (
-        "reward step of turn 1 is nan: give a finite number"
-    )
+
+
+async def test_two_rewards_of_one_name_are_refused():
+    @reward(name="exact", weight=0.5)
+    def other(run):
+        return 1
+
+    with pytest.raises(BadInput, match="two rewards are called 'exact'"):
+        await score(RUN, [exact, other])
+    given, _ = await score(RUN, [partial(other)])
+    assert (given[0].name, given[0].value) == ("exact", 0.5)  # its options, within a partial
 
 
 async def test_a_run_that_the_infrastructure_failed_is_not_scored():

@@ -125,3 +125,7 @@ async def test_it_takes_checkpoints_and_scores_their_probe(tmp_path: Path) -> No
         await engine.score([[9]])
     with pytest.raises(SwapError):
         await engine.load(tmp_path / "nowhere", "m@3")
+
+
+def test_a_tool_may_have_an_argument_called_name() -> None:
+    assert tool_call("price", name="tea") == {"name": "price", "arguments": {"name": "tea"}}

@@ -228,3 +228,11 @@ def test_from_generator() -> None:
         TaskSet.from_generator(yielding, 6)
     with pytest.raises(BadInput, match=r"sums made \d+ different tasks in 40000 draws"):
         TaskSet.from_generator(sums, 2000)
+
+
+def test_from_generator_refuses_two_tasks_of_one_id() -> None:
+    def numbered(rng: random.Random) -> Iterator[dict[str, Any]]:
+        yield from ({"id": str(n % 2), "input": f"What is {n}?"} for n in range(4))
+
+    with pytest.raises(BadInput, match="has the id '0' of another task that differs"):
+        TaskSet.from_generator(numbered, 3)

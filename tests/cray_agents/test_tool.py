@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import typing
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Annotated, Any, Literal, NotRequired
 
 import pytest
@@ -256,6 +256,36 @@ async def test_a_result_that_is_no_data():
 def test_bad_tools(make, message):
     with pytest.raises(BadInput, match=message):
         make()
+
+
+def test_a_parameter_that_no_json_can_give_is_refused():
+    def apply(function: Callable[[int], int]) -> int:
+        return function(1)
+
+    with pytest.raises(BadInput, match=r"tool 'apply': .*Callable"):
+        as_tool(apply)
+
+
+async def test_a_default_of_pydantic_is_its_value_with_its_bounds():
+    @tool
+    def search(
+        query: str,
+        limit: int = Field(10, ge=1, le=50, description="how many"),
+        words: list[str] = Field(default_factory=list),  # noqa: B008
+        depth: int = Field(gt=0),
+    ) -> str:
+        return f"{query} {limit} {words} {depth}"
+
+    made = as_tool(search)
+    about = made.schema["function"]["parameters"]
+    assert about["required"] == ["query", "depth"]
+    assert about["properties"]["limit"] == {
+        "type": "integer", "default": 10, "minimum": 1, "maximum": 50, "description": "how many",
+    }  # fmt: skip
+    assert await made.call('{"query": "x", "depth": 2}') == "x 10 [] 2"
+    for wrong in ('"limit": 99, "depth": 2', '"depth": 0', '"limit": 5'):
+        with pytest.raises(ToolError, match="bad arguments for search"):
+            await made.call(f'{{"query": "x", {wrong}}}')
 
 
 # ---- the run's context

@@ -426,5 +426,5 @@ def test_a_file_that_is_deleted_before_it_is_read_fails_the_job(site: Site) -> N
 )
 def test_the_auto_rules(examples: int, epochs: int) -> None:
     assert auto_epochs(examples) == epochs
-    assert base_rate({"hidden_size": 128}) == pytest.approx(2e-3)
-    assert base_rate({"hidden_size": 4096}) == pytest.approx(1.1e-5, rel=0.01)
+    assert base_rate({"hidden_size": 128}, "sft") == 2e-3
+    assert base_rate({"hidden_size": 4096}, "dpo") == 1e-6

@@ -170,7 +170,7 @@ def _trained(home: Home, registry: Registry) -> Path:
         dataset=dataset["id"],
         parent=str(home.checkpoint(version.checkpoint)),
         parent_sha256=version.weights_sha256,
-        hyperparameters=Hyperparameters(steps=3),
+        hyperparameters=Hyperparameters(learning_rate=1e-3, steps=3),
     )
     ScriptedTrainer(home, probe=PROBE).submit(spec)
     return home.checkpoint(spec.id)

@@ -104,7 +104,7 @@ async def train(
 
     `name`: of the session. `pause`: seconds before each command.
     """
-    hyper, layout = Hyperparameters(steps=1, seed=3), Layout(data=ranks)
+    hyper, layout = Hyperparameters(learning_rate=1e-3, steps=1, seed=3), Layout(data=ranks)
     session = await platform.training_session(
         name, parent=f"{model}@1", hyperparameters=hyper, layout=layout
     )

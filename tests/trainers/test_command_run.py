@@ -304,8 +304,17 @@ def test_bad_commands_are_refused_and_the_run_goes_on(lab: Any) -> None:
     whole = client.trained(data_of(1))
     huge = [d.model_copy(update={"advantages": [3e38] * len(d.token_ids)}) for d in data_of(2)]
     client.do(ForwardBackward(data=data_of(3)))
-    assert "loss is" in (client.do(ForwardBackward(data=huge, loss="cispo")).error or "")
+    evaluated = client.do(ForwardBackward(data=huge, loss="cispo", backward=False)).error or ""
+    assert "loss is" in evaluated and "dropped" not in evaluated
+    assert client.do(OptimStep(learning_rate=0)).error is None  # the gradient was still there
+    client.do(ForwardBackward(data=data_of(3)))
+    assert "dropped" in (client.do(ForwardBackward(data=huge, loss="cispo")).error or "")
     assert "no gradients" in (client.do(OptimStep()).error or "")
+    after = client.do(ForwardBackward(data=data_of(3)))
+    client.do(OptimStep())  # at the rate of the job
+    step = [event for event in client.job.events() if event["event"] == "step"][-1]
+    own = client.job.spec().hyperparameters.learning_rate
+    assert (step["loss"], step["lr"]) == (after.loss, own)  # of what came after alone
     assert whole.error is None and client.trained(data_of(1)).loss < (whole.loss or 0)
     client.do(ForwardBackward(data=data_of(1)))
     assert "wait for an optimizer step" in (client.do(Save()).error or "")

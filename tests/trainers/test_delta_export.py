@@ -31,7 +31,9 @@ def exported_thrice(folder: Path, layout: Layout, out: Path, rank: int, store: A
 
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     model = read_architecture(folder)
-    training = Training(model, layout, Hyperparameters(steps=1), folder, on_cpu=True)
+    training = Training(
+        model, layout, Hyperparameters(learning_rate=1e-3, steps=1), folder, on_cpu=True
+    )
     for name, changes, step in (("full", False, 50), ("delta", True, 0), ("all", True, 1)):
         with torch.no_grad():
             for parameter in (p for chunk in training.chunks for p in chunk.parameters() if step):

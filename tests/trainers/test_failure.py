@@ -247,7 +247,7 @@ class Site:
             dataset="d",
             parent=str(folder / "parent"),
             parent_sha256="0" * 64,
-            hyperparameters=Hyperparameters(steps=8),
+            hyperparameters=Hyperparameters(steps=8, learning_rate=1e-3),
             layout=Layout(),
         )
         self.id = self.trainer.submit(spec).id

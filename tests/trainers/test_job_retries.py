@@ -60,7 +60,7 @@ def some_spec(**how: Any) -> JobSpec:
         "dataset": "d",
         "parent": parent(),
         "parent_sha256": "0" * 64,
-        "hyperparameters": Hyperparameters(steps=8),
+        "hyperparameters": Hyperparameters(steps=8, learning_rate=1e-3),
     }
     return JobSpec.model_validate(given | how)
 

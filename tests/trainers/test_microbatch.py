@@ -108,7 +108,7 @@ def ask(home: Home, models: Any) -> Any:
             dataset="ds",
             parent=str(models("llama")),
             parent_sha256="0" * 64,
-            hyperparameters=Hyperparameters(steps=1, **hyper),
+            hyperparameters=Hyperparameters(steps=1, learning_rate=1e-3, **hyper),
         )
 
     return spec

@@ -437,7 +437,7 @@ def test_what_travels_during_computation_arrives(
 
     load_megatron()
     lab.dataset()
-    chosen = Hyperparameters(**{"steps": 4, "batch_size": 4, **hyper})
+    chosen = Hyperparameters(**{"steps": 4, "batch_size": 4, "learning_rate": 1e-3, **hyper})
     ship = lab.models(kind), lab.home.dataset("ds"), Layout(**layout), chosen
     found = []
     for overlap in (False, True):

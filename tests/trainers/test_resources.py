@@ -48,7 +48,7 @@ def open_spec(parent: Path, **changes: Any) -> JobSpec:
         dataset="ds",
         parent=str(parent),
         parent_sha256="0" * 64,
-        hyperparameters=Hyperparameters(**hyper),
+        hyperparameters=Hyperparameters(**{"learning_rate": 1e-3, **hyper}),
         **changes,
     )
 
@@ -287,7 +287,9 @@ def test_the_early_signal_leaves_time_for_what_saves_took(home: Home, llama70: P
 def test_a_dtype_that_was_not_given_follows_the_ranks(home: Home, llama70: Path) -> None:
     fields = {"dataset": "ds", "parent": str(llama70), "parent_sha256": "0" * 64}
     asked, named = (
-        JobSpec(**fields, hyperparameters=Hyperparameters(steps=1, seed=n, **dtype))
+        JobSpec(
+            **fields, hyperparameters=Hyperparameters(learning_rate=1e-3, steps=1, seed=n, **dtype)
+        )
         for n, dtype in enumerate(({}, {"dtype": "float32"}))
     )
     on_gpus = Resources(16, 2, Gpus("H100", 79, 8))

@@ -60,7 +60,7 @@ def some_spec(number: int = 0, parent: str = "p") -> JobSpec:
         dataset=f"ds-{number}",
         parent=parent,
         parent_sha256="0" * 64,
-        hyperparameters=Hyperparameters(steps=8),
+        hyperparameters=Hyperparameters(steps=8, learning_rate=1e-3),
         layout=Layout(),
     )
 

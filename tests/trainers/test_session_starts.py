@@ -25,7 +25,7 @@ def some_spec(root: Path, **how: Any) -> JobSpec:
         "dataset": "d",
         "parent": str(root / "parent"),
         "parent_sha256": "0" * 64,
-        "hyperparameters": Hyperparameters(steps=8),
+        "hyperparameters": Hyperparameters(steps=8, learning_rate=1e-3),
         "layout": Layout(),
     }
     return JobSpec.model_validate(given | how)

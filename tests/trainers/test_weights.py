@@ -107,7 +107,7 @@ def through_megatron(folder: Path, out: Path, layout: Layout, **hyper: Any) -> d
     load_megatron()
     for name in ("shared", "as it is"):
         (out / name).mkdir(parents=True)
-    settings = Hyperparameters(steps=1, **hyper)
+    settings = Hyperparameters(learning_rate=1e-3, steps=1, **hyper)
     work = partial(loaded_and_exported, folder, layout, settings, out)
     assert run_ranks(find_placement(layout.world, "weights"), out / "logs", work).code == 0
     return read(out)
@@ -210,7 +210,7 @@ def published(folder: Path, out: Path, limit: str, rank: int, store: Any, _: Any
     from cray_agents.trainers.training.parallel_groups import join_ranks
     from cray_agents.trainers.training.train_step import Training
 
-    layout, hyper = Layout(data=2), Hyperparameters(steps=1)
+    layout, hyper = Layout(data=2), Hyperparameters(learning_rate=1e-3, steps=1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     training = Training(read_architecture(folder), layout, hyper, folder, on_cpu=True)
     if rank and limit:
@@ -345,7 +345,13 @@ def test_weights_of_another_model_are_refused(
 
     load_megatron()
     folder = copied(models("llama"), tmp_path / "other", lambda tensors: None, **change)
-    work = partial(loaded_and_exported, folder, Layout(), Hyperparameters(steps=1), tmp_path)
+    work = partial(
+        loaded_and_exported,
+        folder,
+        Layout(),
+        Hyperparameters(learning_rate=1e-3, steps=1),
+        tmp_path,
+    )
     outcome = run_ranks(find_placement(1, "weights"), tmp_path / "logs", work)
     assert outcome.refusal is not None
     assert said in outcome.refusal

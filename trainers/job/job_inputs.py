@@ -29,7 +29,7 @@ from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import check_layout
-from cray_agents.training_jobs import ON_POLICY, JobSpec
+from cray_agents.training_jobs import ON_POLICY, JobSpec, explain_learning_rate
 
 
 @dataclass(frozen=True)
@@ -222,6 +222,7 @@ def choose_start(
         left_out=work.samples.left_out,
         layout=spec.layout.model_dump(),
         layers=layers.text,
+        learning_rate=explain_learning_rate(work.model.hidden, spec.method, hyper),
         spawned=spawned,
     )
     print(f"attempt {work.attempt} starts at step {step}", flush=True)

@@ -2,9 +2,9 @@
 
 The platform process has one `MegatronTrainer`. All state is in the jobs' folders, so a restarted
 platform goes on. restarter.py asks for the status of jobs that no client asks for. A spec without
-dtype or micro-batch gets them before its id is taken (planning/microbatch.py), and one without a
-layout before it is written (planning/default_layout.py). The work itself is job.py, in its own
-processes.
+dtype, learning rate or micro-batch gets them before its id is taken (planning/microbatch.py), and
+one without a layout before it is written (planning/default_layout.py). The work itself is job.py,
+in its own processes.
 """
 
 import os

@@ -20,6 +20,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.job.job_status import read_status
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.models.architecture import with_learning_rate
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.training_commands import (
     CommandResult,
@@ -78,7 +79,7 @@ class ScriptedTrainer:
 
     def submit(self, spec: JobSpec) -> JobStatus:
         """Do the job, or find it done. Raises NotFound if the parent is missing."""
-        spec = with_dtype(spec, self.dtype)
+        spec = with_learning_rate(with_dtype(spec, self.dtype), self.home.root / spec.parent)
         journal = JobJournal(self.home, spec.id)
         if not journal.exists:
             self._parent(spec)

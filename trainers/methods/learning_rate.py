@@ -10,6 +10,7 @@ def learning_rate(hyper: Hyperparameters, step: int) -> float:
 
     Decay ends at `min_learning_rate` in the last step.
     """
+    assert hyper.learning_rate is not None  # decided before the job took its id
     top, low, warmup = hyper.learning_rate, hyper.min_learning_rate, hyper.warmup_steps
     if step < warmup:
         return top * (step + 1) / warmup

@@ -16,7 +16,7 @@ from cray_agents.runtime.registry.model_config import KINDS, MIXTURES, TIED, rea
 from cray_agents.trainers.models.bridge.bridged_kinds import why_not_bridged
 from cray_agents.trainers.models.rope import Rope, check_rope, read_rope
 from cray_agents.trainers.models.universal.model_sizes import read_sizes
-from cray_agents.training_jobs import JobSpec, Layout, Way
+from cray_agents.training_jobs import JobSpec, Layout, Way, usual_learning_rate
 
 SUPPORTED = KINDS
 _REQUIRED = (
@@ -109,6 +109,22 @@ def with_way(spec: JobSpec, parent: Path) -> JobSpec:
     if choose_way(kind, None, spec.layout) != "bridge":
         return spec
     return spec.model_copy(update={"hyperparameters": hyper.model_copy(update={"way": "bridge"})})
+
+
+def with_learning_rate(spec: JobSpec, parent: Path) -> JobSpec:
+    """Return the spec with the usual learning rate if it gives none. The id is the decided rate's.
+
+    A parent that cannot be read decides nothing, as above.
+    """
+    hyper = spec.hyperparameters
+    if hyper.learning_rate is not None:
+        return spec
+    try:
+        width = read_architecture(parent, hyper.way).hidden
+    except (BadInput, NotFound):
+        return spec
+    rate = {"learning_rate": usual_learning_rate(width, spec.method, hyper)}
+    return spec.model_copy(update={"hyperparameters": hyper.model_copy(update=rate)})
 
 
 def read_architecture(

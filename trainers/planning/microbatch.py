@@ -9,7 +9,12 @@ from pathlib import Path
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.trainers.models.architecture import Architecture, read_architecture, with_way
+from cray_agents.trainers.models.architecture import (
+    Architecture,
+    read_architecture,
+    with_learning_rate,
+    with_way,
+)
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.planning.default_layout import COMMANDED, teacher_of, usual_length
 from cray_agents.trainers.planning.layout_choice import RESERVE, choose_layout
@@ -24,11 +29,13 @@ _SAME = 1.001  # slowdowns so close are equal
 def decide_hyperparameters(spec: JobSpec, home: Home, resources: Resources) -> JobSpec:
     """Return the spec with the dtype and the micro-batch of the resources, where it gives none.
 
-    So it is with the way that its layout needs. The job's id counts all three. So a job that exists
+    So it is with the learning rate that suits its parent, and the way that its layout needs. The
+    job's id counts all four. So a job that exists
     with an automatic size keeps it, also if there are other GPUs now. A parent or dataset that
     cannot be read leaves the size undecided: the checks that follow say what is wrong.
     """
-    spec = with_way(with_dtype(spec, resources.dtype), home.root / spec.parent)
+    parent = home.root / spec.parent
+    spec = with_learning_rate(with_way(with_dtype(spec, resources.dtype), parent), parent)
     hyper, gpus = spec.hyperparameters, resources.gpus
     if gpus is None or "max_tokens_per_microbatch" in hyper.model_fields_set:
         return spec
@@ -37,7 +44,7 @@ def decide_hyperparameters(spec: JobSpec, home: Home, resources: Resources) -> J
         if (home.job(one.id) / "spec.json").exists():
             return one
     try:
-        model = read_architecture(home.root / spec.parent, hyper.way)
+        model = read_architecture(parent, hyper.way)
         length, teacher = usual_length(spec, home), teacher_of(spec, home)
     except (BadInput, NotFound):
         return spec

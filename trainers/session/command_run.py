@@ -214,9 +214,13 @@ class CommandRun:
             samples, columns, token_loss(command), backward=command.backward
         )
         if not np.isfinite(loss):
+            dropped = ""
+            if command.backward:
+                self._loss = 0.0, 0  # the next step is of what comes after
+                dropped = " the gradients since the last optimizer step were dropped;"
             raise BadInput(
-                f"the loss is {loss}: the gradients since the last optimizer step were dropped;"
-                " look at the numbers of the data, and at the learning rate"
+                f"the loss is {loss}:{dropped} look at the numbers of the data, and at the"
+                " learning rate"
             )
         if command.backward:
             tokens = sum(map(len, rows))
@@ -231,6 +235,8 @@ class CommandRun:
         if not self._gradients.pending:
             raise BadInput("there are no gradients: send forward_backward before optim_step")
         rate = command.learning_rate
+        rate = self._work.spec.hyperparameters.learning_rate if rate is None else rate
+        assert rate is not None  # decided before the job took its id
         self._gradients.set_adam(command.beta1, command.beta2, command.eps)
         norm = self._gradients.update(rate, command.weight_decay, command.clip_grad)
         if not np.isfinite(norm):

@@ -34,8 +34,9 @@ class Accumulation:
     ) -> tuple[float, dict[str, float], list[Floats]]:
         """Add the gradient of a loss, summed over samples, to those that wait.
 
-        Returns the loss, its measures, and by sample the log-probabilities of its trained tokens. A
-        loss that is not finite drops all gradients that wait.
+        Returns the loss, its measures, and by sample the log-probabilities of its trained tokens.
+        The gradient of a loss that is not finite cannot be taken out of the sum: all that wait are
+        dropped. Without `backward` nothing is added, and nothing dropped.
         """
         training = self._training
         if backward and not self.pending:
@@ -52,7 +53,7 @@ class Accumulation:
         total, _ = sums.pop("loss")
         del sums["stop"]
         self.pending |= backward
-        if not math.isfinite(total):
+        if backward and not math.isfinite(total):
             self.drop()
         measures = {name: value / count for name, (value, count) in sums.items() if count}
         return total, measures, logprobs

@@ -77,7 +77,7 @@ def build_optimizer(wrapped: list[Any], hyper: Hyperparameters) -> Any:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=hyper.learning_rate,
+            lr=hyper.learning_rate or 0.0,  # each step sets its own
             min_lr=hyper.min_learning_rate,
             weight_decay=hyper.weight_decay,
             adam_beta1=hyper.adam_beta1,

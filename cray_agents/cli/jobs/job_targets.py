@@ -69,9 +69,8 @@ def with_trainer_choices(config: Config, spec: JobSpec) -> JobSpec:
         return decide_hyperparameters(spec, config.root, resources_of(config))
     trainer = fetch(info, "/v1/platform").get("trainer", {})
     spec = with_dtype(spec, trainer.get("dtype", "float32"))
-    if not (gpus := trainer.get("gpus")):
-        return spec
-    resources = Resources(trainer["ranks"], trainer["nodes"], Gpus(**gpus))
+    gpus = Gpus(**trainer["gpus"]) if trainer.get("gpus") else None
+    resources = Resources(trainer.get("ranks", 1), trainer.get("nodes", 1), gpus)
     return decide_hyperparameters(spec, config.root, resources)
 
 

@@ -85,7 +85,7 @@ def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSp
     from cray_agents.runtime.datasets.reader import read_dataset
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.trainers.job.code_version import code_version
-    from cray_agents.trainers.models.architecture import with_way
+    from cray_agents.trainers.models.architecture import with_learning_rate, with_way
     from cray_agents.trainers.planning.layouts import check_layout
 
     for name in ("parent", "dataset"):
@@ -113,9 +113,10 @@ def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSp
         steps = steps_of_epochs(dataset, spec, 1.0 if epochs is None else epochs)
         spec = spec.model_copy(update={HYPER: spec.hyperparameters.model_copy(update=steps)})
     registry = Registry(home)
-    spec = with_way(spec, _directory(registry, spec.parent))
+    directory = _directory(registry, spec.parent)
+    spec = with_learning_rate(with_way(spec, directory), directory)
     init, way = spec.hyperparameters.init, spec.hyperparameters.way
-    model = _trainable(_directory(registry, spec.parent), "parent", init, way)
+    model = _trainable(directory, "parent", init, way)
     compared = [role for role in COMPARED if getattr(spec, role) is not None]
     for role in compared:
         _trainable(_directory(registry, getattr(spec, role)), role, "parent", way)

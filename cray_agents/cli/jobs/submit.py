@@ -20,14 +20,13 @@ from cray_agents.cli.screen import HomeOption, console
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, JobError
 from cray_agents.paths import Home
-from cray_agents.training_jobs import JobSpec, JobStatus
+from cray_agents.training_jobs import JobSpec, JobStatus, explain_learning_rate
 
 STAYS = (
     "the same again stays failed; run otherwise it goes on from its newest resume point: another"
     " layout, recompute, save_every, keep, evaluate_every or logprob_limit; and what else is"
     " changed is another job"
 )
-WIDE = 1024  # hidden size from which the default learning rate is far too high
 
 
 def submit(
@@ -147,17 +146,11 @@ def _print_spec(spec: JobSpec) -> None:
     hyper = spec.hyperparameters
     start = "from scratch, by the config of" if hyper.init == "random" else "from"
     lora = f", LoRA of rank {hyper.lora.rank}" if hyper.lora is not None else ""
-    rate = f"learning rate {hyper.learning_rate:g}, {hyper.dtype}{lora}, micro-batches of"
-    rate += f" {hyper.max_tokens_per_microbatch:,} tokens"
+    width = read_architecture(Path(spec.parent), hyper.way).hidden
+    size = f"{hyper.dtype}{lora}, micro-batches of {hyper.max_tokens_per_microbatch:,} tokens"
     say(f"{spec.method} on {spec.dataset} {start} {spec.parent}")
-    say(f"{hyper.steps} steps of {hyper.batch_size}, {rate}")
-    if (
-        "learning_rate" not in hyper.model_fields_set
-        and read_architecture(Path(spec.parent), hyper.way).hidden >= WIDE
-    ):
-        say(f"warning: a learning rate of {hyper.learning_rate:g} suits models of a few million"
-            " parameters; for this one --set learning_rate=1e-5 is usual, ten times that for LoRA,"
-            " less for dpo, kto, grpo and distill")  # fmt: skip
+    say(f"{hyper.steps} steps of {hyper.batch_size}, {size}")
+    say(f"learning rate: {explain_learning_rate(width, spec.method, hyper)}")
 
 
 def _report_result(home: Home, status: JobStatus, name: str | None) -> None:

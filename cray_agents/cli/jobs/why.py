@@ -165,9 +165,14 @@ def _explain_loop(home: Home, name: str) -> Answer:
         step = "run the loop again: the same command goes on"
         if not last.promoted:
             sentences += _rejection(Registry(home), last)
-            step = "look at its runs: `cray-agents runs list`; more attempts or tasks show more"
+            step = (
+                "look at its runs: `cray-agents runs list`; more held-out tasks tell smaller"
+                " differences, more attempts or a temperature of 0.8 bring more good runs, and"
+                " parent='latest' goes on from an unproven candidate"
+            )
         if last.note:
             sentences.append(_sentence(last.note))
+        sentences += map(_sentence, last.remarks)
         if last.stopped:
             sentences.append(f"The loop ended itself: {_sentence(last.stopped)}")
             state = "stopped"

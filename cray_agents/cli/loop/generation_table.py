@@ -23,7 +23,9 @@ COLUMNS = {
     "held-out": "Mean reward on held-out tasks, which no training sees. It decides promotion.",
     "test": "Mean reward on test tasks, which decide nothing.",
     "runs": "Training runs sampled.",
-    "kept": "The share of these runs that went into the training set.",
+    "good": "The share of these runs with the reward of a good one: min_reward, else 1.",
+    "set": "Samples in the training set, and how often the job saw each. Some runs are left out, "
+    "such as duplicates; demonstrations and runs of earlier generations may be in it.",
     "tokens": "Tokens trained on, each counted as often as it was.",
     "loss": "Of the first and the last step, in nats per token. Falling, it says that the job fits "
     "its data; it does not say that the agent became better.",
@@ -38,11 +40,12 @@ COLUMNS = {
 }
 #: The columns on a terminal, which need no knowledge of training.
 TERMINAL_COLUMNS = (
-    "gen", "method", "held-out", "test", "runs", "kept", "seconds", "version", "outcome",
+    "gen", "method", "held-out", "test", "runs", "good", "set", "seconds", "version", "outcome",
 )  # fmt: skip
 LEGEND = (
     "held-out: mean reward on tasks that no training sees, which decides promotion; "
-    "kept: the share of runs that were trained on"
+    "good: the share of runs with the reward of a good one; "
+    "set: samples trained on, and how often each"
 )
 
 
@@ -153,7 +156,10 @@ def row(g: Generation) -> dict[str, str]:
         "held-out": f"{g.holdout_success:.3f}" if g.holdout_tasks else "-",
         "test": "-" if g.test_success is None else f"{g.test_success:.3f}",
         "runs": str(g.runs) if g.runs else "-",
-        "kept": f"{g.accepted_runs / g.runs:.0%}" if g.runs else "-",
+        "good": f"{g.accepted_runs / g.runs:.{0 if g.accepted_runs * 20 > g.runs else 1}%}"
+        if g.runs
+        else "-",
+        "set": f"{g.samples:,} ×{g.epochs:.3g}" if g.samples else "-",
         "tokens": f"{g.trained_tokens:,}" if g.trained_tokens else "-",
         "loss": loss,
         "probe": "-" if g.probe_max_logprob_diff is None else f"{g.probe_max_logprob_diff:.0e}",

@@ -135,7 +135,7 @@ def loop(
     module = load(file)
     chosen = with_watch(find(module, "loop", Loop, file), options)
     if accept_changes:
-        chosen.changed = "accept"
+        chosen = replace(chosen, changed="accept")
     if generations is None:
         generations = sys.maxsize if chosen.watch is not None else 5
     done: list[Generation] = []
@@ -155,6 +155,9 @@ def loop(
         return
     console.print(generations_table(done))
     console.print(LEGEND, style="dim")
+    for generation in done:
+        for remark in generation.remarks:
+            console.print(f"generation {generation.generation}: {remark}", soft_wrap=True)
     if done[-1].stopped:
         console.print(f"stopped: {done[-1].stopped}")
     print_next_steps(chosen, done, _agent_target(module, chosen, file), home, url)

@@ -70,6 +70,7 @@ _SUMMARY = {
     "considered_runs": WHOLE,
     "split_runs": WHOLE_OR_NONE,  # None: built by an older version
     "rejected": ANY,
+    "demonstrations": WHOLE_OR_NONE,
     "rejected_demonstrations": ANY,
 }
 SUMMARY = NamedShape("DatasetSummary", object_of(_SUMMARY))

@@ -65,9 +65,12 @@ class NumberedRequest(ModelRequest):
 
 
 class AdamParams(Record):
-    """A step of Adam, with the client's defaults. A norm of 0 is no clipping."""
+    """A step of Adam, with the client's defaults, but for a rate that it leaves out: the model's.
 
-    learning_rate: Real = Field(1e-4, ge=0)
+    A norm of 0 is no clipping.
+    """
+
+    learning_rate: Real | None = Field(None, ge=0)
     beta1: Real = Field(0.9, ge=0, lt=1)
     beta2: Real = Field(0.95, ge=0, lt=1)
     eps: Real = Field(1e-12, gt=0)

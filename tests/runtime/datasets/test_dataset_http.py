@@ -52,6 +52,7 @@ async def test_built_listed_and_explained(site: Gateway) -> None:
         "considered_runs": 5,
         "split_runs": 0,
         "rejected": {"low_reward": 2},
+        "demonstrations": 0,
         "rejected_demonstrations": {},
     }
     _, manifest = await site.call("GET", f"{PATH}/{made['id']}")

@@ -240,7 +240,10 @@ def test_a_sampler_that_cannot_write_says_so_and_ends(
 def ended_job(home: Home, **fields: Any) -> JobStatus:
     """A job's folder with its spec and a straggler, and its status."""
     spec = JobSpec(
-        dataset="d", parent="p", parent_sha256="0" * 64, hyperparameters=Hyperparameters(steps=3)
+        dataset="d",
+        parent="p",
+        parent_sha256="0" * 64,
+        hyperparameters=Hyperparameters(learning_rate=1e-3, steps=3),
     )
     folder = home.job(spec.id)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 
 class Adder:
     """The sum of two numbers is to be told to a tool."""
@@ -35,6 +37,9 @@ rows: list[dict[str, Any]] = [
 
 
 def brevity(completions: list[Any], environments: list[Any], a: list[int], **row: Any) -> list[Any]:
-    """A reward function of TRL's: half a point for two model calls; none where a is 5."""
+    """A reward function of TRL's: half a point for two model calls; none where a is 5.
+
+    It is a number of numpy's, as TRL takes it.
+    """
     calls = [m for m in completions[0] if m["role"] == "assistant"]
-    return [None if a[0] == 5 else 0.5 * (len(calls) == 2)]
+    return [None if a[0] == 5 else np.float32(0.5 * (len(calls) == 2))]

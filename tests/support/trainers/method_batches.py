@@ -77,7 +77,7 @@ def gradient(marked: TrainedTokens, loss: Loss) -> Numbers:
 
 
 def hyper(**options: Any) -> Hyperparameters:
-    return Hyperparameters(steps=1, **options)
+    return Hyperparameters(**{"steps": 1, "learning_rate": 1e-3, **options})
 
 
 Variant = tuple[MethodName, Hyperparameters]

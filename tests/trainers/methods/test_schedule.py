@@ -8,7 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cray_agents.trainers.methods.learning_rate import learning_rate
-from cray_agents.training_jobs import Hyperparameters
+from cray_agents.training_jobs import (
+    Hyperparameters,
+    explain_learning_rate,
+    usual_learning_rate,
+)
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
@@ -56,3 +60,32 @@ def test_up_then_never_up_again(steps: int, warmup: int, schedule: str, fraction
     if len(falling) > 1:
         assert falling[0] == pytest.approx(1)
         assert falling[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("width", "method", "hyper", "rate"),
+    [
+        (64, "sft", {}, 2e-3),  # toys, from noise
+        (128, "sft", {}, 2e-3),
+        (256, "sft", {}, 1.8e-4),
+        (128, "grpo", {}, 2e-4),
+        (128, "sft", {"lora": {}}, 1e-2),
+        (576, "sft", {}, 1e-5),  # pretrained: SmolLM2-135M and larger
+        (4096, "sft", {}, 1e-5),
+        (576, "dpo", {}, 1e-6),
+        (2048, "grpo", {}, 1e-6),
+        (2048, "kto", {}, 1e-6),
+        (2048, "distill", {}, 1e-6),
+        (4096, "sft", {"lora": {}}, 1e-4),
+        (4096, "grpo", {"lora": {}}, 1e-5),
+        (4096, "sft", {"init": "random"}, 1.2e-4),  # from scratch
+        (64, "sft", {"init": "random"}, 2e-3),
+    ],
+)
+def test_a_rate_that_is_not_given_follows_from_the_model(
+    width: int, method: Any, hyper: dict[str, Any], rate: float
+) -> None:
+    settings = Hyperparameters.model_validate({"steps": 1, **hyper})
+    assert usual_learning_rate(width, method, settings) == rate
+    own = settings.model_copy(update={"learning_rate": 0.5})
+    assert f"0.5 as given; the rule says {rate:g}" in explain_learning_rate(width, method, own)

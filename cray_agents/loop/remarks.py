@@ -1,0 +1,55 @@
+"""Remarks on a generation: what its figures alone would hide. Called by loop.py."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from cray_agents.generation import Generation
+from cray_agents.loop.dataset_recipes import min_reward_for
+from cray_agents.loop.settings import LoopSettings
+from cray_agents.loop.stages import Planned
+from cray_agents.records import Run
+
+SMALL, OFTEN = 64, 10.0  # of fewer samples, and in more epochs, a set is learned by heart
+MANY = 100  # kinds: a key with more values names tasks
+
+
+def successes_by_kind(runs: Sequence[Run], loop: LoopSettings, stage: Planned) -> dict[str, int]:
+    """Count the good runs of each kind: each value of the curriculum's, balance's or guard's key.
+
+    A good run has the method's least reward; where it has none, more than the least of all.
+    """
+    key = loop.sampling.curriculum.key or loop.data.balance_by or loop.promotion.guard
+    least, good = min_reward_for(loop.data, stage), Counter[str]()
+    for run in runs:
+        kind = run.task.metadata.get(key) if run.task is not None and key is not None else None
+        if kind is not None and run.reward is not None:
+            good[str(kind)] += (
+                run.reward > loop.promotion.low if least is None else run.reward >= least
+            )
+    return dict(sorted(good.items())) if len(good) <= MANY else {}
+
+
+def remarks_on(new: Generation, done: Sequence[Generation], loop: LoopSettings) -> list[str]:
+    """The remarks on a generation that trained, as sentences without a full stop."""
+    remarks, won = [], Counter[str]()
+    if new.samples < SMALL or new.epochs > OFTEN:
+        remarks.append(
+            f"a set of {new.samples} samples, each seen {new.epochs:.3g} times, is rather learned "
+            "by heart: more attempts or tasks bring more good runs, or a lower temperature, such "
+            f"as 0.8 (now {loop.sampling.temperature:g})"
+        )
+    if new.demonstrations:
+        remarks.append(
+            f"{new.demonstrations / new.samples:.0%} of the set are demonstrations, from which it "
+            "learns whatever the rewards are: a loop without them shows what these teach"
+        )
+    for generation in (*done, new):
+        won.update(generation.kinds)
+    if never := ", ".join(sorted(kind for kind, count in won.items() if not count)):
+        remarks.append(
+            f"kinds without any success so far: {never}; they need demonstrations, easier tasks or "
+            "a reward for a part"
+        )
+    if loop.sampling.control is not None and new.promoted:
+        remarks.append("a control was promoted: what the loop gains may be without rewards, too")
+    return remarks
