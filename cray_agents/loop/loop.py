@@ -77,7 +77,7 @@ class Loop:
         attempts: runs per task and generation.
         tasks_per_generation: how many train tasks a generation draws (see Curriculum).
         name: names the loop; the same name goes on where it stopped. Default: agent and model.
-        hyperparameters: of each training job; with `lora` each job trains adapters on its parent.
+        hyperparameters: of each training job; with `lora` each job trains its parent's adapters on.
         demonstrations: conversations with their metadata. sft trains on them alone; rft keeps them
             in every training set.
         warm_up: train on the demonstrations before generation 0, until the model succeeds now and
