@@ -452,6 +452,9 @@ class Manifest(Record):
     `files`: the hash of each file by its name. A plain hex number is a SHA-256. In version 2 the
     files of weights have `blake3:` and 64 hex digits.
 
+    `base_sha256`: the weights that the adapters beside the merged ones are over. None: those of
+    `parent_sha256`; or there are no adapters.
+
     `delta`: the weights can be rebuilt from another checkpoint, and may not be there themselves.
 
     `agreement`: the trainer's distance from the engine for the parent's weights, before the first
@@ -464,6 +467,7 @@ class Manifest(Record):
     files: dict[str, str]
     weights_sha256: str
     parent_sha256: str | None = None
+    base_sha256: str | None = None
     job: str | None = None
     dataset: str | None = None
     metrics: dict[str, Any] = Field(default_factory=dict)

@@ -290,8 +290,9 @@ class JobSpec(StrictRecord):
     tokenizer and chat template (None in older jobs). `reference` is the checkpoint that dpo, kto
     and the KL of grpo and distill compare with; None: the parent. `teacher` is the checkpoint that
     judges the samples of distill, of any kind that can be trained; its tokens must be the parent's.
-    `optimizer_from` names the job whose optimizer state is continued. `commands` names a run of a
-    client's own commands, which take the place of `dataset` and `method` (see
+    `optimizer_from` names the job whose optimizer state is continued, with its master weights in
+    float32 where these round to the parent's files, and with its adapters. `commands` names a run
+    of a client's own commands, which take the place of `dataset` and `method` (see
     training_commands.py). `state_from` is the training state that it begins with: `job/number`, of
     a command of another run that kept it. Parent and hyperparameters must be that run's.
 
@@ -457,6 +458,9 @@ class JobStatus(Record):
     `layers`: the layers and kernels that train it, with the reason, and how the universal way packs
     sequences; "" before it starts. `offered`: its ranks send its weights to replicas while they
     write the files. `reason`: why a queued job waits, as the scheduler says it.
+    `changed_share`: the share of the trained weights that the checkpoint's files changed in the
+    parent's. `update_ratio`: the norm of that change, by that of the weights in float32; None where
+    these did not move. `warnings`: what was lost, in sentences.
     """
 
     id: str
@@ -477,4 +481,7 @@ class JobStatus(Record):
     offered: bool = False
     reason: str = ""
     error: str | None = None
+    changed_share: float | None = None
+    update_ratio: float | None = None
+    warnings: list[str] = Field(default_factory=list)
     checkpoint: str | None = None

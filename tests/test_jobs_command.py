@@ -199,14 +199,16 @@ def test_logs_tell_events_and_the_log(root: Root) -> None:
     journal.event("evaluation", step=1, loss=0.5, tokens=1000)
     journal.event("started", attempt=2, from_step=1, layers="of torch", spawned=True)
     journal.event("corrupt", message="resume point 7: a file is missing")
-    journal.event("moved", place="elsewhere")  # of newer code
+    journal.event("relocated", place="elsewhere")  # of newer code
+    journal.event("moved", checkpoint="job-1", changed_share=0.01, update_ratio=0.25)
+    journal.event("warning", message="the parent is of another step")
     journal.event("failed", message="the gradient norm is nan")
     journal.log.write_text("\x1b[31mone\ntwo\n")
     rank = journal.folder / "logs" / "rank-1.txt"
     rank.parent.mkdir()
     rank.write_text("".join(f"line {n}\n" for n in range(200)))
     said = root.jobs("logs", journal.job_id).out.splitlines()
-    assert [line[10:] for line in said[:8]] == [
+    assert [line[10:] for line in said[:10]] == [
         "spread over data 2, full recomputation: so; there",
         "attempt 1 starts after step 0 on data 2; 3 samples without anything to learn are left out",
         "step 1/4  loss 2.0000  lr 1.00e-03  grad norm 1.000  kl inf  clip fraction 0.25"
@@ -215,13 +217,16 @@ def test_logs_tell_events_and_the_log(root: Root) -> None:
         "attempt 2 starts after step 1; layers: of torch; each rank is a new Python, because an"
         " import opened CUDA before the ranks",
         "resume point 7: a file is missing: set aside, the one before it is used",
-        "moved: place elsewhere",
+        "relocated: place elsewhere",
+        "job-1: 1.00% of the trained weights changed in the files, which show 25.0% of the update's"
+        " norm",
+        "warning: the parent is of another step",
         "failed: the gradient norm is nan",
     ]
-    assert said[8:] == ["│ ␛[31mone", "│ two"]  # what is logged does not drive the terminal
+    assert said[10:] == ["│ ␛[31mone", "│ two"]  # what is logged does not drive the terminal
     lines = root.jobs("logs", journal.job_id, "--json").out.splitlines()
     assert [json.loads(line) for line in lines] == journal.events()
-    assert root.jobs("logs", journal.job_id, "--tail", 1).out.splitlines() == [said[7], said[9]]
+    assert root.jobs("logs", journal.job_id, "--tail", 1).out.splitlines() == [said[9], said[11]]
     told = root.jobs("logs", journal.job_id, "--rank", 1, "--tail", 2).out
     assert told == "line 198\nline 199\n"
     assert "its ranks are 0 to 1" in root.refused("logs", journal.job_id, "--rank", 2)

@@ -239,7 +239,9 @@ def test_a_generation_tells_its_set_and_a_control_has_no_demonstrations(
     assert "without any success so far: even" in str(explain(Home(tmp_path / "home"), "loop"))
 
 
-def test_adapters_are_new_in_each_job_and_so_is_their_optimizer(tmp_path: Path) -> None:
+def test_adapters_go_on_with_their_optimizer_but_not_in_other_weights(
+    tmp_path: Path,
+) -> None:
     lora = Hyperparameters(steps=1, lora=Lora(rank=4))
     stages = [Stage("rft", 2, lora), Stage("rft", 1), Stage("rft")]
     with platform(tmp_path, ScriptedEngine(echo)) as where:
@@ -247,8 +249,9 @@ def test_adapters_are_new_in_each_job_and_so_is_their_optimizer(tmp_path: Path) 
     assert [g.promoted for g in done] == [True, True, False, True, False]
     first, second, third, fourth = specs(tmp_path, done)
     assert first.hyperparameters.lora == second.hyperparameters.lora == Lora(rank=4)
-    # the second's parent was made by the first, the third's too: with adapters, which are merged
-    assert [first.optimizer_from, second.optimizer_from, third.optimizer_from] == [None] * 3
+    # the second's parent was made by the first, the third's too: the third trains all weights
+    assert [first.optimizer_from, second.optimizer_from] == [None, first.id]
+    assert third.optimizer_from is None
     assert fourth.optimizer_from == third.id
 
 

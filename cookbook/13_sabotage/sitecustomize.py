@@ -7,6 +7,7 @@ below, and puts a broken function into each. A broken function does harm only wh
 
 import importlib.util
 import sys
+from contextlib import nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -64,7 +65,7 @@ def break_training(module: Any) -> None:
     `reference`: the reference's weights are not loaded, and the policy judges itself.
     """
     training = module.Training
-    means, rate_at, take_weights = training._means, training.rate_at, training.take_weights
+    means, rate_at, holding = training._means, training.rate_at, training.holding
 
     def _means(self: Any, sums: Any) -> Any:
         loss, measures = means(self, sums)
@@ -73,12 +74,11 @@ def break_training(module: Any) -> None:
     def new_rate_at(self: Any, step: int) -> float:
         return float(rate_at(self, 0 if is_broken("rate") else step))
 
-    def new_take_weights(self: Any, checkpoint: Path | None = None) -> None:
-        if checkpoint is None or not is_broken("reference"):
-            take_weights(self, checkpoint)
+    def new_holding(self: Any, checkpoint: Path) -> Any:
+        return nullcontext() if is_broken("reference") else holding(self, checkpoint)
 
     training._means, training.rate_at = _means, new_rate_at
-    training.take_weights = new_take_weights
+    training.holding = new_holding
 
 
 BREAKERS = {

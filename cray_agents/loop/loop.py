@@ -79,7 +79,7 @@ class Loop:
         attempts: runs per task and generation.
         tasks_per_generation: how many train tasks a generation draws (see Curriculum).
         name: names the loop; the same name goes on where it stopped. Default: agent and model.
-        hyperparameters: of each training job; with `lora` each job trains adapters on its parent.
+        hyperparameters: of each training job; with `lora` each job trains its parent's adapters on.
             A dict may leave `steps` out, as the default does: each job then sees its set EPOCHS
             times (dataset_recipes.py).
         demonstrations: conversations with their metadata. sft trains on them alone; rft keeps them

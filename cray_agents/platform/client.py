@@ -173,8 +173,8 @@ class Platform:
         """Start a training job, or find it; see JobSpec. The platform chooses what is None.
 
         `parent`, `reference` and `teacher` are `name@N` or a checkpoint directory. `optimizer_from`
-        "parent" is the job that made the parent, if it ran on this root and neither trains with
-        LoRA.
+        "parent" is the job that made the parent, if it ran on this root and both train the same
+        weights: all of them, or adapters of the same `lora`.
         """
         body = {
             "method": method,

@@ -143,7 +143,10 @@ def _of_jobs(home: Home) -> Iterator[tuple[str, str]]:
 def _base_of(home: Home, version: ModelVersion) -> str | None:
     """Return the hash of the weights under an adapter; None: the version has no adapter."""
     directory = home.checkpoint(version.checkpoint)
-    return read_manifest(directory).parent_sha256 if (directory / ADAPTER).is_dir() else None
+    if not (directory / ADAPTER).is_dir():
+        return None
+    manifest = read_manifest(directory)
+    return manifest.base_sha256 or manifest.parent_sha256
 
 
 def _needed_to_rebuild(home: Home, version: ModelVersion) -> Iterator[str]:

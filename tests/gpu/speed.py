@@ -43,6 +43,7 @@ def measure(bench: Bench, stage: str, name: str, path: str, lora: Lora | None) -
     import torch
 
     from cray_agents.trainers.planning.layout_choice import choose_layout
+    from cray_agents.trainers.training.train_step import build_of
 
     _, model = bench.model(name)
     sizes = bench.scale.microbatches
@@ -68,13 +69,15 @@ def measure(bench: Bench, stage: str, name: str, path: str, lora: Lora | None) -
             bench.report.add(stage, **row, problem="does not fit by the plan: not tried")
             continue
         try:
-            if training is None or not training.fits(model, Layout(), hyper, choice.recompute):
+            build = build_of(model, Layout(), hyper, choice.recompute)
+            if training is None or training.build != build:
                 training = None  # before the next one takes as much memory
                 free_memory(bench)
                 with layers_of(path):
                     training = bench.build(name, hyper, choice.recompute)
             else:
-                training.begin(training.parent, hyper, "sft", lambda: False, in_memory=True)
+                training.take_up(training.parent, hyper, "sft", lambda: False)
+                training.start_from_weights()
             row |= take_steps(bench, training, known)
         except torch.OutOfMemoryError:
             row["problem"] = "out of memory"

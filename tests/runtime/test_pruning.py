@@ -226,13 +226,19 @@ def test_a_kept_state_stays_as_long_as_its_weights(site: Site) -> None:
     assert left() == [1, 5]
 
 
-def test_a_canary_and_what_an_adapter_is_over_stay(site: Site) -> None:
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_a_canary_and_what_an_adapter_is_over_stay(site: Site, trained_on: bool) -> None:
     row(site, 3)
     base = site.registry.import_checkpoint(checkpoint(site.directory / "another", b"other"))
     assert site.registry.register("calc", *base).number == 4
     site.make(4)
     site.make(1)
     (site.folder(5) / checkpoints.ADAPTER).mkdir()
+    if trained_on:  # its parent is another version with an adapter over the same weights
+        manifest = checkpoints.read_manifest(site.folder(5))
+        over = {"parent_sha256": "0" * 64, "base_sha256": manifest.parent_sha256}
+        text = manifest.model_copy(update=over).model_dump_json()
+        (site.folder(5) / checkpoints.MANIFEST).write_text(text)
     site.registry.promote("calc", 5)
     site.registry.start_canary("calc", 2, who="me", reason="", numbers={})
     done = site.prune()

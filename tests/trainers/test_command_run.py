@@ -128,8 +128,8 @@ def test_a_linear_loss_has_the_gradient_of_the_clients_own(
 
 
 def test_publishing_and_scoring_disturb_nothing(lab: Any, tmp_path: Path) -> None:
-    """Also not adapters, which a checkpoint has folded into its weights."""
-    for number, hyper in enumerate(({}, {"lora": {"rank": 2}})):
+    """Also not adapters, which a checkpoint has folded into its weights, nor master weights."""
+    for number, hyper in enumerate(({}, {"lora": {"rank": 2}}, {"dtype": "bfloat16"})):
         results = []
         for disturbed in (False, True):
             here = type(lab)(Home(tmp_path / f"{number}{disturbed}"), lab.models)

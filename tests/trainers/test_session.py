@@ -50,7 +50,7 @@ def chain(lab: Any, layout: dict[str, int], hyper: dict[str, Any], train: Any) -
             dataset="ds" if number != 1 else "other",
             layout=layout,
             hyper={**hyper, "steps": 4, "seed": number},
-            optimizer_from=before if number == 1 and not hyper.get("lora") else None,
+            optimizer_from=before if number == 1 else None,
         )
         job = train(spec)
         status = job.status()

@@ -4,7 +4,8 @@ Every rank writes its share of the tensors into safetensors files of its own, an
 writes; nothing is gathered on one rank. Each tensor is written whole by one of the ranks that hold
 it (`plan_export`). Rank 0 adds the parent's config, tokenizer and chat template, the golden probe
 and all hashes, and renames the folder into place. Weights keep the parent's stored types, and the
-probe scores the weights as stored. Called by job/rank.py. Read next: weight_files.py.
+probe scores the weights as stored, or adapters beside theirs (see Training.as_stored). Called by
+job/rank.py. Read next: weight_files.py.
 """
 
 import json
@@ -31,15 +32,16 @@ from cray_agents.trainers.checkpointing.delta_export import LARGEST_SHARE, Delta
 from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
 from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
 from cray_agents.trainers.data.samples import Samples
-from cray_agents.trainers.models.ways import config_of, first_source, plan_files, round_chunks
-from cray_agents.trainers.models.weights import SHARE_BYTES, whole_tensors
+from cray_agents.trainers.models.lora import merged_weight, without_adapters
+from cray_agents.trainers.models.ways import config_of, plan_files
+from cray_agents.trainers.models.weights import SHARE_BYTES, FilePlan, whole_tensors
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
     gather_from_ranks,
     is_rank0,
     write_together,
 )
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.train_step import AdapterBase, Training
 from cray_agents.training_jobs import JobSpec
 
 
@@ -73,8 +75,8 @@ def export_weights(
 ) -> dict[str, str]:
     """Write the weights as safetensors into an existing folder; return each file's hash.
 
-    Rounds the model's own weights to the stored types first, so that model and files are equal.
-    `share`: see `plan_export`. Collective.
+    They are rounded to the parent's types, with adapters merged in, one tensor after the other: the
+    model's own stay. `share`: see `plan_export`. Collective.
     """
     return export(training, folder, file_bytes, share, changes=False)[0]
 
@@ -88,10 +90,20 @@ def export(
     more than half the space of the full files, which are then written instead. With `job` replicas
     may receive the weights meanwhile: see WeightSender.keep.
     """
-    chunks, model = training.chunks, training.model
-    source = first_source(training.parent, model, training.hyper)
-    round_chunks(chunks, model, source)
-    plan = plan_files(chunks, model, source, in_file_order, share)
+    with without_adapters(training.chunks) as around:
+
+        def written(weight: torch.Tensor) -> torch.Tensor:
+            adapter = around.get(weight)
+            return weight.detach() if adapter is None else merged_weight(adapter)
+
+        chunks, model, source = training.chunks, training.model, training.source
+        plan = plan_files(chunks, model, source, in_file_order, share, written)
+        return _export(training, folder, file_bytes, plan, changes=changes, job=job)
+
+
+def _export(
+    training: Training, folder: Path, file_bytes: int, plan: FilePlan, *, changes: bool, job: str
+) -> tuple[dict[str, str], dict[str, str]]:
     shapes, dtypes, sizes = plan.shapes, plan.dtypes, plan.sizes
     each = [json.loads(names) for names in gather_from_ranks(json.dumps(plan.mine).encode())]
     groups = [cut(names, sizes, file_bytes) for names in each]
@@ -228,8 +240,8 @@ def publish(
     """Export, probe and publish as `final`, unless that exists. Collective.
 
     With `spec.changes_only` a delta checkpoint, where the parent is a checkpoint of this root.
-    Afterwards this rank's weights equal the files, with adapters folded in: see Training.begin.
-    Raises StoreError on every rank if one of them cannot write.
+    Weights, adapters and optimizer stay as they are: training may go on. Raises StoreError on every
+    rank if one of them cannot write.
     """
     main = torch.distributed.get_rank() == 0
     if training.sender is not None:
@@ -243,16 +255,17 @@ def publish(
     write_together("the checkpoint", make_draft)
     if (lora := training.hyper.lora) is not None:
         adapter = draft / checkpoints.ADAPTER
-        write_adapter(training.chunks, training.model, lora, spec.parent, adapter)
-        training.fold_adapters()
+        base = training.base or AdapterBase(spec.parent, spec.parent_sha256)
+        write_adapter(training.chunks, training.model, lora, base.path, adapter)
     ours = training.parent.resolve().parent == final.parent.resolve()
     config = config_of(training.parent, training.model)
     # a parent that was dequantised has no such tensors
     same = training.hyper.init != "random" and config == read_config(training.parent)
     changes = spec.changes_only and ours and same
     job = spec.id if training.hyper.lora is None else ""  # replicas load adapters from files
-    hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes, job=job)
-    scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
+    with training.as_stored():
+        hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes, job=job)
+        scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
 
     def finish() -> str:
         copy_settings(training.parent, draft, tied=training.model.tied, config=config)
@@ -265,6 +278,7 @@ def publish(
             files=files,
             weights_sha256=checkpoints.weights_sha256(files),
             parent_sha256=spec.parent_sha256,
+            base_sha256=None if training.base is None else training.base.sha256,
             job=spec.id,
             dataset=spec.dataset or None,
             metrics=metrics,

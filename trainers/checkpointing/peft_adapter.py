@@ -31,7 +31,7 @@ def write_adapter(
 ) -> None:
     """Write this model's adapters into a new folder. Collective; rank 0 gathers and writes.
 
-    `parent` is the path or name of the adapted weights, for PEFT's users. Raises StoreError.
+    `parent` is the path of the weights below, for the next job and PEFT's users. Raises StoreError.
     """
     from megatron.core import parallel_state as ps
 

@@ -26,6 +26,7 @@ from cray_agents.runtime.disk.durable import kept_state, resume_points
 from cray_agents.trainers.checkpointing.save import POINT, SEAL
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
+    OwnedRange,
     TensorRange,
     TensorSlice,
     allocate_moments,
@@ -154,6 +155,24 @@ def load(training: Training, point: Path) -> dict[str, Any]:
         shards.optimizer_to_weights()
     training.done, training.saved = saved.step, point
     return saved.common
+
+
+def load_moments(training: Training, point: Path) -> list[tuple[OwnedRange, torch.Tensor]]:
+    """Restore moments and Adam's count of steps alone; return the master weights of the point.
+
+    Each is beside the range that it belongs to, flattened, in host memory. Raises BadInput as
+    `load` does.
+    """
+    saved, masters = _SavedPoint(point), []
+    allocate_moments(training, saved.adam_steps)
+    with torch.no_grad():
+        for owned in owned_ranges(training, local_ranges(training)):
+            part = slice(owned.first, owned.first + owned.count)
+            master, *moments = (saved.read(owned.range_, n)[part] for n in range(len(NUMBERS)))
+            for tensor, values in zip(owned.tensors[1:], moments, strict=True):
+                tensor[: len(values)].copy_(values)
+            masters.append((owned, master))
+    return masters
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,14 @@ class OwnedRange:
     """Elements `first` .. `first + count` of a slice, owned by this rank's optimizer.
 
     `tensors`: a view for each of NUMBERS, [count] float32, which training goes on changing.
+    `weights`: a view of what the model computes with in their place, of `parameter`.
     """
 
     range_: TensorRange
     first: int
     tensors: tuple[torch.Tensor, ...]
+    parameter: torch.Tensor
+    weights: torch.Tensor
 
     @property
     def count(self) -> int:
@@ -113,7 +116,8 @@ def owned_ranges(
             if shard is not None and len(shard.main):
                 state = moments[shard.optimized]
                 rest = (state[name].to_local().view(-1) for name in NUMBERS[1:])
-                yield OwnedRange(range_, shard.begin, (shard.main, *rest))
+                numbers = (shard.main, *rest)
+                yield OwnedRange(range_, shard.begin, numbers, parameter, shard.weights)
         return
     for optimizer in optimizers(training):
         for parameter, start, stop in _optimizer_ranges(optimizer):
@@ -126,7 +130,8 @@ def owned_ranges(
                         state[name].detach().view(-1)[low - start : high - start]
                         for name in NUMBERS
                     )
-                    yield OwnedRange(range_, low - range_.begin, views)
+                    weights = parameter.detach().view(-1)[low:high]
+                    yield OwnedRange(range_, low - range_.begin, views, parameter, weights)
 
 
 def optimizers(training: Training) -> list[Any]:

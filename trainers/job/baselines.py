@@ -9,6 +9,7 @@ rank.py.
 import gc
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +22,7 @@ from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, Traine
 from cray_agents.trainers.data.packer import Rows, samples_to_train_on
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.job.checks.probe_check import check_probe
-from cray_agents.trainers.job.checks.weights_check import check_parent, check_weights
+from cray_agents.trainers.job.checks.weights_check import check_weights
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import scoring_way
 from cray_agents.trainers.training.parallel_groups import is_rank0
@@ -137,13 +138,11 @@ class Baselines:
             return self._parent(samples, name, places, {})
 
         def compute() -> list[Floats]:
-            with check_weights(reference, self._spec.reference_sha256 or ""):
-                training.take_weights(reference)
-            check_probe(training, reference, "reference")
-            rows = training.score(samples, places)
-            with check_parent(training.parent, self._spec):
-                training.take_weights()
-            return rows
+            with ExitStack() as stack:
+                with check_weights(reference, self._spec.reference_sha256 or ""):
+                    stack.enter_context(training.holding(reference))
+                check_probe(training, reference, "reference")
+                return training.score(samples, places)
 
         return self._load_or_compute(samples, name, places, compute)
 

@@ -46,6 +46,8 @@ def record_success(journal: JobJournal, spec: JobSpec) -> None:
             loss_last=metrics["loss_last"],
             trained_tokens=metrics["trained_tokens"],
             seconds=metrics["seconds"],
+            changed_share=metrics.get("changed_share"),
+            update_ratio=metrics.get("update_ratio"),
             checkpoint=spec.id,
         )
     )

@@ -34,7 +34,10 @@ from cray_agents.training_jobs import ON_POLICY, JobSpec, explain_learning_rate
 
 @dataclass(frozen=True)
 class JobInputs:
-    """A job's inputs. At most one of the three points to start from is set, with `at`."""
+    """A job's inputs. At most one of the three points to start from is set, with `at`.
+
+    But adapters that resume are over the weights that `optimizer_from` led to, so it is set, too.
+    """
 
     journal: JobJournal
     spec: JobSpec
@@ -48,7 +51,9 @@ class JobInputs:
     reference: Path | None = None  # None: the parent
     teacher: Path | None = None  # of distill
     resume_from: Path | None = None  # a point of this job: continue exactly
-    optimizer_from: Path | None = None  # a point of another job: take its optimizer moments only
+    optimizer_from: Path | None = (
+        None  # a point of another job: take its optimizer, and its master weights
+    )
     state_from: Path | None = None  # what another run by commands kept: begin with it
 
     @property
@@ -205,9 +210,9 @@ def choose_start(
     if point is None and spec.state_from is not None:
         state = resume.kept_point(work.journal.home.jobs, spec.state_from)
         work = work.at(work.attempt, None, None, state)
-    elif point is None and source is not None:
-        point = resume.newest_point(work.journal.home.job(source) / "megatron", source)
-        work = work.at(work.attempt, None, point)
+    elif source is not None and (point is None or hyper.lora is not None):
+        before = resume.newest_point(work.journal.home.job(source) / "megatron", source)
+        work = work.at(work.attempt, point, before)
     else:
         work = work.at(work.attempt, point, None)
     note_steps(ledger, work.journal)  # of the attempt before: a killed one has written nothing

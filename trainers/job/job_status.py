@@ -71,14 +71,16 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         metrics=measures(steps[-1]) if steps else {},
         taken_up=journal.taken_up,
         layers=journal.layers,
+        warnings=journal.warnings,
         offered=state == "running" and bool(find_offers(journal.home.sessions, spec.id)),
     )
 
 
 def session_of(journal: JobJournal, last: Handover) -> dict[str, Any]:
-    """Return the fields of a JobStatus that tell which session trained a job, and how it began."""
+    """Return the fields of a JobStatus that only a job's events and handover tell."""
     taken_up = journal.taken_up if last.session else None
-    return {"session": last.session, "taken_up": taken_up, "layers": journal.layers}
+    fields = {"session": last.session, "taken_up": taken_up, "layers": journal.layers}
+    return {**fields, "warnings": journal.warnings}
 
 
 def newest_measures(journal: JobJournal) -> dict[str, Any]:

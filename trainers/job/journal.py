@@ -26,6 +26,8 @@ The training process and the trainers that watch it share this module. Events ar
     packing     how, difference, split, rejected: how the universal way computes several sequences
     taken_up    attempt, source ("memory", "parked" or "files"), seconds until a session had weights
                 and optimizer in place, parked_bytes (all that its ranks have parked then)
+    warning     message: a loss that the job goes on with
+    moved       checkpoint, changed_share, update_ratio: see JobStatus
     corrupt     message: a resume point that was set aside, or a damaged line that was dropped
     agreement   tokens, max_difference, mean_difference, p99_difference (99th percentile):
                 log-probabilities of the sampled tokens, the trainer's against the engine's, nats;
@@ -315,6 +317,12 @@ class JobJournal:
         """The last time that a session took the job up; None if none did."""
         events = [event for event in self.events() if event["event"] == "taken_up"]
         return TakenUp(**{n: events[-1][n] for n in TakenUp.model_fields}) if events else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """The losses so far, each sentence once."""
+        messages = (e["message"] for e in self.events() if e["event"] == "warning")
+        return list(dict.fromkeys(messages))
 
     @property
     def layers(self) -> str:

@@ -25,6 +25,7 @@ from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.checkpointing.state import allocate_moments
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+from cray_agents.trainers.job import master_weights
 from cray_agents.trainers.job.baselines import Baselines, LogprobsBySample
 from cray_agents.trainers.job.checks import engine_agreement
 from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_parent
@@ -43,7 +44,7 @@ from cray_agents.trainers.training.parallel_groups import (
     join_ranks,
 )
 from cray_agents.trainers.training.progress_clock import CLOCK
-from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
+from cray_agents.trainers.training.train_step import AdapterBase, StepReport, Stopped, Training
 from cray_agents.training_jobs import Layout
 
 RECENT = 50  # steps whose gradient norms a new norm is compared with
@@ -195,8 +196,9 @@ def execute(
 ) -> bool:
     """Train the job to its end and publish it; return False if stopped before. Collective.
 
-    `training` holds the parent's weights, and with `optimizer_in_memory` the moments that
-    `spec.optimizer_from` left. `restored`, `leave`: see command_run.py.
+    `training` holds the parent's weights. With `optimizer_in_memory` it holds what
+    `spec.optimizer_from` left: the weights before they were published, and the optimizer.
+    `restored`, `leave`: see command_run.py.
     """
     training.microbatch = broadcast_from_rank0(work.journal.microbatch if is_rank0() else None)
     if training.packing is not None and is_rank0():
@@ -209,12 +211,16 @@ def execute(
             rejected=packing.rejected,
         )
     if work.spec.commands is not None:
+        if restored is None:
+            begin(training, work, optimizer_in_memory=optimizer_in_memory)
         return run_commands(training, work, leave, restored)
     spec, home = work.spec, work.journal.home
+    begin(training, work, optimizer_in_memory=optimizer_in_memory)
     try:
-        agreement, scored = compare_with_engine(training, work)
-        baseline, validation = score_baselines(training, work, scored)
-        totals = restore(training, work, optimizer_in_memory)
+        with training.as_stored():
+            agreement, scored = compare_with_engine(training, work)
+            baseline, validation = score_baselines(training, work, scored)
+        totals = restore(training, work)
         finished = train(training, work, baseline, validation, totals)
         if finished and may_publish(work):
             training.finish()
@@ -223,7 +229,11 @@ def execute(
                     training,
                     spec,
                     probe_prompts(work.samples),
-                    {**totals.summary(), "steps": training.done},
+                    {
+                        **totals.summary(),
+                        "steps": training.done,
+                        **master_weights.note_moved(training, work.journal, spec.id),
+                    },
                     agreement if spec.hyperparameters.dtype == "bfloat16" else None,
                     draft,
                     home.checkpoint(spec.id),
@@ -273,21 +283,31 @@ def score_baselines(
     return baseline, baselines.of_validation(work.validation)
 
 
-def restore(training: Training, work: JobInputs, optimizer_in_memory: bool = False) -> JobTotals:
-    """Continue from a resume point of this job, or take another job's optimizer, or start anew."""
-    if work.resume_from is not None:
-        totals = JobTotals(**resume.load(training, work.resume_from))
-        totals.check_schedule(training.done, training.rate_at(training.done - 1))
-        return totals
-    if optimizer_in_memory:
+def begin(training: Training, work: JobInputs, *, optimizer_in_memory: bool = False) -> None:
+    """Put what a job starts with in place: another's optimizer and master weights, or new ones."""
+    spec, point = work.spec, work.optimizer_from
+    if not optimizer_in_memory:
+        if spec.hyperparameters.lora is not None:
+            known = spec.hyperparameters.init == "parent"  # random weights have no files
+            training.base = AdapterBase(spec.parent, spec.parent_sha256) if known else None
+        if point is None:
+            allocate_moments(training, 0)  # a session's optimizer may hold another job's
+        elif why := master_weights.carry_on(training, point, work.journal.home):
+            master_weights.warn(
+                work.journal,
+                f"the training goes on from the parent's files: what {spec.optimizer_from} learnt"
+                f" beyond them is lost, because {why}",
+            )
+    master_weights.note_first(training)
+
+
+def restore(training: Training, work: JobInputs) -> JobTotals:
+    """Continue from a resume point of this job, or start anew."""
+    if work.resume_from is None:
         return JobTotals()
-    if work.optimizer_from is not None:
-        resume.load(training, work.optimizer_from)
-        with check_parent(work.parent, work.spec):
-            training.restart()
-    else:
-        allocate_moments(training, 0)  # a session's optimizer may hold another job's
-    return JobTotals()
+    totals = JobTotals(**resume.load(training, work.resume_from))
+    totals.check_schedule(training.done, training.rate_at(training.done - 1))
+    return totals
 
 
 def train(

@@ -12,6 +12,7 @@ Read next: checkpointing/peft_adapter.py, which writes the adapters in PEFT's la
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,8 @@ _COLUMN = ("qkv", "fc1")
 class LoraLinear(torch.nn.Module):
     """A frozen parallel linear `base` with its adapter: `a` and `b`, this rank's share.
 
-    `merged` returns the equivalent single weight. `place` is the linear's layer and name.
+    `merged` returns the equivalent single weight of an `a` and a `b`. `place` is the linear's layer
+    and name.
     """
 
     def __init__(
@@ -112,11 +114,10 @@ class LoraLinear(torch.nn.Module):
             return F.dropout(x, self.dropout)
 
     @torch.no_grad()
-    def merged(self) -> torch.Tensor:
-        """Return the weight [out, in] with the adapter added, this rank's share, in base's type."""
+    def merged(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the weight [out, in] with an adapter added, this rank's share, in float32."""
         weight: torch.Tensor = self.base.weight
-        update = self.b.float() @ self.a.float() * self.scale
-        return (weight.float() + update).to(weight.dtype)
+        return weight.float() + b.float() @ a.float() * self.scale
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -200,23 +201,24 @@ def adapters(chunks: list[Any]) -> Iterator[tuple[Any, str, LoraLinear | LinearA
                 yield chunk, name, module
 
 
-Folded = list[tuple[Any, str, LoraLinear | LinearAdapter]]  # (owner, attribute, adapter)
+Adapted = dict[torch.Tensor, LoraLinear | LinearAdapter]  # by the weight under the adapter
 
 
-@torch.no_grad()
-def fold_adapters(chunks: list[Any]) -> Folded:
-    """Add the adapters to their weights and put plain linears in their places; return them."""
-    folded: Folded = []
+def merged_weight(adapter: LoraLinear | LinearAdapter) -> torch.Tensor:
+    """Return the weight with its adapter added, in the type of the weight."""
+    return adapter.merged(adapter.a, adapter.b).to(adapter.base.weight.dtype)
+
+
+@contextmanager
+def without_adapters(chunks: list[Any]) -> Iterator[Adapted]:
+    """Put plain linears in the adapters' places within the context; their weights stay."""
+    taken = []
     for chunk, name, adapter in list(adapters(chunks)):
         path, _, last = name.rpartition(".")
-        owner = chunk.get_submodule(path)
-        adapter.base.weight.copy_(adapter.merged())
-        setattr(owner, last, adapter.base)
-        folded.append((owner, last, adapter))
-    return folded
-
-
-def unfold_adapters(folded: Folded) -> None:
-    """Put adapters back around their linears, whose weights stay as they were merged."""
-    for owner, last, adapter in folded:
-        setattr(owner, last, adapter)
+        taken.append((chunk.get_submodule(path), last, adapter))
+        setattr(*taken[-1][:2], adapter.base)
+    try:
+        yield {adapter.base.weight: adapter for _, _, adapter in taken}
+    finally:
+        for owner, last, adapter in taken:
+            setattr(owner, last, adapter)

@@ -24,16 +24,20 @@ from cray_agents.trainers.models.bridge.bridged_model import (
     build_bridged,
     fill_bridged,
     plan_bridged,
-    round_bridged,
+    stored_types_of_bridged,
 )
 from cray_agents.trainers.models.layer_choice import LayerChoice
-from cray_agents.trainers.models.lora import adapters, add_lora
+from cray_agents.trainers.models.lora import add_lora, without_adapters
 from cray_agents.trainers.models.model import build_model, layers_of
 from cray_agents.trainers.models.tensors import tensor_shapes
 from cray_agents.trainers.models.universal.causal_model import Agree, build_universal
 from cray_agents.trainers.models.universal.linear_adapter import add_adapters
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
-from cray_agents.trainers.models.universal.stored_units import check_types, plan_units, round_units
+from cray_agents.trainers.models.universal.stored_units import (
+    check_types,
+    plan_units,
+    stored_types_in,
+)
 from cray_agents.trainers.models.weights import (
     FilePlan,
     SafeTensors,
@@ -42,6 +46,7 @@ from cray_agents.trainers.models.weights import (
     load_weights,
     plan_export,
     round_weights,
+    stored_types_of,
     weight_source,
 )
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora
@@ -109,29 +114,40 @@ def build_chunks(
     return chunks
 
 
-def fill_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> None:
-    """Fill chunks that are built with other weights of the same model. Raises BadInput."""
+def fill_chunks(
+    chunks: list[Any],
+    model: Architecture,
+    source: AnySource,
+    put: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_,
+) -> None:
+    """Fill chunks that are built with other weights of the same model. Raises BadInput.
+
+    `put` copies a weight into the model's tensor; under bridge and in shards there is another.
+    """
     if isinstance(source, BridgedParent):
         fill_bridged(chunks, source)
         return
     if not isinstance(source, ParentFiles):
-        load_weights(chunks, model, source)
+        load_weights(chunks, model, source, put)
         return
     if (shards := chunks[0].shards) is not None:
         shards.forget_gathered()
-        source.fill(chunks[0].network, shards.put)
-        return
-    around = list(adapters(chunks))
-    for chunk, name, adapter in around:  # the files know the layers without them
-        _replace(chunk, name, adapter.base)
-    source.fill(chunks[0].network)
-    for chunk, name, adapter in around:
-        _replace(chunk, name, adapter)
+        put = shards.put
+    with without_adapters(chunks):  # the files know the layers without them
+        source.fill(chunks[0].network, put)
 
 
-def _replace(chunk: Any, name: str, module: torch.nn.Module) -> None:
-    path, _, last = name.rpartition(".")
-    setattr(chunk.get_submodule(path), last, module)
+StoredTypes = dict[torch.Tensor, set[torch.dtype]]  # by weight of this rank
+
+
+def stored_types(chunks: list[Any], model: Architecture, source: AnySource) -> StoredTypes:
+    """Return the types that each weight of this rank is stored in, mostly one. Collective."""
+    with without_adapters(chunks):
+        if isinstance(source, ParentFiles):
+            return dict(stored_types_in(chunks[0].network, source))
+        if isinstance(source, BridgedParent):
+            return dict(stored_types_of_bridged(chunks, source))
+        return dict(stored_types_of(chunks, model, source))
 
 
 def adapt_chunks(
@@ -148,14 +164,18 @@ def adapt_chunks(
         add_lora(chunks, model, lora, seed)
 
 
+@torch.no_grad()
 def round_chunks(chunks: list[Any], model: Architecture, source: AnySource) -> None:
-    """Round this rank's weights to the stored types of their tensors."""
-    if isinstance(source, ParentFiles):
-        round_units(chunks[0].network, source, chunks[0].shards)
-    elif isinstance(source, BridgedParent):
-        round_bridged(chunks, source)
-    else:
-        round_weights(chunks, model, source)
+    """Round this rank's weights to the stored types of their tensors. Collective."""
+    if not isinstance(source, ParentFiles | BridgedParent):
+        round_weights(chunks, model, source)  # one weight may have tensors of several types
+        return
+    if (shards := getattr(chunks[0], "shards", None)) is not None:
+        shards.forget_gathered()
+    for weight, (stored,) in stored_types(chunks, model, source).items():
+        own = weight if shards is None else shards.own(weight)
+        if own.is_floating_point():
+            own.copy_(own.to(stored))
 
 
 def plan_files(
@@ -164,10 +184,14 @@ def plan_files(
     source: AnySource,
     order: Callable[[Mapping[str, torch.dtype]], list[str]],
     share: int,
+    of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
 ) -> FilePlan:
-    """Divide a checkpoint's tensors among the ranks; `order` sorts names for the files."""
+    """Divide a checkpoint's tensors among the ranks; `order` sorts names for the files.
+
+    `of` returns what is written of a weight. The adapters are off: see `without_adapters`.
+    """
     if isinstance(source, ParentFiles):
-        return plan_units(chunks[0].network, source, order, share, chunks[0].shards)
+        return plan_units(chunks[0].network, source, order, share, chunks[0].shards, of)
     if isinstance(source, BridgedParent):
         return plan_bridged(chunks, source, order)
     shapes = tensor_shapes(model)
@@ -175,7 +199,7 @@ def plan_files(
     sizes = {n: prod(shapes[n]) * dtypes[n].itemsize for n in order(dtypes)}
     plan = plan_export(chunks, model, sizes, share)
     mine = order({n: dtypes[n] for one in plan if one.mine for n in one.origin.names})
-    return FilePlan(dtypes, shapes, sizes, mine, lambda: export_pieces(plan, model))
+    return FilePlan(dtypes, shapes, sizes, mine, lambda: export_pieces(plan, model, of))
 
 
 def config_of(parent: Path, model: Architecture) -> dict[str, Any]:

@@ -229,10 +229,16 @@ def weights_of(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 @torch.no_grad()
-def load_weights(chunks: list[Any], model: Architecture, source: Source) -> None:
+def load_weights(
+    chunks: list[Any],
+    model: Architecture,
+    source: Source,
+    put: Callable[[torch.Tensor, torch.Tensor], Any] = torch.Tensor.copy_,
+) -> None:
     """Fill this rank's chunks, one parameter after the other; padding becomes zeros.
 
-    Raises BadInput if a tensor is missing or has another shape than config.json implies.
+    `put` copies a weight into its parameter. Raises BadInput if a tensor is missing or has another
+    shape than config.json implies.
     """
     expected = tensor_shapes(model)
     for chunk in chunks:
@@ -254,8 +260,18 @@ def load_weights(chunks: list[Any], model: Architecture, source: Source) -> None
                 start, end = (min(whole, share * place) for place in (rank, rank + 1))
                 slices.append(source.share(wanted, axis, start, end))
             packed = pack(origin.how, slices, model)
-            parameter[: len(packed)] = packed
-            parameter[len(packed) :] = 0
+            if filler := len(parameter) - len(packed):
+                packed = torch.cat([packed, packed.new_zeros(filler, *packed.shape[1:])])
+            put(parameter, packed)
+
+
+def stored_types_of(
+    chunks: list[Any], model: Architecture, source: Source
+) -> Iterator[tuple[torch.Tensor, set[torch.dtype]]]:
+    """Yield this rank's parameters, each with the types that its tensors are stored in."""
+    for chunk in chunks:
+        for name, parameter in weights_of(chunk):
+            yield parameter, {source.dtype(n) for n in Origin(chunk, name, model).names}
 
 
 @torch.no_grad()
@@ -386,8 +402,8 @@ def export_pieces(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, piece) of what this rank writes, in the order of the plan.
 
-    A tensor comes whole, or in pieces in order along axis 0. It is made of the weights with
-    their adapters merged in, or of `of(parameter)`; these must not change before the end. All
+    A tensor comes whole, or in pieces in order along axis 0. It is made of the weights, or of
+    `of(parameter)`; these must not change before the end. All
     tensor ranks must iterate together, to the end: they send each writer their slices. Those of the
     next tensors travel while the present one is used.
     """
@@ -395,7 +411,7 @@ def export_pieces(
     size = 0
     for one in plan:
         parameter = one.chunk.get_parameter(one.name)
-        mine = _merged_weight(one.chunk, one.name) if of is None else of(parameter)
+        mine = parameter if of is None else of(parameter)
         ahead.append(_TravellingSlices(one, mine.detach().contiguous()))
         size += ahead[-1].nbytes
         while size > AHEAD_BYTES:
@@ -435,10 +451,3 @@ class _TravellingSlices:
         origin = self._one.origin
         named = zip(origin.names, unpack_pieces(origin.how, self._slices, model), strict=True)
         return [(name, piece) for name, pieces in named for piece in pieces]
-
-
-def _merged_weight(chunk: Any, name: str) -> torch.Tensor:
-    owner, base, leaf = name.partition(".base.")
-    adapter = chunk.get_submodule(owner) if base and leaf == "weight" else None
-    tensor: torch.Tensor = chunk.get_parameter(name) if adapter is None else adapter.merged()
-    return tensor

@@ -19,11 +19,11 @@ import numpy as np
 from cray_agents.errors import FULL, BadInput, Corrupt, StoreError
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.save import Saver
-from cray_agents.trainers.checkpointing.state import allocate_moments
 from cray_agents.trainers.data.packer import Columns
 from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.trainers.job.checks.weights_check import FailedEverywhere
 from cray_agents.trainers.job.job_inputs import JobInputs
+from cray_agents.trainers.job.master_weights import note_moved
 from cray_agents.trainers.methods.token_losses import token_loss
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.training.accumulation import Accumulation
@@ -109,8 +109,6 @@ class CommandRun:
         elif work.state_from is not None:
             self._totals = RunTotals(**resume.load(training, work.state_from))
             self._totals.sequence, training.saved = 0, None  # of the other run
-        else:
-            allocate_moments(training, 0)
         training.done = self._saved = self._totals.sequence
         self._gradients.drop()
         saver = Saver(
@@ -200,9 +198,9 @@ class CommandRun:
                 return self._result(logprobs=_spread(samples, rows))
             case Publish():
                 name = f"{self._work.spec.id}-{self._totals.sequence}"
-                return self._publish(name, goes_on=True)
+                return self._publish(name)
             case End():
-                return self._publish(self._work.spec.id, goes_on=False)
+                return self._publish(self._work.spec.id)
             case Save():
                 if self._gradients.pending:
                     raise BadInput("gradients wait for an optimizer step: take it, then save")
@@ -257,7 +255,7 @@ class CommandRun:
             )  # fmt: skip
         return self._result(grad_norm=norm)
 
-    def _publish(self, name: str, *, goes_on: bool) -> CommandResult:
+    def _publish(self, name: str) -> CommandResult:
         if self._gradients.pending:
             raise BadInput("gradients wait for an optimizer step: take it, then publish")
         if not self._totals.prompts:
@@ -265,15 +263,13 @@ class CommandRun:
         home, attempt = self._work.journal.home, self._work.attempt
         self._training.finish()
         try:
-            with (
-                hf_export.draft_of(home, name, attempt) as draft,
-                self._training.publishing(goes_on=goes_on),
-            ):
+            with hf_export.draft_of(home, name, attempt) as draft:
+                moved = note_moved(self._training, self._work.journal, name)
                 hf_export.publish(
                     self._training,
                     self._work.spec,
                     self._totals.prompts,
-                    self._totals.metrics(),
+                    self._totals.metrics() | moved,
                     None,
                     draft,
                     home.checkpoint(name),

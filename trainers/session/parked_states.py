@@ -20,7 +20,7 @@ from cray_agents.trainers.training.parallel_groups import (
     gather_from_ranks,
     is_rank0,
 )
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.train_step import AdapterBase, Training
 
 LARGEST_SHARE = 0.5  # of the memory that is free
 
@@ -29,8 +29,8 @@ LARGEST_SHARE = 0.5  # of the memory that is free
 class StateOrigin:
     """The origin of a rank's state: the weights of `weights`, and the optimizer that `job` left.
 
-    `weights` is the hash of a published checkpoint, under adapters of the one that they are over;
-    None for weights that no checkpoint has. A job that did not end was left by `attempt` at the
+    `weights` is the hash of the checkpoint that was published of them, None without one. `base` are
+    the weights that adapters are over. A job that did not end was left by `attempt` at the
     resume point whose seal has the hash `seal`. Without either, `job` is "": nothing could go on.
     """
 
@@ -38,13 +38,15 @@ class StateOrigin:
     weights: str | None
     attempt: int = 0
     seal: str = ""
+    base: AdapterBase | None = None
 
 
 @dataclass(eq=False)
 class Parked:
     """Host copies of a training's storages. `nbytes`: of all ranks together.
 
-    Without `origin` they are frozen weights. `key` names the state; equal on all ranks.
+    Without `origin` they are frozen weights. `key` names the state; equal on all ranks. `first`:
+    see Training.
     """
 
     key: tuple[Any, ...]
@@ -52,6 +54,7 @@ class Parked:
     copies: list[torch.Tensor]
     adam_steps: int
     nbytes: int
+    first: list[torch.Tensor]
 
 
 class ParkedStates:
@@ -74,7 +77,7 @@ class ParkedStates:
         """Copy the frozen weights, if parked adapters are over them. Collective."""
         key = frozen_key(training.build, weights)
         origins = [state.origin for state in self._states if state.origin is not None]
-        over = any(origin.weights == weights for origin in origins)
+        over = any(origin.base and origin.base.sha256 == weights for origin in origins)
         if over and self._find(key) is None:
             self._add(key, None, frozen(training), training, limit_gib)
 
@@ -87,7 +90,8 @@ class ParkedStates:
         limit_gib: float,
     ) -> None:
         storages = list(storages_of(tensors, training).values())
-        mine = sum(storage.nbytes() for storage in storages)
+        first = [] if origin is None else training.first
+        mine = sum(each.nbytes for each in first) + sum(each.nbytes() for each in storages)
         nbytes = sum(int(each) for each in gather_from_ranks(str(mine).encode()))
         room = broadcast_from_rank0(_room(nbytes, limit_gib) if is_rank0() else None)
         if nbytes > room:
@@ -100,7 +104,7 @@ class ParkedStates:
             for storage in storages
         ]
         _copy(zip(copies, map(bytes_of, storages), strict=True), training)
-        self._states.append(Parked(key, origin, copies, adam_steps(training), nbytes))
+        self._states.append(Parked(key, origin, copies, adam_steps(training), nbytes, first))
 
     @property
     def nbytes(self) -> int:
@@ -145,6 +149,7 @@ def put_back(training: Training, state: Parked) -> None:
     if state.origin is not None:
         allocate_moments(training, state.adam_steps)
         tensors = trained(training)
+        training.first, training.base = state.first, state.origin.base
     storages = map(bytes_of, storages_of(tensors, training).values())
     _copy(zip(storages, state.copies, strict=True), training)
 

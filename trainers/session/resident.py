@@ -1,13 +1,14 @@
 """Resident rank: one rank of a training session, which trains job after job.
 
 Between two jobs model and optimizer stay in memory. A job whose parent is what the job before it
-published starts from memory, to the bit as it would from the files; so does a job by commands that
-goes on where it was left. What the session leaves for another job is parked in host memory
-(parked_states.py), and taken from there when it comes back. A job of another kind of model has
-everything built anew. Rank 0 looks for the next job in the session's queue, and the others wait for
-its word. Where replicas use the same GPUs by turns, a session waits for its turn before each job,
-and moves its state to host memory after it. session_process.py calls `run` in a forked process.
-Read next: job/rank.py, whose `execute` trains a job.
+published starts from memory, to the bit as it would from the files: with master weights, or
+adapters over their base, if it goes on with the optimizer, and rounded without. So does a job by
+commands that goes on where it was left. What the session leaves for another job is parked in host
+memory (parked_states.py), and taken from there when it comes back. A job of another kind of model
+has everything built anew. Rank 0 looks for the next job in the session's queue, and the others wait
+for its word. Where replicas use the same GPUs by turns, a session waits for its turn before each
+job, and moves its state to host memory after it. session_process.py calls `run` in a forked
+process. Read next: job/rank.py, whose `execute` trains a job.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ from cray_agents.trainers.training.parallel_groups import (
 )
 from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.trainers.training.relay import Relay
-from cray_agents.trainers.training.train_step import Training, build_of
+from cray_agents.trainers.training.train_step import AdapterBase, Training, build_of
 from cray_agents.training_jobs import JobSpec, WeightsSource
 
 PATIENCE, LONGEST_TURN = 0.2, 10.0  # seconds of a job by commands that others wait for
@@ -306,7 +307,7 @@ class Resident:
         return origin.seal if origin is not None and origin.attempt + 1 == work.attempt else ""
 
     def _holds(self, spec: JobSpec) -> bool:
-        """Return True if the weights in memory are the ones that a job begins with."""
+        """Return True if a job's parent was published of the weights in memory."""
         starts = spec.hyperparameters.init == "parent"
         return starts and self._origin is not None and self._origin.weights == spec.parent_sha256
 
@@ -320,10 +321,16 @@ class Resident:
         return self._goes_on(work) or self._optimizer(work) is not None
 
     def _goes_on(self, work: JobInputs) -> bool:
-        """Return True if the optimizer in memory is the one that the job goes on with."""
+        """Return True if the job goes on with the optimizer and the weights in memory."""
         origin = self._origin
         left_by = "" if origin is None or origin.seal else origin.job
-        return left_by != "" and left_by == work.spec.optimizer_from and self._fits(work)
+        same = left_by != "" and left_by == work.spec.optimizer_from and self._fits(work)
+        known = origin is not None and (origin.base or work.spec.hyperparameters.lora is None)
+        return same and bool(known) and self._holds(work.spec)
+
+    def _is_below(self, work: JobInputs, base: AdapterBase) -> bool:
+        """Return True if these are the weights below the adapters in memory."""
+        return self._origin is not None and self._origin.base == base and self._fits(work)
 
     def _optimizer(self, work: JobInputs) -> Parked | None:
         """Return the parked state with the optimizer that a job goes on with, and its parent."""
@@ -332,7 +339,11 @@ class Resident:
         origin = None if parked is None else parked.origin
         if origin is None or origin.seal or origin.weights != spec.parent_sha256:
             return None
-        return parked if spec.hyperparameters.init == "parent" else None
+        base, whole = origin.base, spec.hyperparameters.lora is None
+        if base is not None:  # the weights below its adapters must be here, too
+            whole = self._is_below(work, base)
+            whole = whole or self._parked.frozen(build_of_job(work), base.sha256) is not None
+        return parked if whole and spec.hyperparameters.init == "parent" else None
 
     def _execute(self, work: JobInputs, resumes: bool) -> bool:
         optimizer, begun = self._continues(work), time.perf_counter()
@@ -345,6 +356,7 @@ class Resident:
                 restored = broadcast_from_rank0(resume.read_common(point) if is_rank0() else None)
                 training.saved = point
             else:
+                job_rank.begin(training, work, optimizer_in_memory=optimizer)
                 restored, source = resume.load(training, point), "files"
         elif work.state_from is not None:
             source = "files"
@@ -359,7 +371,7 @@ class Resident:
         finished = job_rank.execute(
             training, work, optimizer_in_memory=optimizer, restored=restored, leave=self._leave
         )
-        self._origin = self._published(work) if finished else self._left(training, work)
+        self._origin = self._published(training, work) if finished else self._left(training, work)
         return finished
 
     def _take_up(self, work: JobInputs, resumes: bool) -> WeightsSource:
@@ -369,22 +381,28 @@ class Resident:
         """
         spec, build, origin = work.spec, build_of_job(work), self._origin
         hyper, check = spec.hyperparameters, job_rank.stop_check(work, self._stop)
-        fits, frozen = self._fits(work), hyper.lora is not None
+        fits, lora, goes_on = self._fits(work), hyper.lora is not None, self._goes_on(work)
         if resumes and fits and origin is not None and origin.job == spec.id and self._training:
             self._training.take_up(work.parent, hyper, spec.method, check)
             return "memory"
-        in_place = fits and self._holds(spec)  # under adapters: the frozen weights
         state = self._parked.of_job(build, spec.id) if resumes else None
-        if state is None and not self._goes_on(work):
+        if state is None and not goes_on:
             state = self._optimizer(work)
-            if state is None and hyper.init == "parent" and not (in_place or frozen):
-                state = self._parked.of_weights(build, spec.parent_sha256)
-        over = spec.parent_sha256 if frozen and not in_place and hyper.init == "parent" else None
-        base = self._parked.frozen(build, over)  # before parking may drop it
+        goes_on_there, published = state is not None, fits and self._holds(spec)
+        if not (goes_on or goes_on_there or published or lora) and hyper.init == "parent":
+            state = self._parked.of_weights(build, spec.parent_sha256)
+        over = AdapterBase(spec.parent, spec.parent_sha256)  # which adapters are over, if any
+        if state is not None and state.origin is not None and state.origin.base is not None:
+            over = state.origin.base
+        below = lora and hyper.init == "parent" and self._is_below(work, over)
+        settles = published and not (goes_on or goes_on_there or below)
+        stays = goes_on or below or settles
+        missing = over.sha256 if lora and not stays and hyper.init == "parent" else None
+        base = self._parked.frozen(build, missing)  # before parking may drop it
         self._parked.drop(spec.id)  # it goes on from here
-        self._park(spec.id, stays=in_place, replaced=state is not None)
-        base = base or self._parked.frozen(build, over)
-        complete = in_place or base is not None or (state is not None and not frozen)
+        self._park(spec.id, trained=goes_on or settles, frozen=goes_on or below)
+        base = base or self._parked.frozen(build, missing)
+        complete = stays or base is not None or (state is not None and not lora)
         if fits and self._training is not None:
             self._training.take_up(work.parent, hyper, spec.method, check)
             if not complete:
@@ -401,26 +419,27 @@ class Resident:
             if parked is not None:
                 put_back(self._training, parked)
                 self._parked.note_use(parked)
-        if not resumes:
+        if not (goes_on or goes_on_there):
+            if settles or state is not None:
+                self._training.settle()
             self._training.start_from_weights()
         if not complete:
             return "files"
-        return "memory" if in_place and state is None else "parked"
+        return "memory" if stays and state is None else "parked"
 
-    def _park(self, job: str, *, stays: bool, replaced: bool) -> None:
+    def _park(self, job: str, *, trained: bool, frozen: bool) -> None:
         """Park what is in memory, before `job` takes its place.
 
-        `stays`: it begins with the weights there, or has its adapters over them. `replaced`: then a
-        parked state takes the place of the trained ones. A published state that the next job goes
-        on from is not parked.
+        `trained`: it begins with the trained weights there; published ones are then not parked.
+        `frozen`: it has its adapters over the frozen ones.
         """
         training, origin = self._training, self._origin
         if training is not None and origin is not None:
             limit = self._session.spec().parked_gib
-            if origin.job not in ("", job) and (origin.seal or replaced or not stays):
+            if origin.job not in ("", job) and (origin.seal or not trained):
                 self._parked.park(training, origin, limit)
-            if not stays and origin.weights is not None and training.hyper.lora is not None:
-                self._parked.park_frozen(training, origin.weights, limit)
+            if not frozen and origin.base is not None:
+                self._parked.park_frozen(training, origin.base.sha256, limit)
         self._origin = None
 
     def _leave(self, idle: float) -> bool:
@@ -444,12 +463,9 @@ class Resident:
             if work.journal.fenced(work.attempt) is not None:
                 seal = ""
         seal = broadcast_from_rank0(seal)
-        hyper = spec.hyperparameters
-        based = hyper.lora is not None and hyper.init == "parent"
-        weights = spec.parent_sha256 if based else None
-        return StateOrigin(spec.id if seal else "", weights, work.attempt, seal)
+        return StateOrigin(spec.id if seal else "", None, work.attempt, seal, training.base)
 
-    def _published(self, work: JobInputs) -> StateOrigin | None:
+    def _published(self, training: Training, work: JobInputs) -> StateOrigin | None:
         """Return the state in memory after a job of this session was published.
 
         None if another attempt published the job: this rank's state may be another one then.
@@ -459,7 +475,7 @@ class Resident:
             path = work.journal.home.checkpoint(work.spec.id) / "manifest.json"
             sha256 = checksums.read_record(Manifest, path).weights_sha256
         sha256 = broadcast_from_rank0(sha256)
-        return None if sha256 is None else StateOrigin(work.spec.id, sha256)
+        return None if sha256 is None else StateOrigin(work.spec.id, sha256, base=training.base)
 
 
 def build_of_job(work: JobInputs) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ next: methods/ for the losses.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,21 +26,19 @@ from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import send
-from cray_agents.trainers.models.lora import (
-    Folded,
-    adapters,
-    fold_adapters,
-    unfold_adapters,
-)
+from cray_agents.trainers.models.lora import adapters, merged_weight, without_adapters
 from cray_agents.trainers.models.universal.passes import Packing
 from cray_agents.trainers.models.universal.weight_shards import WeightShards
 from cray_agents.trainers.models.ways import (
     AnySource,
+    StoredTypes,
     adapt_chunks,
     build_chunks,
     fill_chunks,
     first_source,
+    round_chunks,
     source_of,
+    stored_types,
 )
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
 from cray_agents.trainers.training.own_work import OwnWork
@@ -76,6 +74,14 @@ class StepReport:
     measures: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class AdapterBase:
+    """The weights that adapters are over: their path, as a JobSpec names it, and their hash."""
+
+    path: str
+    sha256: str
+
+
 #: Hyperparameters that decide how model and optimizer are built; the others may change in between.
 BUILT_IN = ("dtype", "fp8", "lora", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
@@ -93,9 +99,10 @@ class Training:
     Each step calls `asked_to_stop` and reports the answer. `score` and `evaluate` call it at
     intervals and raise Stopped. `overlap`: see `wrap` in optimizer.py; None means only on GPUs.
     `source` None: the first weights are the parent's, or random ones, as the hyperparameters say;
-    without `loaded` the caller puts them in place. Where `fits` says so, `begin` and `take_up` take
+    without `loaded` the caller puts them in place. Where `build` is equal, `take_up` takes
     up another job with the same model and optimizer. `saved` is the resume point that was written
-    or loaded last, on rank 0.
+    or loaded last, on rank 0. `base` is of adapters; `first` are the trained weights that the job
+    began with, as its parent's files have them (job/master_weights.py).
     """
 
     def __init__(
@@ -135,7 +142,9 @@ class Training:
         _time_own_work(self.chunks, self.own_work)
         self.optimizer = build_optimizer(self.wrapped_chunks, hyper)
         self.head = _head_of(self.chunks)
-        self._folded: Folded = []
+        self.base: AdapterBase | None = None
+        self.first: list[torch.Tensor] = []
+        self._types: StoredTypes | None = None  # of the parent
         self.sender: Any = None  # a WeightSender, if published weights are sent to replicas
 
     @property
@@ -148,35 +157,10 @@ class Training:
         """This rank's shards of the weights; None where each data rank has them whole."""
         return getattr(self.chunks[0], "shards", None)
 
-    def fits(
-        self, model: Architecture, layout: Layout, hyper: Hyperparameters, recompute: str
-    ) -> bool:
-        """Return True if a job can be trained with this model and optimizer as they are built."""
-        return build_of(model, layout, hyper, recompute) == self.build
-
     @property
     def build(self) -> tuple[Any, ...]:
         """Everything that decides how model and optimizer are built: see `build_of`."""
         return build_of(self.model, self.layout, self.hyper, self.recompute)
-
-    def begin(
-        self,
-        parent: Path,
-        hyper: Hyperparameters,
-        method: MethodName,
-        asked_to_stop: Callable[[], bool],
-        *,
-        in_memory: bool,
-    ) -> None:
-        """Take up another job that `fits`, at step 0; the optimizer's moments stay.
-
-        With `in_memory`, this rank holds the parent's weights already, rounded as they are stored.
-        """
-        self.take_up(parent, hyper, method, asked_to_stop)
-        if in_memory:
-            self.start_from_weights()
-        else:
-            self.take_weights()
 
     def take_up(
         self,
@@ -185,37 +169,51 @@ class Training:
         method: MethodName,
         asked_to_stop: Callable[[], bool],
     ) -> None:
-        """Take up another job that `fits`; weights, adapters and moments stay as they are."""
+        """Take up another job of this `build`; weights, adapters and moments stay as they are."""
         self.parent, self.hyper, self.method = parent, hyper, method
         self.asked_to_stop = asked_to_stop
         self.ranks = Ranks(self.layout, self.on_cpu, fp8=hyper.fp8 is not None)
-        unfold_adapters(self._folded)
-        self._folded = []
         for group in self.optimizer.param_groups:  # a client's commands may have changed them
             group["betas"], group["eps"] = (hyper.adam_beta1, hyper.adam_beta2), hyper.adam_eps
         self.optimizer.config.clip_grad = hyper.clip_grad
-        self.done, self.saved, self.microbatch = 0, None, None
+        self.done, self.saved, self.microbatch, self._types = 0, None, None, None
 
-    def take_weights(self, checkpoint: Path | None = None) -> None:
-        """Load a checkpoint's weights; with None, the weights that the job starts from."""
-        if checkpoint is None:
-            source = first_source(self.parent, self.model, self.hyper)
-        else:
-            source = source_of(checkpoint, self.model)
-        fill_chunks(self.chunks, self.model, source)
+    @property
+    def source(self) -> AnySource:
+        """The weights that the job starts from. Raises BadInput, NotFound."""
+        return first_source(self.parent, self.model, self.hyper)
+
+    def stored_types(self) -> StoredTypes:
+        """Return the types that each weight of this rank is stored in: see ways.stored_types."""
+        if self._types is None or self.shards is not None:  # the tensors of shards change
+            self._types = stored_types(self.chunks, self.model, self.source)
+        return self._types
+
+    def take_weights(self) -> None:
+        """Load the weights that the job starts from."""
+        fill_chunks(self.chunks, self.model, self.source)
         self.start_from_weights()
 
     def start_from_weights(self) -> None:
         """Begin adapters anew, and give the optimizer the weights that the model has now."""
         for _, _, adapter in adapters(self.chunks):
             adapter.start(self.hyper.seed)
-        self._weights_to_optimizer()
-
-    def _weights_to_optimizer(self) -> None:
         if self.shards is None:
             self.optimizer.reload_model_params()
         else:
             self.shards.weights_to_optimizer()
+
+    def optimizer_to_weights(self) -> None:
+        """Give the model, on all data ranks, the weights that the optimizer has now."""
+        if self.shards is not None:
+            self.shards.forget_gathered()
+            self.shards.optimizer_to_weights()
+            return
+        self.finish()
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            one._copy_main_params_to_model_params()
+        for chunk in self.wrapped_chunks:
+            chunk.start_param_sync(force_sync=True)
 
     def scorer(self, model: Architecture, checkpoint: Path) -> "Training":
         """Build another model beside this one, on the same ranks, that can only `score`."""
@@ -231,44 +229,63 @@ class Training:
             fill_chunks(other.chunks, model, source)
         return other
 
-    def restart(self) -> None:
-        """Return to the initial weights and step 0, keeping the optimizer's moments."""
-        self.take_weights()
-        self.done, self.saved = 0, None
-
     def finish(self) -> None:
         """Fetch the last step's weights to every rank, for readers of the weights."""
         gather_weights(self.wrapped_chunks)
 
-    def fold_adapters(self) -> None:
-        """Merge the adapters into the weights; only `begin` makes training possible again."""
-        self._folded = fold_adapters(self.chunks)
+    # ---- other weights for a while
+    @contextmanager
+    def as_stored(self) -> Iterator[None]:
+        """Let the model compute within the context with its weights as the files store them.
+
+        Where a file's type is coarser than the training's, such as bfloat16 under float32, weights
+        are rounded, with their adapters merged in, and come back as they were. Elsewhere they are
+        left alone: files hold what the model computes with, beside which adapters stay.
+        """
+        types = self.stored_types()
+        coarse = [
+            weight
+            for weight, stored in types.items()
+            if any(torch.promote_types(weight.dtype, one) != one for one in stored)
+        ]
+        if not self.ranks.on_any(bool(coarse)):
+            yield
+            return
+        under = (adapter.base.weight for _, _, adapter in adapters(self.chunks))
+        with self._kept({*coarse, *under}):
+            self.settle()
+            with without_adapters(self.chunks):
+                yield
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Make the weights those that were published: adapters merged in, all of them rounded."""
+        with without_adapters(self.chunks) as around:
+            for weight, adapter in around.items():
+                weight.copy_(merged_weight(adapter))
+            round_chunks(self.chunks, self.model, self.source)
 
     @contextmanager
-    def publishing(self, *, goes_on: bool) -> Iterator[None]:
-        """Let the weights be published within the context.
+    def holding(self, checkpoint: Path) -> Iterator[None]:
+        """Let another checkpoint's weights, of the same model, stand in within the context."""
+        with self._kept(self.stored_types()), without_adapters(self.chunks):
+            fill_chunks(self.chunks, self.model, source_of(checkpoint, self.model))
+            yield
 
-        With `goes_on`, or after an error, training is possible again: it goes on from the weights
-        as they are stored, with adapters as they are.
-        """
-        bases = [adapter.base.weight.detach().clone() for _, _, adapter in adapters(self.chunks)]
-        done = False
+    @contextmanager
+    def _kept(self, weights: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Keep this rank's weights in host memory, to put them back after the context."""
+        shards = self.shards
+        own = [(one if shards is None else shards.own(one)).detach() for one in weights]
+        copies = [weight.to("cpu", copy=True) for weight in own]
         try:
             yield
-            done = True
         finally:
-            if goes_on or not done:
-                self._unfold(bases)
-
-    def _unfold(self, bases: list[torch.Tensor]) -> None:
-        """Take adapters out of the weights again, which are then `bases`."""
-        if self._folded:
-            unfold_adapters(self._folded)
+            if shards is not None:
+                shards.forget_gathered()
             with torch.no_grad():
-                for (_, _, adapter), weight in zip(self._folded, bases, strict=True):
-                    adapter.base.weight.copy_(weight)
-            self._folded = []
-        self._weights_to_optimizer()
+                for weight, copy_ in zip(own, copies, strict=True):
+                    weight.copy_(copy_)
 
     # ---- learning
     def step(self, baseline: BaselineLogprobs) -> StepReport:

@@ -132,6 +132,15 @@ def _taken_up(event: Event) -> str:
     return f"the session took it up from {place} in {event['seconds']:.2f} s"
 
 
+def _moved(record: Event) -> str:
+    """Describe what files show of a training, from an event or a status; "" without figures."""
+    share, ratio = record.get("changed_share"), record.get("update_ratio")
+    if share is None:
+        return ""
+    text = f"{share:.2%} of the trained weights changed in the files"
+    return text if ratio is None else f"{text}, which show {ratio:.1%} of the update's norm"
+
+
 def _verdict(event: Event) -> str:
     return f"attempt {event['attempt']} ended: {event['message']}; {event['done']}"
 
@@ -154,6 +163,8 @@ _DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "started": _started,
     "taken_up": _taken_up,
     "packing": lambda event: event["how"],
+    "warning": lambda event: f"warning: {event['message']}",
+    "moved": lambda event: f"{event['checkpoint']}: {_moved(event)}",
     "corrupt": lambda event: f"{event['message']}: set aside, the one before it is used",
     "evaluation": _evaluation,
     "agreement": _agreement,
@@ -295,6 +306,8 @@ def _progress_rows(job: Json) -> list[tuple[str, str]]:
         ("attempts", "\n".join(attempts)),
         ("ended early", "\n".join(_verdict(event) for event in job["verdicts"])),
         ("loss", _range(status["loss_first"], status["loss_last"])),
+        ("warnings", "\n".join(status["warnings"])),
+        ("moved", _moved(status)),
         ("trained", f"{status['trained_tokens']:,} tokens in {clock(status['seconds'])}"),
         ("pace", "" if pace is None else f"{pace:.3f} s a step, {rate or 0:,.0f} trained tokens/s"),
         ("newest measures", ", ".join(f"{name} {_short(v)}" for name, v in measures.items())),

@@ -102,7 +102,8 @@ async def create_job(services: Services, request: Request) -> Response:
     both. A failed job is tried again where it is to run otherwise: another layout, `recompute`,
     `save_every`, `keep`, `evaluate_every` or `logprob_limit`. A layout that takes more cores,
     memory or GPUs than there are is refused without `oversubscribe` (role admin). `optimizer_from`
-    may be `parent`: the job that made the parent, if it did so here and neither has LoRA.
+    may be `parent`: the job that made the parent, if it did so here and both train the same
+    weights: all of them, or adapters of the same `lora`.
     """
     body = await read_json(request, services.max_body)
     roots = may_name(request, services.model_roots)
@@ -299,11 +300,11 @@ def job_spec(services: Services, body: dict[str, Any], roots: Roots) -> JobSpec:
 def _optimizer_of_parent(home: Home, spec: JobSpec) -> str | None:
     """Return the job of this root that made the parent, if it trained the same weights.
 
-    The answer never changes, so the same request is the same job. None with LoRA: the adapters of
-    each job are new, and earlier ones are merged into the parent.
+    The answer never changes, so the same request is the same job. Adapters are the same weights
+    where `lora` is equal.
     """
     hyper = spec.hyperparameters
-    if hyper.lora is not None or hyper.init == "random":
+    if hyper.init == "random":
         return None
     made = checkpoints.read_manifest(Path(spec.parent)).job
     if made is None or not ID.fullmatch(made):
@@ -312,7 +313,8 @@ def _optimizer_of_parent(home: Home, spec: JobSpec) -> str | None:
         before = checksums.read_json(home.job(made) / "spec.json")
     except FileNotFoundError:  # it was trained on another root, and brought here
         return None
-    return made if before["hyperparameters"].get("lora") is None else None
+    lora = None if hyper.lora is None else hyper.lora.model_dump(mode="json")
+    return made if before["hyperparameters"].get("lora") == lora else None
 
 
 def _checkpoint(

@@ -111,10 +111,11 @@ def weights_of(checkpoint: Path) -> str:
     return str(_read_object(checkpoint / "manifest.json").get("weights_sha256") or checkpoint)
 
 
-def parent_of(checkpoint: Path) -> str | None:
-    """Return the hash of the weights that the job started from; None where none is recorded."""
-    parent = _read_object(checkpoint / "manifest.json").get("parent_sha256")
-    return str(parent) if parent else None
+def adapter_base_of(checkpoint: Path) -> str | None:
+    """Return the hash of the weights that the adapter is over; None where none is recorded."""
+    manifest = _read_object(checkpoint / "manifest.json")
+    base = manifest.get("base_sha256") or manifest.get("parent_sha256")
+    return str(base) if base else None
 
 
 def stored_type(checkpoint: Path) -> str:

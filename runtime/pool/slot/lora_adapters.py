@@ -1,10 +1,10 @@
 """LoRA adapters: the versions beside a replica's weights, each loaded and proven.
 
-A LoRA job writes a version as an adapter over its parent's weights, and as the two merged.
-replica_slot.py loads the adapter where the replica holds the parent. Requests in flight then go on,
-nobody waits, and a promotion or a rollback only changes the name that requests are given. Elsewhere
-the merged weights are loaded, as for any version. Read next: golden_probe.py; vllm_engine.py, which
-explains the names.
+A LoRA job writes a version as an adapter over other weights, and as the two merged.
+replica_slot.py loads the adapter where the replica holds the weights below. Requests in flight then
+go on, nobody waits, and a promotion or a rollback only changes the name that requests are given.
+Elsewhere the merged weights are loaded, as for any version. Read next: golden_probe.py;
+vllm_engine.py, which explains the names.
 """
 
 import logging
@@ -28,8 +28,8 @@ from cray_agents.runtime.pool.engine.engine_host import EngineHost
 from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
 from cray_agents.runtime.pool.slot.golden_probe import (
     LoadedVersion,
+    adapter_base_of,
     adapter_rank,
-    parent_of,
     prove,
     same_shape,
     stored_type,
@@ -91,7 +91,7 @@ class Adapters:
             return (
                 0 < adapter_rank(new.checkpoint) <= self._engine_host.lora_rank
                 and exact
-                and parent_of(new.checkpoint) == weights_of(base.checkpoint)
+                and adapter_base_of(new.checkpoint) == weights_of(base.checkpoint)
                 and same_shape(base.checkpoint, new.checkpoint)
             )
         except (Corrupt, OSError) as error:

@@ -143,7 +143,8 @@ def _begin(training: Any, method: MethodName = "sft", **hyper: Any) -> None:
     from cray_agents.trainers.checkpointing.state import allocate_moments
 
     changed = HYPER.model_copy(update=hyper)
-    training.begin(training.parent, changed, method, lambda: False, in_memory=False)
+    training.take_up(training.parent, changed, method, lambda: False)
+    training.take_weights()
     allocate_moments(training, 0)  # a session keeps them
 
 

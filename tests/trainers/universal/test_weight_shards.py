@@ -90,7 +90,8 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
         still.step(known)
         write(still, f"{name}-still")
         trainings = {"optimizer": build(name, ONE), "full": still}
-        still.begin(parents[name], HYPER, "sft", lambda: False, in_memory=False)
+        still.take_up(parents[name], HYPER, "sft", lambda: False)
+        still.take_weights()
         allocate_moments(still, 0)  # a session's next job keeps them
         points = {}
         for way, training in trainings.items():
@@ -98,8 +99,7 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
             training.finish()
             scores[way] = score(training)
             points[way] = save(training, f"{name}-{way}")
-            with training.publishing(goes_on=True):
-                write(training, f"{name}-{way}")
+            write(training, f"{name}-{way}")
             losses[f"{way} after"] = training.step(known).loss
         for source, point in points.items():
             for way, training in trainings.items():

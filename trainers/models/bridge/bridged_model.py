@@ -344,14 +344,15 @@ def _show_way_back(chunks: list[Any], source: BridgedParent) -> None:
         )
 
 
-@torch.no_grad()
-def round_bridged(chunks: list[Any], source: BridgedParent) -> None:
-    """Round this rank's weights to the stored types of their tensors. Collective."""
+def stored_types_of_bridged(
+    chunks: list[Any], source: BridgedParent
+) -> Iterator[tuple[torch.Tensor, set[torch.dtype]]]:
+    """Yield this rank's weights, each with the type that it is stored in. Collective."""
     stored = source.files.stored
     for weight, names in source.tasks(chunks):
         types = {stored[name][0] for name in names if name in stored}
         if weight is not None and types:
-            weight.copy_(weight.to(types.pop()))
+            yield weight, types
 
 
 def plan_bridged(

@@ -3,7 +3,7 @@
 W x + alpha / rank * B A x, where only A and B are trained. A job names its targets as for
 Megatron's layers (qkv, proj, fc1, fc2); `NAMES` has what the families call them. Experts get no
 adapters, and nor do layers that PEFT takes for experts or refuses. Called by models/ways.py. Read
-next: models/lora.py, which folds these as its own.
+next: models/lora.py, which merges these as its own.
 """
 
 import math
@@ -97,11 +97,10 @@ class LinearAdapter(torch.nn.Module):
         return out + F.linear(F.linear(given, self.a) * self.scale, self.b)
 
     @torch.no_grad()
-    def merged(self) -> torch.Tensor:
-        """Return the weight, shaped as base's, with the adapter added, in base's type."""
-        update = self.b.float() @ self.a.float() * self.scale
-        weight = self.weight.float() + (update.T if self.transposed else update)
-        return weight.to(self.weight.dtype)
+    def merged(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the weight, shaped as base's, with an adapter added, in float32."""
+        update = b.float() @ a.float() * self.scale
+        return self.weight.float() + (update.T if self.transposed else update)
 
 
 def add_adapters(

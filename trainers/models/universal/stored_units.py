@@ -17,18 +17,13 @@ from cray_agents.trainers.models.universal.weight_shards import WeightShards
 from cray_agents.trainers.models.weights import FilePlan, choose_writers
 
 
-@torch.no_grad()
-def round_units(network: Any, source: ParentFiles, shards: WeightShards | None) -> None:
-    """Round the weights to the stored types of their tensors."""
-    if shards is not None:
-        shards.forget_gathered()
+def stored_types_in(
+    network: Any, source: ParentFiles
+) -> Iterator[tuple[torch.Tensor, set[torch.dtype]]]:
+    """Yield the network's tensors, each with the type that it is stored in."""
     for unit in source.units(network):
         for name in unit.parameters:
-            tensor = _tensor(network, name)
-            if shards is not None and (shard := shards.of(tensor)) is not None:
-                tensor = shard.weights
-            if (stored := _stored_type(unit)) != tensor.dtype and tensor.is_floating_point():
-                tensor.copy_(tensor.to(stored))
+            yield _tensor(network, name), {_stored_type(unit)}
 
 
 def check_types(network: Any, source: ParentFiles) -> None:
@@ -64,10 +59,12 @@ def plan_units(
     order: Callable[[Mapping[str, torch.dtype]], list[str]],
     share: int,
     shards: WeightShards | None,
+    of: Callable[[torch.Tensor], torch.Tensor],
 ) -> FilePlan:
     """Divide the units among the data ranks; `order` sorts names for the files.
 
-    With `shards` the writers' tensors are gathered: all ranks must iterate them together.
+    `of` returns what is written of a weight. With `shards` the writers' tensors are gathered: all
+    ranks must iterate them together.
     """
     from megatron.core import parallel_state as ps
 
@@ -87,7 +84,7 @@ def plan_units(
     def exported() -> Iterator[tuple[str, torch.Tensor]]:
         if shards is None:
             for unit in mine:
-                yield from source.export(network, unit)
+                yield from source.export(network, unit, of)
             return
         gathered: dict[int, torch.Tensor] = {}
         for unit, writer in written:

@@ -132,6 +132,10 @@ class WeightShards:
             self._optimized[parameter],
         )
 
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of a parameter, as the network has them; else the tensor."""
+        return tensor if (shard := self.of(tensor)) is None else shard.weights
+
     def put(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """Take this rank's elements of a parameter's new weights; copy any other tensor."""
         if (shard := self.of(tensor)) is None:
