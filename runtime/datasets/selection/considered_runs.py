@@ -5,7 +5,8 @@
     task, generation, attempt, reward      null if missing
     accepted    true if the run is in the dataset; `samples` counts its rows in the shards
     reason      the reason for leaving the run out, a key of REASONS
-    detail      details of the reason: the repeated run, the held-out task, similarity, length
+    detail      details of the reason: the repeated run, the held-out task, similarity, length; of a
+                run that is in, what its conversation has and its tokens lack
 
 Written by draft.py, a few thousand lines at a time.
 """

@@ -13,11 +13,23 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.queries import DatasetRecipe
-from cray_agents.records import UNSCORED, ModelCall, Run, reward_of_givers, rewards_of_givers
+from cray_agents.records import (
+    CONTROL_TOKENS,
+    UNSCORED,
+    ModelCall,
+    Run,
+    reward_of_givers,
+    rewards_of_givers,
+)
 from cray_agents.runtime.datasets.exclusion.decontamination import BlockedTexts, Match
 from cray_agents.runtime.datasets.exclusion.near_duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.samples.demonstrations import Renderer
-from cray_agents.runtime.datasets.samples.run_samples import TokenSample, merge_turns, turn_of
+from cray_agents.runtime.datasets.samples.run_samples import (
+    TokenSample,
+    losses_of,
+    merge_turns,
+    turn_of,
+)
 from cray_agents.runtime.datasets.samples.sample_weights import Balance
 from cray_agents.runtime.datasets.samples.token_shards import SampleRow
 from cray_agents.runtime.datasets.selection.advantages import first_missing_turn
@@ -64,7 +76,7 @@ class CandidateRun:
             self.reward,
             self.reason is None,
             self.reason,
-            self.detail,
+            self.detail or losses_of(row.sample for row in self.rows),
             len(self.rows),
         )
 
@@ -219,6 +231,8 @@ class Selection:
             return Body([], metadata, "contaminated", match.description, match)
         if run.calls:
             samples = merge_turns(map(turn_of, run.calls))
+            if CONTROL_TOKENS in run.tags:
+                samples[0].losses.add("the border between contents and control tokens")
         else:
             try:
                 samples = self._render(run)
