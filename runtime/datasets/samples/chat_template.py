@@ -65,14 +65,17 @@ class ChatTemplate:
             raise BadInput(message, param="tokenizer") from error
         if not self.tokenizer.chat_template:
             raise BadInput(f"the tokenizer in {checkpoint} has no chat template", param="tokenizer")
+        known = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        self.reserved = {*known, "messages"} - {"documents"}
         added = self.tokenizer.added_tokens_decoder.items()
         self._control = {token.content: number for number, token in added if token.special}
         self.special_ids = {*self._control.values(), *self.tokenizer.all_special_ids}
         longest_first = sorted(map(re.escape, self._control), key=len, reverse=True)
         #: as `tokenizers` finds them: the leftmost, of these the longest
         self._controls = re.compile("|".join(longest_first) or r"(?!)")
-        cut = {word[:end] for word in self._control for end in range(1, len(word))}
-        begun = "|".join(map(re.escape, cut)) or r"(?!)"  # at the end: the next part may go on
+        #: their beginnings, with which a text may end: the template may write another behind it
+        self._cut = tuple({word[:end] for word in self._control for end in range(1, len(word))})
+        begun = "|".join(map(re.escape, self._cut)) or r"(?!)"
         self._begins = re.compile(f"(?=(?:{self._controls.pattern})|(?:{begun})\\Z)(.)", re.DOTALL)
         firsts = sorted({word[0] for word in self._control})
         self._masks = {first: chr(_MASKS + index) for index, first in enumerate(firsts)}
@@ -107,6 +110,8 @@ class ChatTemplate:
     def masked(self, value: Any) -> Any:
         """Return messages or tools without a control token: the first character is replaced."""
         if isinstance(value, str):
+            if self._controls.search(value) is None and not value.endswith(self._cut):
+                return value
             return self._begins.sub(lambda found: self._masks[found[1]], value)
         if isinstance(value, list):
             return [self.masked(item) for item in value]
@@ -163,8 +168,7 @@ class Chat:
         kwargs: Mapping[str, Any],
     ) -> None:
         self._template = template
-        known = inspect.signature(template.tokenizer.apply_chat_template).parameters
-        if reserved := sorted(({*known, "messages"} - {"documents"}) & kwargs.keys()):
+        if reserved := sorted(template.reserved & kwargs.keys()):
             message = f"chat_template_kwargs cannot set {reserved[0]!r}"
             raise BadInput(message, param="chat_template_kwargs")
         self._kwargs = kwargs

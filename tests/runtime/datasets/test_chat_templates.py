@@ -140,7 +140,7 @@ CONVERSATIONS: dict[str, Asked] = {
     "no arguments": _agent(calls("{}"), result()),
     "empty arguments": _agent(calls(""), result()),
     "null arguments": _agent(calls(None), result()),
-    "odd arguments": _agent(calls("[1]"), result(), calls("{broken"), result()),
+    "odd arguments": _agent(calls("[1]", weight=0), result(), calls("{broken", weight=0), result()),
     "unicode arguments": _agent(calls('{"id": 7, "é": "日本 \\ud83d\\ude42"}'), result()),
     "no calls": Asked([user(), says("A", tool_calls=[]), user(), says()]),
     "result parts": _agent(calls('{"id": 7}'), result(texts("A", "B"))),
@@ -192,24 +192,33 @@ class Beside:
 
     def prompts(self, asked: Asked, count: int, *, generation: bool) -> list[Any]:
         """Return the tokens of the first messages, vLLM's and ours; of a refusal its text."""
+        from pydantic import ValidationError
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.exceptions import VLLMValidationError
 
         messages, kwargs = asked.messages[:count], asked.kwargs or {}
+        options = {
+            "model": "m",
+            "tools": asked.tools or None,
+            "chat_template_kwargs": kwargs,
+            "add_generation_prompt": generation,
+        }
+        request = ChatCompletionRequest(messages=[], **options)
+        tools = [tool.model_dump() for tool in request.tools or ()] or None
+        params = request.build_chat_params(self.ours.tokenizer.chat_template, "auto")
+        params = params.with_defaults({"tools": tools})
+
+        def render(given: Any) -> Any:
+            return self._vllm.render_messages(given, params)[1]["prompt_token_ids"]
+
         both: list[Any] = []
         try:
-            request = ChatCompletionRequest(
-                model="m",
-                messages=copy.deepcopy(messages),
-                tools=asked.tools or None,
-                chat_template_kwargs=kwargs,
-                add_generation_prompt=generation,
-            )
-            tools = [tool.model_dump() for tool in request.tools or ()] or None
-            params = request.build_chat_params(self.ours.tokenizer.chat_template, "auto")
-            params = params.with_defaults({"tools": tools})
-            _, prompt = self._vllm.render_messages(request.messages, params)
-            both.append(prompt["prompt_token_ids"])
-        except ValueError as error:
+            given = copy.deepcopy(messages)
+            try:
+                both.append(render(ChatCompletionRequest(messages=given, **options).messages))
+            except ValidationError:  # other routes of vLLM render what this one refuses
+                both.append(render(copy.deepcopy(messages)))
+        except (ValueError, VLLMValidationError) as error:
             both.append(f"refused: {error}")
         try:
             chat = self.ours.read(messages, asked.tools, kwargs)
