@@ -123,10 +123,14 @@ class ChatTemplate:
         """Return a rendered text with the characters that `masked` replaced."""
         return text.translate(self._unmasks)
 
-    def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a rendered text; what was masked in it is text."""
-        if _PRIVATE.search(text) is None:
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def tokens(self, text: str, *, is_masked: bool) -> list[int]:
+        """Return the tokens of a rendered text; what was masked in it is text. Raises BadInput."""
+        if not is_masked:
+            try:
+                return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            except (TypeError, ValueError) as error:  # half a surrogate pair
+                message = f"a conversation cannot be encoded: {error}"
+                raise BadInput(message, param="demonstrations") from error
         backend, numbers = self._blind
         aliased = self._controls.sub(lambda found: chr(_ALIASES + self._control[found[0]]), text)
         ids = backend.encode(self.unmasked(aliased), add_special_tokens=False).ids
@@ -173,7 +177,10 @@ class Chat:
             raise BadInput(message, param="chat_template_kwargs")
         self._kwargs = kwargs
         plain_tools = [_template_tool(tool) for tool in tools] or None
-        self._source: str = template.tokenizer.get_chat_template(None, tools=plain_tools)
+        try:
+            self._source: str = template.tokenizer.get_chat_template(None, tools=plain_tools)
+        except ValueError as error:  # several templates, and none is the default
+            raise BadInput(f"{error}", param="tokenizer") from error
         takes_parts, self.losses = _takes_parts(self._source), set[str]()
         plain = [
             _template_message(message, f"messages[{index}]", takes_parts, self.losses)
@@ -201,6 +208,10 @@ class Chat:
                     param="demonstrations",
                 )
         return text
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text of this conversation. Raises BadInput."""
+        return self._template.tokens(text, is_masked=self._plain is not None)
 
     def hidden(self, count: int) -> tuple[set[str], set[str]]:
         """Return what the template leaves out of the first messages, of which the last is trained.
@@ -255,8 +266,8 @@ class Chat:
         texts = [part["text"] for part in content] if isinstance(content, list) else [content]
         return all(text.strip() in answer for text in texts)
 
-    def opener(self, role: str) -> str:
-        """Return what the template writes before a message that follows an answer."""
+    def opener(self, role: str) -> list[int]:
+        """Return the tokens of a message that follows an answer, as the template begins it."""
         answer: Message = {"role": "assistant", "content": "a"}
         if role == "tool":
             function = {"name": "f", "arguments": {"a": "a"}}
@@ -264,7 +275,7 @@ class Chat:
         asked, reply = {"role": "user", "content": "a"}, {"role": role, "content": "a"}
         chat = self._template.read([asked, answer, {**reply, "tool_call_id": "c"}], [])
         before, after = (chat.text(count, generation=False) for count in (2, 3))
-        return after[len(before) :] if after.startswith(before) else ""
+        return chat.tokens(after[len(before) :]) if after.startswith(before) else []
 
     def _render(self, messages: list[Message], tools: Any, generation: bool) -> str:
         if any(message["role"] == "developer" for message in messages) and not (
@@ -391,10 +402,13 @@ def _takes_parts(source: str) -> bool:
 
     These are vLLM's rules: it reads the template's syntax and runs nothing.
     """
-    from jinja2 import nodes
+    from jinja2 import TemplateError, nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    root = _compile_jinja_template(source).environment.parse(source)
+    try:
+        root = _compile_jinja_template(source).environment.parse(source)
+    except TemplateError:
+        return False  # to render it will say why
 
     def reads(node: Any, names: set[str], key: str | None = None) -> bool:
         """Tell whether a node is one of the variables, or its `key`: filtered, tested or sliced."""

@@ -90,8 +90,8 @@ class Renderer:
         answer = full[len(prompt) :]
         if not hidden and not chat.says(index, answer):
             chat.losses.add("texts of answers as they are: the chat template changes them")
-        sampled = self._sampled(chat, self._template.tokens(answer), index)
-        return TokenTurn(self._template.tokens(prompt), sampled, [0.0] * len(sampled))
+        sampled = self._sampled(chat, chat.tokens(answer), index)
+        return TokenTurn(chat.tokens(prompt), sampled, [0.0] * len(sampled))
 
     def _sampled(self, chat: Chat, answer: list[int], index: int) -> list[int]:
         """Cut an answer behind the token that the engine stops at, which it may not have yet."""
@@ -116,7 +116,7 @@ class Renderer:
     def _opener(self, role: str) -> int | None:
         """Return the token that begins the next message, if the engine stops at it (GLM)."""
         if role not in self._openers:
-            tokens = self._template.tokens(self._template.read([], []).opener(role))[:1]
+            tokens = self._template.read([], []).opener(role)[:1]
             stops = self._stops if self._is_model else self._template.special_ids
             self._openers[role] = next((token for token in tokens if token in stops), None)
         return self._openers[role]

@@ -7,6 +7,7 @@ renders itself has no such tokens: see runtime/datasets/samples/chat_template.py
 
 import asyncio
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -16,7 +17,7 @@ from cray_agents.paths import Home
 from cray_agents.records import CONTROL_TOKENS, Event
 from cray_agents.runtime.registry.registry import Registry
 
-_NONE = re.compile(rb"(?!)")
+_NONE = "(?!)"  # matches nothing
 
 
 class ControlTokens:
@@ -24,7 +25,7 @@ class ControlTokens:
 
     def __init__(self, home: Home, registry: Registry) -> None:
         self._home, self._registry = home, registry
-        self._patterns: dict[str, re.Pattern[bytes]] = {}
+        self._patterns: dict[str, re.Pattern[str]] = {}
 
     async def tag(self, event: Event) -> None:
         """Tag the event of a call, if its messages or tools hold a control token of its version."""
@@ -32,16 +33,24 @@ class ControlTokens:
         version = body["model"]
         if version not in self._patterns:
             self._patterns[version] = await asyncio.to_thread(self._read, version)
-        if self._patterns[version].search(orjson.dumps([body["messages"], body["tools"]])):
+        spells = self._patterns[version].search
+        if any(map(spells, _texts([body["messages"], body["tools"]]))):
             body["tags"] = [*body.get("tags", []), CONTROL_TOKENS]
 
-    def _read(self, version: str) -> re.Pattern[bytes]:
-        """Return what matches the control tokens in JSON; nothing where no file names them."""
+    def _read(self, version: str) -> re.Pattern[str]:
+        """Return what matches the control tokens; nothing where no file names them."""
         try:
             folder = self._home.checkpoint(self._registry.resolve(version).checkpoint)
             added = orjson.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
             special = [token["content"] for token in added if token["special"]]
         except (OSError, CrayError, ValueError, LookupError, TypeError):
-            return _NONE
-        words = [re.escape(orjson.dumps(word)[1:-1]) for word in special if word]
-        return re.compile(b"|".join(words)) if words else _NONE
+            return re.compile(_NONE)
+        return re.compile("|".join(map(re.escape, filter(None, special))) or _NONE)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)

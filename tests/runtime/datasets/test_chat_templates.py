@@ -78,7 +78,7 @@ STRICT["function"] |= {"strict": True}
 BARE = {"type": "function", "function": {"name": "now"}}
 NESTED = '{"id": 7, "in": {"list": [1, {"a": null}], "on": true}, "text": "a \\"b\\" <c> & é"}'
 BIG = '{"id": 123456789012345678901234567890, "ratio": 1e-07, "whole": 2.0}'
-ODD = "naïve 日本語 🙂 \u202e \x85 tab\t\r\n\n  end "
+ODD = "naïve 日本語 🙂 \U00100000 \u202e \x85 tab\t\r\n\n  end "
 
 
 class Asked(NamedTuple):
