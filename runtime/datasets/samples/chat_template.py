@@ -81,32 +81,6 @@ class ChatTemplate:
         self._masks = {first: chr(_MASKS + index) for index, first in enumerate(firsts)}
         self._unmasks = str.maketrans({mask: first for first, mask in self._masks.items()})
 
-    def read(
-        self,
-        conversation: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> "Chat":
-        """Return a conversation as the template gets it. Raises BadInput."""
-        return Chat(self, conversation, tools, kwargs or {})
-
-    def apply(self, template: str, messages: list[Message], **options: Any) -> str:
-        """Return a text. Raises BadInput if the template refuses, or takes too long."""
-        from jinja2 import TemplateError
-
-        try:
-            with limit_template():
-                return str(
-                    self.tokenizer.apply_chat_template(
-                        messages, chat_template=template, tokenize=False, **options
-                    )
-                )
-        except TemplateTooSlow as error:
-            raise BadInput(str(error), param="tokenizer") from error
-        except (TemplateError, TypeError, ValueError) as error:  # raised by the template
-            message = f"the chat template refuses a demonstration: {error}"
-            raise BadInput(message, param="demonstrations") from error
-
     def masked(self, value: Any) -> Any:
         """Return messages or tools without a control token: the first character is replaced."""
         if isinstance(value, str):
@@ -162,20 +136,22 @@ class ChatTemplate:
 
 
 class Chat:
-    """A conversation as the template gets it. `losses` names what no template is given."""
+    """A conversation as the template gets it. `losses` names what it is not given, or leaves out.
+
+    Raises BadInput, as its methods do.
+    """
 
     def __init__(
         self,
         template: ChatTemplate,
         conversation: Sequence[Message],
         tools: Sequence[dict[str, Any]],
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._template = template
-        if reserved := sorted(template.reserved & kwargs.keys()):
+        self._template, self._kwargs = template, kwargs or {}
+        if reserved := sorted(template.reserved & self._kwargs.keys()):
             message = f"chat_template_kwargs cannot set {reserved[0]!r}"
             raise BadInput(message, param="chat_template_kwargs")
-        self._kwargs = kwargs
         plain_tools = [_template_tool(tool) for tool in tools] or None
         try:
             self._source: str = template.tokenizer.get_chat_template(None, tools=plain_tools)
@@ -273,17 +249,27 @@ class Chat:
             function = {"name": "f", "arguments": {"a": "a"}}
             answer["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
         asked, reply = {"role": "user", "content": "a"}, {"role": role, "content": "a"}
-        chat = self._template.read([asked, answer, {**reply, "tool_call_id": "c"}], [])
+        chat = Chat(self._template, [asked, answer, {**reply, "tool_call_id": "c"}], [])
         before, after = (chat.text(count, generation=False) for count in (2, 3))
         return chat.tokens(after[len(before) :]) if after.startswith(before) else []
 
     def _render(self, messages: list[Message], tools: Any, generation: bool) -> str:
+        from jinja2 import TemplateError
+
         if any(message["role"] == "developer" for message in messages) and not (
             '"developer"' in self._source or "'developer'" in self._source
         ):
             messages = _one_system(messages)
         options = {**self._kwargs, "tools": tools, "add_generation_prompt": generation}
-        return self._template.apply(self._source, messages, **options)
+        apply = self._template.tokenizer.apply_chat_template
+        try:
+            with limit_template():
+                return str(apply(messages, chat_template=self._source, tokenize=False, **options))
+        except TemplateTooSlow as error:
+            raise BadInput(str(error), param="tokenizer") from error
+        except (TemplateError, TypeError, ValueError) as error:  # raised by the template
+            message = f"the chat template refuses a demonstration: {error}"
+            raise BadInput(message, param="demonstrations") from error
 
 
 def _template_message(message: Message, place: str, takes_parts: bool, losses: set[str]) -> Message:
@@ -310,8 +296,8 @@ def _template_message(message: Message, place: str, takes_parts: bool, losses: s
         converted |= {"reasoning": thought, "reasoning_content": thought}
     names = ("name", "task", *(("tool_call_id",) if role == "tool" else ()))
     converted |= {name: message[name] for name in names if isinstance(message.get(name), str)}
-    if role == "developer":
-        converted["tools"] = message.get("tools")
+    if role == "developer" and message.get("tools"):
+        converted["tools"] = message["tools"]
     return converted
 
 
@@ -381,19 +367,13 @@ def _template_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _one_system(messages: list[Message]) -> list[Message]:
     """Make the developer's messages the system's, and all of the system's one, as vLLM does."""
-    renamed = [
-        {**{k: v for k, v in m.items() if k != "tools"}, "role": "system"}
-        if m["role"] == "developer"
-        else m
-        for m in messages
-    ]
-    systems = [m for m in renamed if m["role"] == "system"]
-    if systems == renamed[:1]:
-        return renamed
+    systems = [{**m, "role": "system"} for m in messages if m["role"] in ("system", "developer")]
+    if messages[0]["role"] == "developer" and len(systems) == 1:
+        return [*systems, *messages[1:]]
     texts = ["\n".join(p["text"] for p in c) if isinstance(c, list) else c
              for c in (m["content"] for m in systems)]  # fmt: skip
     merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
-    return [merged, *(m for m in renamed if m["role"] != "system")]
+    return [merged, *(m for m in messages if m["role"] not in ("system", "developer"))]
 
 
 @functools.lru_cache(maxsize=32)

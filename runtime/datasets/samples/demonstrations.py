@@ -48,7 +48,7 @@ class Renderer:
         the conversation, marks no end of a turn, or leaves out what an answer makes no sense
         without: a content, a tool call or its result.
         """
-        chat = self._template.read(conversation, tools, template_kwargs)
+        chat = Chat(self._template, conversation, tools, template_kwargs)
         turns = [
             self._turn(chat, index)
             for index, message in enumerate(conversation)
@@ -116,7 +116,7 @@ class Renderer:
     def _opener(self, role: str) -> int | None:
         """Return the token that begins the next message, if the engine stops at it (GLM)."""
         if role not in self._openers:
-            tokens = self._template.read([], []).opener(role)[:1]
+            tokens = Chat(self._template, [], []).opener(role)[:1]
             stops = self._stops if self._is_model else self._template.special_ids
             self._openers[role] = next((token for token in tokens if token in stops), None)
         return self._openers[role]

@@ -7,7 +7,6 @@ renders itself has no such tokens: see runtime/datasets/samples/chat_template.py
 
 import asyncio
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -33,24 +32,15 @@ class ControlTokens:
         version = body["model"]
         if version not in self._patterns:
             self._patterns[version] = await asyncio.to_thread(self._read, version)
-        spells = self._patterns[version].search
-        if any(map(spells, _texts([body["messages"], body["tools"]]))):
+        if self._patterns[version].search(repr([body["messages"], body["tools"]])):
             body["tags"] = [*body.get("tags", []), CONTROL_TOKENS]
 
     def _read(self, version: str) -> re.Pattern[str]:
-        """Return what matches the control tokens; nothing where no file names them."""
+        """Return what matches the control tokens in a `repr`; nothing where no file names them."""
         try:
             folder = self._home.checkpoint(self._registry.resolve(version).checkpoint)
             added = orjson.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
-            special = [token["content"] for token in added if token["special"]]
+            special = [repr(token["content"])[1:-1] for token in added if token["special"]]
         except (OSError, CrayError, ValueError, LookupError, TypeError):
             return re.compile(_NONE)
         return re.compile("|".join(map(re.escape, filter(None, special))) or _NONE)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.datasets.samples.chat_template import ChatTemplate
+from cray_agents.runtime.datasets.samples.chat_template import Chat, ChatTemplate
 from cray_agents.runtime.datasets.samples.demonstrations import Renderer
 
 Message = dict[str, Any]
@@ -222,8 +222,8 @@ class Beside:
         except (ValueError, VLLMValidationError) as error:
             both.append(f"refused: {error}")
         try:
-            chat = self.ours.read(messages, asked.tools, kwargs)
-            both.append(self.ours.tokens(chat.text(count, generation=generation)))
+            chat = Chat(self.ours, messages, asked.tools, kwargs)
+            both.append(chat.tokens(chat.text(count, generation=generation)))
         except BadInput as error:
             both.append(f"refused: {error}")
         return both
