@@ -195,8 +195,8 @@ class BuildPass:
         if reason is not None:
             line = ConsideredRun(name, reason=reason, detail=detail)
         else:
-            told = losses_of(samples)
-            line = ConsideredRun(name, accepted=True, detail=told, samples=len(samples))
+            losses = losses_of(samples)
+            line = ConsideredRun(name, accepted=True, detail=losses, samples=len(samples))
             balance = self.selection.balance.group_of(metadata)
             self._write(split, self._rows(name, samples, balance))
         self._write_line(line)

@@ -86,7 +86,7 @@ class ChatTemplate:
         if isinstance(value, str):
             if self._controls.search(value) is None and not value.endswith(self._cut):
                 return value
-            return self._begins.sub(lambda found: self._masks[found[1]], value)
+            return self._begins.sub(lambda match: self._masks[match[1]], value)
         if isinstance(value, list):
             return [self.masked(item) for item in value]
         if isinstance(value, dict):
@@ -106,7 +106,7 @@ class ChatTemplate:
                 message = f"a conversation cannot be encoded: {error}"
                 raise BadInput(message, param="demonstrations") from error
         backend, numbers = self._blind
-        aliased = self._controls.sub(lambda found: chr(_ALIASES + self._control[found[0]]), text)
+        aliased = self._controls.sub(lambda match: chr(_ALIASES + self._control[match[0]]), text)
         ids = backend.encode(self.unmasked(aliased), add_special_tokens=False).ids
         return [numbers.get(number, number) for number in ids]
 
@@ -248,8 +248,8 @@ class Chat:
         if role == "tool":
             function = {"name": "f", "arguments": {"a": "a"}}
             answer["tool_calls"] = [{"id": "c", "type": "function", "function": function}]
-        asked, reply = {"role": "user", "content": "a"}, {"role": role, "content": "a"}
-        chat = Chat(self._template, [asked, answer, {**reply, "tool_call_id": "c"}], [])
+        question, reply = {"role": "user", "content": "a"}, {"role": role, "content": "a"}
+        chat = Chat(self._template, [question, answer, {**reply, "tool_call_id": "c"}], [])
         before, after = (chat.text(count, generation=False) for count in (2, 3))
         return chat.tokens(after[len(before) :]) if after.startswith(before) else []
 
@@ -280,13 +280,13 @@ def _template_message(message: Message, place: str, takes_parts: bool, losses: s
             raise BadInput(f"{place} has {name!r}: it cannot be rendered", param="demonstrations")
         if message[name]:
             losses.add(f"`{name}` of messages")
-    parts = _parts(message.get("content"), place)
+    pieces = _text_parts(message.get("content"), place)
     if role == "system":
-        parts = [kept for part in parts for kept in _without_billing(part)]
-    joined = "\n".join(part["text"] for part in parts)
+        pieces = [kept for part in pieces for kept in _without_billing(part)]
+    joined = "\n".join(part["text"] for part in pieces)
     converted: Message = {"role": role, "content": joined}
     if takes_parts and role != "tool":
-        converted["content"] = parts
+        converted["content"] = pieces
     if calls := message.get("tool_calls"):
         trained = message.get("weight") != 0
         converted["tool_calls"] = [_call(call, place, trained, losses) for call in calls]
@@ -301,11 +301,11 @@ def _template_message(message: Message, place: str, takes_parts: bool, losses: s
     return converted
 
 
-def _parts(content: Any, place: str) -> list[Message]:
+def _text_parts(content: Any, place: str) -> list[Message]:
     """Return a content as text parts. Raises BadInput if it has others."""
     if not isinstance(content, list):
         content = [] if content is None else [content]
-    parts = []
+    pieces = []
     for part in content:
         kind = "text" if isinstance(part, str) else None
         if isinstance(part, dict):
@@ -315,8 +315,8 @@ def _parts(content: Any, place: str) -> list[Message]:
         if kind not in _TEXTS or not isinstance(part, str):
             message = f"{place} has content of type {kind or type(part).__name__!r}: not text"
             raise BadInput(message, param="demonstrations")
-        parts.append({"type": "text", "text": part})
-    return parts
+        pieces.append({"type": "text", "text": part})
+    return pieces
 
 
 def _without_billing(part: Message) -> list[Message]:
