@@ -270,7 +270,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_prompts_equal_those_of_vllm(model: Path) -> None:
     """Text and tokens; or both refuse."""
     compared = table(model)
-    assert len(CONVERSATIONS) >= 60 and len(compared) >= 80
+    assert len(CONVERSATIONS) >= 60 and len(compared) >= 70
     unequal = [line for one in compared.values() for line in one.unequal]
     assert not unequal, "\n\n".join(unequal[:5])
 
