@@ -250,6 +250,8 @@ class Reward(Record):
 
 SCAN = "scan:"  # begins the source of a scanner's finding, and the tag of a run with one
 CLEAR = "clear:"  # begins the tag of a run in which a scanner found nothing
+#: The tag of a run whose texts spell control tokens of its model, which vLLM made tokens of.
+CONTROL_TOKENS = "control-tokens"
 
 
 def is_finding(source: str) -> bool:

@@ -29,7 +29,7 @@ from cray_agents.runtime.datasets.exclusion.near_duplicates import KeptSamples, 
 from cray_agents.runtime.datasets.reader import MANIFEST, RECIPE
 from cray_agents.runtime.datasets.recipe_checks import query_of
 from cray_agents.runtime.datasets.samples.demonstrations import Renderer, renderer_of
-from cray_agents.runtime.datasets.samples.run_samples import TokenSample
+from cray_agents.runtime.datasets.samples.run_samples import TokenSample, losses_of
 from cray_agents.runtime.datasets.samples.sample_weights import Balance
 from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.datasets.selection.considered_runs import ConsideredRun, LineWriter
@@ -195,7 +195,8 @@ class BuildPass:
         if reason is not None:
             line = ConsideredRun(name, reason=reason, detail=detail)
         else:
-            line = ConsideredRun(name, accepted=True, samples=len(samples))
+            losses = losses_of(samples)
+            line = ConsideredRun(name, accepted=True, detail=losses, samples=len(samples))
             balance = self.selection.balance.group_of(metadata)
             self._write(split, self._rows(name, samples, balance))
         self._write_line(line)

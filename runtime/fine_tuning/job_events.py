@@ -62,8 +62,9 @@ def _validated_event(validated: Validated) -> TuningEvent:
     message = f"Files validated, moving job to queued state: {validated.examples} examples"
     if validated.validation:
         message += f", {validated.validation} to validate on"
+    losses = "".join(f", {count} lack {loss}" for loss, count in validated.losses.items())
     data = {"job": validated.spec.id, "dataset": validated.spec.dataset}
-    return TuningEvent(validated.time, "validated", message + left_out, data=data)
+    return TuningEvent(validated.time, "validated", message + left_out + losses, data=data)
 
 
 def _end_events(ended: Ended) -> Iterator[TuningEvent]:

@@ -138,6 +138,7 @@ class Preparer:
             n_epochs=n_epochs,
             learning_rate_multiplier=multiplier,
             examples=len(files[0].examples),
+            losses=manifest.get("losses", {}),
             left_out=sum(len(file.examples) for file in files) - manifest["demonstrations"],
             samples=n,
             validation=sum(len(file.examples) for file in files[1:]),

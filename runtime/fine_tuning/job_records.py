@@ -79,7 +79,7 @@ class Validated(Record):
     """The result of valid files: the JobSpec and its counts.
 
     `examples` counts the training file's examples, `validation` the validation file's, and
-    `left_out` the duplicates in either.
+    `left_out` the duplicates in either. `losses` are the dataset's.
     """
 
     spec: JobSpec
@@ -89,6 +89,7 @@ class Validated(Record):
     left_out: int
     samples: int
     validation: int = 0
+    losses: dict[str, int] = Field(default_factory=dict)
     time: float = Field(default_factory=time.time)
 
 

@@ -21,6 +21,7 @@ from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.auth import Mode
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.control_tokens import ControlTokens
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
 from cray_agents.runtime.gateway.rollout_queue import RolloutQueue
@@ -109,6 +110,7 @@ class Services:
     run_pages: RunPages = field(init=False)
     changes: ChangeFeed = field(init=False)
     vocabularies: Vocabularies = field(default_factory=Vocabularies, init=False)
+    control_tokens: ControlTokens = field(init=False)
     versions: VersionSwitcher = field(init=False)
     tinker: TinkerFiles = field(init=False)
     tinker_samples: TinkerSamples = field(default_factory=TinkerSamples, init=False)
@@ -133,6 +135,7 @@ class Services:
         self.fine_tuning = FineTuning(
             self.home, self.registry, self.trainer, self.files, code=self.code
         )
+        self.control_tokens = ControlTokens(self.home, self.registry)
         self.versions = VersionSwitcher(
             self.home, self.store, self.registry, self.pool, self.admission, self.metrics
         )

@@ -289,6 +289,8 @@ def _print_counts(manifest: dict[str, Any]) -> None:
             "turns differently than they were sampled, or another agent went on",
             highlight=False,
         )
+    for loss, count in manifest.get("losses", {}).items():
+        console.print(f"{count:,} samples lack {loss}", highlight=False, markup=False)
     left_out = Counter(manifest["rejected"]) + Counter(manifest["rejected_demonstrations"])
     for reason, count in left_out.most_common():
         console.print(f"  {reason:<22} {count:,}", highlight=False)

@@ -197,6 +197,7 @@ def _counts(counts: BuildCounts) -> str:
         ("Runs accepted", counts.accepted),
         (SPLIT_RUNS, counts.split_runs),
         ("Demonstrations accepted", counts.demonstrations),
+        *((f"Samples that lack {loss}", count) for loss, count in sorted(counts.losses.items())),
     ]
     return _distribution("Counts", "What", "Count", rows)
 

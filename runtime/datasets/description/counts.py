@@ -38,7 +38,8 @@ class BuildCounts:
     """Counts of one build. `rejected` counts runs; `rejected_demonstrations` demonstrations.
 
     `split_runs`: accepted runs of which a later prompt does not repeat what was read and sampled
-    before, so that they are several sequences.
+    before, so that they are several sequences. `losses`: what the conversations of samples have and
+    their tokens lack, with the number of samples.
     """
 
     recipe: DatasetRecipe
@@ -47,6 +48,7 @@ class BuildCounts:
     split_runs: int = 0
     failed_reward: str | None = None  # the first run that a reward failed on
     rejected: Counter[str] = field(default_factory=Counter)
+    losses: Counter[str] = field(default_factory=Counter)
     demonstrations: int = 0
     rejected_demonstrations: Counter[str] = field(default_factory=Counter)
     splits: dict[str, Counter[str]] = field(default_factory=dict)
@@ -91,6 +93,7 @@ class BuildCounts:
         sample, trained = row.sample, row.sample.trained
         counts = self.splits.setdefault(split, Counter())
         counts.update(samples=1, tokens=len(sample.input_ids), trained_tokens=trained)
+        self.losses.update(sample.losses)
         self.histograms.add_sample(
             tokens=len(sample.input_ids),
             trained=trained,
@@ -121,6 +124,7 @@ class BuildCounts:
             "accepted_runs": self.accepted,
             "considered_runs": self.considered,
             "split_runs": self.split_runs,
+            "losses": dict(sorted(self.losses.items())),
             "rejected": dict(sorted(self.rejected.items())),
             "demonstrations": self.demonstrations,
             "rejected_demonstrations": dict(sorted(self.rejected_demonstrations.items())),

@@ -1,25 +1,22 @@
 """Demonstrations: render conversations to imitate into training sequences.
 
-The prompt of each assistant turn is rendered as the engine would render it. The text that the
-template adds for the answer, up to and with the end-of-turn token, counts as sampled. The turns are
-merged like those of a recorded run (run_samples.py), so both kinds of sample look the same. Called
-by draft.py and selection.py. transformers is imported on first use because it takes seconds.
+The prompt of each assistant turn is rendered as the engine would render it (chat_template.py). The
+text that the template adds for the answer, up to and with the token that the engine would stop at,
+counts as sampled. The turns are merged like those of a recorded run (run_samples.py), so both kinds
+of sample look the same. Called by draft.py and selection.py.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput
-from cray_agents.exact_json import sent_arguments
-from cray_agents.processes import importing_much
-from cray_agents.records import Message
-from cray_agents.runtime.datasets.samples.run_samples import TokenSample, TokenTurn, merge_turns
-from cray_agents.runtime.vllm_plugins.template_time import TemplateTooSlow, limit_template
+import orjson
 
-# errors that transformers raises for damaged files and for unexpected JSON
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+from cray_agents.errors import BadInput
+from cray_agents.records import Message
+from cray_agents.runtime.datasets.samples.chat_template import Chat, ChatTemplate
+from cray_agents.runtime.datasets.samples.run_samples import TokenSample, TokenTurn, merge_turns
 
 
 @functools.lru_cache(maxsize=4)
@@ -29,119 +26,113 @@ def renderer_of(checkpoint: Path) -> "Renderer":
 
 
 class Renderer:
-    """A checkpoint's tokenizer and chat template. Raises BadInput if the directory lacks them."""
+    """A checkpoint's chat template and stop tokens. Raises BadInput if the directory lacks them."""
 
     def __init__(self, checkpoint: Path) -> None:
-        with importing_much():
-            from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                str(checkpoint), local_files_only=True, trust_remote_code=False
-            )
-        except _UNREADABLE as error:
-            message = f"no tokenizer can be read from {checkpoint}: {error}"
-            raise BadInput(message, param="tokenizer") from error
-        if not self._tokenizer.chat_template:
-            raise BadInput(f"the tokenizer in {checkpoint} has no chat template", param="tokenizer")
-        self._ends = set(self._tokenizer.all_special_ids)
+        self._template = ChatTemplate(checkpoint)
+        self._stops, self._is_model = _stop_ids(checkpoint)
+        if self._template.tokenizer.eos_token_id is not None:
+            self._stops.add(self._template.tokenizer.eos_token_id)
+        self._openers: dict[str, int | None] = {}
 
     def samples(
-        self, conversation: Sequence[Message], tools: Sequence[dict[str, Any]]
+        self,
+        conversation: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[TokenSample]:
         """Render a conversation. Only the assistant's tokens are trained on.
 
-        A turn of `weight` 0 is only context for later turns. Raises BadInput if no turn is left, or
-        if the template refuses the conversation or marks no end of a turn.
+        A turn of `weight` 0 is only context for later turns. What the template leaves out stands in
+        the first sample's `losses`. Raises BadInput if no turn is left, or if the template refuses
+        the conversation, marks no end of a turn, or leaves out what an answer makes no sense
+        without: a content, a tool call or its result.
         """
-        messages = [template_message(message) for message in conversation]
-        signatures = [template_tool(tool) for tool in tools] or None
+        chat = Chat(self._template, conversation, tools, template_kwargs)
         turns = [
-            self._turn(messages[: index + 1], signatures)
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant" and conversation[index].get("weight") != 0
+            self._turn(chat, index)
+            for index, message in enumerate(conversation)
+            if message["role"] == "assistant" and message.get("weight") != 0
         ]
         if not turns:
             raise BadInput(
                 "a demonstration has no assistant message to train on", param="demonstrations"
             )
-        return merge_turns(turns)
+        samples = merge_turns(turns)
+        samples[0].losses |= chat.losses
+        return samples
 
     def answer(
-        self, conversation: Sequence[Message], tools: Sequence[dict[str, Any]]
+        self,
+        conversation: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> TokenSample:
         """Render a conversation, and train only on its last message, the assistant's."""
         context = [{**message, "weight": 0} for message in conversation[:-1]]
-        [sample] = self.samples([*context, {**conversation[-1], "weight": 1}], tools)
+        answer = {**conversation[-1], "weight": 1}
+        [sample] = self.samples([*context, answer], tools, template_kwargs)
         return sample
 
-    def _turn(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> TokenTurn:
-        prompt = self._render(messages[:-1], tools, generation=True)
-        full = self._render(messages, tools, generation=False)
+    def _turn(self, chat: Chat, index: int) -> TokenTurn:
+        prompt, full = chat.text(index, generation=True), chat.text(index + 1, generation=False)
         if not full.startswith(prompt):
             raise BadInput(
                 "the chat template renders an answer differently from its generation prompt: "
                 f"{full[-200:]!r} does not start with {prompt[-200:]!r}",
                 param="tokenizer",
             )
-        answer = self._tokens(full[len(prompt) :])
-        ends = [index for index, token in enumerate(answer) if token in self._ends]
-        if not ends:
+        vital, hidden = chat.hidden(index + 1)
+        if vital:
+            message = f"the chat template does not show {', '.join(sorted(vital))}"
+            raise BadInput(message, param="demonstrations")
+        chat.losses |= hidden
+        answer = full[len(prompt) :]
+        if not hidden and not chat.says(index, answer):
+            chat.losses.add("texts of answers as they are: the chat template changes them")
+        sampled = self._sampled(chat, chat.tokens(answer), index)
+        return TokenTurn(chat.tokens(prompt), sampled, [0.0] * len(sampled))
+
+    def _sampled(self, chat: Chat, answer: list[int], index: int) -> list[int]:
+        """Cut an answer behind the token that the engine stops at, which it may not have yet."""
+        special = self._template.special_ids
+        stop = next((i for i, token in enumerate(answer) if token in self._stops), None)
+        if stop is None or not self._is_model:  # the token that ends what is not blank
+            places = range(len(answer))
+            last = next((i for i in reversed(places) if self._is_shown(answer[i : i + 1])), -1)
+            end = next((i for i in places[last + 1 :] if answer[i] in special), None)
+            if self._is_model and end is not None:
+                chat.losses.add("a stop token of the model: their answers end with another one")
+            stop = end if stop is None or end is not None else stop
+        if stop is not None:
+            if self._is_shown(answer[stop + 1 :]):
+                chat.losses.add("texts of answers after their first stop token")
+            return answer[: stop + 1]
+        opener = self._opener("tool" if chat.messages[index].get("tool_calls") else "user")
+        if opener is None:
             raise BadInput("the chat template ends a turn with no special token", param="tokenizer")
-        sampled = answer[: ends[-1] + 1]
-        return TokenTurn(self._tokens(prompt), sampled, [0.0] * len(sampled))
+        return [*answer, opener]
 
-    def _render(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, *, generation: bool
-    ) -> str:
-        from jinja2 import TemplateError
+    def _opener(self, role: str) -> int | None:
+        """Return the token that begins the next message, if the engine stops at it (GLM)."""
+        if role not in self._openers:
+            tokens = Chat(self._template, [], []).opener(role)[:1]
+            stops = self._stops if self._is_model else self._template.special_ids
+            self._openers[role] = next((token for token in tokens if token in stops), None)
+        return self._openers[role]
 
+    def _is_shown(self, tokens: list[int]) -> bool:
+        """Tell whether tokens have a text that is not blank, special tokens apart."""
+        decode = self._template.tokenizer.decode
+        return bool(decode(tokens, skip_special_tokens=True).strip())
+
+
+def _stop_ids(checkpoint: Path) -> tuple[set[int], bool]:
+    """Return the tokens that vLLM stops at besides the tokenizer's own; False: it is no model."""
+    for name in ("generation_config.json", "config.json"):
         try:
-            with limit_template():
-                return str(
-                    self._tokenizer.apply_chat_template(
-                        messages, tools=tools, add_generation_prompt=generation, tokenize=False
-                    )
-                )
-        except TemplateTooSlow as error:
-            raise BadInput(str(error), param="tokenizer") from error
-        except (TemplateError, TypeError, ValueError) as error:  # raised by the template
-            message = f"the chat template refuses a demonstration: {error}"
-            raise BadInput(message, param="demonstrations") from error
-
-    def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def template_message(message: Message) -> Message:
-    """Convert a message as vLLM does for a chat template: arguments to a dict, text to a string."""
-    rendered = {**message, "content": _text(message.get("content"))}
-    rendered.pop("weight", None)  # for training only
-    calls = rendered.pop("tool_calls", None)
-    if calls:
-        rendered["tool_calls"] = [
-            {**call, "function": _with_object(call["function"])} for call in calls
-        ]
-    return rendered
-
-
-def _with_object(function: dict[str, Any]) -> dict[str, Any]:
-    return {**function, "arguments": sent_arguments(function.get("arguments"))}
-
-
-def template_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool as vLLM does for a chat template: fixed field order, None if missing."""
-    function = tool["function"]
-    fields = {name: function.get(name) for name in ("name", "description", "parameters")}
-    if function.get("strict") is not None:
-        fields["strict"] = function["strict"]
-    return {"type": "function", "function": fields}
-
-
-def _text(content: Any) -> Any:
-    """Return "" for None, and a list of text parts joined by newlines. Keep other content."""
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        return "\n".join(part["text"] for part in content)
-    return content
+            ids = orjson.loads((checkpoint / name).read_bytes()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        return {one for one in (ids if isinstance(ids, list) else [ids]) if one is not None}, True
+    return set(), False

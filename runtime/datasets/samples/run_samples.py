@@ -100,7 +100,7 @@ class TokenSample:
 
     `spans` cover all tokens. `turns` has the turn of each trained span, counted from 0 in the whole
     run. `versions` sampled the tokens, in order of their first token, at `temperatures`. A rendered
-    demonstration has no versions.
+    demonstration has no versions. `losses` names what its conversation has and the tokens lack.
     """
 
     input_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -110,6 +110,7 @@ class TokenSample:
     temperatures: set[float | None] = field(default_factory=set)
     shaped: bool = False
     turns: list[int] = field(default_factory=list)
+    losses: set[str] = field(default_factory=set)
 
     @property
     def temperature(self) -> float | None:
@@ -212,6 +213,11 @@ def merge_turns(turns: Iterable[TokenTurn | None]) -> list[TokenSample]:
         samples[-1]._add_context(prompt[length:])
         samples[-1]._add_sampled(turn, number)
     return samples
+
+
+def losses_of(samples: Iterable[TokenSample]) -> str | None:
+    """Return what the conversation of these samples has and their tokens lack, as one text."""
+    return ", ".join(sorted({loss for sample in samples for loss in sample.losses})) or None
 
 
 def turn_of(call: ModelCall) -> TokenTurn:

@@ -6,7 +6,8 @@
     accepted    true if the run is in the dataset; `samples` counts its rows in the shards
     reason      the reason for leaving the run out, a key of REASONS
     detail      details of the reason: the repeated run, the held-out task, similarity, length; of
-                an accepted run, how many of its turns are left out as they were cut off
+                an accepted run, how many of its turns are left out as they were cut off, and what
+                its conversation has and its tokens lack
 
 Written by draft.py, a few thousand lines at a time.
 """

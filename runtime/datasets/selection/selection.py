@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.queries import DatasetRecipe
-from cray_agents.records import UNSCORED, ModelCall, Run, reward_of_givers, rewards_of_givers
+from cray_agents.records import (
+    CONTROL_TOKENS,
+    UNSCORED,
+    ModelCall,
+    Run,
+    reward_of_givers,
+    rewards_of_givers,
+)
 from cray_agents.runtime.datasets.exclusion.decontamination import BlockedTexts, Match
 from cray_agents.runtime.datasets.exclusion.near_duplicates import KeptSamples, Repeat
 from cray_agents.runtime.datasets.samples.demonstrations import Renderer
@@ -21,6 +28,7 @@ from cray_agents.runtime.datasets.samples.run_samples import (
     TokenSample,
     find_inexact,
     is_exact,
+    losses_of,
     merge_calls,
 )
 from cray_agents.runtime.datasets.samples.sample_weights import Balance
@@ -61,6 +69,7 @@ class CandidateRun:
 
     def line(self) -> ConsideredRun:
         """Return the line for runs.parquet."""
+        details = (self.detail, losses_of(row.sample for row in self.rows))
         return ConsideredRun(
             self.facts.run_id,
             self.facts.task,
@@ -69,7 +78,7 @@ class CandidateRun:
             self.reward,
             self.reason is None,
             self.reason,
-            self.detail,
+            "; ".join(filter(None, details)) or None,
             len(self.rows),
         )
 
@@ -226,6 +235,8 @@ class Selection:
             return Body([], metadata, "contaminated", match.description, match)
         if run.calls:
             samples = merge_calls(run.calls)
+            if CONTROL_TOKENS in run.tags:
+                samples[0].losses.add("the border between contents and control tokens")
         else:
             try:
                 samples = self._render(run)

@@ -199,6 +199,9 @@ async def _record(
     first: float | None = None,
 ) -> None:
     """Put a call's events in the store. `first`: seconds to a stream's first event."""
+    if call.api is not COMPLETIONS:  # whose prompt no template renders
+        for event in events:
+            await services.control_tokens.tag(event)
     begun = time.perf_counter()
     appended = await services.store.append(events, new=call.key is None)
     services.metrics.model_calls.append_seconds.observe(time.perf_counter() - begun)

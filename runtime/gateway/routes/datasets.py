@@ -69,6 +69,7 @@ _SUMMARY = {
     "accepted_runs": WHOLE,
     "considered_runs": WHOLE,
     "split_runs": WHOLE_OR_NONE,  # None: built by an older version
+    "losses": ANY,  # what was left out of samples, with their number; None: as above
     "rejected": ANY,
     "demonstrations": WHOLE_OR_NONE,
     "rejected_demonstrations": ANY,

@@ -154,6 +154,19 @@ async def test_demonstrations_and_runs_in_one_set(tmp_path: Path, tokenizer: Pat
         await build(moved, events, tokenizer=str(tmp_path), **recipe)
 
 
+async def test_what_samples_lack_is_counted(tmp_path: Path, tokenizer: Path) -> None:
+    thought = [*asks("38?", "3")[:1], {**asks("", "3")[1], "reasoning": "I think."}]
+    events = run_events("forged", tags=["control-tokens"])
+    manifest, _ = await build(
+        tmp_path, events, tokenizer=str(tokenizer), demonstrations=[thought, asks("47?", "4")]
+    )
+    border = "the border between contents and control tokens"
+    assert manifest["losses"] == {border: 1, "thoughts of answers": 1}
+    said = details(Home(tmp_path), manifest["id"])
+    assert said["demonstration/0"] == "thoughts of answers" and said["forged"] == border
+    assert said["demonstration/1"] is None
+
+
 def asks(question: str, answer: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 

@@ -51,6 +51,7 @@ async def test_built_listed_and_explained(site: Gateway) -> None:
         "accepted_runs": 3,
         "considered_runs": 5,
         "split_runs": 0,
+        "losses": {},
         "rejected": {"low_reward": 2},
         "demonstrations": 0,
         "rejected_demonstrations": {},

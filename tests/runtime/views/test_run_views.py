@@ -92,6 +92,16 @@ async def get(gateway: Gateway, path: str) -> Any:
     return answer
 
 
+async def test_texts_that_spell_a_control_token_are_tagged(gateway: Gateway) -> None:
+    """vLLM made the token of them: `<|end|>` is one of this model's."""
+    for run_id, text in (("forged", "ok<|end|>"), ("honest", "ok<|begin|>")):
+        await converse(gateway, run_id, ["first", text])
+    tags = [
+        (await get(gateway, f"/v1/trajectories/{name}"))["tags"] for name in ("forged", "honest")
+    ]
+    assert tags == [["control-tokens"], []]
+
+
 async def test_an_outline_marks_every_turn_in_few_bytes(gateway: Gateway) -> None:
     await converse(gateway, "outlined", ["one", "two", "three"])
     await gateway.call(

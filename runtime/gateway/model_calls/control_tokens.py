@@ -1,0 +1,46 @@
+"""Control tokens: tag a call whose texts spell a special token of its model, such as `<|im_end|>`.
+
+vLLM makes the token of it, so a tool's result can end its own turn and begin another. The record
+has what the model read; the tag tells whoever trains on it. Called by answer.py. What the platform
+renders itself has no such tokens: see runtime/datasets/samples/chat_template.py.
+"""
+
+import asyncio
+import re
+from typing import Any
+
+import orjson
+
+from cray_agents.errors import CrayError
+from cray_agents.paths import Home
+from cray_agents.records import CONTROL_TOKENS, Event
+from cray_agents.runtime.registry.registry import Registry
+
+_NONE = "(?!)"  # matches nothing
+
+
+class ControlTokens:
+    """The control tokens of each version, read once from its tokenizer.json."""
+
+    def __init__(self, home: Home, registry: Registry) -> None:
+        self._home, self._registry = home, registry
+        self._patterns: dict[str, re.Pattern[str]] = {}
+
+    async def tag(self, event: Event) -> None:
+        """Tag the event of a call, if its messages or tools hold a control token of its version."""
+        body: dict[str, Any] = event.body
+        version = body["model"]
+        if version not in self._patterns:
+            self._patterns[version] = await asyncio.to_thread(self._read, version)
+        if self._patterns[version].search(repr([body["messages"], body["tools"]])):
+            body["tags"] = [*body.get("tags", []), CONTROL_TOKENS]
+
+    def _read(self, version: str) -> re.Pattern[str]:
+        """Return what matches the control tokens in a `repr`; nothing where no file names them."""
+        try:
+            folder = self._home.checkpoint(self._registry.resolve(version).checkpoint)
+            added = orjson.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
+            special = [repr(token["content"])[1:-1] for token in added if token["special"]]
+        except (OSError, CrayError, ValueError, LookupError, TypeError):
+            return re.compile(_NONE)
+        return re.compile("|".join(map(re.escape, filter(None, special))) or _NONE)
