@@ -145,7 +145,7 @@ def imports(bench: Bench) -> None:
     if bench.on_cpu:
         bench.report.know(sizes="tiny, on the CPU: no figure below means anything")
     from cray_agents.trainers.job import rank  # noqa: F401
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.session import resident  # noqa: F401
 
     load_megatron()

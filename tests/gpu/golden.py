@@ -108,7 +108,7 @@ def compare(golden: Path, other: Path) -> tuple[float, float, str]:
 
 
 if __name__ == "__main__":
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

@@ -93,7 +93,7 @@ def test_a_head_in_chunks_equals_one_with_all_logits(
     import torch
 
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
 
     load_megatron()
     work = partial(both_heads, models("qwen3"), layout, tied, tmp_path)

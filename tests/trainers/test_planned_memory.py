@@ -222,7 +222,7 @@ def test_megatron_holds_the_bytes_that_are_estimated(
     lab: Any, tmp_path: Path, kind: str, layout: dict[str, Any], sizes: dict[str, Any]
 ) -> None:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
@@ -321,7 +321,7 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
 @pytest.mark.megatron
 def test_a_layer_keeps_what_is_estimated(tmp_path: Path) -> None:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

@@ -94,7 +94,7 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
 def run(spec: JobSpec, course: Course) -> list[float]:
     """The losses of the steps so far."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

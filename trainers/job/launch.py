@@ -206,7 +206,7 @@ def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
     with importing_much():
         import torch
 
-        from cray_agents.trainers.models.cpu_megatron import load_megatron
+        from cray_agents.trainers.models.megatron_fixes import load_megatron
 
         on_cpu = load_megatron()
     if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
@@ -355,7 +355,7 @@ def be_spawned_rank() -> NoReturn:
     def main(stop: StopFlag) -> int:
         import torch
 
-        from cray_agents.trainers.models.cpu_megatron import load_megatron
+        from cray_agents.trainers.models.megatron_fixes import load_megatron
 
         if torch.cuda.is_available():  # or the import would take memory of GPU 0 for every rank
             torch.cuda.set_device(rank % torch.cuda.device_count())
