@@ -177,14 +177,13 @@ def choose_start(
     on_cpu: bool,
     ledger: LedgerFile,
     *,
-    spawned: bool = False,
     optimizer_in_memory: bool = False,
     point_in_memory: str = "",
 ) -> JobInputs:
     """Choose the resume point to start from, sweep drafts, and write the event `started`.
 
     Called by one process, before the ranks start; Megatron must be loaded. `ledger` gets what the
-    attempt before trained. `spawned` is only recorded. With `optimizer_in_memory` the point of
+    attempt before trained. With `optimizer_in_memory` the point of
     `optimizer_from` is not looked for. `point_in_memory`: see `resume.choose`. Raises NotFound,
     Corrupt, and BadInput for what these layers cannot do.
     """
@@ -222,7 +221,6 @@ def choose_start(
         left_out=work.samples.left_out,
         layout=spec.layout.model_dump(),
         layers=layers.text,
-        spawned=spawned,
     )
     print(f"attempt {work.attempt} starts at step {step}", flush=True)
     return work

@@ -1,6 +1,6 @@
 """One rank of a job: join, score baselines, restore, train, save now and then, publish.
 
-The functions below stand in this order. launch.py calls `run` in a forked process. Every step is
+The functions below stand in this order. launch.py calls `run` in its process. Every step is
 collective, so all ranks agree on the next one. Read next: training/train_step.py.
 """
 

@@ -1,7 +1,7 @@
 """Layer choice: the layers and kernels that train a model here, and what a missing package costs.
 
 model.py builds the layers of a `LayerChoice`. A job's event `started` and `cray-agents doctor` say
-the same in words. Nothing here touches CUDA, so that a launcher may ask before it forks. Read next:
+the same in words. Nothing here touches CUDA, so that `doctor` and launchers may ask. Read next:
 attention.py and experts.py, the modules for GPUs without Transformer Engine.
 """
 

@@ -6,7 +6,7 @@ goes on where it was left. What the session leaves for another job is parked in 
 (parked_states.py), and taken from there when it comes back. A job of another kind of model has
 everything built anew. Rank 0 looks for the next job in the session's queue, and the others wait for
 its word. Where replicas use the same GPUs by turns, a session waits for its turn before each job,
-and moves its state to host memory after it. session_process.py calls `run` in a forked process.
+and moves its state to host memory after it. session_process.py calls `run` in its process.
 Read next: job/rank.py, whose `execute` trains a job.
 """
 

@@ -97,8 +97,6 @@ def _started(event: Event) -> str:
     if event.get("left_out"):
         text += f"; {event['left_out']} samples without anything to learn are left out"
     text += f"; layers: {event['layers']}" if event.get("layers") else ""
-    if event.get("spawned"):
-        text += "; each rank is a new Python, because an import opened CUDA before the ranks"
     return text
 
 

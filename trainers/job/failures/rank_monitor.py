@@ -45,7 +45,7 @@ END = "end.json"  # beside the logs' folder: how the newest start ended badly
 
 @dataclass
 class RankProcess:
-    """A forked rank, seen from its launcher."""
+    """A rank, seen from its launcher."""
 
     rank: int
     pid: int
