@@ -1,5 +1,7 @@
 """Failures told apart: the verdict on a command that ended early, and the rule that follows."""
 
+import os
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,11 @@ from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
 from cray_agents.runtime.scheduler.slurm import LEDGER
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
-from cray_agents.trainers.job.failures.hang_report import RankStack, culprit
+from cray_agents.trainers.job.failures.hang_report import (
+    RankStack,
+    culprit,
+    report_hang,
+)
 from cray_agents.trainers.job.failures.rank_monitor import (
     BadEnd,
     NodeClocks,
@@ -199,6 +205,66 @@ def test_the_rank_that_keeps_the_others_waiting_is_the_culprit() -> None:
     assert culprit([*waits, works])[1] == (
         "it is in loss (a.py:3); ranks 0-1, 3 wait in all_reduce 7 of group g"
     )
+
+
+def test_among_ranks_that_wait_the_one_furthest_behind_is_the_culprit() -> None:
+    """On GPUs they wait where they read a number: each elsewhere, and none in a collective's code.
+
+    Rank 2 has not called what the others wait in; or has, and its GPU did not end the one before.
+    """
+    others = {n: {"nccl 0": (6, 7), "nccl 4": (9, 9)} for n in (0, 1, 3)}
+    for behind in ({"nccl 0": (6, 6)}, {"nccl 0": (5, 7)}, {"nccl 0": (6, 7), "nccl 4": (8, 9)}):
+        stacks = [
+            RankStack(n, "", f"step (a.py:{n % 3})", waits=True, reached=others.get(n, behind))
+            for n in range(4)
+        ]
+        assert culprit(stacks)[0].rank == 2, behind
+
+
+ONE_RANK = """
+import os, sys, time, torch
+from pathlib import Path
+from torch._C import _distributed_c10d as c10d
+from cray_agents.trainers.job.failures import hang_report
+names, log = sys.argv[1].split(), Path(sys.argv[2])
+dump = c10d._dump_fr_trace_json
+del c10d._dump_fr_trace_json
+for name in names:
+    setattr(c10d, name, dump)
+hang_report.write_stacks_on_signal(log)
+torch.distributed.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
+for _ in range(3):
+    torch.distributed.all_reduce(torch.ones(1))
+hang_report.write_collectives(log)
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_hang_is_read_from_whichever_recorder_torch_has(tmp_path: Path) -> None:
+    """torch's own recorder of CPUs, under the names that it and NCCL's have; and no recorder."""
+    both = "_dump_fr_trace_json _dump_nccl_trace_json"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_RANK, names, str(tmp_path / f"rank-{number}.txt")],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "TORCH_FR_BUFFER_SIZE": "200"},
+        )
+        for number, names in enumerate(["_dump_nccl_trace_json", both, ""])
+    ]
+    try:
+        assert all(rank.stdout is not None and rank.stdout.readline() for rank in ranks)
+        pids = {number: rank.pid for number, rank in enumerate(ranks)}
+        logs = {number: tmp_path / f"rank-{number}.txt" for number in pids}
+        stacks = report_hang(dict.fromkeys(pids, ""), pids, logs, tmp_path / "report.txt")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [stack.reached for stack in stacks] == [{"gloo 0": (3, 3)}, {"gloo 0": (3, 3)}, {}]
+    first, _, last = (tmp_path / "report.txt").read_text().partition("==== rank 2")
+    assert "not known" not in first
+    assert "its collectives are not known: this torch has no flight recorder" in last
 
 
 def test_a_consequence_replaces_no_cause(tmp_path: Path) -> None:
