@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from cray_agents.cli.jobs.job_page import job_report, sentence
 from cray_agents.cli.jobs.why import explain
@@ -20,6 +21,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
 from cray_agents.runtime.scheduler.slurm import LEDGER
+from cray_agents.trainers import progress_clock
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
 from cray_agents.trainers.job.failures.hang_report import (
     RankStack,
@@ -29,17 +31,20 @@ from cray_agents.trainers.job.failures.hang_report import (
 from cray_agents.trainers.job.failures.rank_monitor import (
     BadEnd,
     NodeClocks,
+    RankProcess,
     forget_end,
     note_end,
     read_end,
+    start_patience,
 )
 from cray_agents.trainers.job.job_status import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.weights import SafeTensors
 from cray_agents.trainers.planning.cluster_resources import Resources, this_host
-from cray_agents.trainers.training import progress_clock
-from cray_agents.trainers.training.progress_clock import ProgressClock
+from cray_agents.trainers.progress_clock import CLOCK, ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\n"
@@ -161,6 +166,22 @@ def test_a_rank_moves_by_ticks_files_and_computing_and_not_by_waiting(tmp_path: 
     while not clock.moved():
         assert time.monotonic() < deadline
         sum(range(100_000))
+
+
+def test_a_rank_that_loads_weights_moves_with_each_tensor(models: Any) -> None:
+    """Files of weights are mapped into memory: the kernel counts no bytes that were read."""
+    parent = models("qwen3")
+    for source in (SafeTensors(parent), ParentFiles(parent)):
+        before = CLOCK.ticks
+        source["lm_head.weight"] if isinstance(source, SafeTensors) else source.build(torch.float32)
+        assert CLOCK.ticks > before + (20 if isinstance(source, ParentFiles) else 0)
+
+
+def test_a_rank_that_is_ready_shortens_no_others_patience() -> None:
+    ranks = [RankProcess(n, 0, -1, ready=n == 0) for n in range(3)]
+    assert start_patience(ranks, 5) == 5 and start_patience(ranks[:1], 5) == 1
+    ranks[1].ready, ranks[2].code = True, 0  # that it has ended keeps nobody waiting
+    assert start_patience(ranks, 5) == 1
 
 
 def test_a_node_knows_whether_ranks_of_others_move(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
+from cray_agents.trainers.progress_clock import CLOCK
 from cray_agents.trainers.session.command_run import run_commands
 from cray_agents.trainers.training import own_work
 from cray_agents.trainers.training.parallel_groups import (
@@ -42,7 +43,6 @@ from cray_agents.trainers.training.parallel_groups import (
     is_rank0,
     join_ranks,
 )
-from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.trainers.training.train_step import StepReport, Stopped, Training
 from cray_agents.training_jobs import Layout
 

@@ -43,6 +43,7 @@ from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_in
 from cray_agents.trainers.job.job_ledger import note_steps
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, open_log, restart_may_help
+from cray_agents.trainers.progress_clock import CLOCK
 from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.training.offload import Offload
@@ -51,7 +52,6 @@ from cray_agents.trainers.training.parallel_groups import (
     gather_from_ranks,
     is_rank0,
 )
-from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.trainers.training.relay import Relay
 from cray_agents.trainers.training.train_step import Training, build_of
 from cray_agents.training_jobs import JobSpec, WeightsSource

@@ -42,10 +42,10 @@ from cray_agents.trainers.models.ways import (
     first_source,
     source_of,
 )
+from cray_agents.trainers.progress_clock import CLOCK
 from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
 from cray_agents.trainers.training.own_work import OwnWork
 from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
-from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)

@@ -151,7 +151,7 @@ def culprit(stacks: Sequence[RankStack]) -> tuple[RankStack, str]:
 
 @dataclass
 class _Flight:
-    """What a rank's collectives say: the one that it waits in, and RankStack's `reached`."""
+    """A rank's collectives: the one that it waits in, and RankStack's `reached`."""
 
     collective: str = ""
     reached: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from cray_agents.trainers.models.universal.conversions import (
 from cray_agents.trainers.models.universal.dequantisation import DTYPE, packed_tensors
 from cray_agents.trainers.models.universal.linear_adapter import SavedAs
 from cray_agents.trainers.models.universal.text_model import TextModel
+from cray_agents.trainers.progress_clock import CLOCK
 
 _DTYPES = {
     "F64": torch.float64,
@@ -346,6 +347,7 @@ class ParentFiles:
         return tensor.to(DTYPE)
 
     def _read_stored(self, name: str) -> torch.Tensor:
+        CLOCK.tick()
         file: Any = self._files[self._stored[name].file]
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
