@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from cray_agents.trainers.job.checks import engine_agreement
 from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.job.failures.health_gate import check_ranks
 from cray_agents.trainers.job.failures.rank_monitor import node_name
-from cray_agents.trainers.job.job_inputs import JobInputs
+from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
@@ -128,6 +129,7 @@ def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) ->
     join(work.spec.layout, rank, store, on_cpu)
     attempt, *points = broadcast_from_rank0((work.attempt, *work.points))
     work = work.at(attempt, *points)  # each node read them at its own time
+    work = check_start(work, partial(choose_start, on_cpu=on_cpu, ledger=None))
     training = build(work, on_cpu, stop)
     finished = execute(training, work)
     code = 0 if finished or not may_publish(work) else EX_TEMPFAIL

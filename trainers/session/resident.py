@@ -39,7 +39,7 @@ from cray_agents.trainers.job.checks.weights_check import (
 )
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
-from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
+from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start, read_inputs
 from cray_agents.trainers.job.job_ledger import note_steps
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, open_log, restart_may_help
@@ -295,7 +295,12 @@ class Resident:
         agree(problem)
         assert work is not None  # or `agree` has raised
         *points, resumes = broadcast_from_rank0((*work.points, resumes))
-        return work.at(attempt, *points), resumes
+        work = work.at(attempt, *points)
+        if not resumes:
+            choose = partial(choose_start, on_cpu=self._on_cpu, ledger=None)
+            in_memory = self._continues(work)
+            work = check_start(work, partial(choose, optimizer_in_memory=in_memory))
+        return work, resumes
 
     def _left_at(self, work: JobInputs) -> str:
         """Return the seal of the point where the attempt before this one left the job, else ""."""

@@ -68,6 +68,14 @@ def gather_weights(wrapped: list[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
+def optimizer_to_weights(optimizers: list[Any], wrapped: list[Any]) -> None:
+    """Round the optimizers' weights into the model's, of all ranks that share them. Collective."""
+    for optimizer in optimizers:
+        optimizer._copy_main_params_to_model_params()
+    for chunk in wrapped:
+        chunk.start_param_sync(force_sync=True)
+
+
 def build_optimizer(wrapped: list[Any], hyper: Hyperparameters) -> Any:
     """Build AdamW over all data ranks' shards; norms and biases do not decay."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

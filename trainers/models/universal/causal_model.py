@@ -1,9 +1,9 @@
 """Causal model: a network of transformers in the form that a training step and Megatron expect.
 
 training/train_step.py builds it through models/ways.py. Megatron's data parallelism and optimizer
-take any module; they read `config` of it. Rank 0 alone tests the network's packing, with float32
-weights on the CPU, and tells the others. Read next: passes.py for them, parent_files.py for
-the weights.
+take any module; they read `config` of it. Rank 0 alone tests the packing, on a copy of the
+network's first layers with float32 weights on the CPU, and tells the others. Read next: passes.py,
+parent_files.py for the weights.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,8 @@ from cray_agents.trainers.models.universal.passes import (
     Packing,
     Passes,
     choose_packing,
+    cut_layers,
+    layer_modules,
     untrained,
 )
 from cray_agents.trainers.models.universal.weight_shards import WeightShards
@@ -156,10 +158,10 @@ def build_universal(
 ) -> UniversalModel:
     """Build the network with its weights, and choose its packing. Collective.
 
-    The host needs room for the weights, on rank 0 in float32 with their largest gradient. With
-    `sharded` the parameters hold nothing: weight_shards.py divides them first, and the caller fills
-    the shards. Raises BadInput for modules to recompute, and on every rank for weights that rank 0
-    refuses.
+    The host needs room for the weights; before them, on rank 0, for those of the first layers of
+    every kind in float32, with their largest gradient. With `sharded` the parameters hold nothing:
+    weight_shards.py divides them first, and the caller fills the shards. Raises BadInput for
+    modules to recompute, and on every rank for weights that rank 0 refuses.
     """
     if recompute not in ("none", "full"):
         raise BadInput(
@@ -167,21 +169,20 @@ def build_universal(
             " a time (way=universal): ask for recompute=full, or none",
             param="recompute",
         )
-    network: Any = None
     tested, problem = None, None
     if torch.distributed.get_rank() == 0:
         try:
-            network = source.build(torch.float32)
-            tested = _test(network, model.vocab)
+            try:
+                tested = _test(source, model.vocab, cut=True)
+            except BadInput:  # a family may not compute without all of its layers
+                tested = _test(source, model.vocab, cut=False)
         except BadInput as error:  # the others wait for the packing
             problem = str(error)
     tested, problem = agree((tested, problem))
     if problem is not None:
         raise BadInput(problem, param="parent")
     packing, never, sometimes = tested
-    if network is None or hyper.dtype != "float32" or sharded:
-        network = None  # before the next one takes as much memory
-        network = source.build(DTYPES[hyper.dtype], filled=not sharded)
+    network = source.build(DTYPES[hyper.dtype], filled=not sharded)
     for name in never:
         network.get_parameter(name).requires_grad_(False)
     if sharded:
@@ -229,9 +230,19 @@ def _recomputed_modules(network: torch.nn.Module) -> set[torch.nn.Module]:
     return layers or switched
 
 
-def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the network's packing as JSON can hold it, and what `untrained` returns."""
-    network.eval()
+def _test(
+    source: ParentFiles, vocabulary: int, *, cut: bool
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return a network's packing as JSON can hold it, and what `untrained` returns.
+
+    With `cut` the first layers of every kind are tested, and nothing else is read.
+    """
+    network: Any = source.build(torch.float32, filled=False)
+    kinds = {name: kind for name, kind, _ in layer_modules(network)}
+    names = [name for name, one in network.named_parameters() if one.requires_grad]
+    if cut:
+        cut_layers(network)
+    source.fill(network)
     packing = choose_packing(network, vocabulary)
     passes = Passes(network)
     passes.use(packing)
@@ -240,9 +251,10 @@ def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], lis
     def loss() -> torch.Tensor:
         return F.cross_entropy(passes.logits(tokens, LENGTHS), tokens.roll(-1))
 
-    never, sometimes = untrained(network, loss)
-    passes.use(Packing("alone", packing.attention))
-    return vars(packing), never, sometimes
+    never, sometimes = untrained(network, loss, names)
+    mixers = {kinds[name] for name in packing.split}
+    split = [name for name, kind in kinds.items() if kind in mixers]
+    return vars(packing) | {"split": split}, never, sometimes
 
 
 def _megatron_config(

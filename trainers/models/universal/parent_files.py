@@ -157,11 +157,13 @@ class ParentFiles:
         """Copy the parent's weights into a module that `build` made, in place.
 
         `put` copies one of them into a tensor of the module. Raises BadInput for infinite numbers
-        and NaN, and where a rule's way back does not give the files' numbers. Peak memory: one unit
-        twice.
+        and NaN, and where a rule's way back does not give the files' numbers. Layers that were cut
+        off are not read. Peak memory: one unit twice.
         """
         own, shown_back = _tensors(module), set()
         for conversion in self._conversions:
+            if self._own_name(conversion.targets[0]) not in own:
+                continue
             made = conversion.load(self._finite, self._names)
             for name, tensor in made.items():
                 put(own[self._own_name(name)], tensor)
