@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from cray_agents.errors import BadInput
 from cray_agents.training_jobs import Hyperparameters
 
-INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+# what megatron-core 0.16.1 asks for; compiled for CUDA 13, as torch's wheels are
+INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12'"
 LARGEST_HEAD = 256  # of FlashAttention's kernels
 HEAD_MULTIPLE = 8
 

@@ -213,7 +213,8 @@ def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cp
     """Return the bytes of logits and their gradients, and in chunks of a gradient of the head."""
     columns = ceil(model.vocab / layout.tensor)
     numbers = tokens * columns
-    if on_cpu or numbers <= MOST_LOGITS:
+    whole = on_cpu or (model.way == "universal" and layout.sharding == "full")
+    if whole or numbers <= MOST_LOGITS:
         return numbers * (4 + 2 * size)
     return MOST_LOGITS * (4 + 2 * size) + columns * model.hidden * size
 

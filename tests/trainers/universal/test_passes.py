@@ -1,15 +1,22 @@
 """Packing, family by family: each sequence must equal itself alone, whatever the choice."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from cray_agents.trainers.models.universal.causal_model import _recomputed_modules, _test
+from cray_agents.errors import BadInput
+from cray_agents.trainers.models.universal.causal_model import (
+    UniversalModel,
+    _recomputed_modules,
+    _test,
+)
 from cray_agents.trainers.models.universal.packed_attention import PACKED
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.universal.passes import (
+    REFUSALS,
     Packing,
     Passes,
     _difference,
@@ -21,6 +28,7 @@ from cray_agents.trainers.models.universal.passes import (
 from tests.support.trainers.tiny_families import FAMILIES, FURTHER
 
 VOCAB = 500
+WHOLE = {"opt"}  # whose head calls a part of its body
 OWN = "packed: attention within each sequence"
 SPLIT = f"{OWN}, mixers once per sequence"
 #: what each family needs: nothing, its masks by layer, sinks, softcaps, chunks, mixers apart
@@ -132,6 +140,41 @@ def test_gradients_are_those_of_the_sequences_alone() -> None:
         found.append(torch.cat([p.grad.flatten() for p in made.parameters() if p.grad is not None]))
     for other in found[1:]:
         assert (other - found[0]).abs().max() < 1e-4 * found[0].abs().max()
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("family", [*FAMILIES, *FURTHER])
+def test_losses_in_chunks_are_those_of_all_logits(family: str) -> None:
+    """Scaled and bounded logits too, by the family's own code; only packed rows have chunks."""
+    config = (FAMILIES | FURTHER)[family]()
+    if config.get_text_config() is not config:
+        pytest.skip("its text model is another family here")
+    made = network(family, config)
+    packed = Packing("packed", PACKED)
+    lengths, device = [9, 5, 12], torch.device("cpu")
+    try:
+        model = UniversalModel(
+            made, None, packed, 0.7, device, always_reached=True, recompute=False, vocab=VOCAB
+        )
+        tokens = torch.arange(26)[None] * 7 % VOCAB
+        places = torch.cat([torch.arange(n) for n in lengths])[None]
+        model.head.rows, model.head.want_entropy = torch.arange(1, 26, 2), True
+        labels = tokens[:, model.head.rows] + 1
+        given = SimpleNamespace(lengths=torch.tensor(lengths))
+        found = []
+        for model.head.most_logits in (10**9, 5 * VOCAB):
+            made.zero_grad()
+            losses = model(tokens, places, labels=labels, packed_seq_params=given)
+            found.append([losses.detach(), model.head.entropy])
+            (losses * torch.linspace(-1, 1, losses.numel())).sum().backward()
+            found[-1] += [p.grad.clone() for p in made.parameters() if p.grad is not None]
+    except (BadInput, *REFUSALS) as error:
+        pytest.skip(f"it has no packed pass: {error}")
+    states = model._passes.states(tokens[0], lengths, model.head.rows, places[0])
+    assert (states is None) == (family in WHOLE)
+    assert len(found[0]) == len(found[1])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() <= 2e-5 * max(1.0, float(theirs.abs().max()))
 
 
 def test_layers_that_are_computed_again_drop_nothing() -> None:

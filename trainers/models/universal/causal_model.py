@@ -6,11 +6,13 @@ network's first layers with float32 weights on the CPU, and tells the others. Re
 parent_files.py for the weights.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
+from torch.utils.checkpoint import checkpoint
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
@@ -27,6 +29,7 @@ from cray_agents.trainers.models.universal.passes import (
     untrained,
 )
 from cray_agents.trainers.models.universal.weight_shards import WeightShards
+from cray_agents.trainers.planning.memory import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters
 
 _ENTROPY_NUMBERS = 1 << 24  # probabilities at a time
@@ -44,6 +47,7 @@ class LogitsHead:
         self.want_top = False
         self.top: torch.Tensor | None = None
         self.temperature = temperature
+        self.most_logits = sys.maxsize
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return -log p [n] of labels [n] under logits [n, vocabulary]."""
@@ -83,15 +87,18 @@ class UniversalModel(torch.nn.Module):
         *,
         always_reached: bool,
         recompute: bool,
+        vocab: int,
     ) -> None:
         from megatron.core.enums import ModelType
 
         super().__init__()
         self.model_type = ModelType.encoder_or_decoder
         self.network, self.config, self.packing = network, config, packing
-        self.always_reached, self.device = always_reached, device
+        self.always_reached, self.device, self.vocab = always_reached, device, vocab
         self.shards: WeightShards | None = None
         self.head = LogitsHead(temperature)
+        if device.type == "cuda":
+            self.head.most_logits = MOST_LOGITS
         self._passes = Passes(network)
         self._passes.use(packing)
         if recompute:
@@ -142,8 +149,42 @@ class UniversalModel(torch.nn.Module):
     ) -> torch.Tensor:
         """Return -log p [1, rows] of labels [1, rows] after the packed tokens [1, tokens]."""
         lengths = packed_seq_params.lengths.tolist()
+        losses = self._losses_in_chunks(tokens[0], lengths, positions[0], labels[0])
+        if losses is not None:
+            return losses[None]
         logits = self._passes.logits(tokens[0], lengths, self.head.rows, positions[0])
         return self.head.losses(logits, labels[0])[None]
+
+    def _losses_in_chunks(
+        self,
+        tokens: torch.Tensor,
+        lengths: list[int],
+        positions: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return the losses, of few rows at a time; None where all logits are few, or not apart.
+
+        The backward pass computes the logits again.
+        """
+        head, size = self.head, max(1, self.head.most_logits // self.vocab)
+        if head.rows is None or len(head.rows) <= size or self.shards is not None:
+            return None
+        states = self._passes.states(tokens, lengths, head.rows, positions)
+        if states is None:
+            return None
+
+        def chunk(*rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            losses = head.losses(self._passes.head(rows[0]), rows[1])
+            return losses, head.entropy, head.top
+
+        parts = [
+            checkpoint(chunk, *rows, use_reentrant=False, preserve_rng_state=False)
+            for rows in zip(states.split(size), labels.split(size), strict=True)
+        ]
+        losses, head.entropy, head.top = (
+            None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
+        )
+        return losses
 
 
 def build_universal(
@@ -197,6 +238,7 @@ def build_universal(
         device,
         always_reached=not sometimes,
         recompute=recompute == "full",
+        vocab=model.vocab,
     )
     if hyper.dtype != "float32" and not sharded:
         made.check_dtype(hyper.dtype, device)

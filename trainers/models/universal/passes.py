@@ -108,6 +108,48 @@ class Passes:
         whole = self._in_rows(tokens, lengths)
         return whole if rows is None else whole[rows]
 
+    def states(
+        self,
+        tokens: torch.Tensor,
+        lengths: Sequence[int],
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return what `head` makes the same logits of, [rows, hidden]; None if it cannot."""
+        parts = self.network._modules
+        self._body = next((n for n in (self.network.base_model_prefix, "model") if n in parts), "")
+        apart = self._body and "logits_to_keep" in self._accepts
+        if self.packing.shape != "packed" or not apart:
+            return None
+        outputs: list[Any] = []
+        hook = parts[self._body].register_forward_hook(lambda _, __, output: outputs.append(output))
+        try:
+            self.logits(tokens, lengths, rows[:1], positions)
+        finally:
+            hook.remove()
+        if not outputs:  # a family's head calls a part of its body
+            self._accepts -= {"logits_to_keep"}
+            return None
+        self._output = type(outputs[0])
+        states: torch.Tensor = outputs[0].last_hidden_state
+        return states[0, rows]
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits of `states`, by the network's own forward around them."""
+        parts, name = self.network._modules, self._body
+        body = parts[name]
+        parts[name] = _Body(body, self._output(last_hidden_state=states[None]))
+        try:
+            logits: torch.Tensor = self._call(
+                torch.zeros(1, len(states), dtype=torch.int64, device=states.device),
+                torch.arange(len(states), device=states.device)[None],
+                None,
+                None,
+            )
+        finally:
+            parts[name] = body
+        return logits[0]
+
     def _in_rows(self, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Return the logits of all tokens, computed in rows of no more tokens than there are."""
         sequences = torch.split(tokens, list(lengths))
@@ -138,6 +180,21 @@ class Passes:
             return logits
         logits = self.network(tokens, **options).logits
         return logits if rows is None else logits[:, rows]
+
+
+class _Body(torch.nn.Module):
+    """A network without its head, whose output is given; it has the settings of the real one."""
+
+    def __init__(self, body: Any, output: Any) -> None:
+        super().__init__()
+        self.__dict__["body"], self.output = body, output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["body"], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return the output."""
+        return self.output
 
 
 def _attention_of(network: Any) -> Any:
