@@ -209,6 +209,10 @@ def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
         from cray_agents.trainers.models.megatron_fixes import load_megatron
 
         on_cpu = load_megatron()
+    knows = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    if knows and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # else torch rounds page-locked memory, of saving and offloading, up to a power of two
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
     if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
         raise SetupError(
             f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
