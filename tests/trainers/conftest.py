@@ -5,7 +5,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # tests fork ranks, as a launcher does
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # tests fork ranks
 
 import signal
 import sys
