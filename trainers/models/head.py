@@ -207,11 +207,12 @@ class ChunkedLosses(torch.autograd.Function):
             chances.scatter_add_(1, columns, -mine.to(chances.dtype))
             d_logits = chances.mul_(gradient[:, None] / head.temperature).to(weight.dtype)
             d_hidden.append(d_logits @ weight)
-            target = d_weight if total is None else total
-            if d_weight is not None and target.dtype == rows.dtype:
-                target.addmm_(d_logits.t(), rows)
-            elif d_weight is not None:
-                target.add_(d_logits.t() @ rows)
+            if d_weight is not None:
+                target: torch.Tensor = d_weight if total is None else total
+                if target.dtype == rows.dtype:
+                    target.addmm_(d_logits.t(), rows)
+                else:
+                    target.add_(d_logits.t() @ rows)
         # Megatron's fused layers set this mark and add to `main_grad` themselves: not so here
         if getattr(ctx.parameter, "grad_added_to_main_grad", False):
             ctx.parameter.grad_added_to_main_grad = False

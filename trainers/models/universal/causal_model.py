@@ -179,7 +179,7 @@ class UniversalModel(torch.nn.Module):
 
         parts = [
             checkpoint(chunk, *rows, use_reentrant=False, preserve_rng_state=False)
-            for rows in zip(states.split(size), labels.split(size), strict=True)
+            for rows in zip(torch.split(states, size), torch.split(labels, size), strict=True)
         ]
         losses, head.entropy, head.top = (
             None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
