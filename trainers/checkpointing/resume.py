@@ -258,7 +258,7 @@ class _SavedPoint:
         wanted = range_.slice_
         shape = (self.rows_of(range_), *wanted.shape[1:])
         end, row = min(first + count, prod(shape)), prod(shape[1:])
-        found = np.empty(max(0, end - first), np.float32)
+        numbers = np.empty(max(0, end - first), np.float32)
         overlaps = [
             (slice_, ranges, both)
             for slice_, ranges in self._weights[wanted.key].items()
@@ -280,8 +280,10 @@ class _SavedPoint:
                 start = begin + saved.first
                 low, high = max(first, start), min(end, start + saved.count)
                 if low < high:
-                    found[low - first : high - first] = saved.read(number, low - start, high - low)
-        return torch.from_numpy(found)
+                    numbers[low - first : high - first] = saved.read(
+                        number, low - start, high - low
+                    )
+        return torch.from_numpy(numbers)
 
 
 def _overlap(

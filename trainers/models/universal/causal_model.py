@@ -177,12 +177,12 @@ class UniversalModel(torch.nn.Module):
             losses = head.losses(self._passes.head(rows[0]), rows[1])
             return losses, head.entropy, head.top
 
-        parts = [
+        pieces = [
             checkpoint(chunk, *rows, use_reentrant=False, preserve_rng_state=False)
             for rows in zip(torch.split(states, size), torch.split(labels, size), strict=True)
         ]
         losses, head.entropy, head.top = (
-            None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
+            None if column[0] is None else torch.cat(column) for column in zip(*pieces, strict=True)
         )
         return losses
 

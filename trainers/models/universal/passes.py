@@ -116,13 +116,17 @@ class Passes:
         positions: torch.Tensor,
     ) -> torch.Tensor | None:
         """Return what `head` makes the same logits of, [rows, hidden]; None if it cannot."""
-        parts = self.network._modules
-        self._body = next((n for n in (self.network.base_model_prefix, "model") if n in parts), "")
+        modules = self.network._modules
+        self._body = next(
+            (n for n in (self.network.base_model_prefix, "model") if n in modules), ""
+        )
         apart = self._body and "logits_to_keep" in self._accepts
         if self.packing.shape != "packed" or not apart:
             return None
         outputs: list[Any] = []
-        hook = parts[self._body].register_forward_hook(lambda _, __, output: outputs.append(output))
+        hook = modules[self._body].register_forward_hook(
+            lambda _, __, output: outputs.append(output)
+        )
         try:
             self.logits(tokens, lengths, rows[:1], positions)
         finally:
@@ -136,9 +140,9 @@ class Passes:
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits of `states`, by the network's own forward around them."""
-        parts, name = self.network._modules, self._body
-        body = parts[name]
-        parts[name] = _Body(body, self._output(last_hidden_state=states[None]))
+        modules, name = self.network._modules, self._body
+        body = modules[name]
+        modules[name] = _GivenBody(body, self._output(last_hidden_state=states[None]))
         try:
             logits: torch.Tensor = self._call(
                 torch.zeros(1, len(states), dtype=torch.int64, device=states.device),
@@ -147,7 +151,7 @@ class Passes:
                 None,
             )
         finally:
-            parts[name] = body
+            modules[name] = body
         return logits[0]
 
     def _in_rows(self, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -182,7 +186,7 @@ class Passes:
         return logits if rows is None else logits[:, rows]
 
 
-class _Body(torch.nn.Module):
+class _GivenBody(torch.nn.Module):
     """A network without its head, whose output is given; it has the settings of the real one."""
 
     def __init__(self, body: Any, output: Any) -> None:
@@ -352,9 +356,9 @@ class _Cut(torch.nn.ModuleList):
 
 def cut_layers(network: Any) -> None:
     """Keep a network's first layers, at least two, up to the first one of the last new kind."""
-    if (found := decoder_layers(network)) is None:
+    if (listed := decoder_layers(network)) is None:
         return
-    name, layers = found
+    name, layers = listed
     types = list(getattr(network.config, "layer_types", None) or [None] * len(layers))
     kinds = [(kind, *_traits(layer)) for kind, layer in zip(types, layers, strict=False)]
     kept = max(2, 1 + max(kinds.index(kind) for kind in kinds))
