@@ -116,17 +116,13 @@ class Passes:
         positions: torch.Tensor,
     ) -> torch.Tensor | None:
         """Return what `head` makes the same logits of, [rows, hidden]; None if it cannot."""
-        modules = self.network._modules
-        self._body = next(
-            (n for n in (self.network.base_model_prefix, "model") if n in modules), ""
-        )
+        held = self.network._modules
+        self._body = next((n for n in (self.network.base_model_prefix, "model") if n in held), "")
         apart = self._body and "logits_to_keep" in self._accepts
         if self.packing.shape != "packed" or not apart:
             return None
         outputs: list[Any] = []
-        hook = modules[self._body].register_forward_hook(
-            lambda _, __, output: outputs.append(output)
-        )
+        hook = held[self._body].register_forward_hook(lambda _, __, output: outputs.append(output))
         try:
             self.logits(tokens, lengths, rows[:1], positions)
         finally:
@@ -140,9 +136,9 @@ class Passes:
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits of `states`, by the network's own forward around them."""
-        modules, name = self.network._modules, self._body
-        body = modules[name]
-        modules[name] = _GivenBody(body, self._output(last_hidden_state=states[None]))
+        held, name = self.network._modules, self._body
+        body = held[name]
+        held[name] = _GivenBody(body, self._output(last_hidden_state=states[None]))
         try:
             logits: torch.Tensor = self._call(
                 torch.zeros(1, len(states), dtype=torch.int64, device=states.device),
@@ -151,7 +147,7 @@ class Passes:
                 None,
             )
         finally:
-            modules[name] = body
+            held[name] = body
         return logits[0]
 
     def _in_rows(self, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
