@@ -71,6 +71,7 @@ class Passes:
         register()
         self.network, self._mixers = network, MixerSplit()
         self._accepts = frozenset(inspect.signature(network.forward).parameters)
+        self._apart = "logits_to_keep" in self._accepts  # the head can be called alone
         self._usual = _attention_of(network)
         self.packing = Packing("alone", self._usual)
 
@@ -118,8 +119,7 @@ class Passes:
         """Return what `head` makes the same logits of, [rows, hidden]; None if it cannot."""
         held = self.network._modules
         self._body = next((n for n in (self.network.base_model_prefix, "model") if n in held), "")
-        apart = self._body and "logits_to_keep" in self._accepts
-        if self.packing.shape != "packed" or not apart:
+        if self.packing.shape != "packed" or not self._apart or not self._body:
             return None
         outputs: list[Any] = []
         hook = held[self._body].register_forward_hook(lambda _, __, output: outputs.append(output))
@@ -128,7 +128,7 @@ class Passes:
         finally:
             hook.remove()
         if not outputs:  # a family's head calls a part of its body
-            self._accepts -= {"logits_to_keep"}
+            self._apart = False
             return None
         self._output = type(outputs[0])
         states: torch.Tensor = outputs[0].last_hidden_state
