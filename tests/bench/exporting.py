@@ -93,7 +93,7 @@ def write_plainly(path: Path, weights: list[memoryview], size: int) -> None:
 async def main(home: Path) -> None:
     """A row for each layout: medians of rounds that take turns, and of their ratios."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

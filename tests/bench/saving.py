@@ -88,7 +88,7 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
 async def main(home: Path) -> None:
     """A row for each size: medians of rounds that take turns, and the median of their ratios."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

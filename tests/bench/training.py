@@ -151,7 +151,7 @@ def serve(
 def trainer(home: Path, ranks: int, shape: str, way: Way = "native") -> None:
     """Our side: ranks forked as a job forks them."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

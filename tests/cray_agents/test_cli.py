@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -179,6 +180,9 @@ def test_doctor_says_what_the_trainer_would_use(tmp_path: Path) -> None:
     te = has_transformer_engine()
     assert layers["state"] == ("ok" if te else "absent")
     assert layers["found"] == choose_layers(gpu=True, transformer_engine=te, experts=True).text
-    assert te or "transformer-engine[pytorch]" in layers["to mend it"]
+    assert te or ">=2.9,<2.12" in layers["to mend it"]
+    assert on_gpus["C compiler"]["state"] == ("ok" if shutil.which("gcc") else "absent")
+    assert {"Python headers", "FlashAttention 3"} <= on_gpus.keys()
+    assert "C compiler" not in rows()
     wrong = rows(**gpus, CRAY_AGENTS_TRAIN_RANKS="5")["training"]
     assert wrong["state"] == "missing" and "it has 4 GPUs" in wrong["to mend it"]

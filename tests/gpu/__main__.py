@@ -45,6 +45,8 @@ STAGES: dict[str, Callable[[Bench], None]] = {
     "golden": golden.main,
     "train-1B": partial(speed.main, stage="train-1B", name="1B"),
     "session": partial(session.main, stage="session", name="1B"),
+    "session-small-rate": partial(session.main, stage="session-small-rate", name="1B", rate=1e-6),
+    "session-lora": partial(session.main, stage="session-lora", name="1B", lora=Lora()),
     "train-4B": partial(speed.main, stage="train-4B", name="4B"),
     "lora-8B": partial(speed.main, stage="lora-8B", name="8B", lora=Lora()),
     "transformers": partial(speed.against_transformers, stage="transformers", name="1B"),
@@ -64,7 +66,6 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     if options.cpu_tiny:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as a job's launcher does
     import torch
 
     if not options.cpu_tiny and not torch.cuda.is_available():
@@ -145,7 +146,7 @@ def imports(bench: Bench) -> None:
     if bench.on_cpu:
         bench.report.know(sizes="tiny, on the CPU: no figure below means anything")
     from cray_agents.trainers.job import rank  # noqa: F401
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.session import resident  # noqa: F401
 
     load_megatron()

@@ -6,7 +6,9 @@ runs in ranks forked by the trainer's own launcher: a stage that dies takes noth
 
 import gc
 import json
+import pickle
 import time
+from base64 import b85decode, b85encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ import numpy as np
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.training_jobs import Hyperparameters, Layout
 from tests.gpu.report import Report
-from tests.support.trainers.model_configs import LLAMA_31_8B, QWEN3_06B
+from tests.support.trainers.model_configs import LLAMA_31_8B, QWEN3_06B, QWEN3_30B_A3B
 
 _ANY = {"max_position_embeddings": 40960, "dtype": "bfloat16"}
 LLAMA_32_3B = LLAMA_31_8B | {
@@ -52,7 +54,9 @@ TINY = {
     "vocab_size": 128,
 }
 #: Of the comparison with the CPU, whose float32 arithmetic should not take long either.
-SMALL = QWEN3_06B | TINY | {"hidden_size": 256, "num_hidden_layers": 4, "head_dim": 64}
+EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+SMALL_SIZES = TINY | {"hidden_size": 256, "num_hidden_layers": 4, "head_dim": 64}
+SMALL = QWEN3_06B | SMALL_SIZES
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Scale:
 
 
 FULL = Scale(
-    {"1B": LLAMA_32_1B, "3B": LLAMA_32_3B, "4B": QWEN3_4B, "8B": LLAMA_31_8B, "small": SMALL},
+    {"1B": LLAMA_32_1B, "3B": LLAMA_32_3B, "4B": QWEN3_4B, "8B": LLAMA_31_8B, "small": SMALL}
+    | {"small-moe": QWEN3_30B_A3B | SMALL_SIZES | EXPERTS | {"moe_intermediate_size": 128}},
     longest=4096,
     tokens=32768,
     microbatches=(4096, 16384, 32768),
@@ -80,7 +85,8 @@ FULL = Scale(
 )
 ONE_CORE = Scale(
     {"1B": LLAMA_32_1B | TINY, "3B": LLAMA_32_3B | TINY, "4B": QWEN3_4B | TINY}
-    | {"8B": LLAMA_31_8B | TINY, "small": QWEN3_06B | TINY},
+    | {"8B": LLAMA_31_8B | TINY, "small": QWEN3_06B | TINY}
+    | {"small-moe": QWEN3_30B_A3B | TINY | EXPERTS},
     longest=24,
     tokens=96,
     microbatches=(24, 96),
@@ -144,16 +150,23 @@ class Bench:
     def in_rank(
         self, work: Callable[..., None], *arguments: Any, layout: Layout | None = None
     ) -> None:
-        """Call `work(bench, *arguments)` in a rank, forked as a job's are, or in a layout's ranks.
+        """Call `work(bench, *arguments)` in a rank, started as a job's is, or in a layout's ranks.
 
         Raises JobError, with its log, if one dies.
         """
         from cray_agents.trainers.job.launch import RankPlacement, run_ranks
 
         layout = layout or Layout()
+        pickled = b85encode(pickle.dumps((self, work, arguments, layout))).decode()
+        recipe = None if self.on_cpu else ("tests.gpu.bench", [pickled])
         placement = RankPlacement(0, 1, layout.world, "127.0.0.1", 0)
         main = partial(_be_rank, self, work, arguments, layout)
-        run_ranks(placement, self.folder / "logs", main)
+        run_ranks(placement, self.folder / "logs", main, recipe)
+
+
+def rank_main(on_cpu: bool, pickled: str) -> Callable[..., int]:
+    """Return what a rank in a new Python runs."""
+    return partial(_be_rank, *pickle.loads(b85decode(pickled)))
 
 
 def _be_rank(

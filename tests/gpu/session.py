@@ -1,7 +1,8 @@
 """Session stage: from a job handed to a training session until its candidate is ready.
 
 Trainer, local scheduler and session are those of a platform; only the dataset is made here. Each
-job starts from what the one before published, as a loop's generations do.
+job starts from what the one before published, as a loop's generations do, and has to publish other
+weights: in bfloat16 a small learning rate shows only in what the optimizer keeps in float32.
 """
 
 import json
@@ -16,7 +17,7 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
+from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.gpu.bench import Bench, Failed, sequences
 
 STEPS = 4
@@ -24,7 +25,7 @@ KEPT = ("LD_LIBRARY_PATH",)
 PATHS = tuple(sys.path)  # before packages add folders of their own
 
 
-def main(bench: Bench, stage: str, name: str) -> None:
+def main(bench: Bench, stage: str, name: str, rate: float = 1e-5, lora: Lora | None = None) -> None:
     """Train a chain of jobs; a row for each says where its time went."""
     from cray_agents.runtime.scheduler.gpu_placement import visible_gpus
     from cray_agents.runtime.scheduler.local import LocalProcesses
@@ -32,7 +33,7 @@ def main(bench: Bench, stage: str, name: str) -> None:
     from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
     from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 
-    home = Home(bench.folder / "home")
+    home = Home(bench.folder / f"home-{stage}")
     parent, model = bench.model(name)
     count = write_dataset(home, sequences(bench.scale, model.vocab))
     gpus = visible_gpus(os.environ, 1)[:1] if not bench.on_cpu else []
@@ -45,7 +46,7 @@ def main(bench: Bench, stage: str, name: str) -> None:
             if bench.over:
                 bench.report.add(stage, model=name, job=number + 1, problem="no time left")
                 return
-            spec = next_spec(home, parent, before, count, bench)
+            spec = next_spec(home, parent, before, count, bench, rate, lora)
             begun = time.time()
             status = trainer.submit(spec)
             while status.state in ("queued", "running"):
@@ -55,6 +56,9 @@ def main(bench: Bench, stage: str, name: str) -> None:
             journal = JobJournal(home, spec.id)
             if status.state != "succeeded":
                 raise Failed(f"{spec.id} {status.state}: {status.error or journal.log_tail()}")
+            published = weights_of(home.checkpoint(spec.id))
+            if published == spec.parent_sha256:
+                raise Failed(f"{spec.id} published its parent's weights: nothing was learnt")
             events = list(journal.events())
             steps = sum(e["seconds"] for e in events if e["event"] == "step")
             bench.report.add(
@@ -96,25 +100,34 @@ class AsHere:
 
 
 def next_spec(
-    home: Home, parent: Path, before: JobSpec | None, batch: int, bench: Bench
+    home: Home,
+    parent: Path,
+    before: JobSpec | None,
+    batch: int,
+    bench: Bench,
+    rate: float,
+    lora: Lora | None,
 ) -> JobSpec:
-    """Return the first job, which begins with random weights, or the next one of the chain."""
+    """Return the first job, which begins with random weights, or the next one of the chain.
+
+    The first one trains all weights in any case.
+    """
     from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 
     if before is not None:
         parent = home.checkpoint(before.id)
-        manifest = checksums.read_record(Manifest, parent / "manifest.json")
     return JobSpec(
         dataset="gpu",
         parent=str(parent),
-        parent_sha256=parent_sha256(parent, "random")
-        if before is None
-        else manifest.weights_sha256,
-        optimizer_from=None if before is None else before.id,
+        parent_sha256=parent_sha256(parent, "random") if before is None else weights_of(parent),
+        optimizer_from=before.id
+        if before is not None and before.hyperparameters.lora == lora
+        else None,
         hyperparameters=Hyperparameters(
             steps=STEPS,
             batch_size=batch,
-            learning_rate=1e-5,
+            learning_rate=rate,
+            lora=None if before is None else lora,
             max_tokens_per_microbatch=bench.scale.microbatches[0],
             dtype="bfloat16",
             init="random" if before is None else "parent",
@@ -122,6 +135,11 @@ def next_spec(
         layout=Layout(),
         session="gpu",
     )
+
+
+def weights_of(checkpoint: Path) -> str:
+    """Return the hash of a checkpoint's weights, as its manifest has it."""
+    return checksums.read_record(Manifest, checkpoint / "manifest.json").weights_sha256
 
 
 def write_dataset(home: Home, rows: list[list[int]]) -> int:

@@ -5,7 +5,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # tests fork ranks, as a launcher does
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # tests fork ranks
 
 import signal
 import sys
@@ -30,23 +30,26 @@ SHARD_ROWS = 10
 
 
 def make_model(kind: str, folder: Path) -> Path:
-    """A random model of a kind (`-tied`: with tied embeddings), with stand-in tokenizer files."""
+    """A random model of a kind, with stand-in tokenizer files.
+
+    `-tied`: with tied embeddings; `-deep`: of six layers, not two.
+    """
     import torch
     import transformers as hf
 
     torch.set_num_threads(1)
     torch.manual_seed(sum(map(ord, kind)))
-    name, _, tied = kind.partition("-")
+    name, _, variant = kind.partition("-")
     sizes: dict[str, Any] = {
         "hidden_size": 64,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 6 if variant == "deep" else 2,
         "intermediate_size": 96,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
         "vocab_size": VOCAB,
         "max_position_embeddings": 256,
-        "tie_word_embeddings": bool(tied),
+        "tie_word_embeddings": variant == "tied",
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     }
     if name == "qwen2":
@@ -204,7 +207,7 @@ class RunningJob:
 
     def __init__(self, home: Home, spec: JobSpec, **environment: str) -> None:
         from cray_agents.trainers.job import job, rank  # noqa: F401  (imported once, before the fork)
-        from cray_agents.trainers.models.cpu_megatron import load_megatron
+        from cray_agents.trainers.models.megatron_fixes import load_megatron
 
         load_megatron()
         self.journal = JobJournal(home, spec.id)

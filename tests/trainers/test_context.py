@@ -105,7 +105,7 @@ def learnt(lab: Any, tmp_path: Path, name: str, **layout: Any) -> tuple[Any, dic
     import torch
 
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

@@ -49,7 +49,7 @@ def test_changes_of_all_ranks_make_the_files_of_a_full_export(
     models: Callable[[str], Path], tmp_path: Path, layout: Layout
 ) -> None:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

@@ -1,5 +1,7 @@
 """Failures told apart: the verdict on a command that ended early, and the rule that follows."""
 
+import os
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from cray_agents.cli.jobs.job_page import job_report, sentence
 from cray_agents.cli.jobs.why import explain
@@ -18,22 +21,30 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
 from cray_agents.runtime.scheduler.slurm import LEDGER
+from cray_agents.trainers import progress_clock
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
-from cray_agents.trainers.job.failures.hang_report import RankStack, culprit
+from cray_agents.trainers.job.failures.hang_report import (
+    RankStack,
+    culprit,
+    report_hang,
+)
 from cray_agents.trainers.job.failures.rank_monitor import (
     BadEnd,
     NodeClocks,
+    RankProcess,
     forget_end,
     note_end,
     read_end,
+    start_patience,
 )
 from cray_agents.trainers.job.job_status import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.weights import SafeTensors
 from cray_agents.trainers.planning.cluster_resources import Resources, this_host
-from cray_agents.trainers.training import progress_clock
-from cray_agents.trainers.training.progress_clock import ProgressClock
+from cray_agents.trainers.progress_clock import CLOCK, ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\n"
@@ -157,6 +168,22 @@ def test_a_rank_moves_by_ticks_files_and_computing_and_not_by_waiting(tmp_path: 
         sum(range(100_000))
 
 
+def test_a_rank_that_loads_weights_moves_with_each_tensor(models: Any) -> None:
+    """Files of weights are mapped into memory: the kernel counts no bytes that were read."""
+    parent = models("qwen3")
+    for source in (SafeTensors(parent), ParentFiles(parent)):
+        before = CLOCK.ticks
+        source["lm_head.weight"] if isinstance(source, SafeTensors) else source.build(torch.float32)
+        assert CLOCK.ticks > before + (20 if isinstance(source, ParentFiles) else 0)
+
+
+def test_a_rank_that_is_ready_shortens_no_others_patience() -> None:
+    ranks = [RankProcess(n, 0, -1, ready=n == 0) for n in range(3)]
+    assert start_patience(ranks, 5) == 5 and start_patience(ranks[:1], 5) == 1
+    ranks[1].ready, ranks[2].code = True, 0  # that it has ended keeps nobody waiting
+    assert start_patience(ranks, 5) == 1
+
+
 def test_a_node_knows_whether_ranks_of_others_move(tmp_path: Path) -> None:
     here, there = (NodeClocks(tmp_path, "end-1", node, 2) for node in (0, 1))
     assert not here.others_move() or not here.others_move()  # nothing was written yet
@@ -199,6 +226,66 @@ def test_the_rank_that_keeps_the_others_waiting_is_the_culprit() -> None:
     assert culprit([*waits, works])[1] == (
         "it is in loss (a.py:3); ranks 0-1, 3 wait in all_reduce 7 of group g"
     )
+
+
+def test_among_ranks_that_wait_the_one_furthest_behind_is_the_culprit() -> None:
+    """On GPUs they wait where they read a number: each elsewhere, and none in a collective's code.
+
+    Rank 2 has not called what the others wait in; or has, and its GPU did not end the one before.
+    """
+    others = {n: {"nccl 0": (6, 7), "nccl 4": (9, 9)} for n in (0, 1, 3)}
+    for behind in ({"nccl 0": (6, 6)}, {"nccl 0": (5, 7)}, {"nccl 0": (6, 7), "nccl 4": (8, 9)}):
+        stacks = [
+            RankStack(n, "", f"step (a.py:{n % 3})", waits=True, reached=others.get(n, behind))
+            for n in range(4)
+        ]
+        assert culprit(stacks)[0].rank == 2, behind
+
+
+ONE_RANK = """
+import os, sys, time, torch
+from pathlib import Path
+from torch._C import _distributed_c10d as c10d
+from cray_agents.trainers.job.failures import hang_report
+names, log = sys.argv[1].split(), Path(sys.argv[2])
+dump = c10d._dump_fr_trace_json
+del c10d._dump_fr_trace_json
+for name in names:
+    setattr(c10d, name, dump)
+hang_report.write_stacks_on_signal(log)
+torch.distributed.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
+for _ in range(3):
+    torch.distributed.all_reduce(torch.ones(1))
+hang_report.write_collectives(log)
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_hang_is_read_from_whichever_recorder_torch_has(tmp_path: Path) -> None:
+    """torch's own recorder of CPUs, under the names that it and NCCL's have; and no recorder."""
+    both = "_dump_fr_trace_json _dump_nccl_trace_json"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_RANK, names, str(tmp_path / f"rank-{number}.txt")],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "TORCH_FR_BUFFER_SIZE": "200"},
+        )
+        for number, names in enumerate(["_dump_nccl_trace_json", both, ""])
+    ]
+    try:
+        assert all(rank.stdout is not None and rank.stdout.readline() for rank in ranks)
+        pids = {number: rank.pid for number, rank in enumerate(ranks)}
+        logs = {number: tmp_path / f"rank-{number}.txt" for number in pids}
+        stacks = report_hang(dict.fromkeys(pids, ""), pids, logs, tmp_path / "report.txt")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [stack.reached for stack in stacks] == [{"gloo 0": (3, 3)}, {"gloo 0": (3, 3)}, {}]
+    first, _, last = (tmp_path / "report.txt").read_text().partition("==== rank 2")
+    assert "not known" not in first
+    assert "its collectives are not known: this torch has no flight recorder" in last
 
 
 def test_a_consequence_replaces_no_cause(tmp_path: Path) -> None:

@@ -58,6 +58,33 @@ def in_float64(chunk: Any, vocab: int) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+def test_the_gradient_of_the_weight_adds_up_in_float32() -> None:
+    """In bfloat16 a sum over many chunks would be rounded once a chunk."""
+    import torch
+
+    from cray_agents.trainers.models.head import ChunkedLosses, Head
+
+    torch.manual_seed(3)
+    hidden, weight = torch.randn(512, 32).bfloat16(), (torch.randn(64, 32) / 8).bfloat16()
+    labels, found = torch.randint(64, (512,)), []
+    for kind, chunk in (("float32", 512), ("main_grad", 2), ("bfloat16", 2)):
+        head = Head.__new__(Head)
+        head.temperature, head.want_entropy, head.want_top = 1.0, False, False
+        head.first, head.columns, head.real, head.most_logits = 0, 64, 64, 64 * chunk
+        head._over_ranks = lambda values, how: values  # type: ignore[method-assign]
+        dtype = torch.float32 if kind == "float32" else torch.bfloat16
+        parameter = torch.nn.Parameter(weight.to(dtype))
+        if kind == "main_grad":
+            parameter.main_grad = torch.zeros(64, 32)  # type: ignore[attr-defined]
+        losses, _ = ChunkedLosses.apply(hidden.to(dtype), parameter, labels, head)
+        losses.sum().backward()
+        assert parameter.grad is not None
+        found.append(parameter.main_grad if kind == "main_grad" else parameter.grad.float())  # type: ignore[attr-defined]
+        assert kind != "main_grad" or not parameter.grad.any()
+    truth, ours, rounded = found
+    assert (ours - truth).norm() < 0.3 * (rounded - truth).norm()
+
+
 def both_heads(
     folder: Path, layout: Layout, tied: bool, out: Path, rank: int, store: Any, stop: Any
 ) -> int:
@@ -93,7 +120,7 @@ def test_a_head_in_chunks_equals_one_with_all_logits(
     import torch
 
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
 
     load_megatron()
     work = partial(both_heads, models("qwen3"), layout, tied, tmp_path)

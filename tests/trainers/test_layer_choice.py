@@ -1,11 +1,8 @@
 """The layers that GPUs get: what is chosen, what is said of it, and what of it runs on a CPU."""
 
-import sys
-import types
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,7 +102,7 @@ def test_fp8_is_part_of_a_job_and_its_absence_of_none() -> None:
 @pytest.mark.megatron
 def test_megatron_takes_the_options(model: Architecture) -> None:
     """As far as its configuration is made; FP8 itself needs a GPU."""
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.models.model import transformer_config
 
     load_megatron()
@@ -159,7 +156,7 @@ def attention(varlen: bool) -> PackedAttention:
 @pytest.mark.megatron
 def test_attention_to_all_sequences_never_reads_from_the_device() -> None:
     """Tensors of the device `meta` have no numbers: whatever reads one fails."""
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
 
     load_megatron()
     shapes = [(20, 4, 32), (20, 2, 32), (20, 2, 32)]
@@ -243,7 +240,7 @@ def product_of_experts(folder: Path, out: Path, rank: int, store: Any, stop: Any
 @pytest.mark.megatron
 def test_experts_at_once_equal_one_after_the_other(models: Any, tmp_path: Path) -> None:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
 
     load_megatron()
     work = partial(product_of_experts, models("qwen3_moe"), tmp_path)
@@ -253,33 +250,3 @@ def test_experts_at_once_equal_one_after_the_other(models: Any, tmp_path: Path) 
         assert these.keys() == those.keys() and len(these) == 3 + 2 * 4
         for name, numbers in these.items():
             torch.testing.assert_close(those[name], numbers, rtol=error, atol=error, msg=name)
-
-
-@pytest.mark.megatron
-def test_torchs_adam_is_one_kernel_on_gpus() -> None:
-    """The GPU's tensors are torch's fakes, which have no numbers: its kernel was not run."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from cray_agents.trainers.checkpointing.state import allocate_moments
-    from cray_agents.trainers.models.cpu_megatron import fuse_adam, load_megatron
-
-    load_megatron()
-    module: Any = types.ModuleType("a copy of Megatron's optimizer")
-    module.__dict__.update(sys.modules["megatron.core.optimizer"].__dict__, torch=torch)
-    for usual in (True, False):
-        if not usual:
-            fuse_adam(module)
-        with FakeTensorMode():
-            weight = torch.nn.Parameter(torch.empty(8, device="cuda"))
-            adam = module.torch.optim.AdamW([weight])
-            one = SimpleNamespace(is_stub_optimizer=False, optimizer=adam)
-            training: Any = SimpleNamespace(optimizer=one)
-            allocate_moments(training, 3)
-            (state,) = adam.state.values()
-            assert isinstance(adam, torch.optim.AdamW)
-            assert (adam.defaults["fused"], state["step"].device.type) == (
-                (None, "cpu") if usual else (True, "cuda")
-            )
-    module.__dict__.update(torch=torch, USING_PYTORCH_OPTIMIZER=False)  # Transformer Engine's
-    fuse_adam(module)
-    assert module.torch is torch

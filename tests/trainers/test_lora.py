@@ -89,7 +89,7 @@ def train(
 def in_ranks(spec: JobSpec, out: Path, main: Callable[..., int], *arguments: Any) -> None:
     """Run `main(spec, *arguments, out, rank, store, stop)` in a forked process per rank."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401 (before the fork)
 
     load_megatron()

@@ -172,7 +172,7 @@ def test_the_head_chooses_rows_and_hides_padding(
     from transformers import AutoModelForCausalLM
 
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
 
     load_megatron()
     torch.manual_seed(1)

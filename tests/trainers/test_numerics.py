@@ -234,7 +234,7 @@ def measure_all(jobs: list[Job], rank: int, store: Any, stop: Any) -> int:
 def run(jobs: list[Job], logs: Path) -> list[Measured]:
     """Fork the ranks of a layout for some jobs; all ranks must have said the same."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

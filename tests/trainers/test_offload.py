@@ -58,7 +58,7 @@ def sail(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: A
 
 def run(spec: JobSpec, dataset: Path, out: Path) -> list[Any]:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import offload  # noqa: F401  (loaded before the fork)
 
     load_megatron()

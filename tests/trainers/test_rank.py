@@ -433,7 +433,7 @@ def test_what_travels_during_computation_arrives(
 
     from cray_agents.trainers.checkpointing import hf_export  # noqa: F401  (loaded before the fork)
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
 
     load_megatron()
     lab.dataset()

@@ -94,7 +94,7 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
 def run(spec: JobSpec, course: Course) -> list[float]:
     """The losses of the steps so far."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
@@ -251,12 +251,60 @@ def test_only_what_is_whole_is_loaded(lab: Any, tmp_path: Path) -> None:
     (folder / names[1] / "SEALED.json").unlink()
     with pytest.raises(Corrupt, match="no readable SEALED"):
         resume.verify(folder / names[1])
+    with pytest.raises(Corrupt, match=r"rank-00000.bin is not what was written"):
+        resume.verify(folder / names[2])
+    resume.set_aside(folder / names[2])  # as ranks do that have proven it together
     found, problems = resume.choose(folder)
-    assert found == folder / names[0]
-    assert "rank-00000.bin is not what was written" in problems[0] and names[1] in problems[1]
+    assert found == folder / names[0] and len(problems) == 1 and names[1] in problems[0]
     (folder / names[0] / "rank-00000.json").unlink()
     assert resume.choose(folder)[0] is None
     assert sorted(p.name for p in folder.glob("*step*")) == [f".corrupt-{n}" for n in names]
+
+
+def test_a_rank_reads_what_it_owns_and_proves_its_share(lab: Any, tmp_path: Path) -> None:
+    """Of a point of two ranks: any stretch of a weight, and of its files each in one share."""
+    from cray_agents.trainers.checkpointing import resume
+    from cray_agents.trainers.checkpointing.state import TensorRange, TensorSlice
+
+    lab.dataset()
+    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=2)
+    run(lab.spec("qwen3", layout={"data": 2}), course)
+    point = course.folder / "step-00000002"
+    wholes, saved = contents(point, 304), resume._SavedPoint(point)
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    whole = wholes[name]
+    shape = whole.shape[1:]
+    ours = TensorRange(TensorSlice(name, shape, (0, 0), shape), 0, padded=False, copy=False)
+    rows = TensorSlice(name, shape, (shape[0] // 2, 0), (shape[0] // 2, shape[1]))
+    columns = TensorSlice(name, shape, (0, shape[1] // 2), (shape[0], shape[1] // 2))
+    for slice_ in (ours.slice_, rows, columns):
+        where = tuple(slice(o, o + s) for o, s in zip(slice_.offset, slice_.shape, strict=True))
+        for first, count in ((0, slice_.size), (5, slice_.size // 3), (slice_.size - 3, 3)):
+            for number in range(3):
+                before = bytes_read()
+                found = saved.read(replace(ours, slice_=slice_), number, first, count)
+                read = bytes_read() - before
+                expected = whole[number][where].reshape(-1)[first : first + count]
+                np.testing.assert_array_equal(found.numpy(), expected)
+                assert slice_ is columns or read < 4 * count + 9_000
+    for file in point.iterdir():
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        noticed = 0
+        for rank in range(3):
+            try:
+                resume.verify(point, rank, 3)
+            except Corrupt:
+                noticed += 1
+        assert noticed == (3 if file.name == "SEALED.json" else 1), file.name
+        file.write_bytes(content)
+    resume.verify(point)
+
+
+def bytes_read() -> int:
+    """What this process has read so far, by system calls."""
+    rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(rows["rchar"])
 
 
 def test_moments_of_other_weights_are_refused_by_name(lab: Any, tmp_path: Path) -> None:

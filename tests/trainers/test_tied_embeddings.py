@@ -129,7 +129,7 @@ def test_what_is_trained_is_the_model_that_transformers_loads(
     import torch
 
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

@@ -101,7 +101,7 @@ class Counting:
 
 def through_megatron(folder: Path, out: Path, layout: Layout, **hyper: Any) -> dict[str, Any]:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
@@ -228,7 +228,7 @@ def test_a_publish_that_fails_in_the_middle_leaves_nothing(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
@@ -269,7 +269,7 @@ def test_a_flipped_bit_is_refused_whichever_rank_reads_it(
     tmp_path: Path, tensors: dict[str, Any]
 ) -> None:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
 
     load_megatron()
     written(tmp_path, tensors)
@@ -341,7 +341,7 @@ def test_weights_of_another_model_are_refused(
     models: Callable[[str], Path], tmp_path: Path, change: dict[str, int], said: str
 ) -> None:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
 
     load_megatron()
     folder = copied(models("llama"), tmp_path / "other", lambda tensors: None, **change)

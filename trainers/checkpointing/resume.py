@@ -3,9 +3,11 @@
     megatron/step-00000050/    published by rename when complete; SEALED.json has every file's hash
     megatron/.step-...         being written, or left half-written by a killed job: never loaded
 
-Under its own layout training continues bit for bit. Under another layout only the order of
-additions differs. A point that differs from its seal is set aside, and the one before it is used.
-Read next: save.py, which writes the points.
+Under its own layout training continues bit for bit on CPUs; kernels of GPUs add in an order of
+their own. Under another layout only the order of additions differs. A point that differs from its
+seal is set aside, and the one before it is used. One process chooses a point that looks whole; all
+ranks prove it together, each by its share of the files, before any of them reads it. Read next:
+save.py, which writes the points.
 """
 
 import hashlib
@@ -13,6 +15,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from cray_agents.trainers.checkpointing.state import (
     local_ranges,
     owned_ranges,
 )
+from cray_agents.trainers.training.parallel_groups import gather_from_ranks
 from cray_agents.trainers.training.train_step import Training
 
 Floats = npt.NDArray[np.float32]
@@ -44,8 +48,8 @@ def step_of(point: Path) -> int:
     return int(point.name.removeprefix("step-"))
 
 
-def verify(point: Path) -> None:
-    """Raise Corrupt, naming the file, if a resume point differs from its seal."""
+def read_seal(point: Path) -> dict[str, str]:
+    """Return the hash of each file of a resume point. Raises Corrupt if one is missing."""
     try:
         seal: dict[str, str] = json.loads((point / SEAL).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -53,11 +57,39 @@ def verify(point: Path) -> None:
     for name in seal:
         if not (point / name).exists():
             raise Corrupt(f"resume point {point}: {name} is missing")
+    return seal
+
+
+def verify(point: Path, rank: int = 0, world: int = 1) -> None:
+    """Raise Corrupt, naming the file, if a rank's share of a resume point differs from its seal."""
+    seal = read_seal(point)
+    names = sorted(seal, key=lambda name: (name.endswith(".json"), name))[rank::world]
     with ThreadPoolExecutor() as pool:
-        hashes = pool.map(lambda name: durable.sha256_file(point / name), seal)
-    for (name, expected), sha256 in zip(seal.items(), hashes, strict=True):
-        if sha256 != expected:
+        hashes = pool.map(lambda name: durable.sha256_file(point / name), names)
+    for name, sha256 in zip(names, hashes, strict=True):
+        if sha256 != seal[name]:
             raise Corrupt(f"resume point {point}: {name} is not what was written (bad checksum)")
+
+
+def verify_together(point: Path) -> str | None:
+    """Return what is wrong with a resume point, alike on all ranks; None if nothing. Collective.
+
+    Each rank hashes its share: a large point comes to all nodes at once, and not through one.
+    """
+    problem = None
+    try:
+        verify(point, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    except Corrupt as error:
+        problem = str(error)
+    every = gather_from_ranks(json.dumps(problem).encode())
+    return next(filter(None, map(json.loads, every)), None)
+
+
+def set_aside(point: Path) -> None:
+    """Rename a damaged point, so that nothing reads it again. Called by one process."""
+    aside = point.with_name(f".corrupt-{point.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    point.rename(aside)
 
 
 def seal_of(point: Path) -> str:
@@ -75,22 +107,20 @@ def read_common(point: Path) -> dict[str, Any]:
 
 
 def choose(folder: Path, in_memory: str = "") -> tuple[Path | None, list[str]]:
-    """Return the newest sound resume point, and the problems of newer ones, which are set aside.
+    """Return the newest whole resume point, and the problems of newer ones, which are set aside.
 
     The point whose seal has the hash `in_memory` is not read: the ranks hold its content. Called by
-    one process, before the ranks start.
+    one process. Before they load the point, all ranks call `verify_together`.
     """
     problems: list[str] = []
     for point in resume_points(folder):
         if in_memory and seal_of(point) == in_memory:
             return point, problems
         try:
-            verify(point)
+            read_seal(point)
         except Corrupt as problem:
             problems.append(str(problem))
-            aside = folder / f".corrupt-{point.name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            point.rename(aside)
+            set_aside(point)
         else:
             return point, problems
     return None, problems
@@ -106,7 +136,7 @@ def newest_point(folder: Path, job_id: str) -> Path:
             " of this home",
             param="optimizer_from",
         )
-    verify(points[0])
+    read_seal(points[0])
     return points[0]
 
 
@@ -120,7 +150,7 @@ def kept_point(jobs: Path, state_from: str) -> Path:
             " `models prune` removed it with the weights; start without state_from",
             param="state_from",
         )
-    verify(point)
+    read_seal(point)
     return point
 
 
@@ -133,26 +163,23 @@ def sweep(folder: Path, drafts: str = ".step-*") -> None:
 def load(training: Training, point: Path) -> dict[str, Any]:
     """Restore weights, moments and the count of steps; return the `common` data of `save`.
 
-    Each rank reads its own share, whatever layout wrote it, without communication. Raises BadInput
-    if the point is of another model, or of other trainable weights.
+    Each rank reads what its optimizer owns, whatever layout wrote it, and the ranks that share a
+    weight then exchange it. Collective. Raises BadInput if the point is of another model, or of
+    other trainable weights.
     """
     saved = _SavedPoint(point)
     ranges = local_ranges(training)
     allocate_moments(training, saved.adam_steps)
-    shards = training.shards
-    if shards is not None:
-        shards.forget_gathered()
+    if training.shards is not None:
+        training.shards.forget_gathered()
     with torch.no_grad():
-        for parameter, its_ranges in ranges.items() if shards is None else ():
-            for range_ in its_ranges:
-                values = saved.read(range_, NUMBERS.index("param"))
-                parameter.view(-1)[range_.begin : range_.begin + len(values)].copy_(values)
+        for range_ in (one for its_ranges in ranges.values() for one in its_ranges):
+            saved.rows_of(range_)  # all ranks refuse alike, also one that owns nothing of it
         for owned in owned_ranges(training, ranges):
             for number, tensor in enumerate(owned.tensors):
-                values = saved.read(owned.range_, number)[owned.first : owned.first + owned.count]
+                values = saved.read(owned.range_, number, owned.first, owned.count)
                 tensor[: len(values)].copy_(values)
-    if shards is not None:
-        shards.optimizer_to_weights()
+        training.optimizer_to_weights()
     training.done, training.saved = saved.step, point
     return saved.common
 
@@ -167,8 +194,10 @@ def load_moments(training: Training, point: Path) -> list[tuple[OwnedRange, torc
     allocate_moments(training, saved.adam_steps)
     with torch.no_grad():
         for owned in owned_ranges(training, local_ranges(training)):
-            part = slice(owned.first, owned.first + owned.count)
-            master, *moments = (saved.read(owned.range_, n)[part] for n in range(len(NUMBERS)))
+            master, *moments = (
+                saved.read(owned.range_, number, owned.first, owned.count)
+                for number in range(len(NUMBERS))
+            )
             for tensor, values in zip(owned.tensors[1:], moments, strict=True):
                 tensor[: len(values)].copy_(values)
             masters.append((owned, master))
@@ -185,10 +214,13 @@ class _SavedRange:
     position: int
     total: int  # elements in the file for each of NUMBERS
 
-    def read(self, number: int) -> Floats:
-        """Read one of NUMBERS, [count]. Not memory-mapped: the root may be a network disk."""
-        offset = (number * self.total + self.position) * 4
-        return np.fromfile(self.path, "<f4", self.count, offset=offset)
+    def read(self, number: int, start: int, count: int) -> Floats:
+        """Read `count` elements of one of NUMBERS from `start` on.
+
+        The file is not mapped into memory: the root may be a network disk.
+        """
+        offset = (number * self.total + self.position + start) * 4
+        return np.fromfile(self.path, "<f4", count, offset=offset)
 
 
 class _SavedPoint:
@@ -216,15 +248,13 @@ class _SavedPoint:
             )
             position += entry["count"]
 
-    def read(self, range_: TensorRange, number: int) -> torch.Tensor:
-        """Read one of NUMBERS for a range's slice, flattened: [size] float32.
+    def rows_of(self, range_: TensorRange) -> int:
+        """Return how many rows of a range's slice were saved. Raises BadInput for another weight.
 
-        The result is shorter if the vocabulary has more filler rows now than when it was saved:
-        filler rows learn nothing.
+        They are fewer if the vocabulary has more filler rows now: filler rows learn nothing.
         """
         wanted = range_.slice_
-        saved = self._weights.get(wanted.key, {})
-        whole = next((slice_.whole for slice_ in saved), ())
+        whole = next((slice_.whole for slice_ in self._weights.get(wanted.key, ())), ())
         if whole != wanted.whole and (not range_.padded or whole[1:] != wanted.whole[1:]):
             what = f"has {wanted.key} as {whole}" if whole else f"has no {wanted.key}"
             raise BadInput(
@@ -233,17 +263,43 @@ class _SavedPoint:
                 " its rank and targets); leave optimizer_from out",
                 param="optimizer_from",
             )
-        rows = max(0, min(wanted.shape[0], whole[0] - wanted.offset[0]))
-        block = np.empty((rows, *wanted.shape[1:]), np.float32)
-        for slice_, saved_ranges in saved.items():
-            both = _overlap(wanted.offset, block.shape, slice_)
-            if both is not None:
+        return max(0, min(wanted.shape[0], whole[0] - wanted.offset[0]))
+
+    def read(self, range_: TensorRange, number: int, first: int, count: int) -> torch.Tensor:
+        """Read one of NUMBERS of elements `first` .. `first + count` of a range's flattened slice.
+
+        Nothing else is read, unless the slice was saved in columns of it. The result is shorter
+        where filler rows were not saved.
+        """
+        wanted = range_.slice_
+        shape = (self.rows_of(range_), *wanted.shape[1:])
+        end, row = min(first + count, prod(shape)), prod(shape[1:])
+        numbers = np.empty(max(0, end - first), np.float32)
+        overlaps = [
+            (slice_, ranges, both)
+            for slice_, ranges in self._weights[wanted.key].items()
+            if (both := _overlap(wanted.offset, shape, slice_)) is not None
+        ]
+        columns = [(wanted.offset[1:], wanted.shape[1:])]
+        if any((slice_.offset[1:], slice_.shape[1:]) not in columns for slice_, *_ in overlaps):
+            block = np.empty(shape, np.float32)
+            for slice_, ranges, (in_block, in_slice) in overlaps:
                 flat = np.empty(slice_.size, np.float32)
-                for saved_range in saved_ranges:
-                    values = saved_range.read(number)
-                    flat[saved_range.first : saved_range.first + len(values)] = values
-                block[both[0]] = flat.reshape(slice_.shape)[both[1]]
-        return torch.from_numpy(block.reshape(-1))
+                for saved in ranges:
+                    values = saved.read(number, 0, saved.count)
+                    flat[saved.first : saved.first + saved.count] = values
+                block[in_block] = flat.reshape(slice_.shape)[in_slice]
+            return torch.from_numpy(block.reshape(-1)[first:end])
+        for slice_, ranges, _ in overlaps:
+            begin = (slice_.offset[0] - wanted.offset[0]) * row
+            for saved in ranges:
+                start = begin + saved.first
+                low, high = max(first, start), min(end, start + saved.count)
+                if low < high:
+                    numbers[low - first : high - first] = saved.read(
+                        number, low - start, high - low
+                    )
+        return torch.from_numpy(numbers)
 
 
 def _overlap(

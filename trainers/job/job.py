@@ -1,7 +1,7 @@
 """Job process: `python -m cray_agents.trainers.job.job <home>/jobs/<id>/spec.json`.
 
 A scheduler starts the process once per node. It claims the next attempt, checks everything that can
-be checked without Megatron, forks the ranks, and records the end. Whatever kills it, the next start
+be checked without Megatron, starts ranks, and records the end. Whatever kills it, the next start
 goes on from the last resume point. Starting a finished job trains nothing.
 
     exit 0   finished (or nothing left to do)      exit 75  saved and stopped: go on later
@@ -34,7 +34,6 @@ from cray_agents.trainers.job.launch import (
     RanksOutcome,
     find_placement,
     load_for_ranks,
-    must_spawn,
     run_ranks,
 )
 from cray_agents.trainers.job.rendezvous import loading_seconds
@@ -104,17 +103,17 @@ def _train(work: JobInputs, placement: RankPlacement, ledger: LedgerFile) -> Ran
         loaded = (work.parent, work.reference, work.teacher, work.megatron, before)
         placement = replace(placement, patience=loading_seconds(*loaded))
     if placement.node == 0:
-        work = choose_start(work, on_cpu, ledger, spawned=must_spawn())
+        work = choose_start(work, on_cpu, ledger)
         work.journal.close()
     from cray_agents.trainers.job import rank
 
-    if work.model.way == "bridge":
+    if work.model.way == "bridge" and on_cpu:
         from cray_agents.trainers.models.bridge.bridged_model import load_bridge
 
         load_bridge()  # before the fork: it takes many seconds
     journal = work.journal
     arguments = [str(journal.home.root), journal.job_id, work.attempt, work.points]
-    recipe = ("cray_agents.trainers.job.job", arguments)
+    recipe = None if on_cpu else ("cray_agents.trainers.job.job", arguments)
     return run_ranks(placement, journal.folder / "logs", partial(rank.run, work, on_cpu), recipe)
 
 

@@ -1,9 +1,10 @@
 """Job inputs: everything a job's ranks need, read and checked before they are forked."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, CrayError
 from cray_agents.paths import Home
 from cray_agents.records import LogprobDistance
 from cray_agents.runtime.registry.checkpoints import (
@@ -180,16 +181,15 @@ def _agreement_of(parent: Path) -> LogprobDistance | None:
 def choose_start(
     work: JobInputs,
     on_cpu: bool,
-    ledger: LedgerFile,
+    ledger: LedgerFile | None,
     *,
-    spawned: bool = False,
     optimizer_in_memory: bool = False,
     point_in_memory: str = "",
 ) -> JobInputs:
     """Choose the resume point to start from, sweep drafts, and write the event `started`.
 
-    Called by one process, before the ranks start; Megatron must be loaded. `ledger` gets what the
-    attempt before trained. `spawned` is only recorded. With `optimizer_in_memory` the point of
+    Called by one process, before the ranks start or by rank 0; Megatron must be loaded. `ledger`
+    gets what the attempt before trained. With `optimizer_in_memory` the point of
     `optimizer_from` is not looked for. `point_in_memory`: see `resume.choose`. Raises NotFound,
     Corrupt, and BadInput for what these layers cannot do.
     """
@@ -215,7 +215,8 @@ def choose_start(
         work = work.at(work.attempt, point, before)
     else:
         work = work.at(work.attempt, point, None)
-    note_steps(ledger, work.journal)  # of the attempt before: a killed one has written nothing
+    if ledger is not None:
+        note_steps(ledger, work.journal)  # of the attempt before: a killed one has written nothing
     work.journal.rewind(-1 if work.resume_from is None else step)
     for problem in problems:
         print(f"{problem}; set aside, the one before it is used", flush=True)
@@ -228,7 +229,41 @@ def choose_start(
         layout=spec.layout.model_dump(),
         layers=layers.text,
         learning_rate=explain_learning_rate(work.model.hidden, spec.method, hyper),
-        spawned=spawned,
     )
     print(f"attempt {work.attempt} starts at step {step}", flush=True)
     return work
+
+
+def check_start(work: JobInputs, choose: Callable[[JobInputs], JobInputs]) -> JobInputs:
+    """Prove the points to start from; set a damaged one aside, and `choose` again. Collective.
+
+    Raises FailedEverywhere if another job's point is damaged, or none can be chosen.
+    """
+    from cray_agents.trainers.checkpointing import resume
+    from cray_agents.trainers.job.checks.weights_check import FailedEverywhere
+    from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
+
+    while True:
+        problems = (
+            (point, resume.verify_together(point))
+            for point in (work.optimizer_from, work.state_from, work.resume_from)
+            if point is not None
+        )
+        point, problem = next(((point, one) for point, one in problems if one), (None, ""))
+        if point is None:
+            return work
+        if point != work.resume_from:
+            raise FailedEverywhere(problem)
+        chosen, refusal = work.points, None
+        if is_rank0():
+            resume.set_aside(point)
+            print(f"{problem}; set aside, the one before it is used", flush=True)
+            work.journal.event("corrupt", message=problem)
+            try:
+                chosen = choose(work).points
+            except CrayError as error:
+                refusal = str(error)
+        chosen, refusal = broadcast_from_rank0((chosen, refusal))
+        if refusal is not None:
+            raise FailedEverywhere(refusal)
+        work = work.at(work.attempt, *chosen)

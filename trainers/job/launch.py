@@ -1,12 +1,13 @@
-"""Launcher: fork a job's ranks on this node, watch them, end all when one dies.
+"""Launcher: start a job's ranks on this node, watch them, end all when one dies.
 
-Forking after Megatron's import makes ranks start in milliseconds. Each rank dies with this process,
-writes its own log, and holds a pipe to the launcher. The default is a single node. Under Slurm with
-several nodes, or with a task for each rank, each launcher starts its share of the ranks.
+Each rank dies with this process, writes its own log, and holds a pipe to the launcher. The default
+is a single node. Under Slurm with several nodes, or with a task for each rank, each launcher starts
+its share of the ranks.
 
-CUDA cannot be used in a fork of a process that has initialised it, and some packages initialise it
-when they are imported (flash-attn under Transformer Engine). Then each rank is spawned: a new
-Python, which imports Megatron and reads the job again. Read next: rendezvous.py, rank_monitor.py.
+On CPUs ranks are forked after Megatron's import, and start in milliseconds. On GPUs each is
+spawned: a new Python, which imports Megatron and reads the job again. A fork of a process that has
+touched CUDA cannot use it, and what touches it depends on packages (flash-attn under Transformer
+Engine) and on the driver (MIG). Read next: rendezvous.py, rank_monitor.py.
 """
 
 import ctypes
@@ -199,16 +200,19 @@ def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
 
     Raises SetupError if the node has too few GPUs.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA untouched by the fork
     os.environ.setdefault(RECORDER_VARIABLE, RECORDED)
     if layout.tensor > 1:  # CUDA reads it once: Megatron's order of transfers and products needs it
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with importing_much():
         import torch
 
-        from cray_agents.trainers.models.cpu_megatron import load_megatron
+        from cray_agents.trainers.models.megatron_fixes import load_megatron
 
         on_cpu = load_megatron()
+    knows = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    if knows and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # else torch rounds page-locked memory, of saving and offloading, up to a power of two
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
     if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
         raise SetupError(
             f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"
@@ -216,39 +220,30 @@ def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
     return on_cpu
 
 
-def must_spawn() -> bool:
-    """Return True if CUDA was initialised in this process: its forks could not use it."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
-
-
 def run_ranks(
     placement: RankPlacement, logs: Path, main: RankMain, recipe: Recipe | None = None
 ) -> RanksOutcome:
     """Fork this node's ranks, each running `main(rank, store, stop) -> exit code`, and wait.
 
-    With a recipe, ranks are spawned if they must be. Raises JobError with the rank and its log's
-    tail if one dies or no longer responds.
+    With a recipe they are spawned, as GPUs need. Raises JobError with the rank and its log's tail
+    if one dies or no longer responds.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    start = partial(_fork, main)
-    if recipe is not None and must_spawn():
-        start = partial(_spawn, recipe)
-        print("an import initialised CUDA, which forks cannot use: ranks are spawned", flush=True)
+    start = partial(_fork, main) if recipe is None else partial(_spawn, recipe)
     placement, listener = meet(placement, logs)
     ranks: list[RankProcess] = []
     sampler: HardwareSampler | None = None
     before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     try:
         received = _forward_signals(ranks)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two forks
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # none is lost between two starts
         for rank in placement.ranks:
             ranks.append(start(rank, placement, listener, _log(logs, rank)))
         if os.environ.get("SLURM_LOCALID", "0") == "0":  # of a node's launchers one samples
             sampler = HardwareSampler(logs.parent, [process.pid for process in ranks])
             sampler.start()  # while signals are blocked: it leaves them to this thread
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-        if received:  # another thread took the signal before all ranks were forked
+        if received:  # another thread took the signal before all ranks were started
             os.kill(os.getpid(), signal.SIGTERM)
         bad = watch(ranks, NodeClocks(logs, placement.start, placement.node, placement.nodes))
         if bad is None:
@@ -355,7 +350,7 @@ def be_spawned_rank() -> NoReturn:
     def main(stop: StopFlag) -> int:
         import torch
 
-        from cray_agents.trainers.models.cpu_megatron import load_megatron
+        from cray_agents.trainers.models.megatron_fixes import load_megatron
 
         if torch.cuda.is_available():  # or the import would take memory of GPU 0 for every rank
             torch.cuda.set_device(rank % torch.cuda.device_count())

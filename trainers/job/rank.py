@@ -1,6 +1,6 @@
 """One rank of a job: join, score baselines, restore, train, save now and then, publish.
 
-The functions below stand in this order. launch.py calls `run` in a forked process. Every step is
+The functions below stand in this order. launch.py calls `run` in its process. Every step is
 collective, so all ranks agree on the next one. Read next: training/train_step.py.
 """
 
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,11 @@ from cray_agents.trainers.job.checks import engine_agreement
 from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.job.failures.health_gate import check_ranks
 from cray_agents.trainers.job.failures.rank_monitor import node_name
-from cray_agents.trainers.job.job_inputs import JobInputs
+from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import peak_flops
+from cray_agents.trainers.progress_clock import CLOCK
 from cray_agents.trainers.session.command_run import run_commands
 from cray_agents.trainers.training import own_work
 from cray_agents.trainers.training.parallel_groups import (
@@ -43,7 +45,6 @@ from cray_agents.trainers.training.parallel_groups import (
     is_rank0,
     join_ranks,
 )
-from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.trainers.training.train_step import AdapterBase, StepReport, Stopped, Training
 from cray_agents.training_jobs import Layout
 
@@ -129,6 +130,7 @@ def run(work: JobInputs, on_cpu: bool, rank: int, store: Any, stop: StopFlag) ->
     join(work.spec.layout, rank, store, on_cpu)
     attempt, *points = broadcast_from_rank0((work.attempt, *work.points))
     work = work.at(attempt, *points)  # each node read them at its own time
+    work = check_start(work, partial(choose_start, on_cpu=on_cpu, ledger=None))
     training = build(work, on_cpu, stop)
     finished = execute(training, work)
     code = 0 if finished or not may_publish(work) else EX_TEMPFAIL

@@ -2,8 +2,8 @@
 
 model.py puts them into the layers if Transformer Engine is missing. Nothing here waits for the
 device: the lengths of the sequences are numbers of the host. Read next: layer_choice.py for when
-which kernel is used, cpu_megatron.py for the CPU's other replacements, data/context_parallel.py for
-the cut of sequences over ranks.
+which kernel is used, megatron_on_cpu.py for the CPU's other replacements, data/context_parallel.py
+for the cut of sequences over ranks.
 """
 
 from collections.abc import Iterator, Sequence

@@ -166,7 +166,8 @@ class ChunkedLosses(torch.autograd.Function):
 
     With loss_i = lse_i - z_i[label] and z = h W^T / temperature, d loss_i / d z_i = p_i - onehot.
     `hidden` [n, hidden], `weight` [this rank's columns, hidden], `labels` [n]. Returns losses and
-    entropies [n]; these are empty unless the head wants them.
+    entropies [n]; these are empty unless the head wants them. A weight with Megatron's `main_grad`
+    gets its gradient there, and zeros from here.
     """
 
     @staticmethod
@@ -197,6 +198,8 @@ class ChunkedLosses(torch.autograd.Function):
         hidden, weight, labels, normalizer = ctx.saved_tensors
         head: Head = ctx.head
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        # Megatron's sum of all gradients, in float32: not rounded once a chunk, as `d_weight` is
+        total = getattr(ctx.parameter, "main_grad", None)
         d_hidden = []
         for rows, targets, lse, gradient in head.chunks(hidden, labels, normalizer, gradients[0]):
             chances = head.logits(rows, weight).sub_(lse[:, None]).exp_()
@@ -205,7 +208,11 @@ class ChunkedLosses(torch.autograd.Function):
             d_logits = chances.mul_(gradient[:, None] / head.temperature).to(weight.dtype)
             d_hidden.append(d_logits @ weight)
             if d_weight is not None:
-                d_weight.addmm_(d_logits.t(), rows)
+                target: torch.Tensor = d_weight if total is None else total
+                if target.dtype == rows.dtype:
+                    target.addmm_(d_logits.t(), rows)
+                else:
+                    target.add_(d_logits.t() @ rows)
         # Megatron's fused layers set this mark and add to `main_grad` themselves: not so here
         if getattr(ctx.parameter, "grad_added_to_main_grad", False):
             ctx.parameter.grad_added_to_main_grad = False

@@ -1,8 +1,8 @@
 """CPU kernels: norm, rotation and SwiGLU in few passes over memory.
 
 Forward and backward passes are written by hand. Autograd would record every product and quotient
-of the formulas, and keep or copy their inputs. attention.py and cpu_megatron.py use these kernels
-where Megatron has a fused one on GPUs.
+of the formulas, and keep or copy their inputs. attention.py and megatron_on_cpu.py use them where
+Megatron has a fused one on GPUs, and megatron_fixes.py the rotation on GPUs too.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Layer choice: the layers and kernels that train a model here, and what a missing package costs.
 
 model.py builds the layers of a `LayerChoice`. A job's event `started` and `cray-agents doctor` say
-the same in words. Nothing here touches CUDA, so that a launcher may ask before it forks. Read next:
+the same in words. Nothing here touches CUDA, so that `doctor` and launchers may ask. Read next:
 attention.py and experts.py, the modules for GPUs without Transformer Engine.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from cray_agents.errors import BadInput
 from cray_agents.training_jobs import Hyperparameters
 
-INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+# what megatron-core 0.16.1 asks for; compiled for CUDA 13, as torch's wheels are
+INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12'"
 LARGEST_HEAD = 256  # of FlashAttention's kernels
 HEAD_MULTIPLE = 8
 

@@ -25,6 +25,7 @@ from cray_agents.runtime.registry.model_files import read_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.initial import InitialWeights
 from cray_agents.trainers.models.tensors import hf_name, tensor_shapes
+from cray_agents.trainers.progress_clock import CLOCK
 from cray_agents.training_jobs import Hyperparameters
 
 # Megatron's name inside a layer -> (rule of packing, its Hugging Face tensors)
@@ -102,6 +103,7 @@ class SafeTensors:
         name = self._aliases.get(name, name)
         if name not in self._file_of:
             raise BadInput(f"{self.folder} lacks the tensor {name!r} that its config.json implies")
+        CLOCK.tick()
         file: Any = self._files[self._file_of[name]]
         return file.get_slice(name)
 

@@ -210,12 +210,15 @@ def _scoring(
 
 
 def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cpu: bool) -> float:
-    """Return the bytes of logits and their gradients, and in chunks of a gradient of the head."""
+    """Return the bytes of logits and their gradients, and in chunks of the head's gradients: the
+    passed one, and in bfloat16 a chunk's.
+    """
     columns = ceil(model.vocab / layout.tensor)
     numbers = tokens * columns
-    if on_cpu or numbers <= MOST_LOGITS:
+    whole = on_cpu or (model.way == "universal" and layout.sharding == "full")
+    if whole or numbers <= MOST_LOGITS:
         return numbers * (4 + 2 * size)
-    return MOST_LOGITS * (4 + 2 * size) + columns * model.hidden * size
+    return MOST_LOGITS * (4 + 2 * size) + columns * model.hidden * 4
 
 
 def layer_activations(

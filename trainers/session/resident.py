@@ -7,7 +7,7 @@ commands that goes on where it was left. What the session leaves for another job
 memory (parked_states.py), and taken from there when it comes back. A job of another kind of model
 has everything built anew. Rank 0 looks for the next job in the session's queue, and the others wait
 for its word. Where replicas use the same GPUs by turns, a session waits for its turn before each
-job, and moves its state to host memory after it. session_process.py calls `run` in a forked
+job, and moves its state to host memory after it. session_process.py calls `run` in its
 process. Read next: job/rank.py, whose `execute` trains a job.
 """
 
@@ -40,10 +40,11 @@ from cray_agents.trainers.job.checks.weights_check import (
 )
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
-from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
+from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start, read_inputs
 from cray_agents.trainers.job.job_ledger import note_steps
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, open_log, restart_may_help
+from cray_agents.trainers.progress_clock import CLOCK
 from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.training.offload import Offload
@@ -52,7 +53,6 @@ from cray_agents.trainers.training.parallel_groups import (
     gather_from_ranks,
     is_rank0,
 )
-from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.trainers.training.relay import Relay
 from cray_agents.trainers.training.train_step import AdapterBase, Training, build_of
 from cray_agents.training_jobs import JobSpec, WeightsSource
@@ -296,7 +296,12 @@ class Resident:
         agree(problem)
         assert work is not None  # or `agree` has raised
         *points, resumes = broadcast_from_rank0((*work.points, resumes))
-        return work.at(attempt, *points), resumes
+        work = work.at(attempt, *points)
+        if not resumes:
+            choose = partial(choose_start, on_cpu=self._on_cpu, ledger=None)
+            in_memory = self._continues(work)
+            work = check_start(work, partial(choose, optimizer_in_memory=in_memory))
+        return work, resumes
 
     def _left_at(self, work: JobInputs) -> str:
         """Return the seal of the point where the attempt before this one left the job, else ""."""

@@ -69,7 +69,7 @@ def run(session: SessionJournal) -> int:
     print(f"attempt {attempt}: {spec.layout.world} ranks wait for jobs of {spec.name}", flush=True)
     main_of_rank = partial(resident.run, session, attempt, on_cpu)
     arguments = [str(session.home.root), session.session_id, attempt]
-    recipe = ("cray_agents.trainers.session.session_process", arguments)
+    recipe = None if on_cpu else ("cray_agents.trainers.session.session_process", arguments)
     holder = (session.session_id, attempt, spec.name, spec.layout.world)
     with holding_node(session.home, "session", *holder):
         outcome = run_ranks(placement, session.folder / "logs", main_of_rank, recipe)

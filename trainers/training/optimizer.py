@@ -68,6 +68,14 @@ def gather_weights(wrapped: list[Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
+def optimizer_to_weights(optimizer: Any, wrapped: list[Any]) -> None:
+    """Round the optimizer's weights into the model's, of all ranks that share them. Collective."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        one._copy_main_params_to_model_params()
+    for chunk in wrapped:
+        chunk.start_param_sync(force_sync=True)
+
+
 def build_optimizer(wrapped: list[Any], hyper: Hyperparameters) -> Any:
     """Build AdamW over all data ranks' shards; norms and biases do not decay."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -40,10 +40,15 @@ from cray_agents.trainers.models.ways import (
     source_of,
     stored_types,
 )
-from cray_agents.trainers.training.optimizer import build_optimizer, gather_weights, wrap
+from cray_agents.trainers.progress_clock import CLOCK
+from cray_agents.trainers.training.optimizer import (
+    build_optimizer,
+    gather_weights,
+    optimizer_to_weights,
+    wrap,
+)
 from cray_agents.trainers.training.own_work import OwnWork
 from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
-from cray_agents.trainers.training.progress_clock import CLOCK
 from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
@@ -210,10 +215,7 @@ class Training:
             self.shards.optimizer_to_weights()
             return
         self.finish()
-        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            one._copy_main_params_to_model_params()
-        for chunk in self.wrapped_chunks:
-            chunk.start_param_sync(force_sync=True)
+        optimizer_to_weights(self.optimizer, self.wrapped_chunks)
 
     def scorer(self, model: Architecture, checkpoint: Path) -> "Training":
         """Build another model beside this one, on the same ranks, that can only `score`."""

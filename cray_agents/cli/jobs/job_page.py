@@ -98,8 +98,6 @@ def _started(event: Event) -> str:
         text += f"; {event['left_out']} samples without anything to learn are left out"
     text += f"; layers: {event['layers']}" if event.get("layers") else ""
     text += f"; learning rate: {event['learning_rate']}" if event.get("learning_rate") else ""
-    if event.get("spawned"):
-        text += "; each rank is a new Python, because an import opened CUDA before the ranks"
     return text
 
 

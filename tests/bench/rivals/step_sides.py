@@ -68,7 +68,7 @@ class Answers:
 def ours(method: str, model: Path, rounds: Rounds, out: int) -> None:
     """Run our trainer, in a rank that is forked as a job forks it."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
@@ -82,8 +82,8 @@ def _our_rank(
     import torch
 
     from cray_agents.trainers.models.architecture import read_architecture
+    from cray_agents.trainers.progress_clock import CLOCK
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.progress_clock import CLOCK
     from cray_agents.trainers.training.train_step import Training
     from cray_agents.training_jobs import Layout
 

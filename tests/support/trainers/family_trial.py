@@ -69,7 +69,7 @@ def measure(family: str, folder: Path, *, brief: bool = False) -> Result:
     import peft  # noqa: F401
 
     from cray_agents.trainers.checkpointing import hf_export  # noqa: F401
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from tests.support.trainers import plain_model  # noqa: F401
 
     load_megatron()

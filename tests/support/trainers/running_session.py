@@ -28,7 +28,7 @@ class RunningSession:
         inside: Home | None = None,
     ) -> None:
         """`within` is called in the process, which has `home` at `inside` afterwards."""
-        from cray_agents.trainers.models.cpu_megatron import load_megatron
+        from cray_agents.trainers.models.megatron_fixes import load_megatron
         from cray_agents.trainers.session import resident, session_process  # noqa: F401
 
         load_megatron()

@@ -128,7 +128,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def run(parents: dict[str, Path], way: Way, layout: Layout, out: Path) -> dict[str, list[float]]:
     from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.bridge.bridged_model import load_bridge
-    from cray_agents.trainers.models.cpu_megatron import load_megatron
+    from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()

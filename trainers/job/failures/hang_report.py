@@ -2,8 +2,12 @@
 
 rank_monitor.py calls `report_hang` in the launcher when no rank has moved for too long. Each rank
 writes its stacks on a signal, by faulthandler, which works also while Python is blocked. What it
-waits for is in torch's flight recorder. A rank that is stopped writes nothing. The culprit is a
-rank that is stopped, else one that waits for no other rank, else one that waits where few do.
+waits for is in torch's flight recorders. A rank that is stopped writes nothing. The culprit is a
+rank that is stopped, else one that waits for no other rank, else the one furthest behind in the
+collectives of its groups, else one that waits where few do.
+
+On GPUs a rank waits where it reads a number, which is anywhere in the code: only NCCL's recorder
+tells for what. It was not run.
 """
 
 import faulthandler
@@ -13,14 +17,15 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cray_agents.runtime.disk import durable
 
 RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
-RECORDED = "200"  # collectives that the flight recorder keeps
+RECORDED = "200"  # collectives that a flight recorder keeps
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of CPUs; NCCL's, in torch for CUDA
 DUMP_SECONDS = 3.0  # that a rank may take to write its stacks
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 # A rank whose innermost frame is in one of these waits for other ranks.
@@ -36,13 +41,17 @@ _LIBRARIES = ("/torch/", "/megatron/", "/lib/python")
 
 @dataclass(frozen=True)
 class RankStack:
-    """A rank of a hang: its place in its code, and the collective that it waits in, if known."""
+    """A rank of a hang: its place in its code, and the collective that it waits in, if known.
+
+    `reached`: of each group, the numbers of the last collectives that ended and that were called.
+    """
 
     rank: int
     state: str = ""  # "it is stopped", ...; "" for a process that runs
     place: str = "an unknown place"
     waits: bool = False
     collective: str = ""
+    reached: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 # ---- in a rank
@@ -64,14 +73,19 @@ def write_stacks_on_signal(log: Path) -> None:
 
 
 def write_collectives(log: Path) -> None:
-    """Write torch's flight recorder beside the rank's log, if it has one."""
+    """Write what torch's flight recorders hold beside the rank's log, or why they hold nothing."""
+    entries: list[Any] = []
+    problem = "this torch has no flight recorder"
     try:
         from torch._C import _distributed_c10d as c10d
 
-        content: Any = vars(c10d)["_dump_fr_trace_json"]()
-    except (ImportError, KeyError, RuntimeError):  # a torch without it
-        return
-    flight_file(log).write_bytes(content if isinstance(content, bytes) else content.encode())
+        for name in _RECORDERS:
+            if (dump := vars(c10d).get(name)) is not None:
+                entries += json.loads(dump()).get("entries", [])
+                problem = ""
+    except (ImportError, RuntimeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    flight_file(log).write_text(json.dumps({"entries": entries, "problem": problem}))
 
 
 # ---- in the launcher
@@ -95,9 +109,11 @@ def report_hang(
     time.sleep(0.1)  # a stack is written line by line
     stacks, texts = [], []
     for rank, log in logs.items():
-        text = _read(stacks_file(log))
-        stacks.append(_read_rank(rank, states[rank], text, _read(flight_file(log))))
+        text, flight = _read(stacks_file(log)), _read_flight(_read(flight_file(log)))
+        stacks.append(_read_rank(rank, states[rank], text, flight))
         texts.append(f"==== rank {rank} {states[rank]}\n{text or 'no stack: it did not answer'}\n")
+        if flight.problem:
+            texts.append(f"its collectives are not known: {flight.problem}\n")
     report.parent.mkdir(parents=True, exist_ok=True)
     durable.write_file(report, "\n".join(texts).encode())
     return stacks
@@ -106,9 +122,17 @@ def report_hang(
 def culprit(stacks: Sequence[RankStack]) -> tuple[RankStack, str]:
     """Return the rank that keeps the others waiting, and the hang in words."""
 
-    def order(stack: RankStack) -> tuple[bool, bool, int, int]:
+    furthest: dict[str, tuple[int, int]] = {}
+    for stack in stacks:
+        for group, reached in stack.reached.items():
+            furthest[group] = tuple(map(max, reached, furthest.get(group, (0, 0))))  # type: ignore[assignment]
+
+    def order(stack: RankStack) -> tuple[bool, bool, int, int, int]:
         alike = sum(other.place == stack.place for other in stacks)
-        return (not stack.state, stack.waits, alike, stack.rank)
+        behind = sum(
+            sum(furthest[group]) - sum(reached) for group, reached in stack.reached.items()
+        )
+        return (not stack.state, stack.waits, -behind, alike, stack.rank)
 
     first = min(stacks, key=order)
     how = first.state or f"it {'waits' if first.waits else 'is'} in {first.place}"
@@ -125,8 +149,17 @@ def culprit(stacks: Sequence[RankStack]) -> tuple[RankStack, str]:
     return first, "; ".join([how, *waiting])
 
 
-def _read_rank(rank: int, state: str, stacks: str, flight: str) -> RankStack:
-    collective, frames = _read_flight(flight), _main_thread(stacks)
+@dataclass
+class _Flight:
+    """A rank's collectives: the one that it waits in, and RankStack's `reached`."""
+
+    collective: str = ""
+    reached: dict[str, tuple[int, int]] = field(default_factory=dict)
+    problem: str = ""
+
+
+def _read_rank(rank: int, state: str, stacks: str, flight: _Flight) -> RankStack:
+    collective, frames = flight.collective, _main_thread(stacks)
     if not frames or state:
         return RankStack(rank, state)
     file, _, name = frames[0]
@@ -135,7 +168,7 @@ def _read_rank(rank: int, state: str, stacks: str, flight: str) -> RankStack:
     place = f"{ours[2]} ({Path(ours[0]).name}:{ours[1]})"
     if (waits or collective) and ours[0] != file:
         place = f"{collective or name}, called by {place}"
-    return RankStack(rank, "", place, waits or bool(collective), collective)
+    return RankStack(rank, "", place, waits or bool(collective), collective, flight.reached)
 
 
 def _main_thread(text: str) -> list[tuple[str, str, str]]:
@@ -151,17 +184,26 @@ def _main_thread(text: str) -> list[tuple[str, str, str]]:
     return frames
 
 
-def _read_flight(text: str) -> str:
-    """Return the oldest collective that a rank has called and that has not ended; "" if unknown."""
+def _read_flight(text: str) -> _Flight:
+    """Read a rank's collectives. It waits in the first that has not ended."""
+    flight = _Flight()
     try:
-        for entry in json.loads(text)["entries"]:
-            if not entry["retired"] and entry["state"] != "completed":
-                kind = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-                group = entry["process_group"]
-                return f"{kind} {entry['collective_seq_id']} of group {group[1] or group[0]}"
-    except (ValueError, KeyError, TypeError, IndexError):  # no recorder, or another version's
-        pass
-    return ""
+        record = json.loads(text or '{"entries": [], "problem": "it wrote none"}')
+        flight.problem = record["problem"]
+        for entry in record["entries"]:
+            backend, _, kind = entry["profiling_name"].rpartition(":")
+            number, group = entry["collective_seq_id"], entry["process_group"]
+            ended = entry["retired"] or entry["state"] == "completed"
+            if not ended and not flight.collective:
+                flight.collective = f"{kind} {number} of group {group[1] or group[0]}"
+            if not entry["is_p2p"]:
+                name = f"{backend} {group[0]}"
+                done, called = flight.reached.get(name, (0, 0))
+                done = max(done, number) if ended else done
+                flight.reached[name] = (done, max(called, number))
+    except (ValueError, KeyError, TypeError, IndexError) as error:  # of another version of torch
+        return _Flight(problem=f"{type(error).__name__}: {error}")
+    return flight
 
 
 def _ranges(ranks: Sequence[int]) -> str:

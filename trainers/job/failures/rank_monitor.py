@@ -1,7 +1,7 @@
 """Rank monitor: the launcher learns which ranks ended, how, and which no longer respond or move.
 
 Each rank holds the write end of a pipe. Through it come regular signs: that its interpreter runs,
-and whether it got on meanwhile (training/progress_clock.py). Perhaps there comes a refusal as JSON
+and whether it got on meanwhile (progress_clock.py). Perhaps there comes a refusal as JSON
 (no restart would mend it). The pipe ends with the process. A rank that is stopped falls silent. One
 that hangs, in a collective or in its own code, sends signs and does not move; the others then only
 wait for it. So the launcher looks which rank is the cause (hang_report.py), ends all, and leaves a
@@ -25,7 +25,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.trainers.job.failures.gpu_errors import recent_xids
 from cray_agents.trainers.job.failures.hang_report import culprit, report_hang, write_collectives
 from cray_agents.trainers.job.journal import tail
-from cray_agents.trainers.training.progress_clock import CLOCK
+from cray_agents.trainers.progress_clock import CLOCK
 
 SILENCE = 120.0  # seconds; less than the collectives' limit, which would blame the waiting ranks
 SILENCE_VARIABLE = "RANK_SILENCE_SECONDS"
@@ -45,7 +45,7 @@ END = "end.json"  # beside the logs' folder: how the newest start ended badly
 
 @dataclass
 class RankProcess:
-    """A forked rank, seen from its launcher."""
+    """A rank, seen from its launcher."""
 
     rank: int
     pid: int
@@ -203,10 +203,14 @@ def watch(
             still = 0 if moved or (clocks is not None and clocks.others_move()) else still + 1
             for process in ranks:
                 process.heard = process.moved = False
-            patience = 1 if any(process.ready for process in ranks) else SLOW_START
-            if still >= LOOKS * patience:
+            if still >= LOOKS * start_patience(ranks, SLOW_START):
                 return next(process for process in ranks if process.code is None), HANGS
     return None
+
+
+def start_patience(ranks: Sequence[RankProcess], slow: float) -> float:
+    """Return how many times the limit to wait: `slow` while one of the ranks has done no step."""
+    return 1 if all(process.ready for process in ranks if process.code is None) else slow
 
 
 def find_culprit(
@@ -237,8 +241,8 @@ def _worst(ranks: Sequence[RankProcess]) -> tuple[RankProcess, str] | None:
         first = min(bad, key=lambda p: (p.refusal is None, p.code is None or p.code >= 0))
         code = first.code or 0
         return first, f"died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
-    patience = 1 if any(process.ready for process in ranks) else SILENT_START
     for process in ranks:
+        patience = start_patience([process], SILENT_START)
         if process.misses >= LOOKS * patience and process.code is None:
             return process, HANGS
     return None

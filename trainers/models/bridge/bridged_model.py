@@ -22,9 +22,9 @@ from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import RMSNorm
 from cray_agents.trainers.models.bridge.sink_attention import sink_attention
-from cray_agents.trainers.models.cpu_megatron import import_on_cpu
 from cray_agents.trainers.models.head import padded_vocab
 from cray_agents.trainers.models.layer_choice import INSTALL_TE, has_transformer_engine
+from cray_agents.trainers.models.megatron_on_cpu import import_on_cpu
 from cray_agents.trainers.models.model import (
     DTYPES,
     finish_chunk,

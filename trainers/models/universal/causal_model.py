@@ -1,16 +1,18 @@
 """Causal model: a network of transformers in the form that a training step and Megatron expect.
 
 training/train_step.py builds it through models/ways.py. Megatron's data parallelism and optimizer
-take any module; they read `config` of it. Rank 0 alone tests the network's packing, with float32
-weights on the CPU, and tells the others. Read next: passes.py for them, parent_files.py for
-the weights.
+take any module; they read `config` of it. Rank 0 alone tests the packing, on a copy of the
+network's first layers with float32 weights on the CPU, and tells the others. Read next: passes.py,
+parent_files.py for the weights.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
+from torch.utils.checkpoint import checkpoint
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
@@ -22,9 +24,12 @@ from cray_agents.trainers.models.universal.passes import (
     Packing,
     Passes,
     choose_packing,
+    cut_layers,
+    layer_modules,
     untrained,
 )
 from cray_agents.trainers.models.universal.weight_shards import WeightShards
+from cray_agents.trainers.planning.memory import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters
 
 _ENTROPY_NUMBERS = 1 << 24  # probabilities at a time
@@ -42,6 +47,7 @@ class LogitsHead:
         self.want_top = False
         self.top: torch.Tensor | None = None
         self.temperature = temperature
+        self.most_logits = sys.maxsize
 
     def losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return -log p [n] of labels [n] under logits [n, vocabulary]."""
@@ -81,15 +87,18 @@ class UniversalModel(torch.nn.Module):
         *,
         always_reached: bool,
         recompute: bool,
+        vocab: int,
     ) -> None:
         from megatron.core.enums import ModelType
 
         super().__init__()
         self.model_type = ModelType.encoder_or_decoder
         self.network, self.config, self.packing = network, config, packing
-        self.always_reached, self.device = always_reached, device
+        self.always_reached, self.device, self.vocab = always_reached, device, vocab
         self.shards: WeightShards | None = None
         self.head = LogitsHead(temperature)
+        if device.type == "cuda":
+            self.head.most_logits = MOST_LOGITS
         self._passes = Passes(network)
         self._passes.use(packing)
         if recompute:
@@ -140,8 +149,42 @@ class UniversalModel(torch.nn.Module):
     ) -> torch.Tensor:
         """Return -log p [1, rows] of labels [1, rows] after the packed tokens [1, tokens]."""
         lengths = packed_seq_params.lengths.tolist()
+        losses = self._losses_in_chunks(tokens[0], lengths, positions[0], labels[0])
+        if losses is not None:
+            return losses[None]
         logits = self._passes.logits(tokens[0], lengths, self.head.rows, positions[0])
         return self.head.losses(logits, labels[0])[None]
+
+    def _losses_in_chunks(
+        self,
+        tokens: torch.Tensor,
+        lengths: list[int],
+        positions: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return the losses, of few rows at a time; None where all logits are few, or not apart.
+
+        The backward pass computes the logits again.
+        """
+        head, size = self.head, max(1, self.head.most_logits // self.vocab)
+        if head.rows is None or len(head.rows) <= size or self.shards is not None:
+            return None
+        states = self._passes.states(tokens, lengths, head.rows, positions)
+        if states is None:
+            return None
+
+        def chunk(*rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            losses = head.losses(self._passes.head(rows[0]), rows[1])
+            return losses, head.entropy, head.top
+
+        pieces = [
+            checkpoint(chunk, *rows, use_reentrant=False, preserve_rng_state=False)
+            for rows in zip(torch.split(states, size), torch.split(labels, size), strict=True)
+        ]
+        losses, head.entropy, head.top = (
+            None if column[0] is None else torch.cat(column) for column in zip(*pieces, strict=True)
+        )
+        return losses
 
 
 def build_universal(
@@ -156,10 +199,10 @@ def build_universal(
 ) -> UniversalModel:
     """Build the network with its weights, and choose its packing. Collective.
 
-    The host needs room for the weights, on rank 0 in float32 with their largest gradient. With
-    `sharded` the parameters hold nothing: weight_shards.py divides them first, and the caller fills
-    the shards. Raises BadInput for modules to recompute, and on every rank for weights that rank 0
-    refuses.
+    The host needs room for the weights; before them, on rank 0, for those of the first layers of
+    every kind in float32, with their largest gradient. With `sharded` the parameters hold nothing:
+    weight_shards.py divides them first, and the caller fills the shards. Raises BadInput for
+    modules to recompute, and on every rank for weights that rank 0 refuses.
     """
     if recompute not in ("none", "full"):
         raise BadInput(
@@ -167,21 +210,20 @@ def build_universal(
             " a time (way=universal): ask for recompute=full, or none",
             param="recompute",
         )
-    network: Any = None
     tested, problem = None, None
     if torch.distributed.get_rank() == 0:
         try:
-            network = source.build(torch.float32)
-            tested = _test(network, model.vocab)
+            try:
+                tested = _test(source, model.vocab, cut=True)
+            except BadInput:  # a family may not compute without all of its layers
+                tested = _test(source, model.vocab, cut=False)
         except BadInput as error:  # the others wait for the packing
             problem = str(error)
     tested, problem = agree((tested, problem))
     if problem is not None:
         raise BadInput(problem, param="parent")
     packing, never, sometimes = tested
-    if network is None or hyper.dtype != "float32" or sharded:
-        network = None  # before the next one takes as much memory
-        network = source.build(DTYPES[hyper.dtype], filled=not sharded)
+    network = source.build(DTYPES[hyper.dtype], filled=not sharded)
     for name in never:
         network.get_parameter(name).requires_grad_(False)
     if sharded:
@@ -196,6 +238,7 @@ def build_universal(
         device,
         always_reached=not sometimes,
         recompute=recompute == "full",
+        vocab=model.vocab,
     )
     if hyper.dtype != "float32" and not sharded:
         made.check_dtype(hyper.dtype, device)
@@ -229,9 +272,19 @@ def _recomputed_modules(network: torch.nn.Module) -> set[torch.nn.Module]:
     return layers or switched
 
 
-def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the network's packing as JSON can hold it, and what `untrained` returns."""
-    network.eval()
+def _test(
+    source: ParentFiles, vocabulary: int, *, cut: bool
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return a network's packing as JSON can hold it, and what `untrained` returns.
+
+    With `cut` the first layers of every kind are tested, and nothing else is read.
+    """
+    network: Any = source.build(torch.float32, filled=False)
+    kinds = {name: kind for name, kind, _ in layer_modules(network)}
+    names = [name for name, one in network.named_parameters() if one.requires_grad]
+    if cut:
+        cut_layers(network)
+    source.fill(network)
     packing = choose_packing(network, vocabulary)
     passes = Passes(network)
     passes.use(packing)
@@ -240,9 +293,10 @@ def _test(network: Any, vocabulary: int) -> tuple[dict[str, Any], list[str], lis
     def loss() -> torch.Tensor:
         return F.cross_entropy(passes.logits(tokens, LENGTHS), tokens.roll(-1))
 
-    never, sometimes = untrained(network, loss)
-    passes.use(Packing("alone", packing.attention))
-    return vars(packing), never, sometimes
+    never, sometimes = untrained(network, loss, names)
+    mixers = {kinds[name] for name in packing.split}
+    split = [name for name, kind in kinds.items() if kind in mixers]
+    return vars(packing) | {"split": split}, never, sometimes
 
 
 def _megatron_config(

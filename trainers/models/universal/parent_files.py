@@ -28,6 +28,7 @@ from cray_agents.trainers.models.universal.conversions import (
 from cray_agents.trainers.models.universal.dequantisation import DTYPE, packed_tensors
 from cray_agents.trainers.models.universal.linear_adapter import SavedAs
 from cray_agents.trainers.models.universal.text_model import TextModel
+from cray_agents.trainers.progress_clock import CLOCK
 
 _DTYPES = {
     "F64": torch.float64,
@@ -156,11 +157,13 @@ class ParentFiles:
         """Copy the parent's weights into a module that `build` made, in place.
 
         `put` copies one of them into a tensor of the module. Raises BadInput for infinite numbers
-        and NaN, and where a rule's way back does not give the files' numbers. Peak memory: one unit
-        twice.
+        and NaN, and where a rule's way back does not give the files' numbers. Layers that were cut
+        off are not read. Peak memory: one unit twice.
         """
         own, shown_back = _tensors(module), set()
         for conversion in self._conversions:
+            if self._own_name(conversion.targets[0]) not in own:
+                continue
             made = conversion.load(self._finite, self._names)
             for name, tensor in made.items():
                 put(own[self._own_name(name)], tensor)
@@ -346,6 +349,7 @@ class ParentFiles:
         return tensor.to(DTYPE)
 
     def _read_stored(self, name: str) -> torch.Tensor:
+        CLOCK.tick()
         file: Any = self._files[self._stored[name].file]
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor

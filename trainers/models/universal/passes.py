@@ -6,11 +6,13 @@
     alone    one sequence after the other
 
 Few families are right with all of these. `choose_packing` therefore tries them on three sequences
-when a model is loaded, and takes the first in which each sequence equals itself alone, and a change
-of one moves no other, within rounding. The rounding is measured. Called by causal_model.py.
+when a model is loaded, with its first layers of every kind. It takes the first in which each
+sequence equals itself alone, and a change of one moves no other, within rounding. The rounding is
+measured. Called by causal_model.py.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +27,7 @@ from cray_agents.trainers.models.universal.packed_attention import PACKED, packe
 Shape = Literal["packed", "rows", "alone"]
 LENGTHS = (13, 29, 22)  # of the sequences that the test packs
 LONGEST_WINDOW = 1024  # the test's second sequence is longer than windows up to this
+_PLACE = re.compile("layer|idx|index|number")  # numbers that tell where a layer stands
 LEAK = 0.01  # of the largest logit: more is never rounding
 FLOOR = 1e-5  # of the largest logit: less always is
 NOISE = 10.0  # times the difference that padding alone makes
@@ -68,6 +71,7 @@ class Passes:
         register()
         self.network, self._mixers = network, MixerSplit()
         self._accepts = frozenset(inspect.signature(network.forward).parameters)
+        self._apart = "logits_to_keep" in self._accepts  # the head can be called alone
         self._usual = _attention_of(network)
         self.packing = Packing("alone", self._usual)
 
@@ -105,6 +109,47 @@ class Passes:
         whole = self._in_rows(tokens, lengths)
         return whole if rows is None else whole[rows]
 
+    def states(
+        self,
+        tokens: torch.Tensor,
+        lengths: Sequence[int],
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return what `head` makes the same logits of, [rows, hidden]; None if it cannot."""
+        held = self.network._modules
+        self._body = next((n for n in (self.network.base_model_prefix, "model") if n in held), "")
+        if self.packing.shape != "packed" or not self._apart or not self._body:
+            return None
+        outputs: list[Any] = []
+        hook = held[self._body].register_forward_hook(lambda _, __, output: outputs.append(output))
+        try:
+            self.logits(tokens, lengths, rows[:1], positions)
+        finally:
+            hook.remove()
+        if not outputs:  # a family's head calls a part of its body
+            self._apart = False
+            return None
+        self._output = type(outputs[0])
+        states: torch.Tensor = outputs[0].last_hidden_state
+        return states[0, rows]
+
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits of `states`, by the network's own forward around them."""
+        held, name = self.network._modules, self._body
+        body = held[name]
+        held[name] = _GivenBody(body, self._output(last_hidden_state=states[None]))
+        try:
+            logits: torch.Tensor = self._call(
+                torch.zeros(1, len(states), dtype=torch.int64, device=states.device),
+                torch.arange(len(states), device=states.device)[None],
+                None,
+                None,
+            )
+        finally:
+            held[name] = body
+        return logits[0]
+
     def _in_rows(self, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Return the logits of all tokens, computed in rows of no more tokens than there are."""
         sequences = torch.split(tokens, list(lengths))
@@ -135,6 +180,21 @@ class Passes:
             return logits
         logits = self.network(tokens, **options).logits
         return logits if rows is None else logits[:, rows]
+
+
+class _GivenBody(torch.nn.Module):
+    """A network without its head, whose output is given; it has the settings of the real one."""
+
+    def __init__(self, body: Any, output: Any) -> None:
+        super().__init__()
+        self.__dict__["body"], self.output = body, output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["body"], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return the output."""
+        return self.output
 
 
 def _attention_of(network: Any) -> Any:
@@ -242,7 +302,7 @@ def _mixers(passes: Passes, tokens: torch.Tensor, lengths: Sequence[int]) -> tup
     seen: dict[tuple[type, str], Any] = {}
     places: dict[tuple[type, str], list[str]] = {}
     hooks = []
-    for name, kind, module in _layer_modules(passes.network):
+    for name, kind, module in layer_modules(passes.network):
         places.setdefault(kind, []).append(name)
 
         def note(module: Any, args: Any, kwargs: Any, kind: Any = kind) -> None:
@@ -270,7 +330,7 @@ def _runs(passes: Passes, attention: Any, tokens: torch.Tensor, lengths: Sequenc
     return True
 
 
-def _layer_modules(network: Any) -> Iterator[tuple[str, tuple[type, str], Any]]:
+def layer_modules(network: Any) -> Iterator[tuple[str, tuple[type, str], Any]]:
     """Yield the name, kind and module of each part of the network's layers."""
     if (layers := decoder_layers(network)) is None:
         return
@@ -283,7 +343,32 @@ def decoder_layers(network: Any) -> tuple[str, torch.nn.ModuleList] | None:
     """Return the name and the list of a network's layers; None if it has no such list."""
     lists = [(n, m) for n, m in network.named_modules() if isinstance(m, torch.nn.ModuleList)]
     count = getattr(network.config, "num_hidden_layers", None)
-    return next(((n, m) for n, m in lists if len(m) == count), None)
+    return next(((n, m) for n, m in lists if len(m) == count or isinstance(m, _Cut)), None)
+
+
+class _Cut(torch.nn.ModuleList):
+    """The first of a network's layers. Its config counts them all: its own code reads that."""
+
+
+def cut_layers(network: Any) -> None:
+    """Keep a network's first layers, at least two, up to the first one of the last new kind."""
+    if (listed := decoder_layers(network)) is None:
+        return
+    name, layers = listed
+    types = list(getattr(network.config, "layer_types", None) or [None] * len(layers))
+    kinds = [(kind, *_traits(layer)) for kind, layer in zip(types, layers, strict=False)]
+    kept = max(2, 1 + max(kinds.index(kind) for kind in kinds))
+    owner, _, leaf = name.rpartition(".")
+    setattr(network.get_submodule(owner), leaf, _Cut(layers[:kept]))
+
+
+def _traits(layer: torch.nn.Module) -> Iterator[Any]:
+    """Yield what tells one kind of layer from another: modules, their settings, and shapes."""
+    for name, part in layer.named_modules():
+        settings = {k: v for k, v in vars(part).items() if isinstance(v, bool | str | float | int)}
+        place = {k for k, v in settings.items() if type(v) is int and _PLACE.search(k)}
+        yield name, type(part), tuple(sorted((k, v) for k, v in settings.items() if k not in place))
+    yield tuple((name, tuple(one.shape)) for name, one in layer.named_parameters())
 
 
 def _leaks(module: Any, args: Any, kwargs: Any, lengths: Sequence[int]) -> bool:
@@ -317,11 +402,13 @@ def _tensor(value: Any) -> torch.Tensor | None:
     return first if isinstance(first, torch.Tensor) else None
 
 
-def untrained(network: Any, loss: Callable[[], torch.Tensor]) -> tuple[list[str], list[str]]:
-    """Return the parameters that never get a gradient, and those that a batch may leave out.
+def untrained(
+    network: Any, loss: Callable[[], torch.Tensor], names: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return which of the names never get a gradient, and parameters that a batch may leave out.
 
-    `loss` computes one; gradients are dropped as they come. A parameter counts as never reached
-    if none with its name in other layers, or of other experts, was reached either.
+    `loss` computes one; gradients are dropped as they come. A name counts as never reached if none
+    like it in other layers, or of other experts, was reached either: so some layers tell of all.
     """
     reached: set[str] = set()
     hooks = []
@@ -340,7 +427,7 @@ def untrained(network: Any, loss: Callable[[], torch.Tensor]) -> tuple[list[str]
     known = {_pattern(name) for name in reached}
     missing = [n for n, p in network.named_parameters() if p.requires_grad and n not in reached]
     return (
-        [name for name in missing if _pattern(name) not in known],
+        [name for name in names if _pattern(name) not in known],
         [name for name in missing if _pattern(name) in known],
     )
 

