@@ -117,12 +117,16 @@ class Passes:
         positions: torch.Tensor,
     ) -> torch.Tensor | None:
         """Return what `head` makes the same logits of, [rows, hidden]; None if it cannot."""
-        held = self.network._modules
-        self._body = next((n for n in (self.network.base_model_prefix, "model") if n in held), "")
+        children = self.network._modules
+        self._body = next(
+            (n for n in (self.network.base_model_prefix, "model") if n in children), ""
+        )
         if self.packing.shape != "packed" or not self._apart or not self._body:
             return None
         outputs: list[Any] = []
-        hook = held[self._body].register_forward_hook(lambda _, __, output: outputs.append(output))
+        hook = children[self._body].register_forward_hook(
+            lambda _, __, output: outputs.append(output)
+        )
         try:
             self.logits(tokens, lengths, rows[:1], positions)
         finally:
@@ -136,9 +140,9 @@ class Passes:
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Return logits of `states`, by the network's own forward around them."""
-        held, name = self.network._modules, self._body
-        body = held[name]
-        held[name] = _GivenBody(body, self._output(last_hidden_state=states[None]))
+        children, name = self.network._modules, self._body
+        body = children[name]
+        children[name] = _GivenBody(body, self._output(last_hidden_state=states[None]))
         try:
             logits: torch.Tensor = self._call(
                 torch.zeros(1, len(states), dtype=torch.int64, device=states.device),
@@ -147,7 +151,7 @@ class Passes:
                 None,
             )
         finally:
-            held[name] = body
+            children[name] = body
         return logits[0]
 
     def _in_rows(self, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
