@@ -113,7 +113,7 @@ def _flat_groups(rows: Rows, since: float) -> list[HealthWarning]:
 def _unparsed(store: Store, since: float) -> list[HealthWarning]:
     """Tell of answers whose text no parser took apart, in the last calls of the newest runs."""
     looked = {"tool_call": 0, "thought": 0}
-    found = dict(looked)
+    marked = dict(looked)
     for facts in islice(store.facts(RunQuery(since=since, order="newest", limit=NEWEST)), NEWEST):
         with suppress(CrayError, KeyError, TypeError):  # moved or damaged: another rule tells
             places = store.places(facts.run_id)[1].calls
@@ -121,11 +121,11 @@ def _unparsed(store: Store, since: float) -> list[HealthWarning]:
                 message = call["message"]
                 text = text_of(message)
                 looked["thought"] += 1
-                found["thought"] += any(mark in text for mark in THOUGHT_MARKS)
+                marked["thought"] += any(mark in text for mark in THOUGHT_MARKS)
                 if call.get("tools"):
                     looked["tool_call"] += 1
-                    marked = any(mark in text for mark in TOOL_MARKS)
-                    found["tool_call"] += not message.get("tool_calls") and marked
+                    writes_call = any(mark in text for mark in TOOL_MARKS)
+                    marked["tool_call"] += writes_call and not message.get("tool_calls")
     rules = (
         ("tool_call", "a tool call", "tool_call_parser"),
         ("thought", "the model's thoughts", "reasoning_parser"),
@@ -133,12 +133,12 @@ def _unparsed(store: Store, since: float) -> list[HealthWarning]:
     return [
         _warning(
             f"unparsed_{kind}s",
-            f"{found[kind]} of {looked[kind]} answers hold {what} as text: set `{setting}` to"
+            f"{marked[kind]} of {looked[kind]} answers hold {what} as text: set `{setting}` to"
             " vLLM's parser for this model",
-            *(found[kind], looked[kind], None, {"since": since}),
+            *(marked[kind], looked[kind], None, {"since": since}),
         )
         for kind, what, setting in rules
-        if found[kind]
+        if marked[kind]
     ]
 
 

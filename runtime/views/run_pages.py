@@ -193,8 +193,8 @@ def with_heads(store: Store, rows: Iterable[RunFacts]) -> Iterator[RunFacts]:
         with suppress(CrayError, KeyError, TypeError):  # moved or damaged: `runs fsck` tells
             calls = () if row.described else store.places(row.run_id)[1].calls[-1:]
             for call in store.bodies(calls):
-                asked: Iterator[Body] = (m for m in call["messages"] if m.get("role") == "user")
-                heads = head_of(text_of(next(asked, {}))), head_of(text_of(call["message"]))
+                questions: Iterator[Body] = (m for m in call["messages"] if m.get("role") == "user")
+                heads = head_of(text_of(next(questions, {}))), head_of(text_of(call["message"]))
                 listed = row._replace(input=heads[0], output=heads[1])
         yield listed
 

@@ -1,4 +1,4 @@
-"""Job inputs: everything a job's ranks need, read and checked before they are forked."""
+"""Job inputs: everything a job's ranks need, read and checked before they start."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
