@@ -7,6 +7,7 @@ of sample look the same. Called by draft.py and selection.py.
 """
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Message
 from cray_agents.runtime.datasets.samples.chat_template import Chat, ChatTemplate
 from cray_agents.runtime.datasets.samples.run_samples import TokenSample, TokenTurn, merge_turns
+
+_NO_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 
 
 @functools.lru_cache(maxsize=4)
@@ -90,6 +93,8 @@ class Renderer:
         answer = full[len(prompt) :]
         if not hidden and not chat.says(index, answer):
             chat.losses.add("texts of answers as they are: the chat template changes them")
+        if _NO_THOUGHT.match(answer) and "<think>" not in str(chat.messages[index]["content"]):
+            chat.losses.add("answers without a thought: the chat template writes an empty one")
         sampled = self._sampled(chat, chat.tokens(answer), index)
         return TokenTurn(chat.tokens(prompt), sampled, [0.0] * len(sampled))
 

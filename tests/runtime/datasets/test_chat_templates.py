@@ -371,6 +371,9 @@ def test_what_a_template_hides_is_refused(
         site.train(template, messages)
 
 
+NO_THOUGHT = "answers without a thought: the chat template writes an empty one"
+
+
 def test_an_unknown_content_is_refused_or_told(site: Site) -> None:
     refused = {
         "messages[0] has content of type 'image_url'": [user([{"type": "image_url"}]), says()],
@@ -387,7 +390,7 @@ def test_an_unknown_content_is_refused_or_told(site: Site) -> None:
         says("So.", name="bot"),
     ]
     made = site.train("trl/qwen3", told)
-    assert made.losses == {"`mood` of messages", "names of messages"}
+    assert made.losses == {"`mood` of messages", "names of messages", NO_THOUGHT}
     assert '{"unparsed": "{broken"}' in made.whole[0]
 
 
@@ -395,7 +398,7 @@ def test_an_unknown_content_is_refused_or_told(site: Site) -> None:
 def test_thoughts_are_trained_or_told(site: Site, field: str) -> None:
     asked = [user("Who is 7?"), calls('{"id": 7}', **{field: "I must look."}), *AGENT[2:]]
     made = site.train("trl/qwen3", asked)
-    assert len(made.trained) == 1 and made.losses == set()
+    assert len(made.trained) == 1 and made.losses == {NO_THOUGHT}  # of the last answer
     assert made.trained[0].startswith("<think>\nI must look.\n</think>\n\n<tool_call>")
     assert site.train("trl/qwen2_5", asked).losses == {"thoughts of answers"}
     cut = [user(), says("<think>\nA\n</think>\n\nB")]

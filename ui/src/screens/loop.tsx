@@ -76,7 +76,7 @@ function Rows({ list, loop }: { list: Generation[]; loop: string }) {
       <table>
         <thead>
           <tr>
-            {["generation", "version", "decision", "held out", "pairs", "evidence", "runs", "kept", "tokens", "job", "probe", "time"].map((name) => (
+            {["generation", "version", "decision", "held out", "pairs", "evidence", "runs", "good", "tokens", "job", "probe", "time"].map((name) => (
               <th key={name}>{name}</th>
             ))}
           </tr>
@@ -93,6 +93,7 @@ function Rows({ list, loop }: { list: Generation[]; loop: string }) {
               <td>
                 <span class={`chip ${one.promoted ? "good" : "bad"}`}>{one.promoted ? "promoted" : "rejected"}</span>
                 {one.note && <div class="quiet">{oneLine(one.note, 200)}</div>}
+                {one.remarks?.map((remark) => <div key={remark} class="quiet">{oneLine(remark, 200)}</div>)}
                 {one.stopped && <div class="quiet">{oneLine(one.stopped, 200)}</div>}
               </td>
               <td>
