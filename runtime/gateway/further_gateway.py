@@ -38,6 +38,7 @@ from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.routing import mount
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.canary_traffic import tell_outcome
+from cray_agents.runtime.gateway.model_calls.control_tokens import ControlTokens
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
 from cray_agents.runtime.gateway.routes import gateways, platform, sampling, trajectories
@@ -261,12 +262,14 @@ class FurtherServices:
     run_owners: RunOwners = field(init=False)
     idempotency_keys: IdempotencyKeys = field(init=False)
     versions: FollowedVersions = field(init=False)
+    control_tokens: ControlTokens = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
         self.run_owners = RunOwners(self.store)
         self.idempotency_keys = IdempotencyKeys(self.store, shared=True)
         self.versions = FollowedVersions(self.registry, self.pool, self.reports, self.link)
+        self.control_tokens = ControlTokens(self.registry)
         self.reports.demand = lambda: self.admission.demand
 
     @property

@@ -135,7 +135,7 @@ class Services:
         self.fine_tuning = FineTuning(
             self.home, self.registry, self.trainer, self.files, code=self.code
         )
-        self.control_tokens = ControlTokens(self.home, self.registry)
+        self.control_tokens = ControlTokens(self.registry)
         self.versions = VersionSwitcher(
             self.home, self.store, self.registry, self.pool, self.admission, self.metrics
         )

@@ -51,7 +51,8 @@ def test_a_foreign_agent_is_trained_as_it_is(
     engine = ScriptedEngine(say)
     with platform(tmp_path, engine, model=model, name="calc") as where:
         warmed = recipe.book.make_loop(quick=True)
-        warmed.demonstrations = warmed.demonstrations[:7]  # as a warm-up leaves it
+        shown = warmed.demonstrations[:7]  # as a warm-up leaves it
+        warmed = replace(warmed, demonstrations=shown)
         asyncio.run(recipe.main(where, warmed, size, generations=2))
     told = capsys.readouterr().out
     home = Home(tmp_path)

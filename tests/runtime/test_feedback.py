@@ -90,7 +90,8 @@ async def test_no_event_carries_a_reward_that_is_no_number(gateway: Gateway, run
         }
         for event in ({"kind": "reward", "body": body}, {"kind": "run", "body": run}):
             status, refused = await gateway.call("POST", path, json={"events": [event]})
-            assert (status, refused["error"]["code"]) == (400, "invalid_value"), event
+            code = "invalid_value" if wrong["value"] == 1 else "reward_refused"
+            assert (status, refused["error"]["code"]) == (400, code), event
     far = {"events": [{"kind": "run", "body": {
         "agent": "a", "model": "m", "input": "x", "stop_reason": "completed", "generation": 2**70,
     }}]}  # fmt: skip

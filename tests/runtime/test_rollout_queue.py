@@ -114,7 +114,8 @@ async def test_bad_requests_name_their_field(tmp_path: Path) -> None:
         lease = (await post(gateway, "/lease", WORKER))["rollout"]["lease"]
         for rewards in ([], [{"name": "r", "value": 11}], [{"name": "", "value": 1}]):
             end = await refused(gateway, "/run_1/result", {"lease": lease, "rewards": rewards})
-            assert end[:2] == (400, "invalid_value") and end[2].startswith("rewards")
+            code = "reward_refused" if rewards and rewards[0]["value"] == 11 else "invalid_value"
+            assert end[:2] == (400, code) and end[2].startswith("rewards")
         error = {"type": "EnvironmentFailed", "message": "no"}
         await post(gateway, "/run_1/result", {"lease": lease, "error": error})
         assert stored(gateway).error.message == "no"

@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 
 from cray_agents.errors import CrayError
-from cray_agents.paths import Home
 from cray_agents.records import CONTROL_TOKENS, Event
 from cray_agents.runtime.registry.registry import Registry
 
@@ -22,8 +21,8 @@ _NONE = "(?!)"  # matches nothing
 class ControlTokens:
     """The control tokens of each version, read once from its tokenizer.json."""
 
-    def __init__(self, home: Home, registry: Registry) -> None:
-        self._home, self._registry = home, registry
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self._patterns: dict[str, re.Pattern[str]] = {}
 
     async def tag(self, event: Event) -> None:
@@ -38,7 +37,7 @@ class ControlTokens:
     def _read(self, version: str) -> re.Pattern[str]:
         """Return what matches the control tokens in a `repr`; nothing where no file names them."""
         try:
-            folder = self._home.checkpoint(self._registry.resolve(version).checkpoint)
+            folder = self._registry.home.checkpoint(self._registry.resolve(version).checkpoint)
             added = orjson.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
             special = [repr(token["content"])[1:-1] for token in added if token["special"]]
         except (OSError, CrayError, ValueError, LookupError, TypeError):
