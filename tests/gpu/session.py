@@ -25,8 +25,20 @@ KEPT = ("LD_LIBRARY_PATH",)
 PATHS = tuple(sys.path)  # before packages add folders of their own
 
 
-def main(bench: Bench, stage: str, name: str, rate: float = 1e-5, lora: Lora | None = None) -> None:
-    """Train a chain of jobs; a row for each says where its time went."""
+def main(
+    bench: Bench,
+    stage: str,
+    name: str,
+    rate: float = 1e-5,
+    lora: Lora | None = None,
+    *,
+    growing: bool = False,
+) -> None:
+    """Train a chain of jobs; a row for each says where its time went, and what it changed.
+
+    `growing`: each job has to change more of the files than the one before, as it does while the
+    optimizer's weights, which are carried on, move away from those that the first job rounded.
+    """
     from cray_agents.runtime.scheduler.gpu_placement import visible_gpus
     from cray_agents.runtime.scheduler.local import LocalProcesses
     from cray_agents.trainers.job.journal import JobJournal
@@ -42,6 +54,7 @@ def main(bench: Bench, stage: str, name: str, rate: float = 1e-5, lora: Lora | N
     with LocalProcesses(home.logs, gpus=gpus) as scheduler:
         trainer = MegatronTrainer(home, AsHere(scheduler), Resources(gpus=has))
         before: JobSpec | None = None
+        least = 0.0  # that a job has to change more than
         for number in range(bench.scale.jobs):
             if bench.over:
                 bench.report.add(stage, model=name, job=number + 1, problem="no time left")
@@ -71,7 +84,15 @@ def main(bench: Bench, stage: str, name: str, rate: float = 1e-5, lora: Lora | N
                 latency=total - steps,
                 until_first_step=first(events, "step") - begun,
                 checkpoint_gb=size_of(home.checkpoint(spec.id)) / 1e9,
+                changed_share=status.changed_share,
             )
+            if status.warnings:
+                raise Failed(f"{spec.id} warns: {'; '.join(status.warnings)}")
+            if not (status.changed_share or 0.0) > least:
+                raise Failed(
+                    f"{spec.id} changed {status.changed_share} of the weights, before it {least}"
+                )
+            least = status.changed_share if growing else 0.0
             if before is not None:  # resume points are six times as large as the weights
                 shutil.rmtree(home.job(before.id) / "megatron")
             before = spec

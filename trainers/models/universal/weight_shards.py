@@ -35,7 +35,8 @@ def wrap_fully(chunk: Any, hyper: Hyperparameters) -> Any:
     """Spread a UniversalModel's weights over the data ranks, and set its `shards`. Collective.
 
     Its parameters may be on the CPU and hold nothing: see WeightShards.put. Where none of them
-    requires a gradient, there is no memory for gradients and an optimizer. Raises BadInput where the ranks' passes could differ, for each of them is collective.
+    requires a gradient, there is no memory for gradients and an optimizer. Raises BadInput where
+    the ranks' passes could differ, for each of them is collective.
     """
     from megatron.core.distributed import DistributedDataParallelConfig, FullyShardedDataParallel
 
