@@ -146,12 +146,14 @@ class ParentFiles:
             owner, _, leaf = target.rpartition(".")
             setattr(module.get_submodule(owner), leaf, module.get_parameter(source))
         module.all_tied_weights_keys = dict(self._tied)  # type: ignore[assignment]
-        for part in module.modules():  # what buffers hold was computed just now
-            for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
-                setattr(part, name, buffer.to(device))
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                return tensor.to(device)  # a buffer, computed just now
+            return torch.empty_like(tensor, device=device) if filled else tensor
+
+        module._apply(place)
         if filled:
-            for parameter in module.parameters():
-                parameter.data = torch.empty_like(parameter, device=device)
             self.fill(module)
         return module
 
