@@ -47,7 +47,9 @@ def hang(bench: Bench, stage: str) -> None:
     (report,) = (bench.folder / "hangs").iterdir()
     known = "collectives are not known" not in report.read_text()
     how = "" if end is None else end.how
-    bench.report.add(stage, seconds=seconds, limit=float(LIMIT), how=how, recorded=known)
+    bench.report.add(
+        stage, model="small", seconds=seconds, limit=float(LIMIT), how=how, recorded=known
+    )
     if end is None or end.rank != 1 or "stop_after_steps" not in how or "rank 0 waits" not in how:
         raise Failed(f"rank 1 stopped in stop_after_steps, and the report says: {end}")
     if not known:
