@@ -141,11 +141,11 @@ class ParentFiles:
         and one unit of the export (a matrix, or the experts of a layer) twice on the host. Unless
         `filled`, parameters hold nothing yet, on the CPU, and the system gives them no memory.
         """
-        module: torch.nn.Module = self._text.build(dtype, "cpu")
+        module: Any = self._text.build(dtype, "cpu")
         for target, source in self._tied.items():
             owner, _, leaf = target.rpartition(".")
             setattr(module.get_submodule(owner), leaf, module.get_parameter(source))
-        module.all_tied_weights_keys = dict(self._tied)  # type: ignore[assignment]
+        module.all_tied_weights_keys = dict(self._tied)
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             if not isinstance(tensor, torch.nn.Parameter):
@@ -155,7 +155,8 @@ class ParentFiles:
         module._apply(place)
         if filled:
             self.fill(module)
-        return module
+        built: torch.nn.Module = module
+        return built
 
     @torch.no_grad()
     def fill(
