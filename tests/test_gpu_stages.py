@@ -43,7 +43,13 @@ def test_every_stage_runs_in_tiny_sizes(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, rel=1e-3)
     for name in ("session", "session-small-rate", "session-lora"):
         assert [row["starts"] for row in rows[name]] == ["the session", "from memory"]
-        assert all(row["latency"] > 0 for row in rows[name])
+        assert all(row["latency"] > 0 and row["changed_share"] > 0 for row in rows[name])
+    far, near = (rows[name][1] for name in ("session", "session-small-rate"))
+    assert 0 < near["changed_since_first"] < far["changed_since_first"]
+    assert [row["layout"] for row in rows["parallel"]] == [
+        "tensor=2", "pipeline=2", "data=2, expert=2",
+    ]  # fmt: skip
+    assert rows["hang"][0]["recorded"]
     assert {row["against"] for row in rows["logprobs"]} == {"float32", "chosen by torch"}
     assert any("export" in row["what"] for row in rows["export"])
     whole, sharded = rows["sharding"]

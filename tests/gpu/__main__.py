@@ -22,7 +22,7 @@ from typing import Any
 
 from cray_agents.errors import CrayError, JobError
 from cray_agents.training_jobs import Lora
-from tests.gpu import export, golden, logprobs, session, sharding, speed
+from tests.gpu import export, golden, logprobs, session, several, sharding, speed
 from tests.gpu.bench import FULL, ONE_CORE, Bench, Failed, kernel_paths
 from tests.gpu.report import Report
 
@@ -45,7 +45,9 @@ STAGES: dict[str, Callable[[Bench], None]] = {
     "golden": golden.main,
     "train-1B": partial(speed.main, stage="train-1B", name="1B"),
     "session": partial(session.main, stage="session", name="1B"),
-    "session-small-rate": partial(session.main, stage="session-small-rate", name="1B", rate=1e-6),
+    "session-small-rate": partial(
+        session.main, stage="session-small-rate", name="1B", rate=1e-6, growing=True
+    ),
     "session-lora": partial(session.main, stage="session-lora", name="1B", lora=Lora()),
     "train-4B": partial(speed.main, stage="train-4B", name="4B"),
     "lora-8B": partial(speed.main, stage="lora-8B", name="8B", lora=Lora()),
@@ -53,6 +55,8 @@ STAGES: dict[str, Callable[[Bench], None]] = {
     "logprobs": partial(logprobs.main, stage="logprobs", name="4B"),
     "export": partial(export.main, stage="export", name="4B"),
     "train-3B": partial(speed.main, stage="train-3B", name="3B"),
+    "parallel": partial(several.parallel, stage="parallel"),
+    "hang": partial(several.hang, stage="hang"),
     "sharding": partial(sharding.main, stage="sharding", name="1B"),
 }
 

@@ -120,6 +120,13 @@ class Bench:
         return "cpu" if self.on_cpu else "cuda"
 
     @property
+    def most_ranks(self) -> int:
+        """The ranks that stages of several take: a GPU each, or two on the CPU."""
+        import torch
+
+        return 2 if self.on_cpu else torch.cuda.device_count()
+
+    @property
     def gib(self) -> float:
         """The device's memory."""
         return float(self.report.read()["about"]["device GiB"])

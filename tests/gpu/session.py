@@ -25,8 +25,20 @@ KEPT = ("LD_LIBRARY_PATH",)
 PATHS = tuple(sys.path)  # before packages add folders of their own
 
 
-def main(bench: Bench, stage: str, name: str, rate: float = 1e-5, lora: Lora | None = None) -> None:
-    """Train a chain of jobs; a row for each says where its time went."""
+def main(
+    bench: Bench,
+    stage: str,
+    name: str,
+    rate: float = 1e-5,
+    lora: Lora | None = None,
+    *,
+    growing: bool = False,
+) -> None:
+    """Train a chain of jobs; a row for each says where its time went, and what it changed.
+
+    `growing`: files have to differ more and more from those of the first job, as they do while
+    the optimizer's weights, which are carried on, move away from where the first job rounded them.
+    """
     from cray_agents.runtime.scheduler.gpu_placement import visible_gpus
     from cray_agents.runtime.scheduler.local import LocalProcesses
     from cray_agents.trainers.job.journal import JobJournal
@@ -42,6 +54,7 @@ def main(bench: Bench, stage: str, name: str, rate: float = 1e-5, lora: Lora | N
     with LocalProcesses(home.logs, gpus=gpus) as scheduler:
         trainer = MegatronTrainer(home, AsHere(scheduler), Resources(gpus=has))
         before: JobSpec | None = None
+        first_job, least = "", 0.0
         for number in range(bench.scale.jobs):
             if bench.over:
                 bench.report.add(stage, model=name, job=number + 1, problem="no time left")
@@ -61,6 +74,8 @@ def main(bench: Bench, stage: str, name: str, rate: float = 1e-5, lora: Lora | N
                 raise Failed(f"{spec.id} published its parent's weights: nothing was learnt")
             events = list(journal.events())
             steps = sum(e["seconds"] for e in events if e["event"] == "step")
+            first_job = first_job or spec.id
+            since = differing(home.checkpoint(spec.id), home.checkpoint(first_job))
             bench.report.add(
                 stage,
                 model=name,
@@ -71,7 +86,16 @@ def main(bench: Bench, stage: str, name: str, rate: float = 1e-5, lora: Lora | N
                 latency=total - steps,
                 until_first_step=first(events, "step") - begun,
                 checkpoint_gb=size_of(home.checkpoint(spec.id)) / 1e9,
+                changed_share=status.changed_share,
+                changed_since_first=since,
             )
+            if status.warnings or not status.changed_share:
+                raise Failed(
+                    f"{spec.id} changed {status.changed_share}, and warns: {status.warnings}"
+                )
+            if growing and before is not None and not since > 1.1 * least:
+                raise Failed(f"{spec.id} is {since} of the weights away from the first, as {least}")
+            least = least or since
             if before is not None:  # resume points are six times as large as the weights
                 shutil.rmtree(home.job(before.id) / "megatron")
             before = spec
@@ -140,6 +164,20 @@ def next_spec(
 def weights_of(checkpoint: Path) -> str:
     """Return the hash of a checkpoint's weights, as its manifest has it."""
     return checksums.read_record(Manifest, checkpoint / "manifest.json").weights_sha256
+
+
+def differing(one: Path, other: Path) -> float:
+    """Return the share of the weights of two checkpoints of one model that are not equal."""
+    from safetensors import safe_open
+
+    count = different = 0
+    for path in one.glob("*.safetensors"):
+        with safe_open(path, "pt") as mine, safe_open(other / path.name, "pt") as theirs:
+            for name in mine.keys():  # noqa: SIM118 (no mapping)
+                weight = mine.get_tensor(name)
+                count += weight.numel()
+                different += int((weight != theirs.get_tensor(name)).sum())
+    return different / count
 
 
 def write_dataset(home: Home, rows: list[list[int]]) -> int:

@@ -1,7 +1,7 @@
 """Sharding stage: Megatron's FSDP (ZeRO-3) beside the distributed optimizer, on all GPUs.
 
 The same random weights and data, the universal way: losses must agree, and memory is compared with
-the plan's. With one GPU there is nothing to divide, and nothing is run.
+the plan's. With one GPU there is nothing to divide, and the first of the two is run alone.
 """
 
 import json
@@ -16,21 +16,20 @@ BOUND = 2e-2  # between losses of the two, relative: bfloat16, and another order
 
 def main(bench: Bench, stage: str, name: str) -> None:
     """Train a model in both, with a rank for each GPU, and compare."""
-    import torch
-
-    ranks = 2 if bench.on_cpu else torch.cuda.device_count()
-    if ranks < 2:
-        bench.report.add(stage, model=name, note="one GPU: not run")
-        return
+    ranks = bench.most_ranks
     parent = bench.folder / "parents" / name
     bench.in_rank(write_parent, name, parent)
     found = []
-    for layout in (Layout(data=ranks), Layout(data=ranks, sharding="full")):
+    layouts = [Layout(data=ranks), Layout(data=ranks, sharding="full")]
+    for layout in layouts if ranks > 1 else layouts[:1]:
         out = bench.folder / f"{layout.sharding}.json"
         bench.in_rank(measure, name, parent, layout, out, layout=layout)
         row = json.loads(out.read_bytes())
         bench.report.add(stage, model=name, ranks=ranks, sharding=layout.sharding, **row)
         found.append(row)
+    if ranks == 1:
+        bench.report.add(stage, model=name, note="one GPU: full sharding was not run")
+        return
     for of in ("loss_first", "loss_last"):
         whole, sharded = (row[of] for row in found)
         if abs(sharded - whole) > BOUND * abs(whole):

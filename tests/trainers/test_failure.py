@@ -32,6 +32,7 @@ from cray_agents.trainers.job.failures.rank_monitor import (
     BadEnd,
     NodeClocks,
     RankProcess,
+    first_end,
     forget_end,
     note_end,
     read_end,
@@ -297,6 +298,21 @@ def test_a_consequence_replaces_no_cause(tmp_path: Path) -> None:
     assert read_end(tmp_path) == RANK
     forget_end(tmp_path)
     assert read_end(tmp_path) is None
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_the_cause_wins_whichever_node_reports_first(late: bool, tmp_path: Path) -> None:
+    cause = RANK.model_copy(update={"how": "no longer responds"})
+    lost = RANK.model_copy(update={"node": "n8", "followed": True})
+    note, other = tmp_path / "note.json", lost.model_copy(update={"node": "n9"})
+    order = [lost, cause, other] if late else [cause, lost, other]
+    reported = [first_end(note, end, patience=0.0) for end in order]
+    assert reported == ([lost, cause, cause] if late else [cause] * 3)
+    for end in reversed(reported):  # each node leaves what it learnt, in any order
+        note_end(tmp_path, end)
+    assert read_end(tmp_path) == cause
+    later = RANK.model_copy(update={"node": "n6"})
+    assert first_end(note, later, patience=0.0) == cause  # of two causes the first
 
 
 # ---- what the trainer does

@@ -292,6 +292,7 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
 
     def measured(folder: Path, way: str, dtype: str) -> float:
         sizes = hyper(max_tokens_per_microbatch=TOKENS, batch_size=3, dtype=dtype, way=way)
+        sizes = sizes.model_copy(update={"learning_rate": 1e-3})
         model = read_architecture(folder, sizes.way)
         training = Training(model, Layout(), sizes, folder, on_cpu=True)
         own = {p.untyped_storage().data_ptr() for p in training.wrapped_chunks[0].parameters()}

@@ -194,17 +194,11 @@ def _at_once(model: Architecture, layout: Layout, mine: WeightShare, layers: int
 def _scoring(
     model: Architecture, layout: Layout, hyper: Hyperparameters, stage: int, on_cpu: bool
 ) -> float:
-    """Return the bytes of a model that only scores: weights, a layer's activations, logits.
-
-    With full sharding it also has gradients and the optimizer's weights, which nothing uses.
-    """
+    """Return the bytes of a model that only scores: weights, a layer's activations, logits."""
     size = 2 if hyper.dtype == "bfloat16" else 4
     tokens = hyper.max_tokens_per_microbatch / layout.context
     mine = weight_share(model, layout, stage)
     weights = size * _at_once(model, layout, mine, GATHERED)
-    if layout.sharding == "full":
-        unused = 8 if size == 2 else 4
-        weights += unused * (mine.dense + mine.experts) / layout.data
     logits = _logits(model, layout, tokens, size, on_cpu) if stage == layout.pipeline - 1 else 0.0
     return weights + tokens * layer_activations(model, layout, size, on_cpu=on_cpu) + logits
 

@@ -91,7 +91,7 @@ def trained(training: Training) -> Iterator[torch.Tensor]:
     if training.shards is not None:
         yield from training.shards.storages()
     for buffer in _ddp_buffers(training):
-        yield buffer.param_data  # of adapters that are folded into the weights, too
+        yield buffer.param_data  # of adapters alone, where there are any
     for optimizer in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
         if optimizer.is_stub_optimizer:
             continue

@@ -227,6 +227,7 @@ class Training:
         )
         other.wrapped_chunks, other.head = other.chunks, _head_of(other.chunks)
         if self.layout.sharding == "full":
+            other.chunks[0].requires_grad_(False)  # or FSDP takes memory for an optimizer
             other.wrapped_chunks = wrap(other.chunks, self.layout, self.hyper, overlap=False)
             fill_chunks(other.chunks, model, source)
         return other

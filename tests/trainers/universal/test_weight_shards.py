@@ -127,8 +127,13 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
                     parts = [shards.of(each) for each in half.chunks[0].network.parameters()]
                     assert all(torch.equal(one.main, one.weights.float()) for one in parts if one)
                 losses[f"bfloat16 {layout.sharding}"] = course(half, known)
-            teacher = training.scorer(read_architecture(parents[name], "universal"), parents[name])
-            scores["teacher"] = score(teacher)
+        small = training.hyper.model_copy(update={"dtype": "bfloat16"})
+        training.take_up(parents[name], small, "distill", lambda: False)  # for the teacher's type
+        teacher = training.scorer(read_architecture(parents[name], "universal"), parents[name])
+        scores["teacher"] = score(teacher)
+        assert teacher.shards is not None
+        seen["teacher"] = sum(each.nbytes for each in teacher.shards.storages())
+        assert not list(teacher.shards.gradients())
     if rank == 0:
         (out / "found.json").write_text(json.dumps(found))
     return 0
@@ -172,9 +177,9 @@ def test_losses_are_those_of_whole_weights(kind: str, ran: Any) -> None:
     assert losses["full"][-1] < losses["full"][0] - 0.003
     assert scores["full"] == pytest.approx(scores["optimizer"], abs=1e-4)
     assert max(abs(np.subtract(scores["full"], scores["before"]))) > 0.1
+    assert scores["teacher"] == pytest.approx(scores["before"], abs=0.1)
     if THOROUGH:
         assert losses["bfloat16 full"] == pytest.approx(losses["bfloat16 optimizer"], abs=2e-2)
-        assert scores["teacher"] == pytest.approx(scores["before"], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,6 +215,11 @@ def test_a_rank_keeps_its_part_alone(kind: str, ran: Any, parents: dict[str, Pat
         assert 0.5 * whole <= seen[name] < 0.6 * whole, name
     assert seen["weights"] < estimate_memory(model, FULL, HYPER, sequence_length=30).weights
     assert seen["freed"] > 3 * seen["weights"]  # gradients and moments too
+    assert 0.5 * whole / 2 <= seen["teacher"] < 0.6 * whole / 2  # in bfloat16, and nothing beside
+    half = HYPER.model_copy(update={"dtype": "bfloat16", "max_tokens_per_microbatch": 1})
+    planned = estimate_memory(model, FULL, half, sequence_length=1, teacher=model)
+    logits = planned.teacher - planned.weights
+    assert 0 < logits < 0.1 * planned.weights
 
 
 def test_a_rank_reads_its_weights_part_by_part(tmp_path: Path) -> None:
@@ -222,14 +232,21 @@ def test_a_rank_reads_its_weights_part_by_part(tmp_path: Path) -> None:
     config.head_dim = 128
     write_parent(tmp_path, config)
     ctypes.CDLL(None).malloc_trim(0)  # what was freed would be given out again unseen
-    source, before = ParentFiles(tmp_path), own_bytes()
+    most: list[int] = []
+
+    class Watched(ParentFiles):
+        def fill(self, module: Any, put: Any = torch.Tensor.copy_) -> None:
+            super().fill(module, lambda *both: (put(*both), most.append(own_bytes() - before)))
+
+    source, before = Watched(tmp_path), own_bytes()
+    elsewhere = source.build(torch.float32, "meta")
+    assert {parameter.device.type for parameter in elsewhere.parameters()} == {"meta"}
     network = source.build(torch.float32, filled=False)
     whole = 4 * sum(parameter.numel() for parameter in network.parameters())
     assert whole > 100e6
     for parameter in network.parameters():
         assert parameter.device.type == "cpu" and parameter.detach().sum().numel() == 1
-    most = [own_bytes() - before]
-    source.fill(network, lambda tensor, weights: most.append(own_bytes() - before))
+    source.fill(network, lambda tensor, weights: None)
     assert max(most) < whole / 4
     source.fill(network)
     assert own_bytes() - before > whole / 2  # so it can be seen
@@ -289,10 +306,11 @@ def test_what_cannot_be_sharded_is_refused_by_name(
         ("packed", True, True, "are its layers is not known"),
     ):
         chunk = SimpleNamespace(
-            network=Odd(2, 2).requires_grad_(trained),
+            network=Odd(2, 2),
             packing=Packing(shape, None),  # type: ignore[arg-type]
             always_reached=reached,
         )
+        chunk.network.weight.requires_grad_(trained)
         with pytest.raises(BadInput, match=rf"Odd.*{why}.*sharding=optimizer"):
             wrap_fully(chunk, HYPER)
 

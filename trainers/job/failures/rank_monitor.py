@@ -259,16 +259,22 @@ def _stopped(pid: int) -> str:
 def first_end(note: Path | None, ours: BadEnd, patience: float = PATIENCE) -> BadEnd:
     """Return the first bad end on any node, shared through the file `note`; ours if it is None.
 
-    A rank that lost its connection to a dead one ends too. Its node waits a moment for the cause.
+    A rank that lost its connection to a dead one ends too. Its node waits a moment for the cause,
+    whose report takes the place of a consequence's where it comes later still.
     """
     if note is None:
         return ours
     deadline = time.monotonic() + patience
     while ours.followed and not note.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    if durable.create_file(note, checksums.with_crc(ours.model_dump_json().encode())):
+    content = checksums.with_crc(ours.model_dump_json().encode())
+    if durable.create_file(note, content):
         return ours
-    return checksums.read_record(BadEnd, note)
+    first = checksums.read_record(BadEnd, note)
+    if ours.followed or not first.followed:
+        return first
+    durable.replace_file(note, content)
+    return ours
 
 
 def describe(
@@ -298,9 +304,8 @@ def note_end(folder: Path, end: BadEnd) -> None:
 
     One that another end may have caused replaces no report.
     """
-    if end.followed and (folder / END).exists():
-        return
-    durable.replace_file(folder / END, checksums.with_crc(end.model_dump_json().encode()))
+    leave = durable.create_file if end.followed else durable.replace_file
+    leave(folder / END, checksums.with_crc(end.model_dump_json().encode()))
 
 
 def read_end(folder: Path) -> BadEnd | None:

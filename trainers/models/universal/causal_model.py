@@ -199,10 +199,10 @@ def build_universal(
 ) -> UniversalModel:
     """Build the network with its weights, and choose its packing. Collective.
 
-    The host needs room for the weights; before them, on rank 0, for those of the first layers of
-    every kind in float32, with their largest gradient. With `sharded` the parameters hold nothing:
-    weight_shards.py divides them first, and the caller fills the shards. Raises BadInput for
-    modules to recompute, and on every rank for weights that rank 0 refuses.
+    Weights go from the files to the device one by one; rank 0's host needs room for those of the
+    first layers of every kind in float32, with their largest gradient. With `sharded` the
+    parameters hold nothing: weight_shards.py divides them first, and the caller fills the shards.
+    Raises BadInput for modules to recompute, and on every rank for weights that rank 0 refuses.
     """
     if recompute not in ("none", "full"):
         raise BadInput(
@@ -223,15 +223,11 @@ def build_universal(
     if problem is not None:
         raise BadInput(problem, param="parent")
     packing, never, sometimes = tested
-    network = source.build(DTYPES[hyper.dtype], filled=not sharded)
+    network = source.build(DTYPES[hyper.dtype], device, filled=not sharded)
     for name in never:
         network.get_parameter(name).requires_grad_(False)
-    if sharded:
-        for module in network.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
     made = UniversalModel(
-        network if sharded else network.to(device),
+        network,
         _megatron_config(model, hyper, device, sharded=sharded),
         Packing(**{**packing, "split": tuple(packing["split"])}),
         hyper.policy.temperature,

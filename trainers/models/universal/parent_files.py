@@ -131,22 +131,32 @@ class ParentFiles:
         """Return a tensor as it is stored, or dequantised. Raises BadInput for NaN."""
         return self._finite(name)
 
-    def build(self, dtype: torch.dtype, *, filled: bool = True) -> torch.nn.Module:
-        """Return transformers' module with the parent's weights, on the CPU, in eval mode.
+    def build(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, filled: bool = True
+    ) -> torch.nn.Module:
+        """Return transformers' module with the parent's weights, on the device, in eval mode.
 
         Parameters are of `dtype`, except those that transformers keeps in float32. Numbers that the
-        files store more exactly than `dtype` are rounded. Peak memory: the module, and one unit of
-        the export (a matrix, or the experts of a layer) twice. Unless `filled`, parameters hold
-        nothing yet, and the system gives them no memory.
+        files store more exactly than `dtype` are rounded. Peak memory: the module on its device,
+        and one unit of the export (a matrix, or the experts of a layer) twice on the host. Unless
+        `filled`, parameters hold nothing yet, on the CPU, and the system gives them no memory.
         """
-        module: torch.nn.Module = self._text.build(dtype, "cpu")
+        module: Any = self._text.build(dtype, "cpu")
         for target, source in self._tied.items():
             owner, _, leaf = target.rpartition(".")
             setattr(module.get_submodule(owner), leaf, module.get_parameter(source))
-        module.all_tied_weights_keys = dict(self._tied)  # type: ignore[assignment]
+        module.all_tied_weights_keys = dict(self._tied)
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                return tensor.to(device)  # a buffer, computed just now
+            return torch.empty_like(tensor, device=device) if filled else tensor
+
+        module._apply(place)
         if filled:
             self.fill(module)
-        return module
+        built: torch.nn.Module = module
+        return built
 
     @torch.no_grad()
     def fill(

@@ -34,8 +34,9 @@ class _Called(torch.nn.Module):
 def wrap_fully(chunk: Any, hyper: Hyperparameters) -> Any:
     """Spread a UniversalModel's weights over the data ranks, and set its `shards`. Collective.
 
-    Its parameters may be on the CPU and hold nothing: see WeightShards.put. Raises
-    BadInput where the ranks' passes could differ, for each of them is collective.
+    Its parameters may be on the CPU and hold nothing: see WeightShards.put. Where none of them
+    requires a gradient, there is no memory for gradients and an optimizer. Raises BadInput where
+    the ranks' passes could differ, for each of them is collective.
     """
     from megatron.core.distributed import DistributedDataParallelConfig, FullyShardedDataParallel
 
@@ -52,7 +53,7 @@ def wrap_fully(chunk: Any, hyper: Hyperparameters) -> Any:
             f" and ranks would differ in what they send; {REMEDY}",
             param="layout",
         )
-    if not all(parameter.requires_grad for parameter in chunk.network.parameters()):
+    if len({parameter.requires_grad for parameter in chunk.network.parameters()}) > 1:
         raise BadInput(
             f"sharding=full cannot train {kind}: no batch gives some of its weights a gradient, and"
             f" Megatron's FSDP knows no weights that stay as they are; {REMEDY}",
@@ -65,6 +66,9 @@ def wrap_fully(chunk: Any, hyper: Hyperparameters) -> Any:
             f" are its layers is not known; {REMEDY}",
             param="layout",
         )
+    for parameter in chunk.network.parameters():
+        if not parameter.requires_grad:  # where torch refuses the hook that FSDP gives to all
+            parameter.register_post_accumulate_grad_hook = lambda hook: None
     largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers[1])
     ddp = DistributedDataParallelConfig(
         use_megatron_fsdp=True,

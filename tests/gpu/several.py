@@ -1,0 +1,118 @@
+"""Stages of several ranks: a hang is told with its cause, and a split model learns as a whole one.
+
+Both take two GPUs, or two ranks on the CPU, and leave a note where there is one GPU.
+"""
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from cray_agents.errors import JobError
+from cray_agents.trainers.job.failures.rank_monitor import SILENCE_VARIABLE, read_end
+from cray_agents.training_jobs import Hyperparameters, Layout
+from tests.gpu.bench import Bench, Failed
+from tests.gpu.speed import data
+
+LIMIT = "4"  # seconds without progress; five times as long before the first step
+STEPS = 3
+BOUND = 1e-4  # between losses, relative: float32, and another order of sums
+SPLIT = (
+    ("small", Layout(tensor=2)),
+    ("small", Layout(pipeline=2)),
+    ("small-moe", Layout(data=2, expert=2)),
+)
+
+
+# ---- a hang
+def hang(bench: Bench, stage: str) -> None:
+    """Let a rank stop in its own code; the launcher has to name it, and what the other waits in."""
+    if bench.most_ranks < 2:
+        bench.report.add(stage, note="one GPU: not run")
+        return
+    begun = time.monotonic()
+    with patch.dict(os.environ, {SILENCE_VARIABLE: LIMIT}), suppress(JobError):
+        bench.in_rank(stop_after_steps, layout=Layout(data=2))
+    end = read_end(bench.folder)
+    seconds = time.monotonic() - begun
+    (report,) = (bench.folder / "hangs").iterdir()
+    known = "collectives are not known" not in report.read_text()
+    how = "" if end is None else end.how
+    bench.report.add(
+        stage, model="small", seconds=seconds, limit=float(LIMIT), how=how, recorded=known
+    )
+    if end is None or end.rank != 1 or "stop_after_steps" not in how or "rank 0 waits" not in how:
+        raise Failed(f"rank 1 stopped in stop_after_steps, and the report says: {end}")
+    if not known:
+        raise Failed(f"collectives are not known: {report.read_text()[-2000:]}")
+
+
+def stop_after_steps(bench: Bench) -> None:
+    """In each rank: take steps together; then rank 1 does nothing more."""
+    import torch
+
+    training, known = build(bench, "small", Layout(data=2))
+    for _ in range(STEPS):
+        training.step(known)
+    if torch.distributed.get_rank() == 1:
+        time.sleep(600)
+    training.step(known)
+
+
+# ---- parallel layouts
+def parallel(bench: Bench, stage: str) -> None:
+    """Compare the losses of tensor, pipeline and expert parallelism with those of one rank."""
+    if bench.most_ranks < 2:
+        bench.report.add(stage, note="one GPU: not run")
+        return
+    failed = []
+    for name, layout in SPLIT:
+        whole, split = (losses(bench, name, one) for one in (Layout(), layout))
+        apart = max(abs(a - b) / b for a, b in zip(split, whole, strict=True))
+        ok = apart <= BOUND  # False if not a number
+        of = layout.model_dump(exclude_defaults=True)
+        words = ", ".join(f"{part}={size}" for part, size in of.items())
+        bench.report.add(
+            stage, model=name, layout=words, loss_last=split[-1], apart=apart, bound=BOUND, ok=ok
+        )
+        if not ok:
+            failed.append(f"{name} with {words}")
+    if failed:
+        raise Failed(f"not as on one rank: {', '.join(failed)}")
+
+
+def losses(bench: Bench, name: str, layout: Layout) -> list[float]:
+    """Return the losses of some steps in a layout."""
+    out = bench.folder / "losses.json"
+    bench.in_rank(take_steps, name, layout, out, layout=layout)
+    found: list[float] = json.loads(out.read_bytes())
+    return found
+
+
+def take_steps(bench: Bench, name: str, layout: Layout, out: Path) -> None:
+    """In each rank: take steps; rank 0 writes the losses, which all ranks have."""
+    from cray_agents.trainers.training.parallel_groups import is_rank0
+
+    training, known = build(bench, name, layout)
+    found = [training.step(known).loss for _ in range(STEPS)]
+    if is_rank0():
+        out.write_text(json.dumps(found))
+
+
+def build(bench: Bench, name: str, layout: Layout) -> tuple[Any, Any]:
+    """Return a training with random weights, which are made on the CPU, and a step's samples."""
+    from cray_agents.trainers.training.train_step import Training
+
+    parent, model = bench.model(name)
+    known = data(bench, model.vocab, "chats")
+    hyper = Hyperparameters(
+        steps=10**6,
+        batch_size=len(known.samples),
+        learning_rate=1e-3,
+        max_tokens_per_microbatch=bench.scale.microbatches[0],
+        init="random",
+    )
+    return Training(model, layout, hyper, parent, bench.on_cpu), known
