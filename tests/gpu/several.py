@@ -9,7 +9,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from cray_agents.errors import JobError
 from cray_agents.trainers.job.failures.rank_monitor import SILENCE_VARIABLE, read_end
@@ -17,7 +16,7 @@ from cray_agents.training_jobs import Hyperparameters, Layout
 from tests.gpu.bench import Bench, Failed
 from tests.gpu.speed import data
 
-LIMIT = "4"  # seconds without progress; five times as long before the first step
+LIMIT = "12"  # seconds without progress; five times as long before the first step
 STEPS = 3
 BOUND = 1e-4  # between losses, relative: float32, and another order of sums
 SPLIT = (
@@ -34,8 +33,12 @@ def hang(bench: Bench, stage: str) -> None:
         bench.report.add(stage, note="one GPU: not run")
         return
     begun = time.monotonic()
-    with patch.dict(os.environ, {SILENCE_VARIABLE: LIMIT}), suppress(JobError):
-        bench.in_rank(stop_after_steps, layout=Layout(data=2))
+    os.environ[SILENCE_VARIABLE] = LIMIT
+    try:
+        with suppress(JobError):
+            bench.in_rank(stop_after_steps, layout=Layout(data=2))
+    finally:
+        del os.environ[SILENCE_VARIABLE]
     end = read_end(bench.folder)
     seconds = time.monotonic() - begun
     (report,) = (bench.folder / "hangs").iterdir()
