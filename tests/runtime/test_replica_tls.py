@@ -108,7 +108,9 @@ async def further_answer(server: VllmEngine, folder: Path, ca: Path) -> str:
         await pool.close()
 
 
-async def test_a_replica_serves_over_tls_alone(tmp_path: Path) -> None:
+async def test_a_replica_serves_over_tls_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tls_folder("on", tmp_path / "tls")
     assert folder is not None
     tls = server_files(folder, "127.0.0.1", tmp_path / "attempt")
@@ -123,9 +125,10 @@ async def test_a_replica_serves_over_tls_alone(tmp_path: Path) -> None:
         await replica.engine.resume()
         await replica.engine.admit("m@1")
         assert await further_answer(replica.engine, tmp_path, tls.ca) == "m@1: hello"
-        with pytest.raises(EngineUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(EngineUnavailable):
             make_authority(tmp_path / "other")
             await further_answer(replica.engine, tmp_path, tmp_path / "other" / "ca.pem")
+        assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
     finally:
         await replica.stop()
 

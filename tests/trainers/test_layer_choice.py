@@ -93,7 +93,7 @@ def test_fp8_is_part_of_a_job_and_its_absence_of_none() -> None:
     """Jobs older than the field keep their names."""
     spec = {"dataset": "d", "parent": "p", "parent_sha256": "0"}
     plain, fp8 = (
-        JobSpec(**spec, hyperparameters=Hyperparameters(steps=1, fp8=way))
+        JobSpec(**spec, hyperparameters=Hyperparameters(steps=1, learning_rate=1e-3, fp8=way))
         for way in (None, "tensorwise")
     )
     assert plain.id == "job-a97b1c54ece06987" != fp8.id
