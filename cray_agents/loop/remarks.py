@@ -10,6 +10,7 @@ from cray_agents.loop.stages import Planned
 from cray_agents.records import Run
 
 SMALL, OFTEN = 64, 10.0  # of fewer samples, and in more epochs, a set is learned by heart
+FEW = 0.1  # of a set: so many demonstrations teach little beside the runs
 MANY = 100  # kinds: a key with more values names tasks
 
 
@@ -38,7 +39,7 @@ def remarks_on(new: Generation, done: Sequence[Generation], loop: LoopSettings) 
             "by heart: more attempts or tasks bring more good runs, or a lower temperature, such "
             f"as 0.8 (now {loop.sampling.temperature:g})"
         )
-    if new.demonstrations:
+    if new.demonstrations > FEW * new.samples:
         remarks.append(
             f"{new.demonstrations / new.samples:.0%} of the set are demonstrations, from which it "
             "learns whatever the rewards are: a loop without them shows what these teach"

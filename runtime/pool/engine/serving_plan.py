@@ -3,9 +3,8 @@
 A setting that is 0, or `dtype` "auto", is chosen here; any other is taken as it is.
 cli/platform/replica_devices.py describes the device, and `up` says in a line what was chosen.
 
-On a CPU bfloat16 and a core more pay from some size on. 80 prompts of 420 tokens, 64 at a time,
-took SmolLM2-135M 76 s in float32 on one of two cores, 39 s on both, 32 s in bfloat16 on one, and 18
-s in bfloat16 on both. For a toy of 0.4M parameters the calls around the products are the work.
+On a CPU bfloat16 and a core more pay from some size on: BENCHMARKS.md, Serving, has the figures of
+SmolLM2-135M. For a toy of 0.4M parameters the calls around the products are the work.
 """
 
 from dataclasses import dataclass
