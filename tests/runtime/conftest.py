@@ -31,6 +31,20 @@ TOOL: Any = {
 }
 
 
+def memorise(network: Any, ids: Any) -> None:
+    """Train a network until it says these tokens, [1, tokens], and little else."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for each other take minutes on a busy machine
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        network(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    torch.set_num_threads(threads)
+
+
 def make_tiny_model(directory: Path, *, tie: bool, seed: int, teach: bool = False) -> Path:
     """A random Qwen3 of 0.5M parameters; `teach`: it answers QUESTION with CALL, and knows no more.
 
@@ -55,11 +69,7 @@ def make_tiny_model(directory: Path, *, tie: bool, seed: int, teach: bool = Fals
             chat, tools=[TOOL], tokenize=False, add_generation_prompt=True
         )
         ids = torch.tensor([tokenizer(text + CALL + "<|im_end|>")["input_ids"]])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        for _ in range(60):
-            optimizer.zero_grad()
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
+        memorise(model, ids)
     model.save_pretrained(directory)
     return directory
 

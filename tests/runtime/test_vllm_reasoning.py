@@ -15,6 +15,7 @@ from cray_agents.env_worker.chat import ModelConversation
 from cray_agents.env_worker.rollout import Rollout
 from cray_agents.runtime.exports.conversations.chat_messages import chats_of
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+from tests.runtime.conftest import memorise
 from tests.support.import_server import process_of
 from tests.support.scripted_gateway import Gateway, served
 
@@ -53,11 +54,7 @@ def taught(model: Path) -> Path:
     ids = torch.tensor([tokenizer(prompt + SAID, add_special_tokens=False)["input_ids"]])
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert int(ids.max()) < network.config.vocab_size
-    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
-    for _ in range(60):
-        optimizer.zero_grad()
-        network(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
+    memorise(network, ids)
     network.save_pretrained(model)
     return model
 
