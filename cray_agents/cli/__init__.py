@@ -40,7 +40,6 @@ COMMANDS = {
     "scan": ("runs.scan",),
     "dataset": ("data.datasets", "data.dataset_diff", "runs.maintenance"),
     "plan": ("jobs.plan",),
-    "simulate": ("platform.commands.simulate",),
     "goodput": ("platform.commands.goodput",),
     "cost": ("platform.commands.cost",),
     "observability": ("platform.commands.observability",),

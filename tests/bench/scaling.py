@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule
-from cray_agents.runtime.scaling.simulation import Controller, Simulation
-from cray_agents.runtime.scaling.static_split import StaticSplit, best_split
-from cray_agents.runtime.scaling.traces import JobTrace, ServingTrace, Trace, make_trace
 from tests.bench.rounds import row
+from tests.support.scaling.simulation import Controller, Simulation
+from tests.support.scaling.static_split import StaticSplit, best_split
+from tests.support.scaling.traces import JobTrace, ServingTrace, Trace, make_trace
 from tests.support.virtual_cluster import VirtualCluster, until, virtual_cluster
 
 NODES, SLOTS, ANSWER, FASTER = 16, 2, 1.0, 8.0

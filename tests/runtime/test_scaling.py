@@ -1,16 +1,12 @@
 """Scaling: the rules of the controller, alone and in simulated days."""
 
-import json
 import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from cray_agents.cli import app
 from cray_agents.errors import BadInput
-from cray_agents.runtime.scaling.comparison import JUST_IN_TIME, compare, rules_for
 from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule, share_nodes
 from cray_agents.runtime.scaling.observed import (
     Observed,
@@ -18,9 +14,10 @@ from cray_agents.runtime.scaling.observed import (
     ServingView,
     TrainingView,
 )
-from cray_agents.runtime.scaling.simulation import Simulation
-from cray_agents.runtime.scaling.static_split import StaticSplit, best_split
-from cray_agents.runtime.scaling.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
+from tests.support.scaling.comparison import JUST_IN_TIME, compare, rules_for
+from tests.support.scaling.simulation import Simulation
+from tests.support.scaling.static_split import StaticSplit, best_split
+from tests.support.scaling.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
 
 CHAT = ServingRule("chat", slots=10, use=1.0, calm=60.0, empty=120.0)
 
@@ -355,13 +352,3 @@ def test_bursts_get_a_third_more_done_than_under_the_best_static_split() -> None
     assert ours["way"] == JUST_IN_TIME
     assert ours["goodput"] >= 1.3 * static["goodput"]
     assert ours["wait_p99"] <= static["wait_p99"]
-
-
-def test_the_command_prints_what_it_compares() -> None:
-    arguments = ["simulate", "--nodes", "16", "--hours", "2", "--json", "--trace", "diurnal"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)
-    assert rows[0]["way"] == JUST_IN_TIME and rows[-1]["of_static"] == 1.0
-    with pytest.raises(BadInput, match="no trace 'odd', only bursty, diurnal, failures"):
-        make_trace("odd", 1, 16)

@@ -3,8 +3,8 @@
 from collections import Counter
 
 from cray_agents.runtime.scaling.decision import Scaler, ScalingRules
-from cray_agents.runtime.scaling.simulation import PERIOD, Simulation, _Serving
-from cray_agents.runtime.scaling.traces import JobTrace, ServingTrace, Trace
+from tests.support.scaling.simulation import PERIOD, Simulation, _Serving
+from tests.support.scaling.traces import JobTrace, ServingTrace, Trace
 
 Decisions = list[Counter[tuple[str, str]]]
 

@@ -1,6 +1,6 @@
 """Simulation: a cluster of up to 100,000 nodes in discrete events, under a controller.
 
-`simulate` plays a trace (traces.py). Its controller is the one of the platform (decision.py), or
+`Simulation` plays a trace (traces.py). Its controller is the one of the platform (decision.py), or
 the static split of static_split.py. Requests of a step are one cohort, so a day of 10,000 nodes
 takes seconds. Times of waiting are exact to a step.
 
@@ -23,7 +23,7 @@ from cray_agents.runtime.scaling.observed import (
     ServingView,
     TrainingView,
 )
-from cray_agents.runtime.scaling.traces import HOUR, Failure, JobTrace, ServingTrace, Trace
+from tests.support.scaling.traces import HOUR, Failure, JobTrace, ServingTrace, Trace
 
 PERIOD = 5.0  # seconds between two decisions
 _LOOK_AHEAD = 256  # waiting jobs that the controller is shown

@@ -1,6 +1,6 @@
 """Comparison: one trace under the controller, with parts of it left out, and under a static split.
 
-`cray-agents simulate` prints it. The static split is the best one for this very trace, found
+tests/bench/simulation.py prints it. The static split is the best one for this very trace, found
 afterwards; no site knows it in advance.
 """
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule
-from cray_agents.runtime.scaling.simulation import Controller, Simulation
-from cray_agents.runtime.scaling.static_split import StaticSplit, best_split
-from cray_agents.runtime.scaling.traces import Trace
+from tests.support.scaling.simulation import Controller, Simulation
+from tests.support.scaling.static_split import StaticSplit, best_split
+from tests.support.scaling.traces import Trace
 
 JUST_IN_TIME, NO_SLEEP, NO_PREEMPTION = "just in time", "without sleep", "without preemption"
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from cray_agents.errors import BadInput
 from cray_agents.runtime.scaling.observed import Observed, ScalingAction
-from cray_agents.runtime.scaling.simulation import Simulation
-from cray_agents.runtime.scaling.traces import ServingTrace, Trace
+from tests.support.scaling.simulation import Simulation
+from tests.support.scaling.traces import ServingTrace, Trace
 
 TAIL = 0.01  # share of the requests that may wait longer than the limit
 

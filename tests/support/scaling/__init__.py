@@ -1,0 +1,1 @@
+"""A simulated cluster: traces of days, and who has the nodes, serving or training."""
