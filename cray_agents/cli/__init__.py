@@ -42,7 +42,6 @@ COMMANDS = {
     "plan": ("jobs.plan",),
     "goodput": ("platform.commands.goodput",),
     "cost": ("platform.commands.cost",),
-    "observability": ("platform.commands.observability",),
     "export": ("data.export",),
     "import": ("data.imports",),
     "batch": ("data.batch",),

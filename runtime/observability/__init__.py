@@ -1,1 +1,1 @@
-"""Observability: numbers, their history, boards, traces and timelines of a platform."""
+"""Observability: numbers, traces, an audit log and timelines of a platform."""

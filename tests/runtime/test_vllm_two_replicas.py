@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from cray_agents.runtime.observability.boards.catalog import BOARDS
-from cray_agents.runtime.observability.boards.promql import used_metrics
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+from tests.support.boards import PANELS
+from tests.support.promql import used_metrics
 from tests.support.scraped_metrics import labels_of
 from tests.support.scripted_gateway import Gateway, Reply, served, until
 from tests.support.vllm_pool import CHAT, manifest_of
@@ -109,11 +109,10 @@ async def test_the_metrics_of_both_engines_in_one_text(two: Gateway) -> None:
     (known,) = [f for f in text_string_to_metric_families(text) if f.name == "cray_model_tokens"]
     assert known.samples
     scraped = labels_of((await two.call("GET", "/metrics/engines"))[1])
-    for board in BOARDS:
-        for panel in board.panels:
-            for used in used_metrics("\n+ ".join(expression for expression, _ in panel.curves)):
-                if used.name.startswith("vllm:"):
-                    assert used.labels <= scraped[used.name], panel.title
+    for place, panel in PANELS:
+        for used in used_metrics("\n+ ".join(curve["expr"] for curve in panel["targets"])):
+            if used.name.startswith("vllm:"):
+                assert used.labels <= scraped[used.name], place
 
 
 async def test_a_canarys_sessions_are_answered_by_its_weights_until_it_is_rolled_back(

@@ -1,1 +1,0 @@
-"""Boards and alerts for Prometheus and Grafana, described once in Python."""
