@@ -38,6 +38,7 @@ class TinkerModel(Record):
     """A model that a script trains. `base` is the version `name@N` that it began from.
 
     `base_model` is the name that the script gave. `rank` is the adapter's; None: all weights.
+    `owner` is the id of the API key that made it.
     """
 
     id: str
@@ -47,6 +48,7 @@ class TinkerModel(Record):
     rank: int | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     created: float = Field(default_factory=time.time)
+    owner: str = ""
 
 
 class SavedWeights(Record):
@@ -72,12 +74,13 @@ class SavedWeights(Record):
 
 
 class Sampler(Record):
-    """A version `name@N` that a script samples from."""
+    """A version `name@N` that a script samples from; `owner` is its API key's id."""
 
     id: str
     version: str
     base_model: str
     path: str | None = None
+    owner: str = ""
 
 
 def name_of_sampler(session_id: str, sequence: int) -> str:
