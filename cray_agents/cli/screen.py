@@ -38,8 +38,19 @@ UrlOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bool) -> None:
-    """Print rows as a table of some columns, or whole as a JSON list."""
+def show(
+    rows: Sequence[dict[str, Any]],
+    columns: Sequence[str],
+    *,
+    as_json: bool,
+    damaged: Sequence[dict[str, str]] = (),
+) -> None:
+    """Print rows as a table of some columns, or whole as a JSON list.
+
+    The damaged records that the list leaves out are named on stderr.
+    """
+    for each in damaged:
+        print(disarm(f"left out: {each['id']}: {each['reason']}"), file=sys.stderr)
     if as_json:
         print(json.dumps(list(rows), indent=2, default=str))
         return

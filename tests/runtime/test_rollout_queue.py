@@ -92,7 +92,9 @@ async def test_a_lease_ends_though_nobody_waits_for_its_run(tmp_path: Path) -> N
         await post(gateway, "", SPEC)
         await post(gateway, "/lease", {**WORKER, "seconds": 1})
         async with asyncio.timeout(60):
-            while (await gateway.call("GET", PATH))[1]["data"][0]["running"]:
+            while True:
+                if not (await gateway.call("GET", PATH))[1]["data"][0]["running"]:
+                    break
                 await asyncio.sleep(0.05)
         assert stored(gateway).error.type == "WorkerLost"
         assert await post(gateway, "", SPEC) == {"state": "done"}

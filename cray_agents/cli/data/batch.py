@@ -77,13 +77,15 @@ def list_batches(
     as_json: JsonOption = False,
 ) -> None:
     """List batches, the newest first."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    damaged: list[dict[str, str]] = []
     with Server(home, url) as client:
-        for each in client.batches.list(limit=min(limit, 100)):
-            rows.append(table_row(each))
-            if len(rows) == limit:
+        for page in client.batches.list(limit=min(limit, 100)).iter_pages():
+            rows += map(table_row, page.data)
+            damaged += (page.model_extra or {}).get("damaged", ())
+            if len(rows) >= limit:
                 break
-    show(rows, COLUMNS, as_json=as_json)
+    show(rows[:limit], COLUMNS, as_json=as_json, damaged=damaged)
 
 
 @batch.command("show")

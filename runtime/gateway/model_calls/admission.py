@@ -23,6 +23,7 @@ by answer.py and passthrough.py; http/metrics.py shows the numbers.
 """
 
 import asyncio
+import logging
 import random
 import time
 from collections import Counter, OrderedDict
@@ -30,12 +31,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
-from cray_agents.errors import EngineUnavailable, TooManyRequests
+from cray_agents.errors import CrayError, EngineUnavailable, TooManyRequests
 
 RETRY_SECONDS = (0.05, 60.0)  # least and most in a Retry-After
 _POLL = 0.1  # seconds between checks of the capacity while requests wait: it rises without notice
 _STALE = 1.0  # seconds without a check after which an outage may have ended and begun again
 _WEIGHT = 1 / 32  # of the newest request in the mean of their seconds
+
+log = logging.getLogger(__name__)
 
 
 class Room(NamedTuple):
@@ -283,6 +286,8 @@ class Admission:
         try:
             return self._is_served(ticket.model)
         except Exception as error:  # for its own request to raise, not for whoever left a slot
+            if not isinstance(error, CrayError | OSError):
+                log.exception("%s was not looked up", ticket.model)
             self._refuse([ticket], error)
             return None
 

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cray_agents.errors import BadInput, CrayError, EngineError, NotFound
+from cray_agents.errors import BadInput, Corrupt, CrayError, EngineError, NotFound
 from cray_agents.records import new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
@@ -282,7 +282,7 @@ def _promoted_names(services: Services) -> list[str]:
         try:
             if registry.promoted(name) is not None:
                 names.append(name)
-        except NotFound:  # a folder without a version
+        except (NotFound, Corrupt):  # a folder without a version; GET /v1/models names damage
             continue
     return names
 

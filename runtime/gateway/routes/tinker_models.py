@@ -24,6 +24,7 @@ from cray_agents.runtime.gateway.http.bodies import (
     COUNT as COUNT_TEXT,
 )
 from cray_agents.runtime.gateway.http.bodies import (
+    damage_told,
     field,
     json_response,
     number,
@@ -314,12 +315,12 @@ async def list_tinker_models_trained(services: Services, request: Request) -> Re
     """List the models of all scripts, newest first."""
     params = query(request)
     offset, limit = number(params, "offset", 0), number(params, "limit", 20, PAGE_LIMIT)
-    models = await asyncio.to_thread(services.tinker.models)
-    rows = [
-        await asyncio.to_thread(_row, services, model) for model in models[offset : offset + limit]
-    ]
-    cursor = {"offset": offset, "limit": limit, "total_count": len(models)}
-    return json_response({"training_runs": rows, "cursor": cursor})
+    listing = await asyncio.to_thread(services.tinker.models)
+    models = listing.rows[offset : offset + limit]
+    rows = [await asyncio.to_thread(_row, services, model) for model in models]
+    cursor = {"offset": offset, "limit": limit, "total_count": len(listing.rows)}
+    damage = damage_told(listing.damaged)
+    return json_response({"training_runs": rows, "cursor": cursor, **damage})
 
 
 @router.get("/api/v1/training_runs/{model_id}", Role.train, answer=ANY, fails="404 not_found")
@@ -340,12 +341,13 @@ async def list_tinker_checkpoints(services: Services, request: Request) -> Respo
     """List the weights that a script saved under names, oldest first."""
     model_id = path_id(request, "model_id", "model")
     await asyncio.to_thread(services.tinker.model, model_id)
-    saved = await asyncio.to_thread(services.tinker.all_saved, model_id)
-    return json_response({"checkpoints": [_checkpoint(s) for s in saved if not s.sampler]})
+    listing = await asyncio.to_thread(services.tinker.list_saved, model_id)
+    rows = [_checkpoint(saved) for saved in listing.rows if not saved.sampler]
+    return json_response({"checkpoints": rows, **damage_told(listing.damaged)})
 
 
 def _row(services: Services, model: TinkerModel) -> dict[str, Any]:
-    named = [saved for saved in services.tinker.all_saved(model.id) if not saved.sampler]
+    named = [saved for saved in services.tinker.list_saved(model.id).rows if not saved.sampler]
     last = {saved.kind: _checkpoint(saved) for saved in named}
     times = [model.created, *(saved.created for saved in named)]
     return {

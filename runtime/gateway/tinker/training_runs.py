@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
@@ -123,11 +123,12 @@ class TinkerFiles:
             TinkerModel, self._model(model_id) / "model.json", f"no model {model_id!r}", "model_id"
         )
 
-    def models(self) -> list[TinkerModel]:
+    def models(self) -> checksums.Listing[TinkerModel]:
         """Return all models, newest first."""
-        folders = (self._folder / "models").glob("*/model.json")
-        models = [checksums.read_record(TinkerModel, path) for path in folders]
-        return sorted(models, key=lambda model: model.created, reverse=True)
+        names = (path.parent.name for path in (self._folder / "models").glob("*/model.json"))
+        found = checksums.list_whole(names, self.model)
+        models = sorted(found.rows, key=lambda model: model.created, reverse=True)
+        return checksums.Listing(models, found.damaged)
 
     # ---- requests
     def note_step(self, model_id: str, sequence: int) -> None:
@@ -196,12 +197,20 @@ class TinkerFiles:
             raise NotFound(missing, param="path")
         return _read(SavedWeights, self._model(model_id) / kind / f"{name}.json", missing, "path")
 
-    def all_saved(self, model_id: str) -> list[SavedWeights]:
-        """Return all weights that were saved of a model, oldest first. Raises NotFound."""
+    def list_saved(self, model_id: str) -> checksums.Listing[SavedWeights]:
+        """Return the weights that were saved of a model, oldest first. Raises NotFound."""
         folder = self._model(model_id)
-        paths = [path for kind in KINDS for path in folder.glob(f"{kind}/*.json")]
-        existing = [_read_saved(path) for path in paths]
-        return sorted(existing, key=lambda saved: saved.sequence)
+        names = [f"{kind}/{path.stem}" for kind in KINDS for path in folder.glob(f"{kind}/*.json")]
+        found = checksums.list_whole(names, lambda name: _read_saved(folder / f"{name}.json"))
+        saved = sorted(found.rows, key=lambda saved: saved.sequence)
+        return checksums.Listing(saved, found.damaged)
+
+    def all_saved(self, model_id: str) -> list[SavedWeights]:
+        """Return the same, for decisions that need them all. Raises NotFound, Corrupt."""
+        listing = self.list_saved(model_id)
+        if listing.damaged:
+            raise Corrupt(listing.damaged[0]["reason"])
+        return listing.rows
 
     def _saved_of(self, model_id: str, kind: SavedKind, sequence: int) -> SavedWeights | None:
         same = (s for s in self.all_saved(model_id) if (s.kind, s.sequence) == (kind, sequence))
