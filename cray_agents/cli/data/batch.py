@@ -15,6 +15,7 @@ from cray_agents.cli.screen import (
     JsonOption,
     UrlOption,
     console,
+    disarm,
     progress_bar,
     show,
     when,
@@ -186,7 +187,7 @@ def follow(client: "openai.OpenAI", batch_id: str) -> Any:
 def print_batch(entry: Any, as_json: bool) -> None:
     """Print one batch."""
     if as_json:
-        print(entry.model_dump_json(indent=2))
+        print(disarm(entry.model_dump_json(indent=2)))
         return
     show([table_row(entry)], COLUMNS, as_json=False)
     for name in ("output_file_id", "error_file_id"):
