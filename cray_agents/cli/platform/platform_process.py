@@ -27,7 +27,14 @@ from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.cli.screen import errors, when
 from cray_agents.config import Config, load_config
 from cray_agents.engines.openai_engine import KeySource
-from cray_agents.errors import BadInput, Corrupt, EngineUnavailable, NotFound, SetupError
+from cray_agents.errors import (
+    BadInput,
+    Corrupt,
+    EngineError,
+    EngineUnavailable,
+    NotFound,
+    SetupError,
+)
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive, python
@@ -362,7 +369,10 @@ def wait_until_ready(home: Home, process: subprocess.Popen[bytes]) -> dict[str, 
 def serving(
     config: Config, *, model: Path | None = None, name: str = "default", ready: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """Yield the platform on the configured root; if none runs, one that ends with the block."""
+    """Yield the platform on the configured root; if none runs, one that ends with the block.
+
+    If that one ends before, an EngineError of the block becomes one that says so.
+    """
     info = running(config.root)
     if info is not None:
         yield info
@@ -372,6 +382,14 @@ def serving(
     process = start(free, model, name, ReplicaCount(1), with_parent=True)
     try:
         yield (wait_until_ready if ready else wait_until_live)(config.root, process)
+    except EngineError as error:
+        if process.poll() is None:
+            raise
+        log = log_file(config.root, standby=False)
+        raise EngineUnavailable(
+            f"the platform that this command had started has ended (exit code {process.poll()}):"
+            f" its log is {log}, and the same command starts another and goes on"
+        ) from error
     finally:
         stop(process.pid)
         process.wait()
