@@ -27,14 +27,7 @@ from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.cli.screen import errors, when
 from cray_agents.config import Config, load_config
 from cray_agents.engines.openai_engine import KeySource
-from cray_agents.errors import (
-    BadInput,
-    Corrupt,
-    EngineError,
-    EngineUnavailable,
-    NotFound,
-    SetupError,
-)
+from cray_agents.errors import BadInput, Corrupt, EngineUnavailable, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive, python
@@ -371,7 +364,7 @@ def serving(
 ) -> Iterator[dict[str, Any]]:
     """Yield the platform on the configured root; if none runs, one that ends with the block.
 
-    If that one ends before, an EngineError of the block becomes one that says so.
+    If that one ends before, EngineUnavailable of the block says so.
     """
     info = running(config.root)
     if info is not None:
@@ -382,7 +375,7 @@ def serving(
     process = start(free, model, name, ReplicaCount(1), with_parent=True)
     try:
         yield (wait_until_ready if ready else wait_until_live)(config.root, process)
-    except EngineError as error:
+    except EngineUnavailable as error:
         if process.poll() is None:
             raise
         log = log_file(config.root, standby=False)
