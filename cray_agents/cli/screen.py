@@ -27,7 +27,7 @@ from cray_agents.paths import Home
 LOG_WIDTH = 120  # columns, where there is no terminal to ask
 _C1 = range(0x7F, 0xA0)  # with DEL; U+009B begins a command to xterm, as ESC [ does
 _BIDI = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # they turn the order of what follows
-_SHOWN: dict[int, int | str] = {
+_PICTURES: dict[int, int | str] = {
     **{code: 0x2400 + code for code in range(32) if code not in (9, 10)},
     **{code: f"\\u{code:04x}" for code in (*_C1, *_BIDI)},
 }
@@ -102,7 +102,7 @@ def disarm(text: str) -> str:
     Those below a blank become pictures. DEL, C1 controls and bidi overrides become escapes as JSON
     has them, so a text of JSON stays one of the same value.
     """
-    return text.translate(_SHOWN)
+    return text.translate(_PICTURES)
 
 
 def one_line(text: str) -> str:

@@ -104,10 +104,10 @@ def read_audit(folder: Path) -> checksums.Listing[AuditLine]:
         for path, lines in _files(folder)
         for number, line in enumerate(lines, 1)
     }
-    found = checksums.list_whole(
+    listing = checksums.list_whole(
         texts, lambda place: checksums.parse_as(AuditLine, texts[place], place)
     )
-    return checksums.Listing(sorted(found.rows, key=lambda line: line.time), found.damaged)
+    return checksums.Listing(sorted(listing.rows, key=lambda line: line.time), listing.damaged)
 
 
 def verify_audit(folder: Path) -> list[str]:

@@ -106,8 +106,8 @@ def run_agent(
     if as_json and not stream:
         print(disarm(run.model_dump_json(indent=2)))
     elif not stream and has_answer(run):
-        said = as_text(run.output)
-        print(disarm(said) if sys.stdout.isatty() else said)
+        output = as_text(run.output)
+        print(disarm(output) if sys.stdout.isatty() else output)
     if not has_answer(run):
         report(run)
         raise typer.Exit(1)

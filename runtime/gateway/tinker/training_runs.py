@@ -126,9 +126,9 @@ class TinkerFiles:
     def models(self) -> checksums.Listing[TinkerModel]:
         """Return all models, newest first."""
         names = (path.parent.name for path in (self._folder / "models").glob("*/model.json"))
-        found = checksums.list_whole(names, self.model)
-        models = sorted(found.rows, key=lambda model: model.created, reverse=True)
-        return checksums.Listing(models, found.damaged)
+        listing = checksums.list_whole(names, self.model)
+        models = sorted(listing.rows, key=lambda model: model.created, reverse=True)
+        return checksums.Listing(models, listing.damaged)
 
     # ---- requests
     def note_step(self, model_id: str, sequence: int) -> None:
@@ -201,9 +201,9 @@ class TinkerFiles:
         """Return the weights that were saved of a model, oldest first. Raises NotFound."""
         folder = self._model(model_id)
         names = [f"{kind}/{path.stem}" for kind in KINDS for path in folder.glob(f"{kind}/*.json")]
-        found = checksums.list_whole(names, lambda name: _read_saved(folder / f"{name}.json"))
-        saved = sorted(found.rows, key=lambda saved: saved.sequence)
-        return checksums.Listing(saved, found.damaged)
+        listing = checksums.list_whole(names, lambda name: _read_saved(folder / f"{name}.json"))
+        saved = sorted(listing.rows, key=lambda saved: saved.sequence)
+        return checksums.Listing(saved, listing.damaged)
 
     def all_saved(self, model_id: str) -> list[SavedWeights]:
         """Return the same, for decisions that need them all. Raises NotFound, Corrupt."""
