@@ -86,6 +86,7 @@ BAD = {
             "floods": (OWN, "tool submit returned" + LONG),
             "floods first": (OWN, "the first observation has" + LONG),
             "crowded": (OWN, CROWD),
+            "wordy": (OWN, r"RuntimeError: it went so:\n.*\n\[\.\.\.\]\n.*\nKeyError: 'the cause'"),
             "hangs": HUNG,
             "leaks": None,
         },

@@ -292,7 +292,7 @@ def test_keys_are_made_and_revoked_with_a_reason(tmp_path: Path, watch: Any) -> 
         act.click()
         row.get_by_text("revoked").wait_for()
         assert Keys(home).check(secret) is None
-    reasons = {(line.action, line.reason, line.status) for line in read_audit(home.audit)}
+    reasons = {(line.action, line.reason, line.status) for line in read_audit(home.audit).rows}
     assert ("POST /v1/keys", "Zoë asked", 200) in reasons
     assert ("DELETE /v1/keys/{key}", "she left", 200) in reasons
 

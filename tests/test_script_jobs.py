@@ -82,15 +82,26 @@ def test_a_script_on_a_real_slurm(work: Path) -> None:
         assert "#SBATCH --nodes=2\n" in script and "job-name=late" not in script
         assert "\nsrun" not in script and "--signal=B:TERM@60\n" in script
 
+        limited = f"#SBATCH --time=1\n#SBATCH --ntasks=1\n{SLEEPS}"
+        (work / "limited.sh").write_text(limited)
+        jobs("submit-script", "--detach", "limited.sh")
+        assert "--signal=B:TERM@30\n" in jobs("script", "script-2")
+        until(lambda: "up" in jobs("logs", "script-2"))
+        early = ["scancel", "--batch", "--signal=TERM", str(row("script-2")["scheduler_job_id"])]
+        subprocess.run(early, env=cluster.environment, check=True)  # as before the limit
+        until(lambda: row("script-2")["state"] == "failed")
+        assert row("script-2")["exit_code"] == 9
+        assert row("script-2")["reason"].startswith("TIMEOUT: ")
+
         (work / "sleep.sh").write_text(SLEEPS)
         jobs("submit-script", "--detach", "--slurm-option=--ntasks=1", "sleep.sh")
-        until(lambda: row("script-2")["state"] == "running" and "up" in jobs("logs", "script-2"))
-        assert jobs("cancel", "script-2") == "script-2 is cancelled\n"
-        assert "asked" in jobs("logs", "script-2")
-        assert [row(f"script-{n}")["state"] for n in (1, 2)] == ["failed", "cancelled"]
+        until(lambda: row("script-3")["state"] == "running" and "up" in jobs("logs", "script-3"))
+        assert jobs("cancel", "script-3") == "script-3 is cancelled\n"
+        assert "asked" in jobs("logs", "script-3")
+        assert [row(f"script-{n}")["state"] for n in (1, 3)] == ["failed", "cancelled"]
     finally:
         cluster.close()
-    assert json.loads(jobs("show", "script-2", "--json"))[0]["state"] == "cancelled"  # recorded
+    assert json.loads(jobs("show", "script-3", "--json"))[0]["state"] == "cancelled"  # recorded
 
 
 def test_a_script_without_slurm_is_a_process_of_the_command(work: Path) -> None:

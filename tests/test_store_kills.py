@@ -188,7 +188,7 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
     assert not lost and not doubled and not damage
     assert len(lines) == len(set(lines)) and runs.keys() >= set(lines)
     assert max(uses.values()) == 1 and len(built) == STEPS == len(set(built))
-    assert len(list_datasets(home).manifests) == STEPS
+    assert len(list_datasets(home).rows) == STEPS
     assert all(runs[run].reward == 1 for run in uses)
     for keeper in keepers:
         assert not [text for text in keeper.failed if "Traceback" in text], keeper.failed

@@ -1,5 +1,6 @@
 """`cray-agents up` on real vLLM, on a machine that has no Slurm: served, shown, asked, ended."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,6 +19,9 @@ from typing import Any
 import openai
 import pytest
 
+from cray_agents.cli.platform.platform_process import client, serving
+from cray_agents.config import load_config
+from cray_agents.errors import EngineUnavailable
 from cray_agents.paths import Home
 from cray_agents.processes import alive, python
 from cray_agents.runtime.store import Store
@@ -174,6 +178,28 @@ def test_no_file_of_the_folder_where_it_was_started_is_run(site: Site) -> None:
 def test_nobody_else_may_read_what_platform_worker_and_commands_wrote(site: Site) -> None:
     for path in (site.home, *site.home.rglob("*")):
         assert not path.lstat().st_mode & 0o077 or path.is_symlink(), path
+
+
+def test_a_platform_that_dies_under_its_command_is_told_as_that(site: Site, tmp_path: Path) -> None:
+    config = load_config({"home": tmp_path / "root"})
+    log = config.root.logs / "platform.log"
+    with (
+        pytest.raises(EngineUnavailable, match=rf"exit code -9\): its log is {log}, and the same"),
+        serving(config, model=site.model, name="tiny", ready=False) as info,
+    ):
+        os.kill(info["pid"], signal.SIGKILL)
+        while alive(info["pid"]):
+            time.sleep(0.05)
+        asyncio.run(ask_for_jobs(info))
+
+
+async def ask_for_jobs(info: dict[str, Any]) -> None:
+    platform = client(info)
+    platform.engine()._retries = 0
+    try:
+        await platform.rollback("tiny", who="me", reason="")
+    finally:
+        await platform.close()
 
 
 def test_down_leaves_nothing(site: Site) -> None:

@@ -1,21 +1,23 @@
 """Terminal output that commands share: consoles, common options, tables that are also JSON.
 
 Texts of models, tools and logs are printed without markup, and their control characters as
-pictures: a stored text must not drive the terminal.
+pictures or escapes: a stored text must not drive the terminal. The consoles here see to it, also
+where a command forgets to; before the layout, `disarm` and `one_line` do, so that columns fit.
 """
 
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -23,11 +25,27 @@ from cray_agents.config import load_config
 from cray_agents.paths import Home
 
 LOG_WIDTH = 120  # columns, where there is no terminal to ask
-_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
+_C1 = range(0x7F, 0xA0)  # with DEL; U+009B begins a command to xterm, as ESC [ does
+_BIDI = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # they turn the order of what follows
+_PICTURES: dict[int, int | str] = {
+    **{code: 0x2400 + code for code in range(32) if code not in (9, 10)},
+    **{code: f"\\u{code:04x}" for code in (*_C1, *_BIDI)},
+}
+
+
+class _DisarmedConsole(Console):
+    """A console whose texts drive no terminal; only its own styles and controls do."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else disarm(text), style, control)
+
 
 _width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
-console = Console(width=None if sys.stdout.isatty() else _width)
-errors = Console(stderr=True, width=_width)
+console = _DisarmedConsole(width=None if sys.stdout.isatty() else _width)
+errors = _DisarmedConsole(stderr=True, width=_width)
 
 HomeOption = Annotated[
     Path | None, typer.Option("--home", help="The shared root \\[default: .cray-agents].")
@@ -38,8 +56,19 @@ UrlOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bool) -> None:
-    """Print rows as a table of some columns, or whole as a JSON list."""
+def show(
+    rows: Sequence[dict[str, Any]],
+    columns: Sequence[str],
+    *,
+    as_json: bool,
+    damaged: Sequence[dict[str, str]] = (),
+) -> None:
+    """Print rows as a table of some columns, or whole as a JSON list.
+
+    The damaged records that the list leaves out are named on stderr.
+    """
+    for each in damaged:
+        print(disarm(f"left out: {each['id']}: {each['reason']}"), file=sys.stderr)
     if as_json:
         print(json.dumps(list(rows), indent=2, default=str))
         return
@@ -68,7 +97,11 @@ def when(seconds: float) -> str:
 
 
 def disarm(text: str) -> str:
-    """Return a text with its control characters, but for tabs and line breaks, as pictures."""
+    """Return a text with its control characters, but for tabs and line breaks, made visible.
+
+    Those below a blank become pictures. DEL, C1 controls and bidi overrides become escapes as JSON
+    has them, so a text of JSON stays one of the same value.
+    """
     return text.translate(_PICTURES)
 
 

@@ -18,6 +18,7 @@ from cray_agents.processes import die_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_CHARS = 2000
+HEAD_CHARS = 600  # of a longer one; the rest is its end, where a traceback names the cause
 #: Classes of openai, httpx and http_client.py whose errors say that the model's server failed.
 SERVER_ERRORS = {
     "APIConnectionError",
@@ -73,7 +74,10 @@ def blamed(error: BaseException | None) -> str:
 
 def _message_of(error: BaseException) -> str:
     own = isinstance(error, EnvironmentFailed)
-    return (str(error) if own else f"{type(error).__name__}: {error}")[:MESSAGE_CHARS]
+    text = str(error) if own else f"{type(error).__name__}: {error}"
+    if len(text) <= MESSAGE_CHARS:
+        return text
+    return f"{text[:HEAD_CHARS]}\n[...]\n{text[HEAD_CHARS - MESSAGE_CHARS :]}"
 
 
 def _write(out: IO[str], value: Any) -> None:

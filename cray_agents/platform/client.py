@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from cray_agents.engines.openai_engine import KeySource, OpenAIEngine, run_event
-from cray_agents.errors import BadInput, CrayError, JobError, NotFound
+from cray_agents.errors import BadInput, Corrupt, CrayError, JobError, NotFound
 from cray_agents.platform.training_session import TrainingSession
 from cray_agents.platform.transport import Recording, Transport
 from cray_agents.platform.views import Views
@@ -434,8 +434,14 @@ class Platform:
         return str(answer["state"]), int(answer["workers"])
 
     async def generations(self, loop: str) -> list[dict[str, Any]]:
-        """Return the finished generations of a loop, in order."""
-        return list((await self._http.get(f"/loops/{loop}/generations"))["data"])
+        """Return the finished generations of a loop, in order.
+
+        Raises Corrupt where one is damaged: a loop does not go on as if it had not been.
+        """
+        answer = await self._http.get(f"/loops/{loop}/generations")
+        for each in answer.get("damaged", ()):
+            raise Corrupt(f"loop {loop!r}: generation {each['id']}: {each['reason']}")
+        return list(answer["data"])
 
     async def finish_generation(self, loop: str, number: int, record: dict[str, Any]) -> None:
         """Write a generation's record. It cannot be changed later."""

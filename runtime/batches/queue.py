@@ -95,8 +95,8 @@ class BatchQueue:
         """Return the folder of a batch. Raises NotFound."""
         return self._existing_folder(batch_id)
 
-    def page(self, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """Return batches after `after`, newest first, and whether more follow.
+    def page(self, after: str | None, limit: int) -> checksums.Listing[Batch]:
+        """Return batches after `after`, newest first, without damaged ones.
 
         Raises NotFound if there is no batch `after`.
         """
@@ -106,8 +106,9 @@ class BatchQueue:
             if after not in ids:
                 raise NotFound(f"no batch {after!r}", param="after")
             start = ids.index(after) + 1
-        page = ids[start : start + limit]
-        return [self._to_batch(self._folder(name)) for name in page], len(ids) > start + limit
+        return checksums.list_whole(
+            ids[start:], lambda name: self._to_batch(self._folder(name)), limit
+        )
 
     def cancel(self, batch_id: str) -> Batch:
         """Cancel a batch. Raises NotFound; BadInput if it is ending or has ended otherwise."""
@@ -136,10 +137,12 @@ class BatchQueue:
         if not self._home.batches.is_dir():
             return []
         names = [path.name for path in self._home.batches.glob(f"{PREFIX}*")]
-        for name in names:
-            if name not in self._created:
-                self._created[name] = self._folder(name).request().created_at
-        return sorted(names, key=lambda name: (self._created[name], name), reverse=True)
+        new = [name for name in names if name not in self._created]
+        checksums.list_whole(new, self._note_creation)  # a damaged one is the oldest
+        return sorted(names, key=lambda name: (self._created.get(name, 0), name), reverse=True)
+
+    def _note_creation(self, name: str) -> None:
+        self._created[name] = self._folder(name).request().created_at
 
     def _to_batch(self, folder: BatchFolder) -> Batch:
         """Build OpenAI's object from the state files. The end is read last and takes precedence."""

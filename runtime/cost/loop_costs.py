@@ -58,8 +58,9 @@ def progress_of(records: list[Generation | None]) -> LoopGains:
 
 
 def loops_of(home: Home) -> dict[str, list[Generation | None]]:
-    """Return the records of every loop. Raises Corrupt."""
-    return {path.name: generation_records(path) for path in home.loops.glob("*") if path.is_dir()}
+    """Return the records of every loop; None for a damaged one, which GET /v1/loops names."""
+    folders = [path for path in home.loops.glob("*") if path.is_dir()]
+    return {path.name: generation_records(path, []) for path in folders}
 
 
 @dataclass

@@ -121,15 +121,10 @@ def runs_page(
     return RunsPage(rows, False)
 
 
-class DatasetsPage(NamedTuple):
-    """A page of manifests. `has_more` tells whether older ones follow."""
-
-    manifests: list[dict[str, Any]]
-    has_more: bool
-
-
-def list_datasets(home: Home, *, after: str | None = None, limit: int = 20) -> DatasetsPage:
-    """Return manifests, newest first, after the dataset `after`. Raises BadInput, Corrupt."""
+def list_datasets(
+    home: Home, *, after: str | None = None, limit: int = 20
+) -> checksums.Listing[dict[str, Any]]:
+    """Return manifests, newest first, after the dataset `after`. Raises BadInput."""
     dated = []
     for directory in home.datasets.iterdir() if home.datasets.exists() else ():
         manifest = directory / MANIFEST
@@ -140,7 +135,7 @@ def list_datasets(home: Home, *, after: str | None = None, limit: int = 20) -> D
         if after not in names:
             raise BadInput(f"after: no dataset {after[:200]!r} is listed here", param="after")
         names = names[names.index(after) + 1 :]
-    return DatasetsPage([read_dataset(home, name) for name in names[:limit]], len(names) > limit)
+    return checksums.list_whole(names, lambda name: read_dataset(home, name), limit)
 
 
 def _batches(directory: Path, columns: list[str] | None = None) -> Iterator[Any]:

@@ -17,10 +17,11 @@ with durable.py.
 
 import hashlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -36,6 +37,7 @@ HASHED_TOGETHER = 1 << 20  # bytes
 BLAKE3 = "blake3:"  # begins a hash that is not a SHA-256
 
 Kind = TypeVar("Kind", bound=BaseModel)
+Row = TypeVar("Row")
 
 
 def with_crc(text: bytes) -> bytes:
@@ -97,6 +99,34 @@ def read_json(path: Path) -> Any:
 def read_record(kind: type[Kind], path: Path) -> Kind:
     """Read a file of one pydantic record. Raises FileNotFoundError, Corrupt."""
     return parse_as(kind, path.read_bytes(), path)
+
+
+@dataclass(frozen=True)
+class Listing(Generic[Row]):
+    """The whole records of a list, in order. `damaged`: the others, each an `id` and a `reason`."""
+
+    rows: list[Row]
+    damaged: list[dict[str, str]]
+    has_more: bool = False
+
+
+def list_whole(
+    names: Iterable[str], read: Callable[[str], Row], limit: int | None = None
+) -> Listing[Row]:
+    """Read records in the order of their names, until `limit` of them are whole.
+
+    One that `read` finds damaged, or that its owner cannot read, ends no list.
+    """
+    rows: list[Row] = []
+    damaged: list[dict[str, str]] = []
+    for name in names:
+        if limit is not None and len(rows) == limit:
+            return Listing(rows, damaged, has_more=True)
+        try:
+            rows.append(read(name))
+        except (Corrupt, PermissionError, IsADirectoryError) as error:
+            damaged.append({"id": name, "reason": str(error)})
+    return Listing(rows, damaged)
 
 
 def split_lines(content: bytes) -> list[bytes]:

@@ -10,14 +10,12 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, new_id
 from cray_agents.runtime.disk import checksums, durable
@@ -65,14 +63,6 @@ class FileObject(Record):
     def to_openai(self) -> dict[str, Any]:
         """Return the file as clients see it: OpenAI's fields."""
         return self.model_dump(mode="json", exclude=INTERNAL, exclude_none=True)
-
-
-@dataclass(frozen=True)
-class FilesPage:
-    """A page of files in order; `has_more` is True if others follow."""
-
-    files: list[FileObject]
-    has_more: bool
 
 
 class Files:
@@ -141,9 +131,10 @@ class Files:
         limit: int = PAGE_LIMIT,
         order: Order = "desc",
         purpose: str | None = None,
-    ) -> FilesPage:
+    ) -> checksums.Listing[FileObject]:
         """Return a page of files by creation time, after the file `after`. Raises BadInput."""
-        files = [file for file in self._all() if not file.expired]
+        listing = self._all()
+        files = [file for file in listing.rows if not file.expired]
         if purpose is not None:
             files = [file for file in files if file.purpose == purpose]
         if after is not None:
@@ -153,15 +144,21 @@ class Files:
             else:
                 files = [file for file in files if _sort_key(file) > last]
         files.sort(key=_sort_key, reverse=order == "desc")
-        return FilesPage(files[:limit], len(files) > limit)
+        return checksums.Listing(files[:limit], listing.damaged, len(files) > limit)
 
     def delete(self, file_id: str) -> None:
         """Delete a file for good. Its content stays until a sweep. Raises NotFound."""
         self._delete(self.get(file_id))
 
     def delete_expired(self) -> set[str]:
-        """Delete expired files; return the contents of the others."""
-        files = list(self._all())
+        """Delete expired files; return the contents of the others.
+
+        Raises Corrupt for a damaged record, which may be of any content.
+        """
+        listing = self._all()
+        if listing.damaged:
+            raise Corrupt(listing.damaged[0]["reason"])
+        files = listing.rows
         for file in files:
             if file.expired:
                 self._delete(file)
@@ -173,24 +170,26 @@ class Files:
         self._path(file.id).unlink(missing_ok=True)
         self._known.pop(file.id, None)
 
-    def _all(self) -> Iterator[FileObject]:
-        """Yield every file that was not deleted, expired ones too."""
+    def _all(self) -> checksums.Listing[FileObject]:
+        """Return every file that was not deleted, expired ones too, in no order."""
         try:
             with os.scandir(self.home.files) as entries:
                 names = {entry.name for entry in entries}
         except FileNotFoundError:
-            return
-        for name in names:
-            file_id = name.removesuffix(LIVING)
-            if file_id == name or name.startswith(".") or file_id + DELETED in names:
-                continue
-            file = self._known.get(file_id)
-            if file is None:
-                try:
-                    file = self._known[file_id] = _read(self._path(file_id))
-                except FileNotFoundError:  # deleted just now
-                    continue
-            yield file
+            names = set()
+        ids = [name.removesuffix(LIVING) for name in names if name.endswith(LIVING)]
+        ids = [name for name in ids if name[0] != "." and name + DELETED not in names]
+        listing = checksums.list_whole(ids, self._read_once)
+        files = [file for file in listing.rows if file is not None]
+        return checksums.Listing(files, listing.damaged)
+
+    def _read_once(self, file_id: str) -> FileObject | None:
+        """Return a file; None if it was deleted just now."""
+        file = self._known.get(file_id)
+        if file is None:
+            with contextlib.suppress(FileNotFoundError):
+                file = self._known[file_id] = _read(self._path(file_id))
+        return file
 
     def _find_even_deleted(self, file_id: str) -> FileObject:
         if ID.fullmatch(file_id):

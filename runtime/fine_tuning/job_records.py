@@ -163,16 +163,18 @@ class TuningFolder:
         text = checksums.with_crc(canonical(ended.model_dump()))
         durable.create_file(self._path(job_id, ".ended"), text)
 
-    def all(self) -> list[TuningRequest]:
+    def all(self) -> checksums.Listing[TuningRequest]:
         """Return all requests, newest first."""
-        if not self._root.is_dir():
-            return []
-        requests = [self.read_request(path.stem) for path in self._root.glob(f"{PREFIX}*.json")]
-        return sorted(requests, key=lambda r: (r.created, r.id), reverse=True)
+        listing = checksums.list_whole(self._ids(), self.read_request)
+        requests = sorted(listing.rows, key=lambda r: (r.created, r.id), reverse=True)
+        return checksums.Listing(requests, listing.damaged)
 
     def unfinished_ids(self) -> list[str]:
         """Return the ids of jobs that have not ended."""
-        return [r.id for r in self.all() if not self._path(r.id, ".ended").exists()]
+        return [name for name in self._ids() if not self._path(name, ".ended").exists()]
+
+    def _ids(self) -> list[str]:
+        return sorted(path.stem for path in self._root.glob(f"{PREFIX}*.json"))
 
     def _path(self, job_id: str, suffix: str) -> Path:
         return self._root / f"{job_id}{suffix}"

@@ -1,5 +1,7 @@
 """Ownership: an API key owns the runs, files, uploads and batches that it made.
 
+The same holds for the samplers and models of Tinker's scripts.
+
 A record keeps the key's id as its `owner`. Only that key or an admin may change the record; every
 key may read it. The owner "" is this host itself. It owns records made without keys, by the
 platform's commands, or before owners were recorded, and only admins change them. Without keys every

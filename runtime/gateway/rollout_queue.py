@@ -4,11 +4,13 @@ The queue is in memory: the loop asks again after the platform was restarted, an
 is in the store. The end of a run is one event, its description with rewards or error, named
 `RUN.rollout`. So a run has one end, whoever tells it, and a loop finds it as it finds its own runs.
 A run that had begun and has no end, because its worker or the platform died, ends as failed by the
-infrastructure. Its calls stay on record with it, and the loop tries again under another id. Called
-by routes/rollouts.py.
+infrastructure. Its calls stay on record with it, and the loop tries again under another id. While
+there are runs, a task looks for leases that have expired, and for runs that nobody wants any more.
+Called by routes/rollouts.py.
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, CrayError, NotFound
 from cray_agents.records import (
     Event,
     Int64,
@@ -33,11 +35,13 @@ from cray_agents.runtime.store import Store
 
 WANTED = 120.0  # seconds after a loop last asked for a run in which it may begin
 SEEN = 60.0  # seconds after its last request in which a worker counts as present
-LOOK = 1.0  # seconds between looks at leases while somebody waits
+LOOK = 1.0  # seconds between looks at leases
 REMEMBERED = 10_000  # ends, for results that are posted again
 SOURCE = "environment"  # of the rewards
 
 RolloutState = Literal["queued", "running", "done"]
+
+log = logging.getLogger(__name__)
 
 
 class RolloutSpec(StrictRecord):
@@ -106,6 +110,7 @@ class RolloutQueue:
         # by run: the lease that told its end, if one did
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
 
     async def submit(self, spec: RolloutSpec, owner: str) -> RolloutState:
         """Ask for a run, also again. A run that is on record is done.
@@ -128,6 +133,8 @@ class RolloutQueue:
             if known is new:
                 self._notify()
         known.wanted_until = time.monotonic() + WANTED
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
         return "running" if known.lease else "queued"
 
     def _facts(self, run_id: str) -> Any:
@@ -148,14 +155,11 @@ class RolloutQueue:
                 raise NotFound(f"run {run_id!r} is not in the queue: ask for it", param="run_id")
             now = time.monotonic()
             queued.wanted_until = now + WANTED
-            await self._end_if_lost(queued)
-            if queued.ended.is_set():
-                continue
             if now >= deadline:
                 count = self.workers().get(queued.spec.environment, 0)
                 return ("running" if queued.lease else "queued"), count
             try:
-                async with asyncio.timeout(min(LOOK, deadline - now)):
+                async with asyncio.timeout(deadline - now):
                     await queued.ended.wait()
             except TimeoutError:
                 pass
@@ -168,11 +172,9 @@ class RolloutQueue:
         while True:
             now = time.monotonic()
             self._workers[environment, worker] = now
-            for run_id, queued in list(self._queue.items()):
+            self._drop_unwanted(now)
+            for queued in self._queue.values():
                 if queued.lease or queued.spec.environment != environment:
-                    continue
-                if queued.wanted_until < now:
-                    del self._queue[run_id]
                     continue
                 queued.lease, queued.worker = new_id("lease"), worker
                 queued.expires, queued.begun = now + seconds, time.time()
@@ -245,10 +247,33 @@ class RolloutQueue:
             )
         return queued
 
-    async def _end_if_lost(self, queued: _Queued) -> None:
-        if queued.lease and not queued.ending and queued.expires < time.monotonic():
-            message = f"worker {queued.worker} did not renew its lease: it died, or is cut off"
-            await self._record_failure(queued, "WorkerLost", message)
+    async def close(self) -> None:
+        """Stop looking at leases."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """End the runs whose worker is silent, and drop those that nobody wants, until none is."""
+        while self._queue:
+            now = time.monotonic()
+            self._drop_unwanted(now)
+            for queued in list(self._queue.values()):
+                if not queued.lease or queued.ending or queued.expires >= now:
+                    continue
+                message = f"worker {queued.worker} did not renew its lease: it died, or is cut off"
+                try:
+                    await self._record_failure(queued, "WorkerLost", message)
+                except (CrayError, OSError) as error:  # as on a full disk: it is tried again
+                    log.error("the end of run %s was not recorded: %s", queued.spec.run_id, error)
+            await asyncio.sleep(LOOK)
+
+    def _drop_unwanted(self, now: float) -> None:
+        """Forget the runs that no worker has and no loop has asked for of late."""
+        for run_id, queued in list(self._queue.items()):
+            if not queued.lease and queued.wanted_until < now:
+                del self._queue[run_id]
+                queued.ended.set()  # whoever waits learns that it is not in the queue
 
     async def _record_failure(self, queued: _Queued, kind: str, message: str) -> None:
         error = RunError(type=kind, message=message, infrastructure=True)

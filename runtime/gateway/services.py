@@ -164,6 +164,7 @@ class Services:
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
         self.audit.close()
+        await self.rollouts.close()
         await self.tinker_samples.close()
         await self.versions.close()
         await self.fine_tuning.close()

@@ -97,14 +97,17 @@ def heads(folder: Path) -> dict[str, str]:
     return {path.name: _hash_of(lines[-1]) for path, lines in _files(folder) if lines}
 
 
-def read_audit(folder: Path) -> list[AuditLine]:
-    """Return all lines, oldest first. Raises Corrupt, which names the file and line."""
-    lines = [
-        checksums.parse_as(AuditLine, line, f"{path}: line {number}")
-        for path, texts in _files(folder)
-        for number, line in enumerate(texts, 1)
-    ]
-    return sorted(lines, key=lambda line: line.time)
+def read_audit(folder: Path) -> checksums.Listing[AuditLine]:
+    """Return all lines, oldest first; a damaged one is named by its file and line."""
+    texts = {
+        f"{path}: line {number}": line
+        for path, lines in _files(folder)
+        for number, line in enumerate(lines, 1)
+    }
+    listing = checksums.list_whole(
+        texts, lambda place: checksums.parse_as(AuditLine, texts[place], place)
+    )
+    return checksums.Listing(sorted(listing.rows, key=lambda line: line.time), listing.damaged)
 
 
 def verify_audit(folder: Path) -> list[str]:

@@ -161,7 +161,7 @@ class FileCollector:
 
     def _batch_families(self) -> Iterator[Metric]:
         statuses, lines, oldest = Counter[str](), Counter[str](), 0.0
-        for batch in self._batches.page(None, MOST_BATCHES)[0]:
+        for batch in self._batches.page(None, MOST_BATCHES).rows:
             statuses[batch.status] += 1
             counts = batch.request_counts
             if batch.status in ("validating", "in_progress", "finalizing"):

@@ -5,15 +5,18 @@ parent's weights by hash. No second copy exists that could be wrong. Called by
 runtime/gateway/routes/models.py and cli/models/models.py.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import NotFound
+from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
+
+log = logging.getLogger(__name__)
 
 OF_DATASET = ("method", "samples", "accepted_runs", "loop", "step", "versions")
 
@@ -97,6 +100,9 @@ def _all_versions(registry: Registry, first: str) -> dict[str, tuple[ModelVersio
             versions = registry.versions(name)
         except NotFound:  # a folder without a version
             continue
+        except Corrupt as error:  # GET /v1/models names it
+            log.error("%s is left out of the lineage: %s", name, error)
+            continue
         for version in versions:
             known[version.id] = (version, _manifest(registry.home, version))
     return known
@@ -106,7 +112,9 @@ def _manifest(home: Home, version: ModelVersion) -> Manifest:
     """Return a version's manifest; where it is gone, one with the version's own fields."""
     try:
         return checkpoints.manifest_of(home.checkpoint(version.checkpoint))
-    except NotFound:
+    except (NotFound, Corrupt) as error:
+        if isinstance(error, Corrupt):
+            log.error("the lineage of %s lacks its manifest: %s", version.id, error)
         return Manifest(files={}, weights_sha256=version.weights_sha256, job=version.job)
 
 
@@ -178,9 +186,12 @@ def _describe(
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty where its job or dataset was removed."""
+    """Read a JSON object; empty where its job or dataset was removed, or is damaged."""
     try:
         content = checksums.read_json(path)
     except FileNotFoundError:
+        return {}
+    except Corrupt as error:  # the list of jobs, or datasets, names it
+        log.error("the lineage lacks a record: %s", error)
         return {}
     return content if isinstance(content, dict) else {}

@@ -11,10 +11,11 @@ as by sbatch. Besides starting the command, the batch script does this:
 - It loads the site's modules, does its prolog, and gives the tasks its variables.
 - It outlives SIGTERM. Slurm sends the signal to the tasks, before the time limit as at the end, so
   that they can checkpoint. It is not passed on: an srun that gets it kills its tasks at once.
-  Only a person's script gets it from here.
+  Only a person's script gets it from here, and a file notes that.
 - It publishes the exit code as a file, because Slurm forgets ended jobs after minutes.
 """
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from cray_agents.runtime.scheduler.site_environment import (
     task_argv,
 )
 
+LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # days-hours:minutes:seconds
 REFUSED = 75  # EX_TEMPFAIL: this start was refused, nothing ran
 
 BODY = """
@@ -74,6 +76,7 @@ while [ -n "$again" ]; do
     wait "$child"
     code=$?
 done
+[ "$code" -ge 0 ] || code=143  # bash forgets the code of a child that the same SIGTERM ended
 end "$code"
 """
 
@@ -106,7 +109,7 @@ def batch_script(
     options = [*options, *settings.slurm_options.get(command.kind, []), *command.slurm_options]
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH --{option}" for option in sbatch_options(command, settings.gpu_type)),
+        *(f"#SBATCH --{option}" for option in sbatch_options(command, settings.gpu_type, options)),
         *(f"#SBATCH {quote_option(option)}" for option in options),
         "",
     ]
@@ -117,7 +120,7 @@ def batch_script(
         lines.append(f"lock={shlex.quote(str(lock))}")
     start, on_term = task_argv_of(command, settings, lock, gpus), "again=1"
     if command.kind == "script":
-        on_term = """'again=1; kill -TERM "$child" 2> /dev/null'"""
+        on_term = """'again=1; : > "$claim.term"; kill -TERM "$child" 2> /dev/null'"""
     else:
         start = [*srun_argv(command, settings, bind=lock is None), *start]
     return (
@@ -144,10 +147,13 @@ def task_argv_of(
     return ["/bin/bash", "-c", f'{text}exec "$@"', "task", *argv]
 
 
-def sbatch_options(command: Command, gpu_type: str | None = None) -> list[str]:
+def sbatch_options(
+    command: Command, gpu_type: str | None = None, given: Sequence[str] = ()
+) -> list[str]:
     """Return sbatch's options for the resources, the time limit and the output.
 
-    A person's script names its own resources, in its #SBATCH lines or when it is submitted.
+    A person's script names its own resources, in its #SBATCH lines or when it is submitted. They
+    are among those `given` to sbatch, which win.
     """
     ranks_per_node = command.ranks // command.nodes
     options, to_script = [f"job-name={command.name}"], command.kind == "script"
@@ -164,7 +170,7 @@ def sbatch_options(command: Command, gpu_type: str | None = None) -> list[str]:
         options.append(f"time={command.minutes}")
     return [
         *options,
-        f"signal={'B:' if to_script else ''}TERM@{notice_seconds(command)}",
+        f"signal={'B:' if to_script else ''}TERM@{notice_seconds(command, given)}",
         f"chdir={quote_path(command.directory)}",
         f"output={quote_path(command.log.replace('%', '%%'))}",
         "open-mode=append",
@@ -172,13 +178,27 @@ def sbatch_options(command: Command, gpu_type: str | None = None) -> list[str]:
     ]
 
 
-def notice_seconds(command: Command) -> int:
+def notice_seconds(command: Command, given: Sequence[str] = ()) -> int:
     """Return the seconds before a command's time limit at which its tasks get SIGTERM.
 
-    At most half of the limit. Also without a limit of its own: the partition may have one.
+    At most half of the limit, its own or that of an option `given` to sbatch. Also without a limit
+    of its own: the partition may have one.
     """
     wanted = command.notice_seconds or 60
-    return min(wanted, 30 * command.minutes) if command.minutes else wanted
+    limits = [_seconds(option[7:]) for option in given if option.startswith("--time=")]
+    limit = limits[-1] if limits else 60 * (command.minutes or 0)
+    return max(1, min(wanted, limit // 2)) if limit else wanted
+
+
+def _seconds(limit: str) -> int:
+    """Return the seconds of a time limit as sbatch takes it; 0: none."""
+    if (match := LIMIT.fullmatch(limit)) is None:  # such as UNLIMITED
+        return 0
+    days, *clock = (int(part or 0) for part in match.groups())
+    if match[1] is None and match[4] is None:  # minutes, or minutes:seconds
+        clock = [0, *clock[:2]]
+    hours, minutes, seconds = clock
+    return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
 
 def quote_option(option: str) -> str:

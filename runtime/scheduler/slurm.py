@@ -238,6 +238,8 @@ class Slurm:
         if job.state == "succeeded":
             return CommandStatus(state="succeeded", id=str(job.id), exit_code=code)
         reason = f"{job.word}: {job.reason}" if job.reason else job.word
+        if job.state == "failed" and any((self._ledger / name).glob(f"{job.id}.*.term")):
+            reason = "TIMEOUT: it ended when it got SIGTERM, before its time limit"
         if code == REFUSED:
             reason = "this start was refused, see the log"
         return CommandStatus(

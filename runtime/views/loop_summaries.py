@@ -20,10 +20,10 @@ POINTS = 200  # of a curve
 CACHED = 20_000  # records
 
 
-def loops_page(home: Home, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
-    """Return LoopSummaries as JSON, newest change first, and whether there are more.
+def loops_page(home: Home, after: str | None, limit: int) -> checksums.Listing[dict[str, Any]]:
+    """Return LoopSummaries as JSON, newest change first; `damaged` names generations.
 
-    Raises BadInput for an unknown `after`, Corrupt.
+    Raises BadInput for an unknown `after`.
     """
     folders = [path for path in home.loops.glob("*") if path.is_dir()]
     newest = sorted(((_changed(path), path.name) for path in folders), reverse=True)
@@ -32,8 +32,9 @@ def loops_page(home: Home, after: str | None, limit: int) -> tuple[list[dict[str
         if after not in names:
             raise BadInput(f"after: no loop {after[:200]!r} is listed here", param="after")
         newest = newest[names.index(after) + 1 :]
-    rows = [_summary(home.loop(name), when) for when, name in newest[:limit]]
-    return rows, len(newest) > limit
+    damaged: list[dict[str, str]] = []
+    rows = [_summary(home.loop(name), when, damaged) for when, name in newest[:limit]]
+    return checksums.Listing(rows, damaged, len(newest) > limit)
 
 
 def _changed(folder: Path) -> float:
@@ -46,8 +47,8 @@ def _changed(folder: Path) -> float:
     return 0.0
 
 
-def _summary(folder: Path, updated: float) -> dict[str, Any]:
-    records = generation_records(folder)
+def _summary(folder: Path, updated: float, damaged: list[dict[str, str]]) -> dict[str, Any]:
+    records = generation_records(folder, damaged)
     known = [record for record in records if record is not None]
     step = -(-len(known) // POINTS) or 1
     points = [*known[::-step][::-1]] if known else []  # the last one is always among them
@@ -69,14 +70,28 @@ def _summary(folder: Path, updated: float) -> dict[str, Any]:
     ).model_dump(mode="json")
 
 
-def generation_records(folder: Path) -> list[Generation | None]:
+def generation_records(folder: Path, damaged: list[dict[str, str]]) -> list[Generation | None]:
     """Return a loop's finished generations in order; None for one that a client of its own wrote.
 
-    Raises Corrupt.
+    None for a damaged one, too, which is noted in `damaged`.
     """
-    paths = [path for path in (folder / "generations").glob("*.json") if path.stem.isdecimal()]
-    paths.sort(key=lambda path: int(path.stem))
-    return [_record(path, path.stat().st_mtime_ns) for path in paths]
+
+    def read(name: str) -> Generation | None:
+        path = folder / "generations" / f"{name}.json"
+        return _record(path, path.stat().st_mtime_ns)
+
+    records: list[Generation | None] = []
+    for name in generation_names(folder):
+        listing = checksums.list_whole([name], read)
+        records += listing.rows or [None]
+        damaged += [{**each, "id": f"{folder.name}/{name}"} for each in listing.damaged]
+    return records
+
+
+def generation_names(folder: Path) -> list[str]:
+    """Return the numbers of a loop's finished generations, in order."""
+    paths = (folder / "generations").glob("*.json")
+    return sorted((path.stem for path in paths if path.stem.isdecimal()), key=int)
 
 
 @lru_cache(CACHED)

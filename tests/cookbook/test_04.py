@@ -17,7 +17,7 @@ def test_conversations_become_a_training_set_and_other_formats(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr
     home = Home(tmp_path / "root")
-    (made,) = list_datasets(home).manifests
+    (made,) = list_datasets(home).rows
     assert (made["samples"], made["rejected"]) == (9, {"contaminated": 1})
     (left_out,) = [row for row in dataset_runs(home, made["id"]) if not row["accepted"]]
     assert "benchmark.txt:1" in left_out["detail"]

@@ -65,7 +65,7 @@ def test_a_foreign_agent_is_trained_as_it_is(
     assert len(rewarded) == 2 * size.per_generation
     asked = {question.input for question in recipe.book.questions(0, "holdout", size.evaluated)}
     assert not asked & {run.input for run in rewarded}
-    first = min(list_datasets(home).manifests, key=lambda made: int(made["samples"]))
+    first = min(list_datasets(home).rows, key=lambda made: int(made["samples"]))
     lines = [*dataset_runs(home, first["id"])]
     used = {line["run"] for line in lines if line["accepted"] and line["run"] in runs}
     right = {run.id for run in rewarded if run.model == "calc@1" and run.reward == 1}

@@ -33,6 +33,7 @@ from cray_agents.records import (
 )
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.views.run_differences import differences
+from tests.support.command_line import cli as command
 
 WILD = "It is [bold]{}[/]. \x1b[31mred\x07"
 LONG_ID = "run_0190abcdef1234567890abcdef1234567890abcdef"
@@ -225,6 +226,35 @@ def test_show_on_a_narrow_terminal(home: Path) -> None:
     assert "\x1b[31mred" not in told and "␛[31mred" in told  # the only escapes are our colours
     plain = re.sub(r"\x1b\[[0-9;]*m", "", told)
     assert max(map(len, plain.splitlines())) <= 50
+
+
+def test_no_recorded_text_drives_the_terminal(tmp_path: Path) -> None:
+    """C0, DEL, C1 and bidi overrides, in every text of a run, by every command that prints one."""
+    codes = (*range(9), *range(11, 32), *range(0x7F, 0xA0), *range(0x202A, 0x202F),
+             *range(0x2066, 0x206A))  # fmt: skip
+    wild = "".join(map(chr, codes))
+    task = Task(input=f"x{wild}", target=f"y{wild}", metadata={f"k{wild}": f"v{wild}"})
+    error = RunError(type="E", message=f"no{wild}")
+    told = events("run_w", f"said{wild}", agent=f"a{wild}", tags=[f"t{wild}"], task=task)
+    told += events("run_x", "432", error=error, stop_reason=StopReason.error)
+    store = Store(Home(tmp_path))
+    asyncio.run(store.append(told))
+    asyncio.run(store.close())
+    for words in (
+        ("list",),
+        ("list", "--json"),
+        ("show", "run_w"),
+        ("show", "run_w", "--json"),
+        ("show", "run_x"),
+        ("diff", "run_w", "run_x"),
+        ("stats", "--by", "agent"),
+        ("show", f"run_{wild[1:]}"),
+    ):
+        done = command("runs", *words, "--home", tmp_path, cwd=tmp_path)
+        assert not set(done.stdout + done.stderr) & set(wild), words
+    assert json.loads(cli("show", "run_w", "--json", home=tmp_path))["output"] == f"said{wild}"
+    done = process("show", "run_w", "--home", tmp_path, FORCE_COLOR="1", COLUMNS="60")
+    assert not set(re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)) & set(wild)
 
 
 def test_show_as_json_is_the_whole_record(home: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cray_agents.errors import EngineUnavailable, TooManyRequests
+from cray_agents.errors import Corrupt, EngineUnavailable, TooManyRequests
 from cray_agents.runtime.gateway.model_calls.admission import RETRY_SECONDS, Admission, Ticket
 
 KEYS = ("a", "b", "c")
@@ -467,3 +467,69 @@ async def test_a_model_that_does_not_come_back_is_not_waited_for_for_ever() -> N
     with pytest.raises(EngineUnavailable, match="no replica has served new"):
         await admission.enter(model="new").wait()
     assert admission.waiting() == 0 and admission.enter(model="old").inside
+
+
+FAILURES = (Corrupt("models/m/1.json is damaged"), OSError(5, "the disk is away"), RuntimeError())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    says=st.lists(st.sampled_from((True, True, False, *FAILURES)), min_size=1, max_size=12),
+    steps=st.lists(st.tuples(st.sampled_from(KEYS), st.booleans()), min_size=1, max_size=20),
+)
+def test_a_model_that_cannot_be_looked_up_harms_only_its_own_request(
+    says: list[bool | Exception], steps: list[tuple[str, bool]]
+) -> None:
+    """`serves` fails at any of its calls: each request gets a slot or an error, and none is left.
+
+    A request that leaves is never told of another's model.
+    """
+    answers = iter(says)
+
+    def serves(model: str) -> bool:
+        said = next(answers, True)  # in the end all is well
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    async def visit(admission: Admission, key: str, batch: bool) -> None:
+        ticket = admission.enter(key, batch, f"m-{key}")
+        try:
+            await ticket.wait()
+            await asyncio.sleep(0)
+        finally:
+            ticket.release()
+            ticket.release()
+
+    async def play() -> None:
+        admission = Admission(1, 100, serves=serves, trickle=0.0)
+        visits = [visit(admission, key, batch) for key, batch in steps]
+        async with asyncio.timeout(60):
+            ends = await asyncio.gather(*visits, return_exceptions=True)
+        assert all(end is None or end in FAILURES for end in ends), ends
+        assert [admission.inside(b) + admission.waiting(b) for b in (False, True)] == [0, 0]
+        assert admission.parked == 0
+
+    asyncio.run(play())
+
+
+async def test_a_parked_request_whose_model_became_unreadable_stands_in_no_way() -> None:
+    broken = False
+
+    def serves(model: str) -> bool:
+        if model == "bad" and broken:
+            raise Corrupt("models/bad/1.json is damaged")
+        return model != "bad"
+
+    admission = Admission(1, serves=serves)
+    first, parked = admission.enter("a"), admission.enter("b", model="bad")
+    broken = True
+    with pytest.raises(Corrupt):
+        admission.enter("b", model="bad")
+    second = admission.enter("c", model="good")
+    with pytest.raises(Corrupt):
+        await parked.wait()
+    first.release()
+    await second.wait()
+    second.release()
+    assert [admission.inside(), admission.waiting(), admission.parked] == [0, 0, 0]

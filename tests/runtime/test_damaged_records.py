@@ -1,7 +1,10 @@
 """Damaged files are named with their place, and rebuilt where their content is elsewhere too."""
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +18,16 @@ from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles, TinkerModel
 from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Hyperparameters, JobSpec
 from tests.support import flipped_root
+from tests.support.command_line import cli
+from tests.support.scripted_gateway import Gateway, checkpoint, served
 from tests.support.scripted_platform import bare_model
 
 
@@ -159,8 +167,6 @@ def test_a_damaged_input_is_not_asked(tmp_path: Path) -> None:
 
 
 async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
-    from cray_agents.runtime.registry.registry import Registry
-
     home = Home(tmp_path)
     name, _ = Registry(home).import_checkpoint(bare_model(tmp_path / "model"))
     weights = home.checkpoint(name) / "model.safetensors"
@@ -177,3 +183,105 @@ def test_a_damaged_claim_on_the_root_lets_no_second_platform_in(tmp_path: Path) 
     flip(home.platform, 10)
     with pytest.raises(SetupError, match=r"platform\.json is damaged.*agents up` replaces it"):
         platform_process.owner(home)
+
+
+#: Each kind of record that is listed: the list, how a good record's file lies under the root, and
+#: the folder or file that becomes a damaged one beside it, by whose name it is asked for.
+LISTED = {
+    "batches": ("/v1/batches", "batches/batch_*/batch.json", "batches/batch_bad"),
+    "files": ("/v1/files", "files/file-*.json", "files/file-bad.json"),
+    "tuning": ("/v1/fine_tuning/jobs", "fine_tuning/ftjob-*.json", "fine_tuning/ftjob-bad.json"),
+    "datasets": ("/v1/datasets", "datasets/*/manifest.json", "datasets/bad"),
+    "jobs": ("/v1/jobs", "jobs/job-*/spec.json", "jobs/job-bad"),
+    "generations": ("/v1/loops/faults/generations", "loops/faults/generations/0.json",
+                    "loops/faults/generations/9.json"),
+    "models": ("/v1/models", "models/m/1.json", "models/bad"),
+    "keys": ("/v1/keys", "keys/key_*.json", "keys/key_bad.json"),
+    "runs of scripts": ("/api/v1/training_runs", "tinker/models/s:train:0/model.json",
+                        "tinker/models/bad"),
+}  # fmt: skip
+#: Lists that are made of the same records.
+MADE_OF_THEM = ("/v1/loops", "/v1/models/lineage", "/v1/cost?by=loop", "/v1/health/warnings")
+COMMANDS = {"datasets": "dataset", "jobs": "jobs", "models": "models", "keys": "keys"}
+
+
+def damaged_beside_good_ones(home: Home) -> dict[str, Path]:
+    """Put a damaged record of each kind beside the good ones; return them by their list."""
+    made = {}
+    for path, good, bad in LISTED.values():
+        whole, target = next(home.root.glob(good)), home.root / bad
+        if not target.suffix:
+            target.mkdir()
+            target /= whole.name
+        shutil.copy(whole, target)
+        flip(target, len(target.read_bytes()) // 2)
+        made[path] = target
+    return made
+
+
+def test_a_damaged_record_is_named_by_its_list_and_ends_none(tmp_path: Path) -> None:
+    """All kinds at once: each list gives the others, whatever else is damaged."""
+    home = flipped_root.make(tmp_path / "home")
+    registry = Registry(home)
+    registry.register("calc", *registry.import_checkpoint(checkpoint(tmp_path / "calc")))
+    registry.promote("calc", 1)
+    TinkerFiles(home).add_model(
+        TinkerModel(id="s:train:0", job="j", base="calc@1", base_model="calc")
+    )
+    made = damaged_beside_good_ones(home)
+    _, secret = Keys(home).create("boss", Role.admin)
+    asyncio.run(look_at_lists(tmp_path, made, {"authorization": f"Bearer {secret}"}, secret))
+    found = tuple(each.path for each in fsck.check(home))  # a file, or the folder it is in
+    assert all(any(map(str(path).startswith, found)) for path in made.values())
+    for kind, command in COMMANDS.items():
+        done = cli(command, "list", "--json", "--home", home.root, cwd=tmp_path)
+        assert done.returncode == 0 and json.loads(done.stdout), done.stderr
+        assert str(made[LISTED[kind][0]]) in done.stderr
+
+
+async def look_at_lists(
+    folder: Path, made: dict[str, Path], headers: dict[str, str], secret: str
+) -> None:
+    async with served(folder) as gateway:
+        for path, file in made.items():
+            status, answer = await gateway.call("GET", path, headers=headers)
+            assert status == 200, answer
+            rows = answer["training_runs"] if "training_runs" in answer else answer["data"]
+            [damaged] = answer["damaged"]
+            assert rows and damaged["id"] in (file.stem, file.parent.name, file.name)
+            assert f"{file.name} is damaged" in damaged["reason"]
+            assert str(folder) not in damaged["reason"]
+            await check_pages(gateway, path, headers, [row.get("id") for row in rows])
+        for path in MADE_OF_THEM:
+            status, answer = await gateway.call("GET", path, headers=headers)
+            assert status == 200, answer
+        assert (await gateway.call("GET", "/v1/loops", headers=headers))[1]["damaged"][0][
+            "id"
+        ] == "faults/9"
+        # the record itself says what it is
+        for path in ("/v1/batches/batch_bad", "/v1/files/file-bad", "/v1/datasets/bad",
+                     "/v1/fine_tuning/jobs/ftjob-bad", "/v1/models/bad", "/v1/jobs/job-bad",
+                     "/v1/loops/faults/generations/9"):  # fmt: skip
+            status, answer = await gateway.call("GET", path, headers=headers)
+            assert (status, answer["error"]["code"]) == (422, "corrupt"), path
+            assert path.rpartition("/")[2] in answer["error"]["message"]
+        async with gateway.client(key=secret) as client:
+            assert {job.id async for job in client.fine_tuning.jobs.list(limit=1)}
+            assert len([batch async for batch in client.batches.list(limit=1)]) == 2
+            assert {"m", "calc@1"} <= {model.id async for model in client.models.list()}
+            assert len([file async for file in client.files.list(limit=1)]) > 1
+
+
+async def check_pages(gateway: Gateway, path: str, headers: dict[str, str], ids: list[Any]) -> None:
+    """Walk a list record by record: the same ones come, in the same order."""
+    if path in ("/v1/models", "/api/v1/training_runs", "/v1/loops/faults/generations"):
+        return
+    walked, after = [], ""
+    while True:
+        query = f"{path}?limit=1{after}"
+        answer = (await gateway.call("GET", query, headers=headers))[1]
+        walked += [row["id"] for row in answer["data"]]
+        if not answer["has_more"] or not answer["data"]:
+            break
+        after = f"&after={answer['last_id']}"
+    assert walked == ids, path

@@ -128,7 +128,7 @@ def test_files_expire(client: openai.OpenAI, home: Home) -> None:
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve("file-late")
     assert "file-late" not in [listed.id for listed in client.files.list()]
-    assert "file-late" not in {file.id for file in Files(home).list("file-late").files}
+    assert "file-late" not in {file.id for file in Files(home).list("file-late").rows}
     Files(home).delete_expired()
     assert not (home.files / "file-late.json").exists()
 

@@ -1,5 +1,6 @@
 """Ownership: only its key or an admin changes a record, and mere claims are not trained on."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -331,6 +332,33 @@ async def test_batches_are_cancelled_by_their_owner_or_an_admin(site: Site) -> N
     path = f"/v1/batches/{batch['id']}/cancel"
     assert denied(await site.call("ann", "POST", path))
     assert (await site.call("bob", "POST", path))[0] == 200
+
+
+async def test_tinkers_samplers_and_samples_are_their_keys(site: Site) -> None:
+    """Whoever knows a sampler's id cannot take a number of it, nor read or end its samples."""
+
+    async def send(who: str, path: str, body: Any) -> tuple[int, Any]:
+        return await site.call(who, "POST", f"/api/v1/{path}", json=body)
+
+    new = {"session_id": "s", "sampling_session_seq_id": 0, "base_model": "calc"}
+    sampler = (await send("ann", "create_sampling_session", new))[1]["sampling_session_id"]
+    prompt = {"chunks": [{"tokens": [5, 6]}]}
+    sample = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {}}
+    for who in ("bob", "tim"):
+        assert denied(await send(who, "create_sampling_session", new))
+        assert denied(await send(who, "asample", {**sample, "seq_id": 7}))
+    status, begun = await send("ann", "asample", {**sample, "seq_id": 7})
+    assert status == 200
+    asked = {"request_id": begun["request_id"]}
+    for who in ("bob", "tim"):
+        assert denied(await send(who, "cancel_future", asked))
+        assert denied(await send(who, "retrieve_future", asked))
+    task = site.gateway.services.tinker_samples.get(begun["request_id"]).task
+    await asyncio.wait({task}, timeout=60)
+    assert task.done() and not task.cancelled()
+    for who in ("ann", "ops"):
+        assert (await send(who, "create_sampling_session", new))[0] == 200
+        assert (await send(who, "cancel_future", asked))[0] == 200
 
 
 async def test_a_batchs_runs_are_its_owners(site: Site) -> None:

@@ -86,6 +86,23 @@ async def test_a_worker_that_is_silent_has_failed_its_run(tmp_path: Path) -> Non
     assert len(run.calls) == 1
 
 
+async def test_a_lease_ends_though_nobody_waits_for_its_run(tmp_path: Path) -> None:
+    """In the list, in the store, and for whoever asks for the run again."""
+    async with served(tmp_path) as gateway:
+        await post(gateway, "", SPEC)
+        await post(gateway, "/lease", {**WORKER, "seconds": 1})
+        async with asyncio.timeout(60):
+            while True:
+                if not (await gateway.call("GET", PATH))[1]["data"][0]["running"]:
+                    break
+                await asyncio.sleep(0.05)
+        assert stored(gateway).error.type == "WorkerLost"
+        assert await post(gateway, "", SPEC) == {"state": "done"}
+        await post(gateway, "", {**SPEC, "run_id": "run_2"})  # the look at leases goes on
+        await post(gateway, "/lease", {**WORKER, "seconds": 1})
+        assert (await gateway.call("GET", f"{PATH}/run_2?wait=60"))[1]["state"] == "done"
+
+
 async def test_a_run_that_a_restart_cut_off_is_not_begun_again(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         for run_id in ("run_1", "run_2"):

@@ -74,6 +74,7 @@ while [ -n "$again" ]; do
     wait "$child"
     code=$?
 done
+[ "$code" -ge 0 ] || code=143  # bash forgets the code of a child that the same SIGTERM ended
 end "$code"
 """
 #: A private cluster's: each task takes the lock, and names its GPUs by their ids.
@@ -162,6 +163,35 @@ def test_notice_is_at_most_half_of_the_time(
 ) -> None:
     timed = TRAIN.model_copy(update={"minutes": minutes, "notice_seconds": wanted})
     assert f"#SBATCH --signal=TERM@{seconds}\n" in batch_script(timed, Path("/l"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("1", 30), ("0:20", 10), ("2:30", 60), ("1:00:00", 60), ("1-0", 60), ("0-0:1", 30), ("x", 60),
+     ("0", 60)],
+)  # fmt: skip
+def test_notice_fits_the_limit_of_a_scripts_own_lines(limit: str, seconds: int) -> None:
+    options = ["--time=5-0", f"--time={limit}"]  # the last one wins
+    script = TRAIN.model_copy(update={"kind": "script", "slurm_options": options, "minutes": None})
+    assert f"#SBATCH --signal=B:TERM@{seconds}\n" in batch_script(script, Path("/l"))
+
+
+def test_a_signal_to_script_and_task_together_leaves_their_exit_code(tmp_path: Path) -> None:
+    """As Slurm sends it to all processes of a job. The script notes it, and its end is told."""
+    text = batch_script(
+        command(tmp_path, "echo up; exec sleep 60").model_copy(update={"kind": "script"}), tmp_path
+    )
+    for number in range(6):
+        environment = {**os.environ, "SLURM_JOB_ID": str(number)}
+        argv = ["/bin/bash", "-c", text]
+        with subprocess.Popen(
+            argv, env=environment, stdout=-1, stderr=-1, cwd=tmp_path, start_new_session=True
+        ) as batch:
+            assert batch.stdout and batch.stdout.readline() == b"up\n"
+            os.killpg(batch.pid, signal.SIGTERM)
+            assert batch.wait(60) == 143
+        assert (tmp_path / f"{number}.0.ended").read_text() == "143\n"
+        assert (tmp_path / f"{number}.0.term").exists()
 
 
 def test_a_site_decides_how_jobs_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,39 @@ async def test_what_is_no_request_is_refused(tmp_path: Path, body: bytes) -> Non
         assert (await send(gateway, body)).status == 400
 
 
+async def test_a_model_is_trained_by_its_key_or_an_admin(tmp_path: Path) -> None:
+    roles = {"one": Role.train, "two": Role.train, "ops": Role.admin}
+    keys = Keys(Home(tmp_path / "home"))
+    secrets = {name: keys.create(name, role)[1] for name, role in roles.items()}
+    new = {"session_id": "s", "model_seq_id": 0, "base_model": "calc"}
+    named = {"model_id": "s:train:0"}
+    saved = {**named, "seq_id": 2, "path": "a"}
+    training: list[tuple[str, Any]] = [
+        ("forward_backward", forward_backward("s:train:0", 1, datum([1, 2], [2, 3], [0, 1]))),
+        ("save_weights", saved),
+        ("save_weights_for_sampler", saved),
+        ("optim_step", {**named, "seq_id": 3, "adam_params": {}}),
+        ("unload_model", named),
+    ]
+    async with served(tmp_path) as gateway:
+
+        async def sent(who: str, path: str, body: Any) -> int:
+            content = {"data" if isinstance(body, bytes) else "json": body}
+            headers = {"authorization": f"Bearer {secrets[who]}"}
+            url = f"{gateway.url}/api/v1/{path}"
+            async with gateway.http.post(url, headers=headers, **content) as response:
+                return response.status
+
+        assert await sent("one", "create_model", new) == 200
+        for path, body in [("create_model", {**new, "lora_config": {"rank": 4}}), *training]:
+            assert await sent("two", path, body) == 403, path
+        assert await sent("two", "get_info", named) == 200  # every key may read
+        for path, body in [("create_model", new), training[0], training[1]]:
+            assert await sent("one", path, body) == 200, path
+        for path, body in training[3:]:
+            assert await sent("ops", path, body) == 200, path
+
+
 async def test_a_client_needs_a_key_that_may_train(tmp_path: Path) -> None:
     new = {"session_id": "s", "model_seq_id": 0, "base_model": "calc"}
     async with served(tmp_path) as gateway:

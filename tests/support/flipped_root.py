@@ -13,6 +13,7 @@ import orjson
 
 from cray_agents.cli.loop import demo
 from cray_agents.cli.platform import platform_process
+from cray_agents.errors import Corrupt
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
@@ -165,7 +166,7 @@ def _loop(home: Home) -> None:
 def _trained(home: Home, registry: Registry) -> Path:
     """A job, and the checkpoint that it made."""
     version = registry.resolve("m")
-    [dataset] = list_datasets(home).manifests
+    [dataset] = list_datasets(home).rows
     spec = JobSpec(
         dataset=dataset["id"],
         parent=str(home.checkpoint(version.checkpoint)),
@@ -294,14 +295,14 @@ def readers(home: Home) -> dict[str, Reader]:
         "history": lambda h: [e.model_dump() for e in Registry(h).history("m")],
         "lineage": lambda h: lineage_of(Registry(h), "m@1"),
         "needed": lambda h: reasons_to_keep(Registry(h), 2, []),
-        "audit": lambda h: [line.model_dump() for line in read_audit(h.audit)],
+        "audit": lambda h: [line.model_dump() for line in _whole(read_audit(h.audit))],
         "keys": lambda h: [(record.model_dump(), ended) for record, ended in Keys(h).list()],
-        "files": lambda h: [file.model_dump() for file in Files(h).list().files],
-        "contents": lambda h: [_read(Files(h).path(f.id)) for f in Files(h).list().files],
+        "files": lambda h: [file.model_dump() for file in _whole(Files(h).list())],
+        "contents": lambda h: [_read(Files(h).path(f.id)) for f in _whole(Files(h).list())],
         "deleted": lambda h: [
             Files(h)._find_even_deleted(p.stem).model_dump() for p in _in(h.files, "*.deleted")
         ],
-        "datasets": lambda h: list_datasets(h).manifests,
+        "datasets": lambda h: _whole(list_datasets(h)),
         "platform": lambda h: platform_process.owner(h),
         "terms": lambda h: [newest_term(h), _known(holder_of(h, 1)), holder_of(h, 2)],
         "standbys": lambda h: _all(standby_notes(h)),
@@ -313,19 +314,21 @@ def readers(home: Home) -> dict[str, Reader]:
         "ledger": lambda h: _all([one for lines in read_ledger(h.ledger) for one in lines]),
         "demo": lambda h: demo.claim(h.root / "demo.json", {"seed": 1}),
         "held out": lambda h: list(_journal_texts(h, "faults")),
-        "generations": lambda h: loops._read(h.loop("faults") / "generations"),
+        "generations": lambda h: [
+            checksums.read_json(p) for p in _in(h.loop("faults") / "generations", "*.json")
+        ],
         "journal": lambda h: list(map(loops._recall, _in(h.loop("faults") / "journal", "*.json"))),
         "steps": lambda h: [
             read_commit(p) for p in [*_in(h.loop_datasets("faults"), "*.json"),
                                      *_in(h.loop_datasets("faults") / "commits", "*.json")]
         ],
         "fine-tuning": _fine_tuning,
-        "batches": lambda h: BatchQueue(h, Files(h)).page(None, 9),
+        "batches": lambda h: _whole(BatchQueue(h, Files(h)).page(None, 9)),
         "segments": _segments,
     }  # fmt: skip
     for version in Registry(home).versions("m"):
         found[f"checkpoint {version.checkpoint}"] = _checkpoint(version.checkpoint)
-    for manifest in list_datasets(home).manifests:
+    for manifest in list_datasets(home).rows:
         found[f"dataset {manifest['id']}"] = _dataset(manifest["id"])
     for path in _in(home.uploads, "upload_*"):
         found[f"upload {path.name}"] = _upload(path.name)
@@ -420,11 +423,18 @@ def _batch(name: str) -> Reader:
     return read
 
 
+def _whole(listing: checksums.Listing[Any]) -> list[Any]:
+    """Return the records of a list that names no damaged one."""
+    if listing.damaged:
+        raise Corrupt(str(listing.damaged))
+    return listing.rows
+
+
 def _fine_tuning(home: Home) -> Any:
     tuning = TuningFolder(home)
     return [
         (asked, tuning.read_validated(asked.id), tuning.read_ended(asked.id))
-        for asked in tuning.all()
+        for asked in _whole(tuning.all())
     ]
 
 

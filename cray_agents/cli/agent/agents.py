@@ -28,7 +28,7 @@ from cray_agents.cli.agent.conversation_view import (
     report,
 )
 from cray_agents.cli.platform.platform_process import client, serving
-from cray_agents.cli.screen import HomeOption
+from cray_agents.cli.screen import HomeOption, disarm
 from cray_agents.config import load_config
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
@@ -104,9 +104,10 @@ def run_agent(
         else:
             run = agent.run_sync(request or text or "", session=memory)
     if as_json and not stream:
-        print(run.model_dump_json(indent=2))
+        print(disarm(run.model_dump_json(indent=2)))
     elif not stream and has_answer(run):
-        print(as_text(run.output))
+        output = as_text(run.output)
+        print(disarm(output) if sys.stdout.isatty() else output)
     if not has_answer(run):
         report(run)
         raise typer.Exit(1)

@@ -49,7 +49,7 @@ async def answer(agent: Agent, text: str | Task, memory: Session, *, as_json: bo
         if isinstance(event, RunEnded):
             run = event.run
         if as_json:
-            print(_as_line(event), flush=True)
+            print(disarm(_as_line(event)), flush=True)
         else:
             _show(event)
     if run is None:

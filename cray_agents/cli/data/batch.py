@@ -15,6 +15,7 @@ from cray_agents.cli.screen import (
     JsonOption,
     UrlOption,
     console,
+    disarm,
     progress_bar,
     show,
     when,
@@ -77,13 +78,15 @@ def list_batches(
     as_json: JsonOption = False,
 ) -> None:
     """List batches, the newest first."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    damaged: list[dict[str, str]] = []
     with Server(home, url) as client:
-        for each in client.batches.list(limit=min(limit, 100)):
-            rows.append(table_row(each))
-            if len(rows) == limit:
+        for page in client.batches.list(limit=min(limit, 100)).iter_pages():
+            rows += map(table_row, page.data)
+            damaged += (page.model_extra or {}).get("damaged", ())
+            if len(rows) >= limit:
                 break
-    show(rows, COLUMNS, as_json=as_json)
+    show(rows[:limit], COLUMNS, as_json=as_json, damaged=damaged)
 
 
 @batch.command("show")
@@ -184,7 +187,7 @@ def follow(client: "openai.OpenAI", batch_id: str) -> Any:
 def print_batch(entry: Any, as_json: bool) -> None:
     """Print one batch."""
     if as_json:
-        print(entry.model_dump_json(indent=2))
+        print(disarm(entry.model_dump_json(indent=2)))
         return
     show([table_row(entry)], COLUMNS, as_json=False)
     for name in ("output_file_id", "error_file_id"):

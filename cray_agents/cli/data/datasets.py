@@ -170,9 +170,9 @@ def list_all(
     """List training sets, the newest first."""
     from cray_agents.runtime.datasets import list_datasets
 
-    manifests = list_datasets(root(home), limit=limit).manifests
-    rows = [{**each, "when": when(each["created"])} for each in manifests]
-    show(rows, COLUMNS, as_json=as_json)
+    listing = list_datasets(root(home), limit=limit)
+    rows = [{**each, "when": when(each["created"])} for each in listing.rows]
+    show(rows, COLUMNS, as_json=as_json, damaged=listing.damaged)
 
 
 @dataset.command("show")

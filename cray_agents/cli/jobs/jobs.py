@@ -24,9 +24,10 @@ from cray_agents.cli.jobs.submit import submit
 from cray_agents.cli.platform.platform_process import ask, owner, running, submitter
 from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, root, show, when
 from cray_agents.config import load_config
-from cray_agents.errors import BadInput, JobError, NotFound, SetupError
+from cray_agents.errors import BadInput, Corrupt, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
+from cray_agents.runtime.scheduler.script_jobs import script_jobs
 from cray_agents.training_jobs import JobStatus
 
 COLUMNS = ["id", "scheduler_job_id", "method", "state", "done", "loss_first", "loss_last", "when"]
@@ -52,7 +53,12 @@ def add_to(app: typer.Typer) -> None:
 def list_jobs(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """List training jobs, oldest first, then scripts."""
     config = load_config({"home": home})
-    show([*job_rows(config.root), *script_rows(config)], COLUMNS, as_json=as_json)
+    from cray_agents.runtime.disk.checksums import list_whole
+
+    rows = list_whole(job_ids(config.root), lambda name: job_row(config.root, name))
+    scripts = script_rows(config, script_jobs(config.root))
+    damaged = [*rows.damaged, *scripts.damaged]
+    show([*rows.rows, *scripts.rows], COLUMNS, as_json=as_json, damaged=damaged)
 
 
 @jobs.command("show")
@@ -62,8 +68,10 @@ def show_job(job_id: JobId, home: HomeOption = None, as_json: JsonOption = False
 
     if is_script(job_id):
         job = script_of(config := load_config({"home": home}), job_id)
-        row = next(row for row in script_rows(config) if row["id"] == job.id)
-        show([row], [*row], as_json=as_json)
+        listing = script_rows(config, [job])
+        if listing.damaged:
+            raise Corrupt(listing.damaged[0]["reason"])
+        show(listing.rows, [*listing.rows[0]], as_json=as_json)
         return
     root_home = root(home)
     report = job_report(root_home, named_job(root_home, job_id))
@@ -282,24 +290,21 @@ def job_ids(home: Home) -> list[str]:
     return [name for _, name in sorted(specs)]
 
 
-def job_rows(home: Home) -> list[dict[str, Any]]:
-    """Return a row for each job: its status, method, dataset, parent and submission time."""
+def job_row(home: Home, name: str) -> dict[str, Any]:
+    """Return a job's status, method, dataset, parent and submission time. Raises Corrupt."""
     from cray_agents.trainers.job.job_status import read_status
     from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.session.command_journal import CommandJournal
 
-    rows = []
-    for name in job_ids(home):
-        status, journal = read_status(home, name), JobJournal(home, name)
-        spec = journal.spec()
-        by_commands = spec.commands is not None
-        commands = CommandJournal(journal.folder).last if by_commands else 0
-        details = {
-            "method": "commands" if by_commands else spec.method,
-            "dataset": spec.dataset,
-            "parent": spec.parent,
-            "done": str(commands) if by_commands else f"{status.step}/{status.steps}",
-            "when": when((journal.folder / "spec.json").stat().st_mtime),
-        }
-        rows.append(status.model_dump() | details)
-    return rows
+    status, journal = read_status(home, name), JobJournal(home, name)
+    spec = journal.spec()
+    by_commands = spec.commands is not None
+    commands = CommandJournal(journal.folder).last if by_commands else 0
+    details = {
+        "method": "commands" if by_commands else spec.method,
+        "dataset": spec.dataset,
+        "parent": spec.parent,
+        "done": str(commands) if by_commands else f"{status.step}/{status.steps}",
+        "when": when((journal.folder / "spec.json").stat().st_mtime),
+    }
+    return status.model_dump() | details

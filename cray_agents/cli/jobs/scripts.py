@@ -10,6 +10,8 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +27,7 @@ from cray_agents.ports import CommandStatus
 from cray_agents.runtime.scheduler.script_jobs import PREFIX, ScriptJob, prepare, script_jobs
 
 if TYPE_CHECKING:
+    from cray_agents.runtime.disk.checksums import Listing
     from cray_agents.runtime.scheduler.local import LocalProcesses
     from cray_agents.runtime.scheduler.slurm import Slurm
 
@@ -176,11 +179,18 @@ def script_of(config: Config, job_id: str) -> ScriptJob:
     return job
 
 
-def script_rows(config: Config) -> list[dict[str, Any]]:
+def script_rows(config: Config, jobs: Iterable[ScriptJob]) -> "Listing[dict[str, Any]]":
     """Return a row of `jobs list` for each script. Slurm is asked if one has not ended there."""
-    jobs = script_jobs(config.root)
-    slurm = slurm_of(config) if any(_is_slurms(job) for job in jobs if not job.ended) else None
-    return [script_row(job, job.status(slurm if _is_slurms(job) else None)) for job in jobs]
+    from cray_agents.runtime.disk.checksums import list_whole
+
+    slurm = cache(lambda: slurm_of(config))
+
+    def row(name: str) -> dict[str, Any]:
+        job = ScriptJob(config.root, name)
+        scheduler = slurm() if not job.ended and _is_slurms(job) else None
+        return script_row(job, job.status(scheduler))
+
+    return list_whole([job.id for job in jobs], row)
 
 
 def script_row(job: ScriptJob, status: CommandStatus) -> dict[str, Any]:

@@ -53,17 +53,19 @@ def list_models(home: HomeOption = None, as_json: JsonOption = False) -> None:
 
     `replicas`: how many of the running platform's hold it; -: none runs.
     """
+    from cray_agents.runtime.disk.checksums import list_whole
     from cray_agents.runtime.registry.registry import Registry
 
     root_home = root(home)
     registry, counts = Registry(root_home), replica_counts(root_home)
+    names = list_whole(registry.names(), lambda name: version_rows(registry, name))
     rows = [
         row | {"replicas": None if counts is None else counts[row["id"]]}
-        for name in registry.names()
-        for row in version_rows(registry, name)
+        for versions in names.rows
+        for row in versions
     ]
     columns = ["id", "promoted", "replicas", "last", "weights", "job", "when", "checkpoint"]
-    show(rows, columns, as_json=as_json)
+    show(rows, columns, as_json=as_json, damaged=names.damaged)
 
 
 @models.command("show")

@@ -362,7 +362,10 @@ def wait_until_ready(home: Home, process: subprocess.Popen[bytes]) -> dict[str, 
 def serving(
     config: Config, *, model: Path | None = None, name: str = "default", ready: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """Yield the platform on the configured root; if none runs, one that ends with the block."""
+    """Yield the platform on the configured root; if none runs, one that ends with the block.
+
+    If that one ends before, EngineUnavailable of the block says so.
+    """
     info = running(config.root)
     if info is not None:
         yield info
@@ -372,6 +375,14 @@ def serving(
     process = start(free, model, name, ReplicaCount(1), with_parent=True)
     try:
         yield (wait_until_ready if ready else wait_until_live)(config.root, process)
+    except EngineUnavailable as error:
+        if process.poll() is None:
+            raise
+        log = log_file(config.root, standby=False)
+        raise EngineUnavailable(
+            f"the platform that this command had started has ended (exit code {process.poll()}):"
+            f" its log is {log}, and the same command starts another and goes on"
+        ) from error
     finally:
         stop(process.pid)
         process.wait()

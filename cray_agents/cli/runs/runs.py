@@ -22,7 +22,16 @@ from rich.text import Text
 from cray_agents.cli.option_groups import expand_groups
 from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.runs.filter_options import FactOptions, FilterOptions
-from cray_agents.cli.screen import HomeOption, JsonOption, cell, console, errors, one_line, show
+from cray_agents.cli.screen import (
+    HomeOption,
+    JsonOption,
+    cell,
+    console,
+    disarm,
+    errors,
+    one_line,
+    show,
+)
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
@@ -115,7 +124,7 @@ def show_run(
     with open_store(home) as store:
         run = store.run(run_id)
     if as_json:
-        print(run.model_dump_json(indent=2))
+        print(disarm(run.model_dump_json(indent=2)))
     else:
         print_run(run, tokens=tokens)
 

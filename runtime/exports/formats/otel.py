@@ -148,23 +148,22 @@ def _spans(run: Run, losses: set[str]) -> Iterator[Json]:
 
 
 def _root(run: Run, conversation: Conversation, texts: _MessageTexts, trace: str) -> Json:
-    """Return the run's span: the conversation is its input, an answer at the end its output."""
+    """Return the run's span: the conversation is its input, an answer at the end its output.
+
+    Tokens are told by the spans of its calls alone: whoever sums up usage counts each once.
+    """
     messages, output = conversation.messages, None
     if messages and messages[-1].get("role") == "assistant":
         turn = conversation.turns_by_message.get(len(messages) - 1)
         call = turn.call if turn is not None else None
         output = [genai_answer(messages[-1], call.finish_reason if call is not None else None)]
         messages = messages[:-1]
-    usage = run.usage
-    known = usage.prompt_tokens > 0
     values = {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.provider.name": "cray_agents",
         "gen_ai.agent.name": run.agent or None,
         "gen_ai.request.model": run.model or None,
         "gen_ai.conversation.id": run.id,
-        "gen_ai.usage.input_tokens": usage.prompt_tokens if known else None,
-        "gen_ai.usage.output_tokens": usage.completion_tokens if known else None,
         "gen_ai.input.messages": texts.messages(messages),
         "gen_ai.output.messages": _json(run, output),
         "gen_ai.tool.definitions": texts.tools(conversation.tools),

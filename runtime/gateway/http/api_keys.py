@@ -146,6 +146,11 @@ class Keys:
         pairs = [(record, _revocation(record.id) in names) for record in self._records(names)]
         return sorted(pairs, key=lambda pair: pair[0].created)  # finer than the ids' milliseconds
 
+    def damaged(self) -> Sequence[dict[str, str]]:
+        """Return the ids of records that cannot be read, which are no keys, with the reasons."""
+        names = sorted(name for name in self._listing() if name.endswith(_RECORD))
+        return checksums.list_whole(names, lambda name: _read(self._folder / name)).damaged
+
     def check(self, secret: str) -> KeyRecord | None:
         """Return the working key with this secret, from memory no older than FRESH_SECONDS.
 

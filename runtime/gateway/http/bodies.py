@@ -14,6 +14,7 @@ from starlette.responses import Response
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.exact_json import dump_json, load_json
 from cray_agents.runtime.gateway.http.error_envelope import SENT, BodyTooLarge
+from cray_agents.runtime.gateway.http.server_paths import without_paths
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # also safe as a header and a folder
 MARKS = "cray_agents"  # prefix of the fields that only the platform may send to engines
@@ -108,9 +109,21 @@ async def json_in_thread(read: Callable[[], Any]) -> Response:
     return Response(content, media_type="application/json")
 
 
-def page(rows: Sequence[Mapping[str, Any]], has_more: bool, name: str = "id") -> dict[str, Any]:
+def damage_told(damaged: Iterable[Mapping[str, str]]) -> dict[str, Any]:
+    """Return the field `damaged` of a list that leaves damaged records out; nothing without any."""
+    rows = [{**each, "reason": without_paths(each["reason"])} for each in damaged]
+    return {"damaged": rows} if rows else {}
+
+
+def page(
+    rows: Sequence[Mapping[str, Any]],
+    has_more: bool,
+    name: str = "id",
+    damaged: Iterable[Mapping[str, str]] = (),
+) -> dict[str, Any]:
     """Return a page of a list in OpenAI's shape; `after` refers to the field `name`."""
     return {
+        **damage_told(damaged),
         "object": "list",
         "data": rows,
         "has_more": has_more,

@@ -142,8 +142,12 @@ def envelope(
 
 
 def error_json(error: CrayError, scope: Scope) -> bytes:
-    """Return the JSON of one of our errors."""
-    return envelope(status_of(error), str(error), str(error.code), error.param, scope)
+    """Return the JSON of one of our errors. One about a damaged record names it by its id."""
+    message = str(error)
+    if isinstance(error, Corrupt):  # paths are shortened, often to `batch.json`
+        shortened, ids = without_paths(message), map(str, scope.get("path_params", {}).values())
+        message = "".join(f"{each}: " for each in ids if each not in shortened) + message
+    return envelope(status_of(error), message, str(error.code), error.param, scope)
 
 
 def error_event(error: CrayError, scope: Scope, number: int) -> bytes:

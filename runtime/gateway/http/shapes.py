@@ -57,7 +57,7 @@ def list_of(items: Shape, least: int = 0) -> Schema:
 
 def data_of(items: Shape) -> Schema:
     """Return the shape of an object with a list in `data`."""
-    return object_of({"data": list_of(items)})
+    return object_of({"data": list_of(items)}, DAMAGED)
 
 
 def page_of(items: Shape) -> Schema:
@@ -69,7 +69,8 @@ def page_of(items: Shape) -> Schema:
             "has_more": {"type": "boolean"},
             "first_id": TEXT_OR_NONE,
             "last_id": TEXT_OR_NONE,
-        }
+        },
+        DAMAGED,
     )
 
 
@@ -102,6 +103,8 @@ BYTES: Schema = {"type": "string", "contentMediaType": "application/octet-stream
 AFTER = Described(TEXT, "The last id of the page before.")
 BUCKET = Described(TEXT, "Groups by time, too: `30m`, `1h`, `1d`, `1w`.")
 DELETED: Schema = {"const": True}
+#: The records that a list leaves out, since they cannot be read.
+DAMAGED: dict[str, Shape] = {"damaged": list_of(object_of({"id": TEXT, "reason": TEXT}))}
 
 #: Chrome's trace format: `otherData.begin` is the unix time that the events' times count from.
 TRACE: Schema = object_of(

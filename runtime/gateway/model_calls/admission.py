@@ -15,13 +15,15 @@ A request whose model no replica holds is parked. It takes no slot from requests
 answered, such as the evaluation of a candidate, and queues again when its model is back. Nothing is
 refused while weights are swapped: requests beyond the bound wait, too. At other times the parked
 requests have a bound of their own, of the same size. A request that nothing could serve for
-`outage` seconds gets EngineUnavailable.
+`outage` seconds gets EngineUnavailable. One whose model cannot be looked up, since its record is
+damaged or the disk is away, gets that error; the others go on.
 
 For use on one event loop, hence no lock; without contention it makes no future and no task. Called
 by answer.py and passthrough.py; http/metrics.py shows the numbers.
 """
 
 import asyncio
+import logging
 import random
 import time
 from collections import Counter, OrderedDict
@@ -29,12 +31,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
-from cray_agents.errors import EngineUnavailable, TooManyRequests
+from cray_agents.errors import CrayError, EngineUnavailable, TooManyRequests
 
 RETRY_SECONDS = (0.05, 60.0)  # least and most in a Retry-After
 _POLL = 0.1  # seconds between checks of the capacity while requests wait: it rises without notice
 _STALE = 1.0  # seconds without a check after which an outage may have ended and begun again
 _WEIGHT = 1 / 32  # of the newest request in the mean of their seconds
+
+log = logging.getLogger(__name__)
 
 
 class Room(NamedTuple):
@@ -277,6 +281,16 @@ class Admission:
     def _is_served(self, model: str) -> bool:
         return self._serves is None or self._serves(model)
 
+    def _is_ready(self, ticket: Ticket) -> bool | None:
+        """Tell whether a waiting ticket's model is served. On an error the ticket is out: None."""
+        try:
+            return self._is_served(ticket.model)
+        except Exception as error:  # for its own request to raise, not for whoever left a slot
+            if not isinstance(error, CrayError | OSError):
+                log.exception("%s was not looked up", ticket.model)
+            self._refuse([ticket], error)
+            return None
+
     def _park(self, ticket: Ticket) -> None:
         """Let a ticket wait for its model, outside the queues."""
         ticket._parked_since = time.monotonic()
@@ -290,7 +304,10 @@ class Admission:
         served: dict[str, bool] = {}
         for ticket in list(self._parked):
             if ticket.model not in served:
-                served[ticket.model] = self._is_served(ticket.model)
+                ready = self._is_ready(ticket)
+                if ready is None:
+                    continue
+                served[ticket.model] = ready
             if served[ticket.model]:
                 self._drop(ticket)
                 ticket._extra = True
@@ -338,11 +355,14 @@ class Admission:
             self._unpark()
         free = self._now_capacity() - self._inside
         while free > 0 and (ticket := self._next(free)) is not None:
-            self._drop(ticket)
             if ticket._slot is None or ticket._slot.done():  # cancelled, and about to leave
+                self._drop(ticket)
                 continue
-            if not self._is_served(ticket.model):
-                self._park(ticket)
+            ready = self._is_ready(ticket)
+            self._drop(ticket)
+            if not ready:
+                if ready is False:
+                    self._park(ticket)
                 continue
             if ticket.key in self._queues and not ticket.batch:
                 self._queues.move_to_end(ticket.key)  # now the other keys come first
@@ -362,24 +382,31 @@ class Admission:
 
     def _tick(self) -> None:
         self._timer = None
-        self._grant()
+        try:
+            self._grant()
+            self._refuse_late()
+        finally:  # whatever a callback raised, who waits is looked at again
+            if self._waiting or self._batch or self._parked:
+                self._timer = asyncio.get_running_loop().call_later(_POLL, self._tick)
+
+    def _refuse_late(self) -> None:
+        """Refuse the requests that nothing could serve for `outage` seconds."""
         try:
             self._check_outage()
         except EngineUnavailable as error:
             for queue in [*self._queues.values(), self._batch]:
-                self._refuse(list(queue), str(error))
+                self._refuse(list(queue), error)
         late = time.monotonic() - self._outage
         for ticket in [ticket for ticket in self._parked if ticket._parked_since < late]:
             why = f"no replica has served {ticket.model} for {self._outage:g} s"
-            self._refuse([ticket], f"{why}; GET /v1/pool tells what they hold")
-        if self._waiting or self._batch or self._parked:
-            self._timer = asyncio.get_running_loop().call_later(_POLL, self._tick)
+            hint = "GET /v1/pool tells what they hold"
+            self._refuse([ticket], EngineUnavailable(f"{why}; {hint}"))
 
-    def _refuse(self, tickets: Sequence[Ticket], why: str) -> None:
+    def _refuse(self, tickets: Sequence[Ticket], error: Exception) -> None:
         for ticket in tickets:
             self._drop(ticket)
             if ticket._slot is not None and not ticket._slot.done():
-                ticket._slot.set_exception(EngineUnavailable(why))
+                ticket._slot.set_exception(error)
 
     def _check_room(self, ticket: Ticket, counted: int, mine: int, keys: int) -> None:
         """Raise TooManyRequests if the queue is full and the ticket's key has its share of it.

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 
-from cray_agents.errors import EngineError, NotFound
+from cray_agents.errors import Corrupt, EngineError, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.records import CLEAR, SCAN, ModelVersion, reward_of_givers
@@ -129,7 +129,7 @@ class CanaryTraffic:
         if not self._loaded_all:  # after a restart no request may have come yet
             self._loaded_all = True
             for name in self._registry.names():
-                with contextlib.suppress(NotFound):
+                with contextlib.suppress(NotFound, Corrupt):  # of another model perhaps
                     self.canary(name)
         if not self._canaries:
             return

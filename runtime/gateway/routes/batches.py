@@ -73,8 +73,9 @@ async def list_batches(services: Services, request: Request) -> Response:
     limit = number(params, "limit", 20, PAGE_LIMIT)
     if limit == 0:
         raise BadInput("limit must be at least 1", param="limit")
-    batches, more = await asyncio.to_thread(services.batches.page, params.get("after"), limit)
-    return json_response(page([batch.model_dump(mode="json") for batch in batches], more))
+    listing = await asyncio.to_thread(services.batches.page, params.get("after"), limit)
+    rows = [batch.model_dump(mode="json") for batch in listing.rows]
+    return json_response(page(rows, listing.has_more, damaged=listing.damaged))
 
 
 @router.post(

@@ -111,8 +111,8 @@ async def list_datasets(services: Services, request: Request) -> Response:
         reader.list_datasets, services.home, after=params.get("after"), limit=limit
     )
     names = (*_SUMMARY, "created")
-    rows = [{name: each.get(name) for name in names} for each in listing.manifests]
-    return json_response(page(rows, listing.has_more))
+    rows = [{name: each.get(name) for name in names} for each in listing.rows]
+    return json_response(page(rows, listing.has_more, damaged=listing.damaged))
 
 
 @router.post(

@@ -194,7 +194,8 @@ def _page(
 ) -> Response:
     """Return a page of files; in a thread, for ten thousand files take a while to write."""
     listing = files.list(after, limit, order, purpose)
-    return json_response(page([file.to_openai() for file in listing.files], listing.has_more))
+    rows = [file.to_openai() for file in listing.rows]
+    return json_response(page(rows, listing.has_more, damaged=listing.damaged))
 
 
 def _one_of(value: str, name: str, allowed: tuple[str, ...]) -> Any:

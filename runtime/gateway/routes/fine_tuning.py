@@ -26,6 +26,7 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput
 from cray_agents.records import digest
+from cray_agents.runtime.disk.checksums import list_whole
 from cray_agents.runtime.fine_tuning.job_events import events
 from cray_agents.runtime.fine_tuning.request import CreateJob, resolve_request
 from cray_agents.runtime.fine_tuning.tuning_jobs import JobState
@@ -243,18 +244,20 @@ def _list(services: Services, params: dict[str, str]) -> dict[str, Any]:
     none = params.pop("metadata", None)
     if none not in (None, "null", ""):
         raise BadInput("filter by metadata[key]=value, or metadata=null", param="metadata")
-    look, specs = services.fine_tuning.look, services.fine_tuning.folder.all()
-    if none is not None:
-        specs = [spec for spec in specs if not spec.metadata]
-    jobs: list[dict[str, Any]] = [{"id": spec.id} for spec in specs]
+    folder = services.fine_tuning.folder.all()
+    ids = [spec.id for spec in folder.rows if none is None or not spec.metadata]
+    damaged = list(folder.damaged)
+
+    def read(job_id: str) -> dict[str, Any]:
+        return _render(services.fine_tuning.look(job_id))
+
     if filters:
-        jobs = [_render(look(spec.id)) for spec in specs]
-        jobs = [job for job in jobs if filters.items() <= job["metadata"].items()]
+        jobs = list_whole(ids, read)
+        damaged += jobs.damaged
+        ids = [job["id"] for job in jobs.rows if filters.items() <= job["metadata"].items()]
     check_known(params, PAGE)
-    rows = _page(jobs, params, "job")
-    if not filters:
-        rows["data"] = [_render(look(job["id"])) for job in rows["data"]]
-    return rows
+    rest = list_whole(_after(ids, params, "job"), read, number(params, "limit", 20, PAGE_LIMIT))
+    return page(rest.rows, rest.has_more, damaged=[*damaged, *rest.damaged])
 
 
 def _render(state: JobState) -> dict[str, Any]:
@@ -340,10 +343,14 @@ def _checkpoints(state: JobState) -> list[dict[str, Any]]:
 
 def _page(items: list[dict[str, Any]], params: dict[str, str], kind: str) -> dict[str, Any]:
     """Return the items after the last one of the page before."""
-    limit, after = number(params, "limit", 20, PAGE_LIMIT), params.get("after")
-    if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise BadInput(f"after: no {kind} {after[:200]!r} is listed here", param="after")
-        items = items[places[0] + 1 :]
+    limit = number(params, "limit", 20, PAGE_LIMIT)
+    items = items[len(items) - len(_after([item["id"] for item in items], params, kind)) :]
     return page(items[:limit], len(items) > limit)
+
+
+def _after(ids: list[str], params: dict[str, str], kind: str) -> list[str]:
+    """Return the ids after the last one of the page before. Raises BadInput."""
+    after = params.get("after")
+    if after is not None and after not in ids:
+        raise BadInput(f"after: no {kind} {after[:200]!r} is listed here", param="after")
+    return ids if after is None else ids[ids.index(after) + 1 :]

@@ -352,8 +352,8 @@ def _page(services: Services, after: str | None, limit: int) -> dict[str, Any]:
         if after not in ids:
             raise BadInput(f"after: no job {after[:200]!r} is listed here", param="after")
         ids = ids[ids.index(after) + 1 :]
-    rows = [_public(services.trainer.status(name)) for name in ids[:limit]]
-    return page(rows, len(ids) > limit)
+    listing = checksums.list_whole(ids, lambda name: _public(services.trainer.status(name)), limit)
+    return page(listing.rows, listing.has_more, damaged=listing.damaged)
 
 
 def _status(status: JobStatus) -> Response:

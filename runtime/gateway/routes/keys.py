@@ -58,14 +58,15 @@ async def list_keys(services: Services, request: Request) -> Response:
     """List every API key that was ever made, newest first, without its secret."""
     params = query(request)
     limit, after = number(params, "limit", 100, PAGE_LIMIT), params.get("after")
-    pairs = await asyncio.to_thread(lambda: Keys(services.home).list())
+    keys = Keys(services.home)
+    pairs, damaged = await asyncio.to_thread(lambda: (keys.list(), keys.damaged()))
     rows = [_key_fields(record, revoked) for record, revoked in reversed(pairs)]
     if after is not None:
         ids = [row["id"] for row in rows]
         if after not in ids:
             raise BadInput(f"after: no key {after[:200]!r} is listed here", param="after")
         rows = rows[ids.index(after) + 1 :]
-    return json_response(page(rows[:limit], len(rows) > limit))
+    return json_response(page(rows[:limit], len(rows) > limit, damaged=damaged))
 
 
 @router.post(

@@ -14,6 +14,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import (
+    damage_told,
     json_response,
     number,
     page,
@@ -42,7 +43,7 @@ from cray_agents.runtime.views.generation_evidence import (
     pairs_page,
 )
 from cray_agents.runtime.views.job_series import job_events
-from cray_agents.runtime.views.loop_summaries import loops_page
+from cray_agents.runtime.views.loop_summaries import generation_names, loops_page
 from cray_agents.runtime.views.view_records import GenerationDetail, LoopSummary, PairPage
 
 PAGE_LIMIT = 1000  # loops or pairs in a page
@@ -61,8 +62,8 @@ async def list_loops(services: Services, request: Request) -> Response:
     """List the loops with their last generation and held-out success, newest change first."""
     params = query(request)
     limit = number(params, "limit", 20, PAGE_LIMIT)
-    rows, more = await asyncio.to_thread(loops_page, services.home, params.get("after"), limit)
-    return json_response(page(rows, more))
+    listing = await asyncio.to_thread(loops_page, services.home, params.get("after"), limit)
+    return json_response(page(listing.rows, listing.has_more, damaged=listing.damaged))
 
 
 @router.get(
@@ -144,7 +145,14 @@ async def note_entry(services: Services, request: Request) -> Response:
 @router.get("/v1/loops/{loop}/generations", Role.train, answer=data_of(ANY))
 async def list_generations(services: Services, request: Request) -> Response:
     """List a loop's finished generations, in the order of their numbers."""
-    return json_response({"data": await asyncio.to_thread(_read, _folder(services, request))})
+    folder = _folder(services, request)
+
+    def read(name: str) -> Any:
+        return checksums.read_json(folder / f"{name}.json")
+
+    names = await asyncio.to_thread(generation_names, folder.parent)
+    listing = await asyncio.to_thread(checksums.list_whole, names, read)
+    return json_response({"data": listing.rows, **damage_told(listing.damaged)})
 
 
 @router.post("/v1/loops/{loop}/generations/{number}", Role.train, body=ANY, answer=CREATED)
@@ -163,13 +171,6 @@ def _folder(services: Services, request: Request) -> Path:
 def _entry(services: Services, request: Request) -> Path:
     journal = services.home.loop(path_id(request, "loop", "loop")) / "journal"
     return journal / f"{path_id(request, 'entry', 'entry')}.json"
-
-
-def _read(folder: Path) -> list[Any]:
-    if not folder.is_dir():
-        return []
-    paths = [path for path in folder.glob("*.json") if path.stem.isdecimal()]
-    return [checksums.read_json(path) for path in sorted(paths, key=lambda path: int(path.stem))]
 
 
 def _recall(path: Path) -> Any:

@@ -18,6 +18,7 @@ from cray_agents.runtime.gateway.http import bodies
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
 from cray_agents.runtime.gateway.http.bodies import (
+    damage_told,
     field,
     has_body,
     json_response,
@@ -32,6 +33,7 @@ from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
     ANY,
     BOOL,
+    DAMAGED,
     REAL,
     TEXT,
     WHOLE,
@@ -56,7 +58,7 @@ MODEL = NamedShape(
     object_of({"id": TEXT, "object": {"const": "model"}, "created": WHOLE, "owned_by": TEXT}),
 )
 MODEL_LIST = NamedShape(
-    "ModelList", object_of({"object": {"const": "list"}, "data": list_of(MODEL)})
+    "ModelList", object_of({"object": {"const": "list"}, "data": list_of(MODEL)}, DAMAGED)
 )
 VERSION = NamedShape("ShownVersion", all_of(ModelVersion, object_of({"id": TEXT})))
 WHO_AND_WHY: Schema = {"who": TEXT, "reason": TEXT}
@@ -83,10 +85,12 @@ async def list_models(services: Services, request: Request) -> Response:
     """
     if "run_id" in request.path_params:
         path_id(request, "run_id", "run")
-    models = await asyncio.to_thread(_models, services)
+    listing = await asyncio.to_thread(_models, services)
+    models, damage = [m for rows in listing.rows for m in rows], damage_told(listing.damaged)
     if is_anthropic(request.scope):
-        return json_response(_anthropic_page(request, [_anthropic(m) for m in models.values()]))
-    return json_response({"object": "list", "data": list(models.values())})
+        answer = _anthropic_page(request, [_anthropic(m) for m in models])
+        return json_response({**answer, **damage})
+    return json_response({"object": "list", "data": models, **damage})
 
 
 @models_router.get("/v1/models/lineage", Role.use, answer=data_of(Ancestry))
@@ -350,18 +354,19 @@ def _who_and_why(request: Request, body: dict[str, Any]) -> dict[str, str]:
     return {"who": who, "reason": field(body, "reason", str, "")}
 
 
-def _models(services: Services) -> dict[str, dict[str, Any]]:
+def _models(services: Services) -> checksums.Listing[list[dict[str, Any]]]:
+    """Return the models of each name: the bare name once it is promoted, and its versions."""
     registry = services.registry
-    models = {}
-    for name in registry.names():
+
+    def read(name: str) -> list[dict[str, Any]]:
         try:
             promoted, versions = registry.promoted(name), registry.versions(name)
         except NotFound:  # a folder without a version
-            continue
-        if promoted is not None:
-            models[name] = _model(name, promoted)
-        models.update({version.id: _model(version.id, version) for version in versions})
-    return models
+            return []
+        bare = [] if promoted is None else [_model(name, promoted)]
+        return [*bare, *(_model(version.id, version) for version in versions)]
+
+    return checksums.list_whole(registry.names(), read)
 
 
 def _model(model_id: str, version: ModelVersion) -> dict[str, Any]:

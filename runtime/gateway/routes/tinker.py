@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cray_agents.errors import BadInput, CrayError, EngineError, NotFound
+from cray_agents.errors import BadInput, Corrupt, CrayError, EngineError, NotFound
 from cray_agents.records import new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
@@ -39,6 +39,7 @@ from cray_agents.runtime.gateway.http.shapes import (
 )
 from cray_agents.runtime.gateway.model_calls.answer import TAG_LENGTH, start_call
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
+from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.routes.tinker_models import (
     HOLD,
     base_version,
@@ -151,8 +152,14 @@ async def create_tinker_sampler(services: Services, request: Request) -> Respons
         version, base = base_version(services, new.base_model), new.base_model
     else:
         raise BadInput("base_model or model_path must be given", param="base_model")
-    sampler = Sampler(id=name, version=version.id, base_model=base, path=new.model_path)
-    await asyncio.to_thread(services.tinker.add_sampler, sampler)
+    sampler = Sampler(
+        id=name,
+        version=version.id,
+        base_model=base,
+        path=new.model_path,
+        owner=caller_of(request).key_id,
+    )
+    _check_sampler(request, await asyncio.to_thread(services.tinker.add_sampler, sampler))
     return json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
 
@@ -176,6 +183,7 @@ async def begin_tinker_sample(services: Services, request: Request) -> Response:
     """Sample from a sampler's version. Recorded as a completion of token ids is."""
     given = parse(SampleRequest, await read_json(request, services.max_body))
     sampler = await asyncio.to_thread(services.tinker.sampler, given.sampling_session_id)
+    _check_sampler(request, sampler)
     request_id = f"{sampler.id}/sample/{given.seq_id}"
     if services.tinker_samples.get(request_id) is None:
         wanted = completion_request(given, sampler.version)
@@ -190,8 +198,22 @@ async def begin_tinker_sample(services: Services, request: Request) -> Response:
 async def cancel_tinker_future(services: Services, request: Request) -> Response:
     """End a sample that nobody waits for; anything else goes on."""
     body = await read_json(request, services.max_body)
-    services.tinker_samples.cancel(field(body, "request_id", str))
+    sample = _own_sample(services, request, field(body, "request_id", str))
+    if sample is not None:
+        sample.task.cancel()
     return json_response({})
+
+
+def _check_sampler(request: Request, sampler: Sampler) -> None:
+    check_owner(caller_of(request), sampler.owner, f"sampler {sampler.id!r}")
+
+
+def _own_sample(services: Services, request: Request, request_id: str) -> TinkerSample | None:
+    """Return a sample; None if this process has none of that name. Raises AccessDenied."""
+    sample = services.tinker_samples.get(request_id)
+    if sample is not None:
+        check_owner(caller_of(request), sample.call.owner, f"sample {request_id[:200]!r}")
+    return sample
 
 
 # ---- futures
@@ -216,7 +238,8 @@ async def retrieve_tinker_future(services: Services, request: Request) -> Respon
     result: dict[str, Any] | bytes | Response | None
     try:
         if rest.startswith("sample/"):
-            result = await _sample_result(services, request_id)
+            sample = _own_sample(services, request, request_id)
+            result = await _sample_result(sample, request_id)
         else:
             caller_of(request).check_role(Role.train, "the result of a training request")
             result = await training_future(services, owner, rest)
@@ -230,9 +253,8 @@ async def retrieve_tinker_future(services: Services, request: Request) -> Respon
     return result if isinstance(result, Response) else json_response(result)
 
 
-async def _sample_result(services: Services, request_id: str) -> bytes | Response | None:
+async def _sample_result(sample: TinkerSample | None, request_id: str) -> bytes | Response | None:
     """Return a sample's sequences; None if they take longer. Raises EngineError."""
-    sample = services.tinker_samples.get(request_id)
     if sample is None:
         message = "the platform was restarted since: sample again"
         return Response(envelope(GONE, message, "sample_gone"), GONE, media_type=JSON)
@@ -260,7 +282,7 @@ def _promoted_names(services: Services) -> list[str]:
         try:
             if registry.promoted(name) is not None:
                 names.append(name)
-        except NotFound:  # a folder without a version
+        except (NotFound, Corrupt):  # a folder without a version; GET /v1/models names damage
             continue
     return names
 

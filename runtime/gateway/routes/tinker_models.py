@@ -7,6 +7,7 @@ Called by tinker.py for futures. Read next: gateway/tinker/training_runs.py, wha
 """
 
 import asyncio
+import contextlib
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,10 +19,12 @@ from cray_agents.records import ModelVersion
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.disk.durable import kept_state
 from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.auth import Caller, caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     COUNT as COUNT_TEXT,
 )
 from cray_agents.runtime.gateway.http.bodies import (
+    damage_told,
     field,
     json_response,
     number,
@@ -38,6 +41,7 @@ from cray_agents.runtime.gateway.http.shapes import (
     list_of,
     object_of,
 )
+from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.routes.jobs import job_spec
 from cray_agents.runtime.gateway.routes.training_commands import await_result
 from cray_agents.runtime.gateway.services import Services
@@ -98,7 +102,8 @@ async def create_tinker_model(services: Services, request: Request) -> Response:
     lora = new.lora_config
     job = {"parent": base.id, "hyperparameters": _hyper(lora)}
     names = (new.base_model, None if lora is None else lora.rank)
-    model = await asyncio.to_thread(_begin, services, new, job, base, *names)
+    caller = caller_of(request)
+    model = await asyncio.to_thread(_begin, services, caller, new, job, base, *names)
     return _future(f"{model.id}/create", model.id)
 
 
@@ -118,7 +123,8 @@ async def load_tinker_weights(services: Services, request: Request) -> Response:
     before = await asyncio.to_thread(services.tinker.model, saved.model)
     job = await asyncio.to_thread(_job_from, services, new, saved, version)
     names = (before.base_model, before.rank)
-    model = await asyncio.to_thread(_begin, services, new, job, version, *names)
+    caller = caller_of(request)
+    model = await asyncio.to_thread(_begin, services, caller, new, job, version, *names)
     return _future(f"{model.id}/load", model.id)
 
 
@@ -127,7 +133,8 @@ async def load_tinker_weights(services: Services, request: Request) -> Response:
 )
 async def unload_tinker_model(services: Services, request: Request) -> Response:
     """End a model's job. What it saved stays."""
-    model = await _model(services, request)
+    given = parse(ModelRequest, await read_json(request, services.max_body))
+    model = await _own_model(services, request, given.model_id)
     await asyncio.to_thread(services.trainer.cancel, model.job)
     return _future(f"{model.id}/unload", model.id)
 
@@ -135,7 +142,8 @@ async def unload_tinker_model(services: Services, request: Request) -> Response:
 @router.post("/api/v1/get_info", Role.train, body=ModelRequest, answer=ANY, fails="404 not_found")
 async def retrieve_tinker_model(services: Services, request: Request) -> Response:
     """Return the base and the kind of a model."""
-    model = await _model(services, request)
+    given = parse(ModelRequest, await read_json(request, services.max_body))
+    model = await asyncio.to_thread(services.tinker.model, given.model_id)
     data = {"model_name": model.base_model, "tokenizer_id": model.base_model}
     return json_response(
         {
@@ -149,9 +157,11 @@ async def retrieve_tinker_model(services: Services, request: Request) -> Respons
     )
 
 
-async def _model(services: Services, request: Request) -> TinkerModel:
-    given = parse(ModelRequest, await read_json(request, services.max_body))
-    return await asyncio.to_thread(services.tinker.model, given.model_id)
+async def _own_model(services: Services, request: Request, model_id: str) -> TinkerModel:
+    """Return a model that the caller may change. Raises AccessDenied, NotFound."""
+    model = await asyncio.to_thread(services.tinker.model, model_id)
+    check_owner(caller_of(request), model.owner, f"model {model_id!r}")
+    return model
 
 
 # ---- commands
@@ -163,7 +173,8 @@ async def send_tinker_pass(services: Services, request: Request) -> Response:
     """
     body = bytes(await read_body(request, services.max_body))
     given = await asyncio.to_thread(forward_backward.read_request, body)
-    return await _send(services, given.model_id, given.sequence, given.command, "pass")
+    model = await _own_model(services, request, given.model_id)
+    return await _send(services, model, given.sequence, given.command, "pass")
 
 
 @router.post("/api/v1/optim_step", Role.train, body=StepRequest, answer=FUTURE, fails=FAILS)
@@ -175,10 +186,10 @@ async def send_tinker_step(services: Services, request: Request) -> Response:
     step = parse(StepRequest, body)
     adam = step.adam_params.model_dump()
     clip = adam.pop("grad_clip_norm")
-    await asyncio.to_thread(services.tinker.model, step.model_id)
+    model = await _own_model(services, request, step.model_id)
     await asyncio.to_thread(services.tinker.note_step, step.model_id, step.seq_id)
     command = OptimStep(**adam, clip_grad=clip)
-    return await _send(services, step.model_id, step.seq_id, command, "step")
+    return await _send(services, model, step.seq_id, command, "step")
 
 
 @router.post("/api/v1/save_weights", Role.train, body=SaveRequest, answer=FUTURE, fails=FAILS)
@@ -202,7 +213,7 @@ async def _save(services: Services, request: Request, kind: SavedKind) -> Respon
         if save.sampling_session_seq_id is None:
             raise BadInput("path must be given: it names the weights", param="path")
         sampler = name_of_sampler(session_of(save.model_id), save.sampling_session_seq_id)
-    model = await asyncio.to_thread(services.tinker.model, save.model_id)
+    model = await _own_model(services, request, save.model_id)
 
     def result_of(sequence: int) -> CommandResult | None:
         try:
@@ -228,13 +239,12 @@ async def _save(services: Services, request: Request, kind: SavedKind) -> Respon
     else:
         command = Save(keep_state=keep)
     place = f"{kind}/{saved.name}"
-    return await _send(services, save.model_id, save.seq_id, command, place)
+    return await _send(services, model, save.seq_id, command, place)
 
 
 async def _send(
-    services: Services, model_id: str, sequence: int, command: TrainingCommand, kind: str
+    services: Services, model: TinkerModel, sequence: int, command: TrainingCommand, kind: str
 ) -> Response:
-    model = await asyncio.to_thread(services.tinker.model, model_id)
     await asyncio.to_thread(services.trainer.command, model.job, sequence, command)
     return _future(f"{model.id}/{sequence}/{kind}", model.id)
 
@@ -272,7 +282,8 @@ async def training_future(
     request = "save_weights" if saved.kind == "weights" else "save_weights_for_sampler"
     if not saved.sampler:
         return {"type": request, "path": saved.path}
-    sampler = Sampler(id=saved.sampler, version=version.id, base_model=model.base_model)
+    names = {"base_model": model.base_model, "owner": model.owner}
+    sampler = Sampler(id=saved.sampler, version=version.id, **names)
     await asyncio.to_thread(services.tinker.add_sampler, sampler)
     return {"type": request, "sampling_session_id": sampler.id}
 
@@ -304,12 +315,12 @@ async def list_tinker_models_trained(services: Services, request: Request) -> Re
     """List the models of all scripts, newest first."""
     params = query(request)
     offset, limit = number(params, "offset", 0), number(params, "limit", 20, PAGE_LIMIT)
-    models = await asyncio.to_thread(services.tinker.models)
-    rows = [
-        await asyncio.to_thread(_row, services, model) for model in models[offset : offset + limit]
-    ]
-    cursor = {"offset": offset, "limit": limit, "total_count": len(models)}
-    return json_response({"training_runs": rows, "cursor": cursor})
+    listing = await asyncio.to_thread(services.tinker.models)
+    models = listing.rows[offset : offset + limit]
+    rows = [await asyncio.to_thread(_row, services, model) for model in models]
+    cursor = {"offset": offset, "limit": limit, "total_count": len(listing.rows)}
+    damage = damage_told(listing.damaged)
+    return json_response({"training_runs": rows, "cursor": cursor, **damage})
 
 
 @router.get("/api/v1/training_runs/{model_id}", Role.train, answer=ANY, fails="404 not_found")
@@ -330,18 +341,19 @@ async def list_tinker_checkpoints(services: Services, request: Request) -> Respo
     """List the weights that a script saved under names, oldest first."""
     model_id = path_id(request, "model_id", "model")
     await asyncio.to_thread(services.tinker.model, model_id)
-    saved = await asyncio.to_thread(services.tinker.all_saved, model_id)
-    return json_response({"checkpoints": [_checkpoint(s) for s in saved if not s.sampler]})
+    listing = await asyncio.to_thread(services.tinker.list_saved, model_id)
+    rows = [_checkpoint(saved) for saved in listing.rows if not saved.sampler]
+    return json_response({"checkpoints": rows, **damage_told(listing.damaged)})
 
 
 def _row(services: Services, model: TinkerModel) -> dict[str, Any]:
-    named = [saved for saved in services.tinker.all_saved(model.id) if not saved.sampler]
+    named = [saved for saved in services.tinker.list_saved(model.id).rows if not saved.sampler]
     last = {saved.kind: _checkpoint(saved) for saved in named}
     times = [model.created, *(saved.created for saved in named)]
     return {
         "training_run_id": model.id,
         "base_model": model.base_model,
-        "model_owner": "",
+        "model_owner": model.owner,
         "is_lora": model.rank is not None,
         "lora_rank": model.rank,
         "last_request_time": _time(max(times)),
@@ -405,14 +417,20 @@ def saved_version(services: Services, saved: SavedWeights) -> ModelVersion:
 # ---- helpers
 def _begin(
     services: Services,
+    caller: Caller,
     new: NewModel,
     job: dict[str, Any],
     base: ModelVersion,
     base_model: str,
     rank: int | None,
 ) -> TinkerModel:
-    """Submit the job of a new model, or find it. Raises BadInput, NotFound, JobError."""
+    """Submit the job of a new model, or find the caller's.
+
+    Raises BadInput, NotFound, JobError, AccessDenied.
+    """
     model_id = name_of_model(new.session_id, new.model_seq_id)
+    with contextlib.suppress(NotFound):
+        check_owner(caller, services.tinker.model(model_id).owner, f"model {model_id!r}")
     if new.optimizer_config is not None and new.optimizer_config.type != "adamw":
         raise BadInput("only adamw is served as an optimizer", param="optimizer_config")
     job = {**job, "commands": model_id, "session": RANKS}
@@ -426,6 +444,7 @@ def _begin(
         base_model=base_model,
         rank=rank,
         metadata=new.user_metadata or {},
+        owner=caller.key_id,
     )
     return services.tinker.add_model(model)
 

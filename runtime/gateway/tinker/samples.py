@@ -128,11 +128,6 @@ class TinkerSamples:
         while len(self._samples) > MOST_ENDED and next(iter(self._samples.values())).task.done():
             self._samples.popitem(last=False)
 
-    def cancel(self, request_id: str) -> None:
-        """End a sample that nobody waits for."""
-        if (sample := self._samples.get(request_id)) is not None:
-            sample.task.cancel()
-
     async def close(self) -> None:
         """End all samples."""
         tasks = [sample.task for sample in self._samples.values()]

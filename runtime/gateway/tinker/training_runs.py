@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
@@ -38,6 +38,7 @@ class TinkerModel(Record):
     """A model that a script trains. `base` is the version `name@N` that it began from.
 
     `base_model` is the name that the script gave. `rank` is the adapter's; None: all weights.
+    `owner` is the id of the API key that made it.
     """
 
     id: str
@@ -47,6 +48,7 @@ class TinkerModel(Record):
     rank: int | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     created: float = Field(default_factory=time.time)
+    owner: str = ""
 
 
 class SavedWeights(Record):
@@ -72,12 +74,13 @@ class SavedWeights(Record):
 
 
 class Sampler(Record):
-    """A version `name@N` that a script samples from."""
+    """A version `name@N` that a script samples from; `owner` is its API key's id."""
 
     id: str
     version: str
     base_model: str
     path: str | None = None
+    owner: str = ""
 
 
 def name_of_sampler(session_id: str, sequence: int) -> str:
@@ -120,11 +123,12 @@ class TinkerFiles:
             TinkerModel, self._model(model_id) / "model.json", f"no model {model_id!r}", "model_id"
         )
 
-    def models(self) -> list[TinkerModel]:
+    def models(self) -> checksums.Listing[TinkerModel]:
         """Return all models, newest first."""
-        folders = (self._folder / "models").glob("*/model.json")
-        models = [checksums.read_record(TinkerModel, path) for path in folders]
-        return sorted(models, key=lambda model: model.created, reverse=True)
+        names = (path.parent.name for path in (self._folder / "models").glob("*/model.json"))
+        listing = checksums.list_whole(names, self.model)
+        models = sorted(listing.rows, key=lambda model: model.created, reverse=True)
+        return checksums.Listing(models, listing.damaged)
 
     # ---- requests
     def note_step(self, model_id: str, sequence: int) -> None:
@@ -193,12 +197,20 @@ class TinkerFiles:
             raise NotFound(missing, param="path")
         return _read(SavedWeights, self._model(model_id) / kind / f"{name}.json", missing, "path")
 
-    def all_saved(self, model_id: str) -> list[SavedWeights]:
-        """Return all weights that were saved of a model, oldest first. Raises NotFound."""
+    def list_saved(self, model_id: str) -> checksums.Listing[SavedWeights]:
+        """Return the weights that were saved of a model, oldest first. Raises NotFound."""
         folder = self._model(model_id)
-        paths = [path for kind in KINDS for path in folder.glob(f"{kind}/*.json")]
-        existing = [_read_saved(path) for path in paths]
-        return sorted(existing, key=lambda saved: saved.sequence)
+        names = [f"{kind}/{path.stem}" for kind in KINDS for path in folder.glob(f"{kind}/*.json")]
+        listing = checksums.list_whole(names, lambda name: _read_saved(folder / f"{name}.json"))
+        saved = sorted(listing.rows, key=lambda saved: saved.sequence)
+        return checksums.Listing(saved, listing.damaged)
+
+    def all_saved(self, model_id: str) -> list[SavedWeights]:
+        """Return the same, for decisions that need them all. Raises NotFound, Corrupt."""
+        listing = self.list_saved(model_id)
+        if listing.damaged:
+            raise Corrupt(listing.damaged[0]["reason"])
+        return listing.rows
 
     def _saved_of(self, model_id: str, kind: SavedKind, sequence: int) -> SavedWeights | None:
         same = (s for s in self.all_saved(model_id) if (s.kind, s.sequence) == (kind, sequence))

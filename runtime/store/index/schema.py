@@ -4,8 +4,8 @@
 Its column `told` has the merged facts of a run (run_merge.py). Three SQLite indexes, one for each
 order, hold the same columns. A page is thus found by a scan of one index, without touching a row.
 A fourth has all that statistics read.
-A file made by any other version of this code is replaced by a new one, so no version number needs
-care. Called by database.py.
+Each version of this code has a file of its own, so no version number needs care, and two versions
+on one host do not undo each other's work. Called by database.py.
 """
 
 import errno
@@ -13,7 +13,9 @@ import hashlib
 import os
 import shutil
 import sqlite3
+import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 from cray_agents.errors import StoreError
@@ -30,7 +32,9 @@ def _version() -> int:
 
 
 DRAFT_CACHE = 192 * 1024  # KiB of memory for a draft
-VERSION = _version()  # kept in the file's user_version
+VERSION = _version()  # in the file's name, and its user_version
+KEPT_SECONDS = 7 * 86_400.0  # after its last use, for the file of another version
+KEPT_FILES = 3  # of other versions, the last used
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 # kinds of events, as numbers
@@ -128,6 +132,7 @@ def prepare(path: Path, identity: str) -> sqlite3.Connection:
     if path.exists() and not _is_usable(path, wanted):
         remove(path)
     connection = connect(path, writer=True)
+    os.utime(path)  # it is in use
     if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
         connection.execute("BEGIN IMMEDIATE")
         _create_tables(connection, wanted)
@@ -216,15 +221,35 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def cache_of(home: Home) -> Path:
-    """Return the index's file for this root, and make its directory. Raises StoreError."""
+    """Return this version's index for this root, and make its directory. Raises StoreError.
+
+    The files of other versions go when their time is over. A process that still has one makes it
+    anew.
+    """
     root = os.path.realpath(home.root)
     directory = host_cache() / hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         (directory / "root").write_bytes(os.fsencode(root))
+        _remove_old(directory, path := directory / f"index-{VERSION:08x}.sqlite")
     except OSError as error:
         raise StoreError(f"cannot write the index in {directory}: {error.strerror}") from error
-    return directory / "index.sqlite"
+    return path
+
+
+def _remove_old(directory: Path, ours: Path) -> None:
+    """Remove the files of other versions that were not used of late, or are too many."""
+    used: dict[Path, float] = {}
+    for path in directory.glob("index*.sqlite"):
+        for end in ("", *BESIDE):
+            with suppress(FileNotFoundError):
+                at = path.with_name(path.name + end).stat().st_mtime
+                used[path] = max(at, used.get(path, 0.0))
+    used.pop(ours, None)
+    for rank, path in enumerate(sorted(used, key=used.__getitem__, reverse=True)):
+        if rank >= KEPT_FILES or used[path] < time.time() - KEPT_SECONDS:
+            for file in directory.glob(f"{path.name}*"):
+                file.unlink(missing_ok=True)
 
 
 def identity_of(home: Home) -> str:

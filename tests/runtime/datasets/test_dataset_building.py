@@ -245,11 +245,11 @@ async def test_building_again_is_finding_and_another_recipe_is_another_set(tmp_p
     fewer, found = made(home, rewards={"a": 0.0})
     assert first == again
     assert fewer["id"] != first["id"] and [row["run_id"] for row in found] == ["b"]
-    assert [m["id"] for m in list_datasets(home).manifests] == [fewer["id"], first["id"]]
+    assert [m["id"] for m in list_datasets(home).rows] == [fewer["id"], first["id"]]
     page = list_datasets(home, limit=1)
-    assert page.has_more and page.manifests[0]["id"] == fewer["id"]
+    assert page.has_more and page.rows[0]["id"] == fewer["id"]
     rest = list_datasets(home, after=fewer["id"])
-    assert [m["id"] for m in rest.manifests] == [first["id"]] and not rest.has_more
+    assert [m["id"] for m in rest.rows] == [first["id"]] and not rest.has_more
     same, _ = made(home, generations=None, where={"loop": "l"})
     assert same["id"] != first["id"]  # another recipe, though with the same samples
     assert not [path for path in home.datasets.iterdir() if path.name.startswith(".")]

@@ -1,6 +1,7 @@
 """The index's file: damage, other versions and roots, several processes, filling in bulk."""
 
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -309,6 +310,54 @@ def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         gone.unlink() if gone.is_file() else gone.rmdir()
     assert sweep_caches() == [str(tmp_path / "two")]
     assert path.exists() and len(list(path.parent.parent.iterdir())) == 1
+
+
+OPENED = """
+import sys
+from pathlib import Path
+from cray_agents.paths import Home
+from cray_agents.runtime.store.index import Index, cache_of, identity_of
+from tests.support.store.made_up_facts import call, placed
+
+home = Home(Path(sys.argv[1]))
+index = Index(cache_of(home), identity_of(home))
+print(len(index.progress()))
+index.add("segment_a", 0, 9, placed([call("c1", "run_1")]))
+index.close()
+"""
+
+
+def test_two_versions_of_the_code_leave_each_others_index_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Path(__file__).parents[3]
+    for package in ("cray_agents", "tests/support/store"):
+        shutil.copytree(here / package, tmp_path / "other" / package)
+    with (tmp_path / "other/cray_agents/runtime/store/index/codes.py").open("a") as source:
+        source.write("\n# another version\n")
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+
+    def opened(where: Path) -> str:
+        command = [sys.executable, "-c", OPENED, str(tmp_path / "home")]
+        environment = {**os.environ, "PYTHONPATH": str(where)}
+        return subprocess.check_output(command, text=True, env=environment, cwd=where).strip()
+
+    places = (here, tmp_path / "other")
+    assert [opened(place) for place in places * 2] == ["0", "0", "1", "1"]
+    folder = cache_of(Home(tmp_path / "home")).parent
+    assert len(list(folder.glob("index*.sqlite"))) == 2
+    ours, week = cache_of(Home(tmp_path / "home")), 8 * 86_400
+    for path in folder.glob("index*.sqlite*"):  # nobody has used any of them for a week
+        os.utime(path, (path.stat().st_mtime - week,) * 2)
+    for number in range(5):
+        (folder / f"index-{number}.sqlite").touch()
+    assert cache_of(Home(tmp_path / "home")) == ours
+    left = sorted(folder.glob("index*.sqlite"))
+    assert (
+        ours in left
+        and len(left) == 4
+        and not set(folder.glob("*.turn")) - {ours.with_name(f"{ours.name}.turn")}
+    )
 
 
 def test_a_root_made_anew_at_the_same_path_has_another_index(

@@ -11,6 +11,8 @@ def misbehave(way: str) -> None:
     """Do what an environment may do wrong before the model is asked for anything."""
     if way == "reset":
         raise RuntimeError("no world today")
+    if way == "wordy":
+        raise RuntimeError("it went so:\n" + "  a frame\n" * 1000 + "KeyError: 'the cause'")
     if way == "hangs":
         time.sleep(3600)
     if way == "dies":

@@ -27,11 +27,12 @@ def list_lines(
     """List the newest changes, oldest first."""
     from cray_agents.runtime.observability.audit_log import read_audit
 
-    lines = read_audit(root(home).audit)[-limit:]
+    listing = read_audit(root(home).audit)
+    lines = listing.rows[-limit:]
     rows = [line.model_dump(mode="json", exclude={"prev", "heads"}) for line in lines]
     if not as_json:
         rows = [{**row, "time": when(row["time"])} for row in rows]
-    show(rows, COLUMNS, as_json=as_json)
+    show(rows, COLUMNS, as_json=as_json, damaged=listing.damaged)
 
 
 @audit.command("verify")

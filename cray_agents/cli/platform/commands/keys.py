@@ -64,6 +64,7 @@ def list_keys(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """List every key that was ever made, without its secret."""
     from cray_agents.runtime.gateway.http.api_keys import Keys
 
+    known = Keys(load_config({"home": home}).root)
     rows = [
         {
             "id": record.id,
@@ -73,9 +74,10 @@ def list_keys(home: HomeOption = None, as_json: JsonOption = False) -> None:
             "created": record.created,
             "when": when(record.created),
         }
-        for record, revoked in Keys(load_config({"home": home}).root).list()
+        for record, revoked in known.list()
     ]
-    show(rows, ["id", "name", "role", "state", "when"], as_json=as_json)
+    columns = ["id", "name", "role", "state", "when"]
+    show(rows, columns, as_json=as_json, damaged=known.damaged())
 
 
 @keys.command("revoke")
