@@ -337,7 +337,7 @@ async def test_a_supervisor_obeys_the_newest_controller_alone(tmp_path: Path) ->
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     old, new = (SupervisorClient(url, "secret", 20.0, lambda term=term: term) for term in (1, 2))  # type: ignore[misc]
     try:
-        assert (await old.state())["starts"] == 0
+        assert (await old.state()).starts == 0
         await new.state()  # as at a takeover
         for order in ("note", "stop", "exit"):
             with pytest.raises(EngineError, match="term 2 has taken this replica over"):

@@ -38,6 +38,7 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 from cray_agents.runtime.gateway.model_calls.relay import EventStream, Piece, StreamRecorder
 from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool.engine.vllm_http import well_formed
 from cray_agents.runtime.pool.request_router import Wanted
 from cray_agents.runtime.store.conversations import Continuation, chain
 
@@ -101,7 +102,9 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
             end_span(services, call, ticket, failure=cut)
             return
         first = recorder.first_at - call.clock if recorder.first_at else None
-        await _record(services, call, ticket, call.stream_events(data, cut, end), first)
+        with well_formed(f"the replica of {call.exchange.version}"):
+            events = call.stream_events(data, cut, end)
+        await _record(services, call, ticket, events, first)
 
     def samples_event() -> bytes:
         if not call.returns_samples:
@@ -184,10 +187,12 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
 
 async def _record_answer(services: Services, call: Call, ticket: Ticket, content: bytes) -> bytes:
     """Record the engine's answer and return the client's version of it."""
-    answer = from_json(content, allow_inf_nan=False)
-    if call.returns_samples:
-        content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
-    await _record(services, call, ticket, call.answer_events(answer, content))
+    with well_formed(f"the replica of {call.exchange.version}"):
+        answer = from_json(content, allow_inf_nan=False)
+        if call.returns_samples:
+            content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
+        events = call.answer_events(answer, content)
+    await _record(services, call, ticket, events)
     return content
 
 

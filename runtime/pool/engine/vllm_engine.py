@@ -9,10 +9,11 @@ distribution sampled from, since vllm_replica.py starts vLLM with `processed_log
 import asyncio
 import copy
 import logging
+import math
 import ssl
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,13 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import WeightChange
-from cray_agents.runtime.pool.engine.vllm_http import Http, to_engine_error
+from cray_agents.runtime.pool.engine.vllm_http import (
+    MALFORMED,
+    Http,
+    parse_object,
+    to_engine_error,
+    well_formed,
+)
 from cray_agents.runtime.pool.engine.weight_transfer import (
     STUCK,
     TransferSettings,
@@ -131,9 +138,12 @@ class VllmEngine:
     async def _answer_whole(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         async with self._send(exchange) as response:
             content = await response.read()
-            size = int(response.headers.get(BODY, len(content)))
+            head = response.headers.get(BODY, "")
+        with well_formed(f"the replica of {exchange.version}"):
+            size = int(head or len(content))
+            if exchange.capture:
+                exchange.samples = _parse_samples(content[size:])
         if exchange.capture:
-            exchange.samples = _parse_samples(content[size:])
             exchange.version = next((s.version for s in exchange.samples), "") or exchange.version
         yield content[:size].replace(*self._model_names(exchange))
 
@@ -147,19 +157,21 @@ class VllmEngine:
                 async for piece in pieces:
                     whole, rest = _split_events(rest + piece)
                     if exchange.capture and (at := whole.find(EVENT)) >= 0:
-                        exchange.samples = _parse_samples(whole[at + len(EVENT) :])
+                        with well_formed(f"the replica of {exchange.version}"):
+                            exchange.samples = _parse_samples(whole[at + len(EVENT) :])
                         complete = True
                         whole = whole[:at]
                     if (at := _find_error(whole)) >= 0:
                         if at:
                             yield whole[:at].replace(*names)
-                        raise to_engine_error(0, orjson.loads(whole[at:].partition(b"\n")[0][6:]))
+                        raise to_engine_error(0, whole[at:].partition(b"\n")[0][6:])
                     if whole:
                         yield whole.replace(*names)
             except asyncio.CancelledError:
                 if exchange.capture:
                     tail = rest + await self._abort(exchange, response)
-                    exchange.samples = _parse_samples(tail.partition(EVENT)[2])
+                    with suppress(*MALFORMED):
+                        exchange.samples = _parse_samples(tail.partition(EVENT)[2])
                 raise
         if not complete:
             log.warning("%s: the stream of %s ended before its end", self.url, exchange.id)
@@ -229,9 +241,10 @@ class VllmEngine:
         mode = "keep" if under_way else "abort"
         await self._control(f"/pause?mode={mode}&clear_cache=true")
         await self._reset_prefix_cache()
-        async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
-            models = orjson.loads(await response.read())["data"]
-        for adapter in (model["id"] for model in models if model.get("parent")):
+        models = await self._models()
+        with well_formed(f"{self.url}/v1/models"):
+            adapters = [str(model["id"]) for model in models if model.get("parent")]
+        for adapter in adapters:
             await self.unload_adapter(adapter)
         await self._name_weights(checkpoint, version)
 
@@ -264,7 +277,7 @@ class VllmEngine:
             return True
         except EngineTimeout as error:
             raise SwapError(f"a transfer of weights hangs: {error}", code=STUCK) from error
-        except (CrayError, OSError, ValueError, KeyError) as error:
+        except (CrayError, OSError, *MALFORMED) as error:
             if isinstance(error, CrayError) and error.code == STUCK:
                 raise
             self.load_note = f"weights did not come by {backend}: {error}"
@@ -290,7 +303,7 @@ class VllmEngine:
                 await fetch_weights(like, offers, self._transfer, self._control)
         except EngineTimeout as error:
             raise SwapError(f"the weights of {job} did not come: {error}", code=STUCK) from error
-        except (CrayError, OSError, ValueError, KeyError) as error:
+        except (CrayError, OSError, *MALFORMED) as error:
             code = STUCK if isinstance(error, CrayError) and error.code == STUCK else None
             raise SwapError(f"the weights of {job} did not come: {error}", code=code) from error
         self._received = offers, seconds["early"]
@@ -314,8 +327,10 @@ class VllmEngine:
         except EngineError as error:
             log.warning("%s is loaded whole: its changes were not applied: %s", checkpoint, error)
             return False
-        workers = answer.get("results") or [{}]
-        return all(isinstance(one, dict) and one.get("patched") for one in workers)
+        workers = answer.get("results")
+        return isinstance(workers, list) and all(
+            isinstance(one, dict) and one.get("patched") for one in workers or [{}]
+        )
 
     async def _reset_prefix_cache(self) -> None:
         answer = await self._control("/reset_prefix_cache")
@@ -344,12 +359,13 @@ class VllmEngine:
 
     async def refuse(self, version: str = "") -> dict[str, int]:
         """Begin no more answers with a version: see `Engine.refuse`."""
-        in_flight: dict[str, int] = (await self._order({"refuse": version})).get("in_flight", {})
-        return in_flight
+        answer = await self._order({"refuse": version})
+        with well_formed(f"{self.url}{GUARD}"):
+            return {str(name): int(count) for name, count in answer.get("in_flight", {}).items()}
 
     async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
         async with self._http.answer("POST", GUARD, order, _GUARD_TIMEOUT) as response:
-            answer: dict[str, Any] = orjson.loads(await response.read())
+            answer = parse_object(await response.read(), f"{self.url}{GUARD}")
         if (term := answer.get("superseded")) is not None:
             raise Superseded(f"{self.url} follows a controller with term {term}")
         return answer
@@ -384,11 +400,12 @@ class VllmEngine:
             "vllm_xargs": {PROBE: 1},
         }
         answer = await self._post("/v1/completions", body)
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        return [
-            _score(choice["prompt_logprobs"], tokens)
-            for choice, tokens in zip(choices, prompts, strict=True)
-        ]
+        with well_formed(f"{self.url}/v1/completions"):
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            return [
+                _score(choice["prompt_logprobs"], tokens)
+                for choice, tokens in zip(choices, prompts, strict=True)
+            ]
 
     async def _try_sampling(self) -> None:
         """Sample two tokens; the second one also reads the cache that the first one wrote."""
@@ -409,7 +426,9 @@ class VllmEngine:
     async def metrics(self, timeout: float) -> str:
         """Return the server's metrics as Prometheus' text. Raises EngineError."""
         async with self._http.answer("GET", "/metrics", timeout=timeout) as response:
-            return (await response.read()).decode()
+            content = await response.read()
+        with well_formed(f"{self.url}/metrics"):
+            return content.decode()
 
     async def check_alive(self) -> None:
         """Return when the engine core behind the server has answered. Raises EngineError."""
@@ -440,9 +459,15 @@ class VllmEngine:
         """Return the directory that the server was started on. Raises EngineUnavailable."""
         async with self._http.answer("GET", "/health", timeout=5.0):
             pass
+        models = await self._models()
+        with well_formed(f"{self.url}/v1/models"):
+            return str(models[0]["root"])
+
+    async def _models(self) -> list[Any]:
         async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
-            answer = orjson.loads(await response.read())
-        return str(answer["data"][0]["root"])
+            answer = parse_object(await response.read(), f"{self.url}/v1/models")
+        with well_formed(f"{self.url}/v1/models"):
+            return list(answer["data"])
 
     async def close(self) -> None:
         """Drop the connections."""
@@ -450,16 +475,14 @@ class VllmEngine:
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         async with self._http.answer("POST", path, body) as response:
-            answer: dict[str, Any] = orjson.loads(await response.read())
-            return answer
+            return parse_object(await response.read(), f"{self.url}{path}")
 
     async def _control(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         async with self._http.answer(
             "POST", path, body or {}, self._load_timeout, once=True
         ) as response:
             content = await response.read()
-        answer = orjson.loads(content) if content[:1] in (b"{", b"[") else {}
-        return answer if isinstance(answer, dict) else {}
+        return parse_object(content, f"{self.url}{path}") if content[:1] == b"{" else {}
 
 
 def _tokens(offers: Sequence[WeightOffer]) -> list[str]:
@@ -491,6 +514,9 @@ def _parse_samples(content: bytes) -> list[SampledSequence]:
 
 def _parse_sample(*, versions: Sequence[tuple[int, str]] = (), **fields: Any) -> SampledSequence:
     sample = SampledSequence(**fields)
+    kinds = {*map(type, sample.token_ids)}, {*map(type, sample.logprobs)}
+    if kinds[0] - {int} or kinds[1] - {int, float, type(None)}:
+        raise ValueError(f"tokens or logprobs of sample {sample.name!r} are no numbers")
     for at, label in versions:
         if not sample.version:
             sample.version = _version_of(label)
@@ -510,7 +536,7 @@ def _score(entries: list[dict[str, Any] | None], tokens: list[int]) -> PromptSco
     for entry, token in zip(entries[1:], tokens[1:], strict=True):
         assert entry is not None
         value = entry[str(token)]["logprob"]
-        if value is None or value != value:
+        if value is None or not math.isfinite(value):
             raise EngineError(f"the model gives token {token} no logprob: its weights hold NaN")
         logprobs.append(float(value))
         top.append(int(min(entry, key=lambda name: int(entry[name]["rank"]))))

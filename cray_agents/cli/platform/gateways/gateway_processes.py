@@ -17,14 +17,8 @@ STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
 log = logging.getLogger(__name__)
 
 
-async def keep_gateways(config: Config, port: int, count: int) -> None:
-    """Keep `count` further gateways running at a port, until cancelled."""
-    async with asyncio.TaskGroup() as group:
-        for number in range(1, count + 1):
-            group.create_task(_keep(config, port, number))
-
-
-async def _keep(config: Config, port: int, number: int) -> None:
+async def keep_gateway(config: Config, port: int, number: int) -> None:
+    """Keep a further gateway running at a port, until cancelled. `number`: in its log's name."""
     home = config.root
     argv = python("-m", "cray_agents", "gateway", "--home", str(home.root))
     argv += ["--host", config.host, "--port", str(port), "--of", str(os.getpid())]
