@@ -20,6 +20,7 @@ from cray_agents.errors import BadInput, StoreError
 from cray_agents.exact_json import malformed_calls
 from cray_agents.ports import EngineCall
 from cray_agents.records import Event, Message, new_id
+from cray_agents.runtime.background import start_task
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import ID, check_unmarked, read_json
@@ -149,7 +150,7 @@ async def start_call(
             content = await collect_answer(services, answer, ticket, wanted)
             return await _record_answer(services, call, ticket, content)
 
-    task = asyncio.create_task(work())
+    task = start_task("call", work(), call.id)
     task.add_done_callback(lambda _: ticket.release())  # also if it never began
     return call, task
 
