@@ -7,7 +7,7 @@ starts the work again, after a pause that grows.
 Some work is not started again, as its end has to end the process: the thread of the controller's
 lease (controller_lease.py), the HTTP server and the first start of the replicas (compose.py), the
 wait for a further gateway's end (further_process.py), and the tasks of the batch worker, whose
-process worker_supervisor.py starts again.
+process child_processes.py starts again.
 """
 
 import asyncio
@@ -21,6 +21,8 @@ from cray_agents.errors import CrayError
 
 PAUSE = (0.5, 30.0)  # seconds before a restart: after the first failure, and at most
 STEADY = 60.0  # seconds of work after which the pause is the shortest again
+RECALLED = 3600.0  # seconds after a failure until an equal one is logged again
+FORESEEN = (CrayError, OSError)
 
 T = TypeVar("T")
 
@@ -43,13 +45,17 @@ class TaskFailures:
         self.by_task: dict[str, TaskFailure] = {}
 
     def add(self, task: str, error: BaseException, about: str = "") -> None:
-        """Count a failure, and log it unless it is the last one again. `about`: for the log."""
+        """Count a failure, and log it unless it is the last one again. `about`: for the log.
+
+        Errors of this package and of the operating system need no traceback.
+        """
         text = f"{type(error).__name__}: {error}"
         last = self.by_task.get(task, TaskFailure(0, "", 0.0))
         self.by_task[task] = TaskFailure(last.count + 1, text, time.time())
-        if last.error != text:
+        if last.error != text or time.time() - last.time > RECALLED:
             named = f"{task} ({about})" if about else task
-            log.error("background task failed: %s: %s", named, text, exc_info=error)
+            traceback = None if isinstance(error, FORESEEN) else error
+            log.error("background task failed: %s: %s", named, text, exc_info=traceback)
 
 
 #: One for the process, as is its log.
@@ -66,7 +72,7 @@ def start_task(name: str, work: Coroutine[Any, Any, T], about: str = "") -> asyn
     def see_end(task: asyncio.Task[T]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if isinstance(error, CrayError | OSError):
+        if isinstance(error, FORESEEN):
             log.info("%s: %s", about or name, error)
         else:
             FAILURES.add(name, error, about)

@@ -65,7 +65,7 @@ KINDS = {
 
 
 @asynccontextmanager
-async def answering(content: bytes, status: int = 200, **headers: str) -> AsyncIterator[str]:
+async def answering(content: bytes, status: int = 200, **headers: Any) -> AsyncIterator[str]:
     """The URL of a server that answers everything so."""
 
     async def answer(request: web.Request) -> web.Response:

@@ -25,10 +25,10 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
+from cray_agents.cli.platform.child_processes import run_gateway, run_worker
 from cray_agents.cli.platform.cluster_view import ClusterView
 from cray_agents.cli.platform.commands.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
-from cray_agents.cli.platform.gateways.gateway_processes import keep_gateway
 from cray_agents.cli.platform.gateways.shared_port import Ports
 from cray_agents.cli.platform.gateways.sockets import address
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
@@ -46,7 +46,6 @@ from cray_agents.errors import ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.processes import SAFE_IMPORTS
 from cray_agents.records import ModelVersion
-from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
 from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
@@ -236,9 +235,8 @@ async def run(
     # both end the platform by an error; all other tasks are started again
     serving = asyncio.create_task(server.serve(sockets=ports.listeners))
     starting = asyncio.create_task(start_pool(pool, home, version, rule))
-    log = home.logs / "batch-worker.log"
     keep = services.tasks.keep
-    keep("batch worker", partial(keep_worker, home, address(listener), log, key=lease.token))
+    keep("batch worker", partial(run_worker, home, address(listener), key=lease.token))
     keep("upkeep of the store", partial(keep_up, store))
     keep("restart of jobs", partial(restart_unfinished_jobs, home, trainer))
     ledger = LedgerFile(home.ledger, "platform")
@@ -252,7 +250,7 @@ async def run(
         services.note_other_gateways()
         port = listener.getsockname()[1]
         for number in range(1, config.gateways):
-            keep("further gateway", partial(keep_gateway, config, port, number), str(number))
+            keep("further gateway", partial(run_gateway, config, port, number), str(number))
     if training is not None:
         is_asked = partial(asks_for_replicas, pool, services.admission, shares)
         keep("GPU turns", partial(take_turns, pool, training, is_asked, report=say))

@@ -1,6 +1,6 @@
 """Further gateway process: one more gateway on a root that another process decides for.
 
-`up` with `gateways` starts some at its own port (gateway_processes.py), and `cray-agents gateway`
+`up` with `gateways` starts some at its own port (child_processes.py), and `cray-agents gateway`
 one by hand, as on another host. This module makes the parts and ends them; what such a gateway
 answers itself is in runtime/gateway/further_gateway.py.
 """
