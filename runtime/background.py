@@ -14,8 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cray_agents.errors import CrayError
 
@@ -29,11 +28,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TaskFailure:
+class TaskFailure(NamedTuple):
     """The failures of a task: their number, the last error, and its time in unix seconds."""
 
-    count: int
+    number: int
     error: str
     time: float
 
@@ -51,7 +49,7 @@ class TaskFailures:
         """
         text = f"{type(error).__name__}: {error}"
         last = self.by_task.get(task, TaskFailure(0, "", 0.0))
-        self.by_task[task] = TaskFailure(last.count + 1, text, time.time())
+        self.by_task[task] = TaskFailure(last.number + 1, text, time.time())
         if last.error != text or time.time() - last.time > RECALLED:
             named = f"{task} ({about})" if about else task
             traceback = None if isinstance(error, FORESEEN) else error

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cray_agents.errors import BadInput, CrayError, NotFound, SetupError
+from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.processes import python
@@ -41,7 +41,6 @@ from cray_agents.training_jobs import JobStatus
 
 SMALL_BYTES = 1 << 16  # of files that a thread may validate, where torch is imported already
 LOOK_SECONDS = 1.0  # between looks at a job that trains
-TROUBLE_SECONDS = 10.0  # after a look that failed
 COLUMNS = {  # of the result file, with their names in a step event
     "step": "step",
     "train_loss": "loss",
@@ -124,20 +123,10 @@ class FineTuning:
         await self._tasks.close()
 
     async def _follow(self, job_id: str) -> None:
-        valid, pause = False, LOOK_SECONDS
-        while True:
-            try:
-                if not valid:
-                    async with self._validation_lock:
-                        await self._validate(job_id)
-                    valid = True
-                if await asyncio.to_thread(self.advance, job_id):
-                    return
-                pause = LOOK_SECONDS
-            except CrayError as error:  # temporary: Slurm is away, the disk is full
-                log.warning("%s: %s; tried again in %g s", job_id, error, TROUBLE_SECONDS)
-                pause = TROUBLE_SECONDS
-            await asyncio.sleep(pause)
+        async with self._validation_lock:
+            await self._validate(job_id)
+        while not await asyncio.to_thread(self.advance, job_id):
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _validate(self, job_id: str) -> None:
         """Make a JobSpec of the job's files, or end the job."""

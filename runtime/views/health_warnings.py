@@ -68,15 +68,9 @@ def _tasks(since: float) -> list[HealthWarning]:
     """Tell of the background tasks of this process that failed since then."""
     message = "the platform's task {!r} failed {} times, and was started again; the last time: {}"
     return [
-        HealthWarning(
-            kind="failed_task",
-            level="warning",
-            message=message.format(name, failure.count, failure.error[:500]),
-            count=failure.count,
-            of=failure.count,
-        )
-        for name, failure in FAILURES.by_task.items()
-        if failure.time >= since
+        _warning("failed_task", message.format(name, count, error[:500]), count, count, None, {})
+        for name, (count, error, last) in list(FAILURES.by_task.items())
+        if last >= since
     ]
 
 

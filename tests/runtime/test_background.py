@@ -46,7 +46,7 @@ async def test_a_task_that_fails_is_logged_once_counted_and_started_again(
         await ended.wait()
         await task  # it returned, so it is not started again
     assert starts == 3
-    assert FAILURES.by_task["watch"].count == 2
+    assert FAILURES.by_task["watch"].number == 2
     (line,) = errors(caplog)  # the second failure is the first again
     assert line == "background task failed: watch (replica 3): KeyError: 'choices'"
     assert caplog.records[-1].exc_info  # with its traceback
@@ -64,7 +64,7 @@ async def test_work_that_is_done_once_is_counted_and_not_started_again(
     foreseen = tasks.run("load", work(SwapError("no room")), "m@2")
     await asyncio.wait({unforeseen, foreseen})
     await until(lambda: "save" in FAILURES.by_task)
-    assert {name: one.count for name, one in FAILURES.by_task.items()} == {"save": 1}
+    assert {name: one.number for name, one in FAILURES.by_task.items()} == {"save": 1}
     assert errors(caplog) == ["background task failed: save: ValueError: 7"]
     with pytest.raises(SwapError):  # who waits has it
         await foreseen
@@ -116,7 +116,7 @@ async def test_an_end_by_a_cancellation_of_something_else_is_a_failure() -> None
     tasks = BackgroundTasks()
     async with asyncio.timeout(60):
         await tasks.keep("watch", work)
-    assert (starts, FAILURES.by_task["watch"].count) == (2, 1)
+    assert (starts, FAILURES.by_task["watch"].number) == (2, 1)
 
 
 async def test_the_pause_grows_to_a_bound() -> None:
@@ -155,7 +155,7 @@ async def test_readers_of_the_change_feed_start_anew_after_its_failure(tmp_path:
         async with asyncio.timeout(60):
             events = (event async for event in reader if event != b": keep-alive\n\n")
             assert b'"change":"restarted"' in await anext(events)
-            assert FAILURES.by_task["change feed"].count == 1
+            assert FAILURES.by_task["change feed"].number == 1
             feed.note_runs([(run_id := new_id("run"), "appended")])
             assert run_id.encode() in await anext(events)
         await reader.aclose()

@@ -65,7 +65,9 @@ KINDS = {
 
 
 @asynccontextmanager
-async def answering(content: bytes, status: int = 200, **headers: Any) -> AsyncIterator[str]:
+async def answering(
+    content: bytes, status: int = 200, headers: dict[str, str] | None = None
+) -> AsyncIterator[str]:
     """The URL of a server that answers everything so."""
 
     async def answer(request: web.Request) -> web.Response:
@@ -127,7 +129,7 @@ async def test_an_engine_fails_by_a_typed_error_on_every_route(
     tmp_path: Path, kind: str, status: int
 ) -> None:
     model = bare_model(tmp_path / "model")
-    async with answering(KINDS[kind], status, location="http://[", **{BODY: "0"}) as url:
+    async with answering(KINDS[kind], status, {"location": "http://[", BODY: "0"}) as url:
         engine = VllmEngine(url, "m", "secret", timeout=60)
         for name, ask in ROUTES.items():
             with suppress(CrayError):  # some do not care what is answered
@@ -142,7 +144,7 @@ async def test_an_engine_fails_by_a_typed_error_on_every_route(
 
 @pytest.mark.parametrize("size", ["x", "9" * 5000, "nan"])
 async def test_a_size_that_is_no_number_is_a_typed_error(size: str) -> None:
-    async with answering(b"{}", **{BODY: size}) as url:
+    async with answering(b"{}", headers={BODY: size}) as url:
         engine = VllmEngine(url, "m", "secret", timeout=60)
         with pytest.raises(EngineError, match="unknown form"):
             await call(engine)

@@ -15,8 +15,8 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from cray_agents.runtime.observability.boards.catalog import BOARDS
-from cray_agents.runtime.observability.boards.promql import used_metrics
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+from tests.support.promql import used_metrics
 from tests.support.scraped_metrics import labels_of
 from tests.support.scripted_gateway import Gateway, Reply, served, until
 from tests.support.vllm_pool import CHAT, manifest_of

@@ -168,7 +168,7 @@ def _task_failures() -> Metric:
     about = "Unforeseen failures of background tasks, after which they were started again"
     family = CounterMetricFamily("cray_task_failures", about, labels=["task"])
     for name, failure in list(FAILURES.by_task.items()):
-        family.add_metric([name], failure.count)
+        family.add_metric([name], failure.number)
     return family
 
 

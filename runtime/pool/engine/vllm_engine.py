@@ -30,13 +30,7 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import WeightChange
-from cray_agents.runtime.pool.engine.vllm_http import (
-    MALFORMED,
-    Http,
-    parse_object,
-    to_engine_error,
-    well_formed,
-)
+from cray_agents.runtime.pool.engine.vllm_http import MALFORMED, Http, to_engine_error
 from cray_agents.runtime.pool.engine.weight_transfer import (
     STUCK,
     TransferSettings,
@@ -138,11 +132,8 @@ class VllmEngine:
     async def _answer_whole(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         async with self._send(exchange) as response:
             content = await response.read()
-            head = response.headers.get(BODY, "")
-        with well_formed(f"the replica of {exchange.version}"):
-            size = int(head or len(content))
-            if exchange.capture:
-                exchange.samples = _parse_samples(content[size:])
+            size = int(response.headers.get(BODY, len(content)))
+            exchange.samples = _parse_samples(content[size:]) if exchange.capture else []
         if exchange.capture:
             exchange.version = next((s.version for s in exchange.samples), "") or exchange.version
         yield content[:size].replace(*self._model_names(exchange))
@@ -157,8 +148,7 @@ class VllmEngine:
                 async for piece in pieces:
                     whole, rest = _split_events(rest + piece)
                     if exchange.capture and (at := whole.find(EVENT)) >= 0:
-                        with well_formed(f"the replica of {exchange.version}"):
-                            exchange.samples = _parse_samples(whole[at + len(EVENT) :])
+                        exchange.samples = _parse_samples(whole[at + len(EVENT) :])
                         complete = True
                         whole = whole[:at]
                     if (at := _find_error(whole)) >= 0:
@@ -241,8 +231,8 @@ class VllmEngine:
         mode = "keep" if under_way else "abort"
         await self._control(f"/pause?mode={mode}&clear_cache=true")
         await self._reset_prefix_cache()
-        models = await self._models()
-        with well_formed(f"{self.url}/v1/models"):
+        async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
+            models = orjson.loads(await response.read())["data"]
             adapters = [str(model["id"]) for model in models if model.get("parent")]
         for adapter in adapters:
             await self.unload_adapter(adapter)
@@ -327,10 +317,8 @@ class VllmEngine:
         except EngineError as error:
             log.warning("%s is loaded whole: its changes were not applied: %s", checkpoint, error)
             return False
-        workers = answer.get("results")
-        return isinstance(workers, list) and all(
-            isinstance(one, dict) and one.get("patched") for one in workers or [{}]
-        )
+        workers = answer["results"] or [{}]
+        return all(isinstance(one, dict) and one.get("patched") for one in workers)
 
     async def _reset_prefix_cache(self) -> None:
         answer = await self._control("/reset_prefix_cache")
@@ -359,16 +347,15 @@ class VllmEngine:
 
     async def refuse(self, version: str = "") -> dict[str, int]:
         """Begin no more answers with a version: see `Engine.refuse`."""
-        answer = await self._order({"refuse": version})
-        with well_formed(f"{self.url}{GUARD}"):
-            return {str(name): int(count) for name, count in answer.get("in_flight", {}).items()}
+        return await self._order({"refuse": version})
 
-    async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def _order(self, order: dict[str, Any]) -> dict[str, int]:
+        """Give the guard an order; return the number of requests in flight by version."""
         async with self._http.answer("POST", GUARD, order, _GUARD_TIMEOUT) as response:
-            answer = parse_object(await response.read(), f"{self.url}{GUARD}")
-        if (term := answer.get("superseded")) is not None:
-            raise Superseded(f"{self.url} follows a controller with term {term}")
-        return answer
+            answer = orjson.loads(await response.read())
+            if (term := answer.get("superseded")) is not None:
+                raise Superseded(f"{self.url} follows a controller with term {term}")
+            return {str(name): int(count) for name, count in answer.get("in_flight", {}).items()}
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back: see `Engine.sleep`. vLLM for CPUs gives nothing back."""
@@ -399,8 +386,8 @@ class VllmEngine:
             "prompt_logprobs": 1,
             "vllm_xargs": {PROBE: 1},
         }
-        answer = await self._post("/v1/completions", body)
-        with well_formed(f"{self.url}/v1/completions"):
+        async with self._http.answer("POST", "/v1/completions", body) as response:
+            answer = orjson.loads(await response.read())
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             return [
                 _score(choice["prompt_logprobs"], tokens)
@@ -418,7 +405,8 @@ class VllmEngine:
             "vllm_xargs": {PROBE: 1},
         }
         try:
-            await self._post("/v1/completions", body)
+            async with self._http.answer("POST", "/v1/completions", body) as response:
+                orjson.loads(await response.read())
         except EngineError as error:
             if error.status not in _NO_SUCH_ROUTE:
                 raise
@@ -426,9 +414,7 @@ class VllmEngine:
     async def metrics(self, timeout: float) -> str:
         """Return the server's metrics as Prometheus' text. Raises EngineError."""
         async with self._http.answer("GET", "/metrics", timeout=timeout) as response:
-            content = await response.read()
-        with well_formed(f"{self.url}/metrics"):
-            return content.decode()
+            return (await response.read()).decode()
 
     async def check_alive(self) -> None:
         """Return when the engine core behind the server has answered. Raises EngineError."""
@@ -459,30 +445,20 @@ class VllmEngine:
         """Return the directory that the server was started on. Raises EngineUnavailable."""
         async with self._http.answer("GET", "/health", timeout=5.0):
             pass
-        models = await self._models()
-        with well_formed(f"{self.url}/v1/models"):
-            return str(models[0]["root"])
-
-    async def _models(self) -> list[Any]:
         async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
-            answer = parse_object(await response.read(), f"{self.url}/v1/models")
-        with well_formed(f"{self.url}/v1/models"):
-            return list(answer["data"])
+            return str(orjson.loads(await response.read())["data"][0]["root"])
 
     async def close(self) -> None:
         """Drop the connections."""
         await self._http.close()
-
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with self._http.answer("POST", path, body) as response:
-            return parse_object(await response.read(), f"{self.url}{path}")
 
     async def _control(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         async with self._http.answer(
             "POST", path, body or {}, self._load_timeout, once=True
         ) as response:
             content = await response.read()
-        return parse_object(content, f"{self.url}{path}") if content[:1] == b"{" else {}
+            answer: dict[str, Any] = orjson.loads(content) if content[:1] == b"{" else {}
+            return answer | {"results": [*(answer.get("results") or ())]}
 
 
 def _tokens(offers: Sequence[WeightOffer]) -> list[str]:

@@ -41,14 +41,7 @@ _STATUS = re.compile(r"[1-5][0-9]{2}")
 #: own process takes part, and that may be busy.
 _CONNECT, _CONNECT_TLS = 2.0, 15.0
 #: Raised by code that reads an answer which has another form than it takes for granted.
-MALFORMED = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
+MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @contextmanager
@@ -64,15 +57,6 @@ def well_formed(place: str) -> Iterator[None]:
             f"{place}: the answer has an unknown form: {(why or type(error).__name__)[:200]}",
             status=502,
         ) from error
-
-
-def parse_object(content: bytes, place: str) -> dict[str, Any]:
-    """Return the JSON object that a place answered. Raises EngineError."""
-    with well_formed(place):
-        answer = orjson.loads(content)
-        if not isinstance(answer, dict):
-            raise TypeError(f"it is no object: {content[:100]!r}")
-        return answer
 
 
 class Http:
@@ -112,6 +96,7 @@ class Http:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a response with a good status. Raises EngineError and its kinds.
 
+        The block is to read the answer, and may take its form for granted: see `well_formed`.
         `public_name`: the model's name in an error, in place of the body's.
         `once` closes the connection afterwards. vLLM drops it after a failed control request, and
         the `/resume` that has to follow must not fail because of that.
@@ -144,7 +129,8 @@ class Http:
                     alias = str(body["model"]) if public_name and body is not None else ""
                     names = (alias, public_name)
                     raise to_engine_error(response.status, await response.read(), names)
-                yield response
+                with well_formed(self._place(path, public_name)):
+                    yield response
         except aiohttp.ConnectionTimeoutError as error:
             why = f"no connection within {connect:g} s"
             raise EngineUnavailable(self._message(path, why, why, public_name)) from error
@@ -160,10 +146,12 @@ class Http:
 
     def _message(self, path: str, why: str, public: str, public_name: str) -> str:
         """Return the message of a failure. A model's client reads no address; the log has it."""
-        if not public_name:
-            return f"{self.url}{path}: {why}"
-        log.warning("%s%s: %s", self.url, path, why)
-        return f"the replica of {public_name}: {public}"
+        if public_name:
+            log.warning("%s%s: %s", self.url, path, why)
+        return f"{self._place(path, public_name)}: {public if public_name else why}"
+
+    def _place(self, path: str, public_name: str) -> str:
+        return f"the replica of {public_name}" if public_name else f"{self.url}{path}"
 
 
 def to_engine_error(

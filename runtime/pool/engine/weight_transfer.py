@@ -226,8 +226,7 @@ def _check_complete(
 async def _call_workers(control: Control, method: str, **kwargs: Any) -> list[Any]:
     """Call a method of vllm_plugins/worker.py on every worker; return their results."""
     answer = await control("/collective_rpc", {"method": method, "kwargs": kwargs})
-    results = answer.get("results")
-    return results if isinstance(results, list) else []
+    return list(answer.get("results") or [])
 
 
 class _Sender:

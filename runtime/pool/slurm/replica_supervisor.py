@@ -63,7 +63,7 @@ from cray_agents.runtime.pool.slurm.job_lease import (
     read_spec,
     write_lease,
 )
-from cray_agents.runtime.pool.slurm.supervisor_client import parse_state
+from cray_agents.runtime.pool.slurm.supervisor_client import SupervisorState
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
@@ -339,7 +339,7 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
     try:
         while process is None or process.returncode is None:
             async with http.answer("GET", f"/state?seen={serial}") as response:
-                state = parse_state(await response.read(), f"{lease.url}/state")
+                state = SupervisorState.model_validate_json(await response.read())
             serial, share = state.serial, state.share
             if process is not None and (share is None or state.starts != starts):
                 await end_group(process)

@@ -7,12 +7,15 @@ replica_supervisor.py answers. `PlacedEngine` is the engine that such a supervis
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from cray_agents.records import Record
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_http import Http, well_formed
+from cray_agents.runtime.pool.engine.vllm_http import Http
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
 from cray_agents.runtime.pool.slot.golden_probe import weights_of
 from cray_agents.runtime.pool.slurm.job_lease import STATE_SECONDS, TERM_HEADER, read_lease
@@ -51,12 +54,6 @@ class SupervisorState(Record):
     seconds: float | None
 
 
-def parse_state(content: bytes, place: str) -> SupervisorState:
-    """Parse a supervisor's answer from a URL. Raises EngineError."""
-    with well_formed(place):
-        return SupervisorState.model_validate_json(content)
-
-
 class SupervisorClient:
     """A supervisor over its HTTP. Close it when done.
 
@@ -86,19 +83,23 @@ class SupervisorClient:
         """Return the supervisor's state; `wait` so many seconds for news of the one `seen`."""
         path, limit = f"/state?seen={seen}&wait={wait:g}", wait + self._patience
         async with self._http.answer("GET", path, timeout=limit, headers=self._headers) as response:
-            return parse_state(await response.read(), f"{self._http.url}/state")
+            return SupervisorState.model_validate_json(await response.read())
 
     async def start(self, seconds: float, **body: str) -> SupervisorState:
         """Start an engine. Raises EngineError."""
-        return parse_state(await self.order("start", seconds, **body), f"{self._http.url}/start")
+        async with self._send("start", seconds, body) as response:
+            return SupervisorState.model_validate_json(await response.read())
 
-    async def order(self, name: str, seconds: float = ANSWER, **body: str) -> bytes:
-        """Give an order, and return the answer. Raises EngineError."""
-        answering = self._http.answer(
-            "POST", f"/{name}", body, seconds, once=True, headers=self._headers
-        )
-        async with answering as response:
-            return await response.read()
+    async def order(self, name: str, seconds: float = ANSWER, **body: str) -> None:
+        """Give an order. Raises EngineError."""
+        async with self._send(name, seconds, body) as response:
+            await response.read()
+
+    def _send(
+        self, name: str, seconds: float, body: dict[str, str]
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        path = f"/{name}"
+        return self._http.answer("POST", path, body, seconds, once=True, headers=self._headers)
 
     @property
     def _headers(self) -> dict[str, str]:

@@ -17,10 +17,10 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.observability.boards.board_files import board_files
 from cray_agents.runtime.observability.boards.catalog import ALERTS, BOARDS
-from cray_agents.runtime.observability.boards.promql import UsedMetric, used_metrics
 from cray_agents.runtime.registry.canary import Canary, CanaryTest
 from tests.support import costly_root
 from tests.support.bare_models import bare_model
+from tests.support.promql import UsedMetric, used_metrics
 from tests.support.scraped_metrics import labels_of, write_loop_and_jobs
 from tests.support.scripted_gateway import served
 
