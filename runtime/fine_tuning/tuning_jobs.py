@@ -125,7 +125,7 @@ class FineTuning:
     async def _follow(self, job_id: str) -> None:
         async with self._validation_lock:
             await self._validate(job_id)
-        while not await asyncio.to_thread(self.advance, job_id):
+        while not await asyncio.to_thread(self.advance, job_id):  # noqa: ASYNC110 - files tell
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _validate(self, job_id: str) -> None:
