@@ -286,6 +286,7 @@ class ControllerLease:
                 # Corrupt is an OSError; a note of another form is no standby's
                 with suppress(OSError, LookupError, TypeError):
                     note = checksums.read_json(path)
+                    note = {name: note[name] for name in ("host", "pid", "since", "beat")}
                     old, changed = self._seen.get(path.name, (None, now))
                     if old is None or old["beat"] != note["beat"]:
                         self._seen[path.name] = note, now
