@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from cray_agents.env_worker.leased_runs import EnvironmentWorker
 from cray_agents.errors import (
     CrayError,
     EngineError,
@@ -27,8 +28,10 @@ from cray_agents.errors import (
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.runtime.background import FAILURES
+from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.further_gateway import MOST_NOTES, ControllerReports
+from cray_agents.runtime.gateway.http import proof
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.engine.vllm_engine import BODY, VllmEngine
 from cray_agents.runtime.pool.engine.vllm_replica import Replica
@@ -38,7 +41,7 @@ from cray_agents.runtime.scheduler.slurm import node_names, node_states, read_jo
 from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import CHAT, served, until
 from tests.support.scripted_server import MALFORMED
-from tests.support.shared_gateways import SETTINGS, shared_site
+from tests.support.shared_gateways import SETTINGS, TOKEN, shared_site
 
 KINDS = {
     "no choices": b'{"choices": [], "data": [], "results": [], "in_flight": {}}',
@@ -66,12 +69,17 @@ KINDS = {
 
 @asynccontextmanager
 async def answering(
-    content: bytes, status: int = 200, headers: dict[str, str] | None = None
+    content: bytes, status: int = 200, headers: dict[str, str] | None = None, proves: str = ""
 ) -> AsyncIterator[str]:
-    """The URL of a server that answers everything so."""
+    """The URL of a server that answers everything so. `proves`: but for the proof of this key."""
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
+        if request.path == proof.PATH and proves:
+            assert request.transport is not None
+            port = request.transport.get_extra_info("sockname")[1]
+            shown = proof.proof_of(proves, request.query["nonce"], "127.0.0.1", port)
+            return web.Response(body=f'{{"proof":"{shown}"}}'.encode())
         return web.Response(body=content, status=status, headers=headers)
 
     application = web.Application()
@@ -161,6 +169,15 @@ async def test_a_supervisor_fails_by_a_typed_error(kind: str) -> None:
             await supervisor.start(60)
         await supervisor.order("note")
         await supervisor.close()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "no run"])
+async def test_a_slot_of_environments_leases_nothing_then(kind: str) -> None:
+    content = KINDS.get(kind, b'{"rollout": {"run_id": "r", "seconds": 1}}')
+    async with answering(content) as url:
+        worker = EnvironmentWorker("e", [], url, "key", slots=1, lease=60.0)
+        worker.stopping.set()  # it does not wait until it asks again
+        assert await asyncio.to_thread(worker._leased) is None
 
 
 # ---- a whole gateway
@@ -293,7 +310,30 @@ async def test_a_controller_that_takes_no_connection_is_none(tmp_path: Path) -> 
             await link.close()
 
 
-# ---- what a further gateway tells its controller
+# ---- a further gateway and its controller
+NO_SHARES = ("NaN", "1e999", '"1"', "0.0", "-0.5", "2.0", "true", "[]", "null")
+SHARES = {f"share {text}": b'{"share": %s}' % text.encode() for text in NO_SHARES}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SHARES])
+async def test_a_controller_fails_by_a_typed_error(tmp_path: Path, kind: str) -> None:
+    home = Home(tmp_path)
+    async with answering((KINDS | SHARES)[kind], proves=TOKEN) as url:
+        claim = {"url": url, "elsewhere": None, "host": socket.gethostname(), "token": TOKEN}
+        home.platform.write_bytes(checksums.with_crc(json.dumps(claim).encode()))
+        link = ControllerLink(home)
+        await link.look()
+        reports = ControllerReports("g", link)
+        reports.note_reward("run-1")
+        with pytest.raises(NoController) as raised:
+            await reports.send()
+        assert "prove" not in str(raised.value)
+        assert list(reports._rewarded) == ["run-1"]
+        with suppress(NoController):  # nothing is read of this answer but its status
+            await link.ask("/v1/gateways/load", {})
+        await link.close()
+
+
 async def test_of_too_many_notes_the_oldest_are_dropped(tmp_path: Path) -> None:
     link = ControllerLink(Home(tmp_path))
     reports = ControllerReports("g", link)
