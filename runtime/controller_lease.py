@@ -190,17 +190,22 @@ class ControllerLease:
 
     def _keep(self) -> None:
         silent = False
-        while not self._stopped.wait(self.claim["lease"] / BEATS):
-            try:
-                self.renew()
-                self._look_at_standbys()
-                silent = False
-            except Superseded:
-                return
-            except OSError as error:
-                if not silent:
-                    log.warning("the heartbeat in %s failed: %s", self._home.platform, error)
-                silent = True
+        try:
+            while not self._stopped.wait(self.claim["lease"] / BEATS):
+                try:
+                    self.renew()
+                    self._look_at_standbys()
+                    silent = False
+                except Superseded:
+                    return
+                except OSError as error:
+                    if not silent:
+                        log.warning("the heartbeat in %s failed: %s", self._home.platform, error)
+                    silent = True
+        finally:
+            if not self._stopped.is_set():  # by an error that was not foreseen
+                log.error("the heartbeat ended", exc_info=True)
+                self._lost(f"{self._home.platform} is renewed no more: this process ends")
 
     def renew(self) -> None:
         """Write a heartbeat. Raises OSError; Superseded if another process has a higher term."""
@@ -278,8 +283,10 @@ class ControllerLease:
             for gone in set(self._seen) - {path.name for path in paths}:
                 del self._seen[gone]
             for path in paths:
-                with suppress(OSError):  # Corrupt is an OSError
+                # Corrupt is an OSError; a note of another form is no standby's
+                with suppress(OSError, LookupError, TypeError):
                     note = checksums.read_json(path)
+                    note = {name: note[name] for name in ("host", "pid", "since", "beat")}
                     old, changed = self._seen.get(path.name, (None, now))
                     if old is None or old["beat"] != note["beat"]:
                         self._seen[path.name] = note, now

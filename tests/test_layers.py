@@ -190,3 +190,58 @@ def test_ranks_exchange_no_pickles() -> None:
         or (isinstance(node, ast.Import) and any(one.name == "pickle" for one in node.names))
     ]
     assert wrong == []
+
+
+#: Functions that start tasks by themselves, since they await or cancel them before they return, or
+#: give them to who does. All other tasks belong to runtime/background.py.
+STARTS = {"create_task", "ensure_future", "TaskGroup"}
+OWN_TASKS = {
+    "cray_agents/agent/agent.py": {"stream"},
+    "cray_agents/agent/conversation.py": {"act"},
+    "cray_agents/agent/user_code.py": {"begin", "call", "shielded", "wait_for"},
+    "cray_agents/cli/platform/compose.py": {"open_store", "run", "wait_for_end"},  # end `up`
+    "cray_agents/cli/platform/gateways/further_process.py": {"run_further"},  # end the gateway
+    "cray_agents/loop/collector.py": {"next"},
+    "cray_agents/loop/live/traffic.py": {"_adopt"},
+    "cray_agents/loop/rollouts.py": {"_start"},
+    "cray_agents/loop/version_gate.py": {"_keep_renewing", "receive", "stage"},
+    "cray_agents/platform/client.py": {"staged"},
+    "cray_agents/platform/transport.py": {"_while_alive", "put"},
+    "runtime/batches/worker.py": {  # end the worker, which child_processes.py starts again
+        *("__init__", "run", "run_worker", "_run_lane", "_start_chore", "send"),
+    },
+    "runtime/gateway/controller_link.py": {"_pass_on"},
+    "runtime/gateway/http/multipart.py": {"_feed"},
+    "runtime/gateway/model_calls/answer.py": {"begin", "wait_for_slot"},
+    "runtime/gateway/model_calls/relay.py": {"__call__"},
+    "runtime/pool/engine/weight_transfer.py": {"_next_line", "during"},
+    "runtime/pool/pool.py": {"start"},
+    "runtime/pool/rolling_swap.py": {"rolling_swap"},
+    "runtime/pool/slot/slot_places.py": {"keep_place"},
+    "runtime/pool/slot/slot_watch.py": {"_wait_until_lost"},
+    "runtime/pool/slurm/slurm_replica.py": {"_wait_for_place"},
+    "runtime/vllm_plugins/capture.py": {"_disconnect_on", "_send_later", "receive_or_disconnect"},
+    "tools/mcp_connection.py": {"_connect_once", "client"},
+    "tools/sandbox/process.py": {"start"},
+    "tools/sandbox/sandbox.py": {"run"},
+}
+
+
+def test_no_task_is_started_whose_end_nobody_sees() -> None:
+    found = {str(file.relative_to(ROOT)): starters(file) for file in modules()}
+    found.pop("runtime/background.py")
+    assert {name: functions for name, functions in found.items() if functions} == OWN_TASKS
+
+
+def starters(file: Path) -> set[str]:
+    """The functions of a module that start tasks."""
+    if not any(start in (text := file.read_text()) for start in STARTS):
+        return set()
+    functions = [node for node in ast.walk(ast.parse(text))
+                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]  # fmt: skip
+    return {
+        function.name
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and node.attr in STARTS
+    }

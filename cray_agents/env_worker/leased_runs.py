@@ -26,6 +26,7 @@ from cray_agents.env_worker.slot_process import LOOK_SECONDS, SlotDied, SlotProc
 
 URL = "http://127.0.0.1:8000"
 WAIT = 10.0  # seconds that the platform may keep a request for a run waiting
+FIELDS = ("run_id", "task", "model", "sampling", "seconds")
 LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -94,8 +95,13 @@ class EnvironmentWorker:
         """Lease a run; None if there is none at the moment, or no platform."""
         body = {"environment": self.name, "worker": self._label, "seconds": self.lease}
         try:
-            answer = self._client.post("/lease", {**body, "wait": WAIT}, retries=0)
+            leased = self._client.post("/lease", {**body, "wait": WAIT}, retries=0)["rollout"]
+            return leased and {**{key: leased[key] for key in FIELDS}, "lease": leased["lease"]}
         except ServerUnreachable:
+            self.stopping.wait(1.0)
+            return None
+        except (LookupError, TypeError) as error:
+            _log(f"the platform's answer has an unknown form: {error!r}")
             self.stopping.wait(1.0)
             return None
         except RequestRefused as error:
@@ -103,13 +109,11 @@ class EnvironmentWorker:
                 raise
             self.stopping.wait(1.0)
             return None
-        leased: dict[str, Any] | None = answer["rollout"]
-        return leased
 
     def _carry_out(self, slot: SlotProcess, leased: dict[str, Any]) -> bool:
         """Carry out a run and post its outcome; False: the slot is to be replaced."""
         run_id, seconds = leased["run_id"], float(leased["seconds"])
-        request = {key: leased[key] for key in ("run_id", "task", "model", "sampling", "seconds")}
+        request = {key: leased[key] for key in FIELDS}
         request |= {"base_url": f"{self.url}/runs/{run_id}/v1", "api_key": self.api_key}
         renewal = _Renewal(self._client, leased, self.lease)
         usable = True

@@ -7,7 +7,7 @@ lines at once, and the gateway decides when each gets to a replica. The API key 
 $CRAY_AGENTS_API_KEY.
 
 A disk error ends the process. Another worker then takes over its claims, or the same worker once
-worker_supervisor.py has started it again. Read next: board.py, chunks.py.
+child_processes.py has started it again. Read next: board.py, chunks.py.
 """
 
 import argparse

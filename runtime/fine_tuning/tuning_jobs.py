@@ -16,13 +16,15 @@ import threading
 import time
 from asyncio.subprocess import DEVNULL, PIPE
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from cray_agents.errors import BadInput, CrayError, NotFound, SetupError
+from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.processes import python
 from cray_agents.records import digest
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning import job_inputs
 from cray_agents.runtime.fine_tuning.job_events import metrics
@@ -39,7 +41,6 @@ from cray_agents.training_jobs import JobStatus
 
 SMALL_BYTES = 1 << 16  # of files that a thread may validate, where torch is imported already
 LOOK_SECONDS = 1.0  # between looks at a job that trains
-TROUBLE_SECONDS = 10.0  # after a look that failed
 COLUMNS = {  # of the result file, with their names in a step event
     "step": "step",
     "train_loss": "loss",
@@ -100,7 +101,8 @@ class FineTuning:
         self.folder = TuningFolder(home)
         self._job_lock = threading.Lock()  # to submit, cancel, pause or resume
         self._validation_lock = asyncio.Lock()  # one at a time: it takes a core and memory
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks = BackgroundTasks()
+        self._followed: set[str] = set()
 
     # ---- following jobs
     async def start(self) -> None:
@@ -110,36 +112,21 @@ class FineTuning:
 
     def follow(self, job_id: str) -> None:
         """Bring a job to its end in a task of this event loop, unless one does so already."""
-        if job_id not in self._tasks:
-            task = asyncio.create_task(self._follow(job_id), name=job_id)
-            self._tasks[job_id] = task
-            task.add_done_callback(lambda _: self._tasks.pop(job_id, None))
+        if job_id not in self._followed:
+            self._followed.add(job_id)
+            work = partial(self._follow, job_id)
+            task = self._tasks.keep("fine-tuning job", work, job_id)
+            task.add_done_callback(lambda _: self._followed.discard(job_id))
 
     async def close(self) -> None:
         """Stop following. The jobs go on, and the next platform follows them."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _follow(self, job_id: str) -> None:
-        valid, pause = False, LOOK_SECONDS
-        while True:
-            try:
-                if not valid:
-                    async with self._validation_lock:
-                        await self._validate(job_id)
-                    valid = True
-                if await asyncio.to_thread(self.advance, job_id):
-                    return
-                pause = LOOK_SECONDS
-            except CrayError as error:  # temporary: Slurm is away, the disk is full
-                log.warning("%s: %s; tried again in %g s", job_id, error, TROUBLE_SECONDS)
-                pause = TROUBLE_SECONDS
-            except Exception:  # nothing awaits this task, so the error would be lost
-                log.exception("%s: following it failed", job_id)
-                pause = TROUBLE_SECONDS
-            await asyncio.sleep(pause)
+        async with self._validation_lock:
+            await self._validate(job_id)
+        while not await asyncio.to_thread(self.advance, job_id):  # noqa: ASYNC110 - files tell
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _validate(self, job_id: str) -> None:
         """Make a JobSpec of the job's files, or end the job."""

@@ -115,16 +115,21 @@ class ControllerLink:
             log.warning("the controller is not known anew: %s", error)
         return self._claim is not None and self._claim != before
 
-    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def ask(
+        self, path: str, body: dict[str, Any], seconds: float | None = None
+    ) -> dict[str, Any]:
         """POST to the controller as the platform itself. Raises NoController, NotLoaded, NotFound.
 
-        It may take as long as the loading of a version.
+        It may take as long as the loading of a version; with `seconds`, no longer than these.
         """
         claim = self._known()
         headers = {"authorization": f"Bearer {claim.token}", "content-type": "application/json"}
         try:
             async with self._http().post(
-                URL(claim.url).with_path(path), data=dump_json(body), headers=headers
+                URL(claim.url).with_path(path),
+                data=dump_json(body),
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=seconds),
             ) as response:
                 answer = orjson.loads(await response.read())
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:

@@ -7,7 +7,7 @@ route is forwarded as it came, for callers who may use it. What happens here tha
 must know goes to it in reports (routes/gateways.py). Without a controller calls are answered on,
 the rest is 503 `no_controller`.
 
-Started by cli/platform/gateways/gateway_processes.py. Read next: controller_link.py,
+Started by cli/platform/child_processes.py. Read next: controller_link.py,
 runtime/pool/published_replicas.py.
 """
 
@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 from cray_agents.errors import CrayError, NoController, NotFound
 from cray_agents.ports import EngineCall
 from cray_agents.records import ModelVersion
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.gateway.app import declarations, enclose
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.http import proof
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from cray_agents.runtime.observability.live_traces import LiveTraces
 
 REPORT = 0.25  # seconds between two reports
+ANSWER = 20.0  # seconds that a controller may take to answer one
 MOST_NOTES = 10_000  # of a kind that wait for a controller; older ones are dropped
 
 log = logging.getLogger(__name__)
@@ -111,14 +113,16 @@ class ControllerReports:
             notes.clear()
         report = {"gateway": self._name, "demand": self.demand(), **notes_of}
         try:
-            match await self._link.ask("/v1/gateways", report):
+            match await self._link.ask("/v1/gateways", report, ANSWER):
                 case {"share": float(share)} if 0 < share <= 1:
                     self.share, self.answered = share, time.monotonic()
                 case answer:
                     raise NoController(f"a report was answered with no share: {str(answer)[:200]}")
         except CrayError:
-            for kind, notes in kinds.items():
-                notes.extendleft(reversed(notes_of[kind]))
+            for kind, notes in kinds.items():  # at the other end those that came meanwhile are lost
+                newer = list(notes)
+                notes.clear()
+                notes.extend(notes_of[kind] + newer)
             raise
 
     async def keep_sending(self) -> None:
@@ -203,6 +207,7 @@ class FollowedVersions:
         self.lease = None
         self._pool = pool
         self._link = link
+        self._tasks = BackgroundTasks()
         self._loading: dict[str, asyncio.Task[None]] = {}
 
     def missing(self) -> list[str]:
@@ -219,14 +224,10 @@ class FollowedVersions:
             return None
         task = self._loading.get(version_id)
         if task is None:
-            task = self._loading[version_id] = asyncio.create_task(self._load(version_id))
-            task.add_done_callback(partial(self._end_loading, version_id))
+            work = self._load(version_id)
+            task = self._loading[version_id] = self._tasks.run("load on demand", work, version_id)
+            task.add_done_callback(lambda _: self._loading.pop(version_id, None))
         return task
-
-    def _end_loading(self, version_id: str, task: "asyncio.Task[None]") -> None:
-        self._loading.pop(version_id, None)
-        if not task.cancelled():
-            task.exception()  # its waiters have it, if there are any left
 
     async def _load(self, version_id: str) -> None:
         try:
@@ -236,9 +237,7 @@ class FollowedVersions:
 
     async def close(self) -> None:
         """Stop waiting for the controller."""
-        for task in self._loading.values():
-            task.cancel()
-        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        await self._tasks.close()
 
 
 @dataclass
@@ -259,6 +258,7 @@ class FurtherServices:
     traces: "LiveTraces | None" = None
     metrics: Metrics = field(default_factory=Metrics)
     several_gateways: bool = field(default=True, init=False)
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
     run_owners: RunOwners = field(init=False)
     idempotency_keys: IdempotencyKeys = field(init=False)
     versions: FollowedVersions = field(init=False)
@@ -278,15 +278,16 @@ class FurtherServices:
         return self.link.token
 
     async def follow(self) -> None:
-        """Follow the controller and its replicas, until cancelled."""
+        """Follow the controller and its replicas, until closed."""
         await self.link.look()
         await self.pool.look()
-        async with asyncio.TaskGroup() as group:
-            for work in (self.link.follow, self.pool.follow, self.reports.keep_sending):
-                group.create_task(work())
+        self.tasks.keep("controller", self.link.follow)
+        self.tasks.keep("published replicas", self.pool.follow)
+        self.tasks.keep("reports", self.reports.keep_sending)
 
     async def close(self) -> None:
         """Close the parts that reach the controller and the replicas."""
+        await self.tasks.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
         await self.versions.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 from cray_agents.errors import BadInput, CrayError, NotFound, PoolBusy
 from cray_agents.platform.client import LEASE
+from cray_agents.runtime.background import BackgroundTasks
 
 LONGEST = 3600.0  # seconds
 _RETRY = 5.0  # seconds until a promoted version that did not come back is tried again
@@ -67,7 +68,8 @@ class ReplicaLeases:
         self.lease: Lease | None = None
         self._give_back = give_back
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
+        self._watched = False
 
     def check(self, holder: str, *, force: bool) -> None:
         """Raise PoolBusy while another holder has the lease, unless by `force` and no holder."""
@@ -90,8 +92,9 @@ class ReplicaLeases:
             )
         self.lease = Lease(holder, version, displaced, seconds)
         self._wake_watch()
-        if self._task is None:
-            self._task = asyncio.create_task(self._watch())
+        if not self._watched:
+            self._watched = True
+            self._tasks.keep("replica lease", self._watch)
 
     def renew(self, holder: str, seconds: float) -> Lease:
         """Renew the holder's lease, or end it with 0 seconds. Raises NotFound."""
@@ -118,9 +121,7 @@ class ReplicaLeases:
 
     async def close(self) -> None:
         """Stop watching the lease."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close()
 
     def _wake_watch(self) -> None:
         self._changed.set()

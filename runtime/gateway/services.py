@@ -3,12 +3,14 @@
 import asyncio
 from asyncio.subprocess import Process
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.dashboard.sign_ins import SignIns
@@ -66,6 +68,7 @@ class Services:
     joining: taken while an upload's parts are put together. scanning: while all runs are scanned
     (long_reads.py). exports: the processes under way.
     sign_ins: of browsers to the dashboard. prices: by which costs are counted.
+    tasks: those of the platform itself.
     """
 
     home: Home
@@ -114,7 +117,7 @@ class Services:
     versions: VersionSwitcher = field(init=False)
     tinker: TinkerFiles = field(init=False)
     tinker_samples: TinkerSamples = field(default_factory=TinkerSamples, init=False)
-    _publishing: asyncio.Task[None] | None = field(default=None, init=False)
+    tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
@@ -148,7 +151,8 @@ class Services:
         if not self.several_gateways:
             self.several_gateways = self.idempotency_keys.shared = True
             self.pool.note_other_gateways()
-            self._publishing = asyncio.create_task(publish(self.pool, self.home.serving))
+            work = partial(publish, self.pool, self.home.serving)
+            self.tasks.keep("publishing of replicas", work)
 
     def _replica_states(self) -> list[Any]:
         """Return what of the replicas is worth a look at the pool when it changes."""
@@ -157,9 +161,7 @@ class Services:
 
     async def close(self) -> None:
         """Close the parts made here; the other parts stay their maker's to close."""
-        if self._publishing is not None:
-            self._publishing.cancel()
-            await asyncio.gather(self._publishing, return_exceptions=True)
+        await self.tasks.close()
         await self.changes.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)

@@ -27,6 +27,7 @@ from cray_agents.errors import (
 from cray_agents.paths import Home
 from cray_agents.platform.client import LEASE
 from cray_agents.records import ModelVersion, ProbeReport
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.canary_traffic import CanaryTraffic
@@ -73,7 +74,7 @@ class VersionSwitcher:
         self._loading: dict[str, asyncio.Task[None]] = {}  # loads on demand, by version
         self._load_lock = asyncio.Lock()
         self._stays_until = 0.0  # event loop time until which the last load on demand stays
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     def missing(self) -> list[str]:
         """Return the promoted versions that no replica can answer with now.
@@ -167,14 +168,9 @@ class VersionSwitcher:
         task = self._loading.get(version_id)
         if task is None:
             work = self._load_beside(self._registry.resolve(version_id))
-            task = self._loading[version_id] = asyncio.create_task(work)
-            task.add_done_callback(partial(self._end_loading, version_id))
+            task = self._loading[version_id] = self._tasks.run("load on demand", work, version_id)
+            task.add_done_callback(lambda _: self._loading.pop(version_id, None))
         return task
-
-    def _end_loading(self, version_id: str, task: "asyncio.Task[None]") -> None:
-        self._loading.pop(version_id, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("%s is not served: %s", version_id, error)
 
     async def _load_beside(self, version: ModelVersion) -> None:
         async with self._load_lock:
@@ -250,7 +246,7 @@ class VersionSwitcher:
                 )
             except BaseException:
                 if self._rollout_interrupted:
-                    self._spawn(self._finish_rollout(name))
+                    self._tasks.keep("roll-out", partial(self._finish_rollout, name), name)
                 raise
             await self._apply_promotion(version, force=True)
         return event
@@ -300,10 +296,7 @@ class VersionSwitcher:
 
     async def close(self) -> None:
         """Cancel all changes under way, and save what the canaries have counted."""
-        tasks = [*self._tasks, *self._loading.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.leases.close()
         await self.live.close()
         await self._weights.close()
@@ -529,7 +522,7 @@ class VersionSwitcher:
 
     def _on_unstaged(self, canary: Canary) -> None:
         """Stage a canary that ran before the platform was started again."""
-        self._spawn(self._restage_canary(canary))
+        self._tasks.keep("canary", partial(self._restage_canary, canary), canary.version)
 
     async def _restage_canary(self, canary: Canary) -> None:
         name = canary.start.name
@@ -551,7 +544,8 @@ class VersionSwitcher:
     def _on_verdict(self, canary: Canary, verdict: Verdict, reason: str) -> None:
         """Carry out a canary's verdict."""
         self._pool.wake()  # its waiting sessions go to the promoted version
-        self._spawn(self._carry_out(canary, verdict, reason))
+        work = partial(self._carry_out, canary, verdict, reason)
+        self._tasks.keep("canary verdict", work, canary.version)
 
     async def _carry_out(self, canary: Canary, verdict: Verdict, reason: str) -> None:
         name = canary.start.name
@@ -569,8 +563,3 @@ class VersionSwitcher:
             log.error("after the canary %s (%s): %s", canary.version, reason, error)
             await asyncio.sleep(RETRY_VERDICT)
             canary.decided = None  # the test goes on
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

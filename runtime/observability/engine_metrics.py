@@ -40,7 +40,7 @@ async def scrape(engines: Sequence[ReplicaServer], timeout: float = TIMEOUT) -> 
             try:
                 async with asyncio.timeout(timeout):
                     text = await placed.engine.metrics(timeout)
-            except (EngineError, TimeoutError, UnicodeDecodeError):
+            except (EngineError, TimeoutError):
                 text = None
         return EngineText(placed[:3], text)
 

@@ -16,8 +16,9 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from cray_agents.errors import (
     CrayError,
@@ -29,6 +30,7 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.engine.engine_host import EngineHost
 from cray_agents.runtime.pool.engine.vllm_engine import ReplicaServer
@@ -38,6 +40,8 @@ from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
 from cray_agents.runtime.pool.rolling_swap import rolling_swap
 from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.slot.replica_slot import ReplicaSlot
+
+T = TypeVar("T")
 
 
 async def stage_on_one_slot(
@@ -154,7 +158,7 @@ class Pool:
         )
         self._silence_timeout = silence_timeout
         self._swapping = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = BackgroundTasks()
         self._turns: dict[str, float] | None = None
 
     async def start(
@@ -187,7 +191,7 @@ class Pool:
             raise errors.exceptions[0] from None
         for slot in self._spares:
             self._keep(slot)
-            self._spawn(self._end_when_idle(slot))
+            self._tasks.keep("idle spare", partial(self._end_when_idle, slot))
 
     async def _open(
         self, slot: ReplicaSlot, loaded: LoadedVersion, failed: set[ReplicaSlot]
@@ -203,15 +207,14 @@ class Pool:
         self._keep(slot)
 
     def _keep(self, slot: ReplicaSlot) -> None:
-        self._spawn(slot.watch.keep_alive())
-        self._spawn(slot.watch.watch_for_silence(self._silence_timeout))
-        self._spawn(slot.places.keep_place())
+        silence = partial(slot.watch.watch_for_silence, self._silence_timeout)
+        self._tasks.keep("replica watch", slot.watch.keep_alive)
+        self._tasks.keep("silence watch", silence)
+        self._tasks.keep("place watch", slot.places.keep_place)
 
     async def stop(self) -> None:
         """End all replicas; requests in flight fail."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await asyncio.gather(*(slot.places.close() for slot in self._all))
 
     def wake(self) -> None:
@@ -279,7 +282,8 @@ class Pool:
         free = [slot for slot in spared if slot.places.can_leave]
         if self.swapping or not free:
             return False
-        self._spawn(min(free, key=lambda slot: slot.in_flight).places.leave(sleep=sleep))
+        slot = min(free, key=lambda slot: slot.in_flight)
+        self._tasks.run("replica leave", slot.places.leave(sleep=sleep))
         return True
 
     async def _call_back_for_change(self, count: int) -> None:
@@ -361,7 +365,7 @@ class Pool:
         EngineError.
         """
         loaded = LoadedVersion.create(checkpoint, version, probe)
-        return await asyncio.shield(self._spawn(self._load_beside(loaded, protected)))
+        return await self._change(self._load_beside(loaded, protected))
 
     async def _load_beside(self, new: LoadedVersion, protected: Collection[str]) -> ProbeReport:
         protected = {self._incumbent, self._former, self._candidate, *protected}
@@ -450,7 +454,7 @@ class Pool:
         a `protected` version and `displace` is False.
         """
         loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
-        return await asyncio.shield(self._spawn(self._stage(loaded, protected, displace)))
+        return await self._change(self._stage(loaded, protected, displace))
 
     async def receive(
         self, job: str, *, protected: Collection[str] = (), displace: bool = False
@@ -463,7 +467,7 @@ class Pool:
         a single replica is changed. Returns False, with nothing changed, if the job offers no
         weights. Raises PoolBusy, or as `ReplicaSlot.receive`.
         """
-        return await asyncio.shield(self._spawn(self._receive(job, protected, displace)))
+        return await self._change(self._receive(job, protected, displace))
 
     async def _receive(self, job: str, protected: Collection[str], displace: bool) -> bool:
         async with self._swapping:
@@ -477,7 +481,7 @@ class Pool:
                 raise PoolBusy(f"the weights of {job} were not received: no replica can be spared")
             if not await slot.received.receive(job):
                 return False
-        self._spawn(slot.received.go_back_in_time(job))
+        self._tasks.keep("received weights", partial(slot.received.go_back_in_time, job), job)
         return True
 
     def recall(self, version: str) -> None:
@@ -506,7 +510,7 @@ class Pool:
         replica.
         """
         loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
-        return await asyncio.shield(self._spawn(self._swap(loaded, replicas, protected)))
+        return await self._change(self._swap(loaded, replicas, protected))
 
     async def _stage(
         self, new: LoadedVersion, protected: Collection[str], displace: bool
@@ -571,11 +575,9 @@ class Pool:
         protected = {self._incumbent, self._former, self._candidate, *protected}
         await asyncio.gather(*(slot.unload_idle_adapters(protected) for slot in self._slots))
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    async def _change(self, work: Coroutine[Any, Any, T]) -> T:
+        """Change weights to the end, though the caller be cancelled."""
+        return await asyncio.shield(self._tasks.run("weight change", work))
 
     @staticmethod
     def _now() -> float:

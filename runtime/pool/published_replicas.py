@@ -271,7 +271,7 @@ class FollowedPool:
     async def look(self) -> None:
         """Look at the file, and follow it if it has changed. A file that cannot be read is kept."""
         try:
-            latest = await asyncio.to_thread(self._read)
+            latest, content = await asyncio.to_thread(self._read)
         except (OSError, Corrupt) as error:
             log.warning("the replicas are not known anew: %s", error)
             return
@@ -287,18 +287,17 @@ class FollowedPool:
             await replica.follow(now)
         for replica in gone:
             await replica.close()
+        self._seen = content
         self._notifier.notify()
 
-    def _read(self) -> PublishedPool | None:
+    def _read(self) -> tuple[PublishedPool | None, bytes]:
         # opened anew for each look: a host may believe in attributes that are 30 s old (NFS)
         if self._path.name not in durable.names_in(self._path.parent):
-            return None
+            return None, b""
         content = self._path.read_bytes()
         if content == self._seen:
-            return None
-        latest = checksums.parse_as(PublishedPool, content, self._path)
-        self._seen = content
-        return latest
+            return None, content
+        return checksums.parse_as(PublishedPool, content, self._path), content
 
     def _new_replica(self, number: int) -> FollowedReplica:
         def on_failure(losses: int, why: str) -> None:

@@ -150,7 +150,7 @@ class RequestRouter:
         """
         deadline = _now() + self.wait_timeout
         suspicion = _DeathSuspicion(self._suspects, shared=self.shared)
-        refused: set[RoutedReplica] = set()  # by these, which are said to serve the version
+        refused: set[RoutedReplica] = set()  # by these, or not answered: others come first
         try:
             while True:
                 sent, closed, exchange.samples = False, False, []
@@ -175,6 +175,7 @@ class RequestRouter:
                             slot.fail(losses, "its engine died")
                         if sent or _now() > deadline:
                             raise
+                        refused.add(slot)
                         alone = alone and slot.in_flight == 1
                 if closed:
                     await asyncio.sleep(_LOOK_AGAIN)

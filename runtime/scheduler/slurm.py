@@ -14,7 +14,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,7 +196,8 @@ class Slurm:
                 except Unreachable as error:
                     self._wait_to_retry(deadline, error)
             self._queue_time = float("-inf")
-            job_id = int(printed.strip().split(";")[0])  # "id" or "id;cluster"
+            with _reading("sbatch", printed):
+                job_id = int(printed.strip().split(";")[0])  # "id" or "id;cluster"
             if self.cluster:
                 self.cluster.remember_id(job_id)
             return str(job_id)
@@ -314,8 +316,7 @@ class Slurm:
         if not command.exclude:
             return ",".join(own)
         partition = [option for option in given if option.startswith("--partition=")][-1:]
-        rows = self._call("sinfo", "-h", "-N", *partition, "-o", "%N %t").splitlines()
-        states = dict(row.split() for row in rows)
+        states = node_states(self._call("sinfo", "-h", "-N", *partition, "-o", "%N %t"))
         usable = {node for node, state in states.items() if not state.startswith(UNUSABLE)}
         wanted = [node for node in dict.fromkeys(command.exclude) if node in states]
         while wanted and len(usable - set(wanted)) < command.nodes:
@@ -329,8 +330,8 @@ class Slurm:
         if not set(job.nodes) & set("[,"):
             return job.nodes
         if job.id not in self._failed_nodes and job.word in ("NODE_FAIL", "BOOT_FAIL"):
-            rows = self._call("sinfo", "-h", "-N", "-n", job.nodes, "-o", "%N %t").splitlines()
-            states = dict(row.split() for row in rows)
+            rows = self._call("sinfo", "-h", "-N", "-n", job.nodes, "-o", "%N %t")
+            states = node_states(rows)
             down = [node for node, state in states.items() if state.startswith(UNUSABLE)]
             self._failed_nodes[job.id] = down[0] if len(down) == 1 else ""
         return self._failed_nodes.get(job.id, "")
@@ -439,7 +440,7 @@ class Slurm:
             stdin.seek(0)
             try:
                 process = subprocess.Popen(
-                    argv, env=environment, stdin=stdin, stdout=-1, stderr=-1, text=True
+                    argv, env=environment, stdin=stdin, stdout=-1, stderr=-1, errors="replace"
                 )
             except FileNotFoundError as error:
                 message = f"{argv[0]} is not installed; as root: {INSTALL_LINE}"
@@ -476,10 +477,26 @@ def has_ended(job: Job) -> bool:
     return job.state not in ("queued", "running")
 
 
+@contextmanager
+def _reading(program: str, text: str) -> Iterator[None]:
+    """Raise SchedulerError where a client printed something else than Slurm documents."""
+    try:
+        yield
+    except (ValueError, LookupError) as error:
+        raise SchedulerError(f"{program} printed what is not Slurm's: {text[:200]!r}") from error
+
+
+def node_states(listing: str) -> dict[str, str]:
+    """Return the states of nodes by sinfo's output of `%N %t`. Raises SchedulerError."""
+    with _reading("sinfo", listing):
+        return dict(row.split() for row in listing.splitlines())
+
+
 def read_job(line: str) -> Job:
-    """Parse a line of squeue's output."""
-    number, word, reason, name, nodes, *start = line.split(SEPARATOR)
-    word = word.split()[0]
+    """Parse a line of squeue's output. Raises SchedulerError."""
+    with _reading("squeue", line):
+        number, word, reason, name, nodes, *start = line.split(SEPARATOR)
+        job_id, word = int(number), word.split()[0]
     state: CommandState = "running"
     if word in QUEUED:
         state = "queued"
@@ -490,28 +507,36 @@ def read_job(line: str) -> Job:
     elif word.startswith("CANCELLED"):
         state = "cancelled"
     since = float(start[0]) if start and start[0].isdecimal() and state != "queued" else 0.0
-    return Job(int(number), state, word, "" if reason == "None" else reason, name, nodes, since)
+    return Job(job_id, state, word, "" if reason == "None" else reason, name, nodes, since)
 
 
 def node_names(nodes: str) -> list[str]:
-    """Return the names that Slurm abbreviates: `n[1-2,5],m` are n1, n2, n5 and m."""
+    """Return the names that Slurm abbreviates: `n[1-2,5],m` are n1, n2, n5 and m.
+
+    Raises SchedulerError.
+    """
     names = []
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]+\])?", nodes):
         name, _, spans = part.rstrip("]").partition("[")
         for span in spans.split(",") if spans else ():
             low, _, high = span.partition("-")
-            numbers = range(int(low), int(high or low) + 1)
+            with _reading("squeue", nodes):
+                numbers = range(int(low), int(high or low) + 1)
             names += [f"{name}{number:0{len(low)}d}" for number in numbers]
         names += [] if spans else [name]
     return names
 
 
 def read_node(line: str) -> NodeRoom | None:
-    """Parse a line of sinfo's output by NODE_COLUMNS; None for a node that takes no job."""
-    name, state, cores, gpus, used_gpus = line.split()
-    if state.startswith(UNUSABLE):
-        return None
-    taken, _, _, every = map(int, cores.split("/"))  # allocated/idle/other/total
+    """Parse a line of sinfo's output by NODE_COLUMNS; None for a node that takes no job.
+
+    Raises SchedulerError.
+    """
+    with _reading("sinfo", line):
+        name, state, cores, gpus, used_gpus = line.split()
+        if state.startswith(UNUSABLE):
+            return None
+        taken, _, _, every = map(int, cores.split("/"))  # allocated/idle/other/total
     has, used = (sum(map(int, GPU_COUNT.findall(text))) for text in (gpus, used_gpus))
     return NodeRoom(name, every, every - taken, has, has - used)
 
@@ -520,8 +545,10 @@ def read_preemption(ledger: Path, name: str, job_id: int | str) -> Preemption | 
     """Return what `Slurm.preempt` noted of a job; None if it was not asked to leave."""
     try:
         noted = checksums.read_json(ledger / name / f"{job_id}{PREEMPTED}")
+        return Preemption(float(noted["time"]), str(noted["why"]))
     except FileNotFoundError:
         return None
     except Corrupt as error:
         return Preemption(time.time(), str(error))
-    return Preemption(float(noted["time"]), str(noted["why"]))
+    except (KeyError, TypeError, ValueError) as error:
+        return Preemption(time.time(), f"its note is of another form: {error!r}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from cray_agents.errors import Corrupt, StoreError
+from cray_agents.errors import Corrupt
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.store.index import sweep_caches
@@ -131,12 +131,9 @@ INTERVAL = 600.0  # seconds
 
 
 async def keep_up(store: Store, every: float = INTERVAL) -> None:
-    """Tidy a store at intervals until cancelled; failures are logged and tried again."""
+    """Tidy a store at intervals until cancelled. Raises StoreError, OSError."""
     while True:
-        try:
-            await asyncio.to_thread(tidy, store)
-        except (StoreError, OSError) as error:
-            log.warning("the store's upkeep failed: %s", error)
+        await asyncio.to_thread(tidy, store)
         await asyncio.sleep(every)
 
 

@@ -25,6 +25,7 @@ import orjson
 
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.paths import Home
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.store import Store
 
 BEAT = 0.25  # seconds between two looks at what the store told
@@ -67,7 +68,8 @@ class ChangeFeed:
         self._last = 0
         self._kept: deque[Change] = deque(maxlen=KEPT)
         self._readers = 0
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
+        self._follows = False
         self._news = asyncio.Event()
         self._ready = asyncio.Event()  # changes from now on are noticed
         self._closed = False
@@ -87,7 +89,7 @@ class ChangeFeed:
             self._start()
             await self._ready.wait()
             yield b": ok\n\n"
-            position = self._last
+            name, position = self._name, self._last
             if match is not None:
                 reset = self._reset_reason(match[1], int(match[2]))
                 if reset:
@@ -96,12 +98,12 @@ class ChangeFeed:
                     position = int(match[2])
             while not self._closed:
                 news = self._news
-                if self._last > position:
-                    if self._reset_reason(self._name, position):
-                        yield self._event(Change(self._last, "reset", "", "lagged"))
+                if self._last > position or self._name != name:
+                    if reset := self._reset_reason(name, position):
+                        yield self._event(Change(self._last, "reset", "", reset))
                     else:
                         yield b"".join(self._event(c) for c in self._since(position))
-                    position = self._last
+                    name, position = self._name, self._last
                     continue
                 try:
                     async with asyncio.timeout(keep_alive):
@@ -120,9 +122,8 @@ class ChangeFeed:
         """End the feed and its readers."""
         self._closed = True
         self._news.set()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._ready.set()
+        await self._tasks.close()
 
     def _reset_reason(self, name: str, number: int) -> str:
         """Return why a reader at this place must fetch everything anew; "" if it need not."""
@@ -141,19 +142,21 @@ class ChangeFeed:
         return b"id: %s.%d\ndata: %s\n\n" % (self._name.encode(), change.number, data)
 
     def _start(self) -> None:
-        if self._task is None:
-            self._name, self._last = os.urandom(6).hex(), 0
-            self._kept.clear()
-            self._runs.clear()
+        if not self._follows:
+            self._follows = True
             self._ready.clear()
-            self._store.watch(self.note_runs)
-            self._task = asyncio.create_task(self._follow())
+            self._tasks.keep("change feed", self._follow)
 
     async def _follow(self) -> None:
         """Notice changes until nobody has read for a while."""
+        self._name, self._last = os.urandom(6).hex(), 0
+        self._kept.clear()
+        self._runs.clear()
+        self._store.watch(self.note_runs)
         try:
             before, pool = await asyncio.to_thread(self._look, Times()), self._state()
             self._ready.set()
+            self._wake_readers()
             look_at, last_reader = time.monotonic() + FILES, time.monotonic()
             while self._readers or time.monotonic() - last_reader < LINGER:
                 await asyncio.sleep(BEAT)
@@ -171,11 +174,9 @@ class ChangeFeed:
                     pool = state
                     changes.append(("pool", "", "changed"))
                 self._tell(changes)
+            self._follows = False
         finally:
             self._store.watch(None)
-            self._task = None
-            self._name = ""
-            self._ready.set()
 
     def _run_changes(self) -> list[tuple[str, str, str]]:
         with self._lock:
@@ -190,6 +191,9 @@ class ChangeFeed:
         for change in changes:
             self._last += 1
             self._kept.append(Change(self._last, *change))
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from cray_agents.errors import CrayError
 from cray_agents.queries import RunFilter, RunQuery
+from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.facts import text_of
 from cray_agents.runtime.views.view_records import HealthWarning
@@ -41,7 +42,7 @@ def health_warnings(store: Store, since: float, missing: Sequence[str]) -> Rows:
     """
     which = RunFilter(since=since)
     by_loop = store.stats(which, ["loop"], percentiles=False)
-    warnings = [*_missing(missing), *_damage(store), *_of_loops(by_loop, since)]
+    warnings = [*_missing(missing), *_tasks(since), *_damage(store), *_of_loops(by_loop, since)]
     training = RunFilter(since=since, split="train")
     groups = store.stats(training, ["loop", "generation", "task"], percentiles=False)
     warnings += [*_flat_groups(groups, since), *_unparsed(store, since)]
@@ -60,6 +61,16 @@ def _missing(versions: Sequence[str]) -> list[HealthWarning]:
             of=1,
         )
         for version in versions
+    ]
+
+
+def _tasks(since: float) -> list[HealthWarning]:
+    """Tell of the background tasks of this process that failed since then."""
+    message = "the platform's task {!r} failed {} times, and was started again; the last time: {}"
+    return [
+        _warning("failed_task", message.format(name, count, error[:500]), count, count, None, {})
+        for name, (count, error, last) in list(FAILURES.by_task.items())
+        if last >= since
     ]
 
 

@@ -538,7 +538,7 @@ class HealthWarning(Record):
     """A failure that raises no error: `kind` names the rule, `count` of `of` met it.
 
     Kinds: no_rewards, equal_rewards, zero_variance, failed_runs, unparsed_tool_calls,
-    unparsed_thoughts, damage, version_not_served.
+    unparsed_thoughts, damage, version_not_served, failed_task.
     `query`: parameters of /v1/trajectories that list the runs behind it.
     """
 

@@ -162,8 +162,7 @@ async def watch(
     lasted, after = time.monotonic() - began, cpu_seconds()
     restarting.cancel()
     for host in hosts:  # as a kill would leave them: the jobs stay
-        for task in host._tasks:
-            task.cancel()
+        await host._tasks.close()
         await host._supervisor.close()
     own, clients = ((b - a) / lasted for a, b in zip(before, after, strict=True))
     return (cluster.squeues - count) / lasted, own, clients

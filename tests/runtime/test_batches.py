@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ import pytest
 from openai.types import Batch
 
 from cray_agents import ScriptedEngine
+from cray_agents.cli.platform.child_processes import run_worker
 from cray_agents.errors import EngineError
 from cray_agents.paths import Home
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.batches import chunks, claims, validation
 from cray_agents.runtime.batches.board import Board
 from cray_agents.runtime.batches.claims import Holder
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.queue import BatchQueue
-from cray_agents.runtime.batches.worker_supervisor import keep
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.views.view_records import BatchErrors
@@ -479,13 +481,12 @@ def test_a_chunk_is_sealed_once(tmp_path: Path) -> None:
 
 async def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
-    log = tmp_path / "worker.log"
-    keeper = asyncio.create_task(keep(home, "http://127.0.0.1:9", log))
+    keeper = BackgroundTasks()
+    keeper.keep("batch worker", partial(run_worker, home, "http://127.0.0.1:9"))
     first = await worker_pid(home, unlike=0)
     os.kill(first, 9)
     second = await worker_pid(home, unlike=first)
-    keeper.cancel()
-    await asyncio.gather(keeper, return_exceptions=True)
+    await keeper.close()
     assert not Path(f"/proc/{second}").exists()
 
 

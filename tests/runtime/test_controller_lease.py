@@ -337,7 +337,7 @@ async def test_a_supervisor_obeys_the_newest_controller_alone(tmp_path: Path) ->
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     old, new = (SupervisorClient(url, "secret", 20.0, lambda term=term: term) for term in (1, 2))  # type: ignore[misc]
     try:
-        assert (await old.state())["starts"] == 0
+        assert (await old.state()).starts == 0
         await new.state()  # as at a takeover
         for order in ("note", "stop", "exit"):
             with pytest.raises(EngineError, match="term 2 has taken this replica over"):
@@ -349,3 +349,30 @@ async def test_a_supervisor_obeys_the_newest_controller_alone(tmp_path: Path) ->
         for client in (old, new):
             await client.close()
         await runner.cleanup()
+
+
+def test_notes_of_another_form_are_no_standbys(tmp_path: Path) -> None:
+    lease = Host(with_versions(tmp_path), "a").hold()
+    folder = tmp_path / "home" / "controller" / "standbys"
+    folder.mkdir(parents=True)
+    for number, note in enumerate(([], 7, {}, {"beat": 1, "host": "b", "pid": 2, "since": 3.0})):
+        for _ in range(2):
+            content = checksums.with_crc(json.dumps(note).encode())
+            (folder / f"standby_{number}.json").write_bytes(content)
+            lease._look_at_standbys()
+    assert [one["host"] for one in lease.standbys()] == ["b"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_heartbeat_that_ends_by_an_error_ends_the_process(tmp_path: Path) -> None:
+    host, ends = Host(with_versions(tmp_path), "a"), list[str]()
+    claim = {"host": "a", "pid": 1, "lease": 0.05, "token": "t", "started": 0.0}
+    lease = ControllerLease.take(host.home, claim, host.watch.term, ends.append)
+    assert lease is not None
+    lease.start()
+
+    def write() -> None:  # between two heartbeats
+        host.home.platform.write_bytes(checksums.with_crc(b"[]"))
+
+    until(lambda: write() or ends)
+    assert "is renewed no more" in ends[0]

@@ -267,8 +267,7 @@ async def test_a_gateway_that_has_not_heard_of_a_change_asks_another_replica(
     site: SharedSite,
 ) -> None:
     services, pool = site.controller.services, site.controller.pool
-    assert services._publishing is not None
-    services._publishing.cancel()  # from now on nobody hears of changes
+    await services.tasks.close()  # from now on nobody hears of changes
     before, new = pool.incumbent, site.version(b"unheard-of")
     directory = site.home.checkpoint(new.checkpoint)
     await pool.swap(directory, new.id, [], replicas=[0])

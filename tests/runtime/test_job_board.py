@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cray_agents.errors import SchedulerError
 from cray_agents.ports import CommandStatus
+from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.pool.slurm.job_board import JobBoard
 from cray_agents.runtime.scheduler import slurm as slurm_scheduler
 from cray_agents.runtime.scheduler.slurm import SEPARATOR, Slurm
@@ -70,3 +72,35 @@ async def test_all_who_watch_share_one_squeue_and_hear_of_changes_alone(
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
+
+
+async def test_a_listing_that_is_not_slurms_is_an_error_for_who_asks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing = Listing(tmp_path, monkeypatch)
+    rows = listing._rows.read_text()
+    with Slurm(tmp_path / "slurm") as scheduler:
+        board = JobBoard(scheduler, 0.01)
+        for text in ("squeue: error: Invalid job id\n", SEPARATOR * 5, "\n", "\x00\n"):
+            listing._rows.write_text(text)
+            with pytest.raises(SchedulerError, match="not Slurm's"):
+                await board.status("job-1")
+        listing._rows.write_text(rows)
+        assert (await board.status("job-1")).state == "running"
+
+
+async def test_a_poll_that_fails_unforeseen_is_asked_again(tmp_path: Path) -> None:
+    class Scheduler:
+        asked = 0
+
+        def status(self, name: str) -> CommandStatus:
+            self.asked += 1
+            if self.asked == 1:
+                raise KeyError(name)
+            return CommandStatus(state="running", id="1")
+
+    board = JobBoard(Scheduler(), 0.01)  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        statuses = await asyncio.gather(board.status("a"), board.status("b"))
+    assert {status.state for status in statuses} == {"running"}
+    assert FAILURES.by_task.pop("job board").number == 1

@@ -13,6 +13,7 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError, EngineUnavailable, SwapError
 from cray_agents.ports import EngineCall
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport
+from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from tests.support.scripted_pool import (
@@ -430,6 +431,28 @@ async def test_who_was_in_its_company_is_answered(tmp_path: Path) -> None:
         for n, answer in enumerate(await asyncio.gather(*innocent)):
             assert f"well {n}".encode() in answer
         assert host.starts <= 4
+
+
+class Odd(Mortal):
+    """Its start fails as no code foresees, twice."""
+
+    failures = 0
+
+    async def start(self, checkpoint: Path, version: str) -> None:
+        if self.failures > 0:
+            self.failures -= 1
+            raise KeyError("choices")
+        await super().start(checkpoint, version)
+
+
+async def test_a_watch_that_fails_unforeseen_goes_on_with_the_restart(tmp_path: Path) -> None:
+    host = Odd(ScriptedEngine(says_version))
+    async with serving(tmp_path, host) as pool:
+        host.failures = 2
+        host.die()
+        await until(lambda: host.starts == 2 and pool.ready)
+        assert await ask(pool, "m@1") == "m@1"
+        assert FAILURES.by_task.pop("replica watch").number == 2
 
 
 class Silent(Mortal):

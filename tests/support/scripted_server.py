@@ -36,6 +36,7 @@ VERSION, EVENT = "x-cray-version", b"event: cray.samples\ndata: "
 ROOT = Path(__file__).parents[2]
 PROGRAM = ("env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.support.scripted_server")
 NOT_TRAINED = b"not what was trained"
+MALFORMED = "CRAY_TEST_MALFORMED"  # variable: a file of JSON, routes and what they answer instead
 SLOW = float(os.environ.get("CRAY_TEST_SLOW", "1"))  # seconds
 
 
@@ -56,6 +57,10 @@ class ScriptedServer:
         if request.headers.get(HEADER) != self.secret:
             return web.json_response({"error": {"message": "not yours"}}, status=403)
         body: dict[str, Any] = await request.json() if request.can_read_body else {}
+        if MALFORMED in os.environ and (file := Path(os.environ[MALFORMED])).exists():
+            malformed = json.loads(file.read_text())
+            if request.path in malformed:
+                return web.Response(body=malformed[request.path].encode("latin-1"))
         if (expected := request.headers.get(EXPECT)) is None:
             return await self.route(request, body)
         if not self.guard.enter(expected):

@@ -76,10 +76,9 @@ class Site:
         """Do what a `kill -9` of a gateway does: nothing is ended, nothing is said."""
         self.pools.remove(pool)
         hosts: list[Any] = [slot.engine_host for slot in pool._slots]
-        tasks = [*pool._tasks, *(task for host in hosts for task in host._tasks)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await pool._tasks.close()
+        for host in hosts:
+            await host._tasks.close()
         for host in hosts:
             await host._engine.close()
             await host._supervisor.close()

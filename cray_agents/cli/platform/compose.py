@@ -25,10 +25,10 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 
+from cray_agents.cli.platform.child_processes import run_gateway, run_worker
 from cray_agents.cli.platform.cluster_view import ClusterView
 from cray_agents.cli.platform.commands.doctor import distribution_version
 from cray_agents.cli.platform.first_version import first_version
-from cray_agents.cli.platform.gateways.gateway_processes import keep_gateways
 from cray_agents.cli.platform.gateways.shared_port import Ports
 from cray_agents.cli.platform.gateways.sockets import address
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
@@ -46,7 +46,6 @@ from cray_agents.errors import ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.processes import SAFE_IMPORTS
 from cray_agents.records import ModelVersion
-from cray_agents.runtime.batches.worker_supervisor import keep as keep_worker
 from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
@@ -233,26 +232,28 @@ async def run(
         metrics=Metrics(f"{socket.gethostname()}:{os.getpid()}" if config.gateways > 1 else ""),
     )
     server = make_server(create_app(services), config)
+    # both end the platform by an error; all other tasks are started again
     serving = asyncio.create_task(server.serve(sockets=ports.listeners))
     starting = asyncio.create_task(start_pool(pool, home, version, rule))
-    log = home.logs / "batch-worker.log"
-    batches = asyncio.create_task(keep_worker(home, address(listener), log, key=lease.token))
-    upkeep = asyncio.create_task(keep_up(store))
-    jobs = asyncio.create_task(restart_unfinished_jobs(home, trainer))
+    keep = services.tasks.keep
+    keep("batch worker", partial(run_worker, home, address(listener), key=lease.token))
+    keep("upkeep of the store", partial(keep_up, store))
+    keep("restart of jobs", partial(restart_unfinished_jobs, home, trainer))
     ledger = LedgerFile(home.ledger, "platform")
-    account = keep_ledger(ledger, pool.status, lambda: services.metrics.sampled_tokens, devices)
-    background = [batches, upkeep, jobs, asyncio.create_task(account)]
+    account = (ledger, pool.status, lambda: services.metrics.sampled_tokens, devices)
+    keep("ledger", partial(keep_ledger, *account))
     if rule is not None:
         rules = scaling_rules(config, rule)
-        counting = keep_replica_count(pool, services.admission, shares, rules, cluster)
-        background.append(asyncio.create_task(counting))
+        counting = (pool, services.admission, shares, rules, cluster)
+        keep("replica count", partial(keep_replica_count, *counting))
     if config.gateways > 1:
         services.note_other_gateways()
         port = listener.getsockname()[1]
-        background.append(asyncio.create_task(keep_gateways(config, port, config.gateways - 1)))
+        for number in range(1, config.gateways):
+            keep("further gateway", partial(run_gateway, config, port, number), str(number))
     if training is not None:
         is_asked = partial(asks_for_replicas, pool, services.admission, shares)
-        background.append(asyncio.create_task(take_turns(pool, training, is_asked, report=say)))
+        keep("GPU turns", partial(take_turns, pool, training, is_asked, report=say))
     await services.fine_tuning.start()
     try:
         say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
@@ -264,9 +265,7 @@ async def run(
         server.should_exit = True
         await services.changes.close()  # its streams would keep the server for ever
         starting.cancel()
-        for task in background:
-            task.cancel()
-        await asyncio.gather(serving, starting, *background, return_exceptions=True)
+        await asyncio.gather(serving, starting, services.tasks.close(), return_exceptions=True)
         await services.close()
         if not hands_over:  # else the standby takes the replicas' jobs over
             await pool.stop()

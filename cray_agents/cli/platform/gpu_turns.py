@@ -95,9 +95,6 @@ async def take_turns(
         except (PoolBusy, Overtaken) as error:
             log.warning("a job waits on for its turn on the GPU: %s", error)
             woke = time.monotonic()
-        except Exception:
-            log.exception("a turn on the GPU failed, and is tried again")
-            woke = time.monotonic()
 
 
 async def one_turn(

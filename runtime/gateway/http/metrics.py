@@ -12,7 +12,9 @@ from itertools import chain
 from typing import Any, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily
 
+from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.observability.call_metrics import OTHER, SECONDS, CallMetrics
 from cray_agents.runtime.observability.replica_metrics import replica_families
@@ -106,7 +108,8 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, as a registry does."""
-        own = (self.registry.collect(), replica_families(self._replica_states))
+        states = replica_families(self._replica_states)
+        own = (self.registry.collect(), states, [_task_failures()])
         for metric in chain(*own, *(one.collect() for one in self._collectors)):
             if self.gateway:
                 metric.samples = [
@@ -158,6 +161,15 @@ class Metrics:
         self._states |= counts.keys()
         for state in self._states:
             self._replicas.labels(state).set(counts[state])
+
+
+def _task_failures() -> Metric:
+    """Return how often the background tasks of this process failed."""
+    about = "Unforeseen failures of background tasks, after which they were started again"
+    family = CounterMetricFamily("cray_task_failures", about, labels=["task"])
+    for name, failure in list(FAILURES.by_task.items()):
+        family.add_metric([name], failure.number)
+    return family
 
 
 def _outcome(good: bool) -> str:

@@ -20,6 +20,7 @@ from cray_agents.errors import BadInput, StoreError
 from cray_agents.exact_json import malformed_calls
 from cray_agents.ports import EngineCall
 from cray_agents.records import Event, Message, new_id
+from cray_agents.runtime.background import start_task
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import ID, check_unmarked, read_json
@@ -38,6 +39,7 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 from cray_agents.runtime.gateway.model_calls.relay import EventStream, Piece, StreamRecorder
 from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.pool.engine.vllm_http import well_formed
 from cray_agents.runtime.pool.request_router import Wanted
 from cray_agents.runtime.store.conversations import Continuation, chain
 
@@ -101,7 +103,9 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
             end_span(services, call, ticket, failure=cut)
             return
         first = recorder.first_at - call.clock if recorder.first_at else None
-        await _record(services, call, ticket, call.stream_events(data, cut, end), first)
+        with well_formed(f"the replica of {call.exchange.version}"):
+            events = call.stream_events(data, cut, end)
+        await _record(services, call, ticket, events, first)
 
     def samples_event() -> bytes:
         if not call.returns_samples:
@@ -146,7 +150,7 @@ async def start_call(
             content = await collect_answer(services, answer, ticket, wanted)
             return await _record_answer(services, call, ticket, content)
 
-    task = asyncio.create_task(work())
+    task = start_task("call", work(), call.id)
     task.add_done_callback(lambda _: ticket.release())  # also if it never began
     return call, task
 
@@ -184,10 +188,12 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
 
 async def _record_answer(services: Services, call: Call, ticket: Ticket, content: bytes) -> bytes:
     """Record the engine's answer and return the client's version of it."""
-    answer = from_json(content, allow_inf_nan=False)
-    if call.returns_samples:
-        content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
-    await _record(services, call, ticket, call.answer_events(answer, content))
+    with well_formed(f"the replica of {call.exchange.version}"):
+        answer = from_json(content, allow_inf_nan=False)
+        if call.returns_samples:
+            content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
+        events = call.answer_events(answer, content)
+    await _record(services, call, ticket, events)
     return content
 
 

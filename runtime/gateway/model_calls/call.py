@@ -121,6 +121,8 @@ class Call:
             if isinstance(end, CrayError):
                 event.body["error"] = without_paths(str(end)[:LONGEST])
             events.append(event)
+        if not events:
+            raise ValueError("no choice is in it")
         if self.key is not None and cut is None and isinstance(end, bytes):
             replay = {"fingerprint": self.fingerprint, "reply": end.decode()}
             events[0] = events[0].model_copy(update={"body": events[0].body | replay})

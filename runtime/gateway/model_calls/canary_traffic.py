@@ -15,6 +15,7 @@ from cray_agents.errors import Corrupt, EngineError, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.records import CLEAR, SCAN, ModelVersion, reward_of_givers
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.canary import Canary, Side, Verdict
 from cray_agents.runtime.registry.registry import Registry
@@ -66,7 +67,8 @@ class CanaryTraffic:
         self._on_verdict = on_verdict
         self._canaries: dict[str, Canary] = {}
         self._loaded_all = False
-        self._saving: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
+        self._saving = False
 
     def canary(self, name: str) -> Canary | None:
         """Return the canary that runs under a name. Raises NotFound for a name without versions."""
@@ -150,9 +152,7 @@ class CanaryTraffic:
 
     async def close(self) -> None:
         """Stop saving in the background and save the last counts."""
-        if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+        await self._tasks.close()
         await self._save()
 
     def _run_facts(self, run_id: str) -> RunFacts | None:
@@ -175,13 +175,15 @@ class CanaryTraffic:
                 self._on_verdict(canary, verdict, reason)
 
     def _start_saving(self) -> None:
-        if self._saving is None or self._saving.done():
-            self._saving = asyncio.create_task(self._keep_saving())
+        if not self._saving:
+            self._saving = True
+            self._tasks.keep("canary counts", self._keep_saving)
 
     async def _keep_saving(self) -> None:
         while self._canaries:
             await asyncio.sleep(SAVE_SECONDS)
             await self._save()
+        self._saving = False
 
     async def _save(self) -> None:
         for canary in list(self._canaries.values()):

@@ -17,8 +17,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import CrayError
+from cray_agents.runtime.background import start_task
 from cray_agents.runtime.gateway.http.error_envelope import error_event
 from cray_agents.runtime.gateway.model_calls.apis import Body
+from cray_agents.runtime.pool.engine.vllm_http import well_formed
 
 KEEP_ALIVE = b": keep-alive\n\n"
 # what tells a client that a sequence has ended; JSON escapes quotes and newlines within strings
@@ -67,7 +69,7 @@ class StreamRecorder:
         self._keep_alive = keep_alive
         self._quiet = True  # since the last beat
         self._timer = asyncio.get_running_loop().call_later(keep_alive, self._beat)
-        self._task = asyncio.create_task(self._read())
+        self._task = start_task("recording of a stream", self._read())
         self._task.add_done_callback(self._end)
 
     async def first_piece(self) -> Piece:
@@ -211,5 +213,6 @@ class EventStream(Response):
 def _parse_data(events: bytes) -> list[Body]:
     """Return the JSON objects that a stream's events carry."""
     objects = [line[6:] for line in events.split(b"\n") if line.startswith(b"data: {")]
-    data: list[Body] = orjson.loads(b"[" + b",".join(objects) + b"]")
+    with well_formed("the stream of a replica"):
+        data: list[Body] = orjson.loads(b"[" + b",".join(objects) + b"]")
     return data

@@ -45,6 +45,7 @@ from cray_agents.runtime.gateway.long_reads import answer_long_read
 from cray_agents.runtime.gateway.model_calls.answer import await_or_disconnect, collect_answer
 from cray_agents.runtime.gateway.routes.trajectories import WHICH, one_of, run_query
 from cray_agents.runtime.gateway.services import Services, vocabulary_of
+from cray_agents.runtime.pool.engine.vllm_http import well_formed
 from cray_agents.runtime.views.run_differences import differences, turn_pairs
 from cray_agents.runtime.views.turn_score import parse_score, score_request
 from cray_agents.runtime.views.view_records import (
@@ -289,7 +290,8 @@ async def score_turn(services: Services, request: Request) -> Response:
 
     def read() -> dict[str, Any]:
         vocabulary = vocabulary_of(services, version)
-        scored = parse_score(call, orjson.loads(content), vocabulary)
+        with well_formed(f"the replica of {version}"):
+            scored = parse_score(call, orjson.loads(content), vocabulary)
         named = {"id": run_id, "n": turn, "model": version, "sampled_by": call["model"]}
         return {**named, **scored, "from_top": top}
 

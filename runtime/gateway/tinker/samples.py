@@ -21,6 +21,7 @@ from cray_agents.ports import SampledSequence
 from cray_agents.runtime.gateway.model_calls.call import Call
 from cray_agents.runtime.gateway.tinker.protobuf import write_bytes, write_whole
 from cray_agents.runtime.gateway.tinker.requests import SampleRequest
+from cray_agents.runtime.pool.engine.vllm_http import well_formed
 
 MOST_ENDED = 10_000  # samples that are kept for scripts that may ask once more
 DEFAULT_TOKENS = 16  # sampled where a script names no limit, as for a completion
@@ -99,9 +100,10 @@ def _prompt_logprobs(tokens: list[int], answer: bytes) -> list[float]:
     """Return the log-probabilities of a prompt's tokens, NaN for the first; [] if not asked for."""
     if b'"prompt_logprobs":[' not in answer:
         return []
-    rows = orjson.loads(answer)["choices"][0]["prompt_logprobs"]
-    pairs = zip(tokens, rows, strict=True)
-    return [math.nan if row is None else row[str(token)]["logprob"] for token, row in pairs]
+    with well_formed("the replica"):
+        rows = orjson.loads(answer)["choices"][0]["prompt_logprobs"]
+        pairs = zip(tokens, rows, strict=True)
+        return [math.nan if row is None else row[str(token)]["logprob"] for token, row in pairs]
 
 
 @dataclass

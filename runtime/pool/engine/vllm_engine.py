@@ -9,10 +9,11 @@ distribution sampled from, since vllm_replica.py starts vLLM with `processed_log
 import asyncio
 import copy
 import logging
+import math
 import ssl
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import WeightChange
-from cray_agents.runtime.pool.engine.vllm_http import Http, to_engine_error
+from cray_agents.runtime.pool.engine.vllm_http import MALFORMED, Http, to_engine_error
 from cray_agents.runtime.pool.engine.weight_transfer import (
     STUCK,
     TransferSettings,
@@ -132,8 +133,8 @@ class VllmEngine:
         async with self._send(exchange) as response:
             content = await response.read()
             size = int(response.headers.get(BODY, len(content)))
+            exchange.samples = _parse_samples(content[size:]) if exchange.capture else []
         if exchange.capture:
-            exchange.samples = _parse_samples(content[size:])
             exchange.version = next((s.version for s in exchange.samples), "") or exchange.version
         yield content[:size].replace(*self._model_names(exchange))
 
@@ -153,13 +154,14 @@ class VllmEngine:
                     if (at := _find_error(whole)) >= 0:
                         if at:
                             yield whole[:at].replace(*names)
-                        raise to_engine_error(0, orjson.loads(whole[at:].partition(b"\n")[0][6:]))
+                        raise to_engine_error(0, whole[at:].partition(b"\n")[0][6:])
                     if whole:
                         yield whole.replace(*names)
             except asyncio.CancelledError:
                 if exchange.capture:
                     tail = rest + await self._abort(exchange, response)
-                    exchange.samples = _parse_samples(tail.partition(EVENT)[2])
+                    with suppress(*MALFORMED):
+                        exchange.samples = _parse_samples(tail.partition(EVENT)[2])
                 raise
         if not complete:
             log.warning("%s: the stream of %s ended before its end", self.url, exchange.id)
@@ -231,7 +233,8 @@ class VllmEngine:
         await self._reset_prefix_cache()
         async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
             models = orjson.loads(await response.read())["data"]
-        for adapter in (model["id"] for model in models if model.get("parent")):
+            adapters = [str(model["id"]) for model in models if model.get("parent")]
+        for adapter in adapters:
             await self.unload_adapter(adapter)
         await self._name_weights(checkpoint, version)
 
@@ -264,7 +267,7 @@ class VllmEngine:
             return True
         except EngineTimeout as error:
             raise SwapError(f"a transfer of weights hangs: {error}", code=STUCK) from error
-        except (CrayError, OSError, ValueError, KeyError) as error:
+        except (CrayError, OSError, *MALFORMED) as error:
             if isinstance(error, CrayError) and error.code == STUCK:
                 raise
             self.load_note = f"weights did not come by {backend}: {error}"
@@ -290,7 +293,7 @@ class VllmEngine:
                 await fetch_weights(like, offers, self._transfer, self._control)
         except EngineTimeout as error:
             raise SwapError(f"the weights of {job} did not come: {error}", code=STUCK) from error
-        except (CrayError, OSError, ValueError, KeyError) as error:
+        except (CrayError, OSError, *MALFORMED) as error:
             code = STUCK if isinstance(error, CrayError) and error.code == STUCK else None
             raise SwapError(f"the weights of {job} did not come: {error}", code=code) from error
         self._received = offers, seconds["early"]
@@ -314,7 +317,7 @@ class VllmEngine:
         except EngineError as error:
             log.warning("%s is loaded whole: its changes were not applied: %s", checkpoint, error)
             return False
-        workers = answer.get("results") or [{}]
+        workers = answer["results"] or [{}]
         return all(isinstance(one, dict) and one.get("patched") for one in workers)
 
     async def _reset_prefix_cache(self) -> None:
@@ -344,15 +347,15 @@ class VllmEngine:
 
     async def refuse(self, version: str = "") -> dict[str, int]:
         """Begin no more answers with a version: see `Engine.refuse`."""
-        in_flight: dict[str, int] = (await self._order({"refuse": version})).get("in_flight", {})
-        return in_flight
+        return await self._order({"refuse": version})
 
-    async def _order(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def _order(self, order: dict[str, Any]) -> dict[str, int]:
+        """Give the guard an order; return the number of requests in flight by version."""
         async with self._http.answer("POST", GUARD, order, _GUARD_TIMEOUT) as response:
-            answer: dict[str, Any] = orjson.loads(await response.read())
-        if (term := answer.get("superseded")) is not None:
-            raise Superseded(f"{self.url} follows a controller with term {term}")
-        return answer
+            answer = orjson.loads(await response.read())
+            if (term := answer.get("superseded")) is not None:
+                raise Superseded(f"{self.url} follows a controller with term {term}")
+            return {str(name): int(count) for name, count in answer.get("in_flight", {}).items()}
 
     async def sleep(self, level: int) -> None:
         """Give the GPU's memory back: see `Engine.sleep`. vLLM for CPUs gives nothing back."""
@@ -383,12 +386,13 @@ class VllmEngine:
             "prompt_logprobs": 1,
             "vllm_xargs": {PROBE: 1},
         }
-        answer = await self._post("/v1/completions", body)
-        choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        return [
-            _score(choice["prompt_logprobs"], tokens)
-            for choice, tokens in zip(choices, prompts, strict=True)
-        ]
+        async with self._http.answer("POST", "/v1/completions", body) as response:
+            answer = orjson.loads(await response.read())
+            choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+            return [
+                _score(choice["prompt_logprobs"], tokens)
+                for choice, tokens in zip(choices, prompts, strict=True)
+            ]
 
     async def _try_sampling(self) -> None:
         """Sample two tokens; the second one also reads the cache that the first one wrote."""
@@ -401,7 +405,8 @@ class VllmEngine:
             "vllm_xargs": {PROBE: 1},
         }
         try:
-            await self._post("/v1/completions", body)
+            async with self._http.answer("POST", "/v1/completions", body) as response:
+                orjson.loads(await response.read())
         except EngineError as error:
             if error.status not in _NO_SUCH_ROUTE:
                 raise
@@ -441,25 +446,19 @@ class VllmEngine:
         async with self._http.answer("GET", "/health", timeout=5.0):
             pass
         async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
-            answer = orjson.loads(await response.read())
-        return str(answer["data"][0]["root"])
+            return str(orjson.loads(await response.read())["data"][0]["root"])
 
     async def close(self) -> None:
         """Drop the connections."""
         await self._http.close()
-
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with self._http.answer("POST", path, body) as response:
-            answer: dict[str, Any] = orjson.loads(await response.read())
-            return answer
 
     async def _control(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         async with self._http.answer(
             "POST", path, body or {}, self._load_timeout, once=True
         ) as response:
             content = await response.read()
-        answer = orjson.loads(content) if content[:1] in (b"{", b"[") else {}
-        return answer if isinstance(answer, dict) else {}
+            answer: dict[str, Any] = orjson.loads(content) if content[:1] == b"{" else {}
+            return answer | {"results": [*(answer.get("results") or ())]}
 
 
 def _tokens(offers: Sequence[WeightOffer]) -> list[str]:
@@ -491,6 +490,9 @@ def _parse_samples(content: bytes) -> list[SampledSequence]:
 
 def _parse_sample(*, versions: Sequence[tuple[int, str]] = (), **fields: Any) -> SampledSequence:
     sample = SampledSequence(**fields)
+    kinds = {*map(type, sample.token_ids)}, {*map(type, sample.logprobs)}
+    if kinds[0] - {int} or kinds[1] - {int, float, type(None)}:
+        raise ValueError(f"tokens or logprobs of sample {sample.name!r} are no numbers")
     for at, label in versions:
         if not sample.version:
             sample.version = _version_of(label)
@@ -510,7 +512,7 @@ def _score(entries: list[dict[str, Any] | None], tokens: list[int]) -> PromptSco
     for entry, token in zip(entries[1:], tokens[1:], strict=True):
         assert entry is not None
         value = entry[str(token)]["logprob"]
-        if value is None or value != value:
+        if value is None or not math.isfinite(value):
             raise EngineError(f"the model gives token {token} no logprob: its weights hold NaN")
         logprobs.append(float(value))
         top.append(int(min(entry, key=lambda name: int(entry[name]["rank"]))))

@@ -9,14 +9,20 @@ import logging
 import re
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
 import orjson
 
-from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, VersionClosed
+from cray_agents.errors import (
+    CrayError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    VersionClosed,
+)
 from cray_agents.exact_json import dump_json
 from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
 
@@ -30,6 +36,27 @@ _VALUE_ERROR = "Value error, "
 _SUFFIX = re.compile(r"\s*\(parameter=.*\)$", re.DOTALL)  # appended to messages by vLLM
 _BLAMED = re.compile(r"\(parameter=(\w+)|^(\w+) (?:must|cannot) ")
 _IDLE = 2.0  # seconds; less than vLLM's 5, so that this side closes idle connections first
+_STATUS = re.compile(r"[1-5][0-9]{2}")
+#: Seconds until a connection must stand: a node that is gone refuses none. With TLS the server's
+#: own process takes part, and that may be busy.
+_CONNECT, _CONNECT_TLS = 2.0, 15.0
+#: Raised by code that reads an answer which has another form than it takes for granted.
+MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@contextmanager
+def well_formed(place: str) -> Iterator[None]:
+    """Raise EngineError if the block cannot read an answer from this place, such as a URL."""
+    try:
+        yield
+    except CrayError:
+        raise
+    except MALFORMED as error:
+        why = f"it has no {error}" if isinstance(error, LookupError) else str(error)
+        raise EngineError(
+            f"{place}: the answer has an unknown form: {(why or type(error).__name__)[:200]}",
+            status=502,
+        ) from error
 
 
 class Http:
@@ -69,6 +96,7 @@ class Http:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a response with a good status. Raises EngineError and its kinds.
 
+        The block is to read the answer, and may take its form for granted: see `well_formed`.
         `public_name`: the model's name in an error, in place of the body's.
         `once` closes the connection afterwards. vLLM drops it after a failed control request, and
         the `/resume` that has to follow must not fail because of that.
@@ -79,7 +107,10 @@ class Http:
             )
             always = {HEADER: self.secret}
             self._session = aiohttp.ClientSession(connector=connector, headers=always)
-        limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self.timeout)
+        connect = _CONNECT if self._tls is None else _CONNECT_TLS
+        limit = aiohttp.ClientTimeout(
+            total=None, sock_connect=connect, sock_read=timeout or self.timeout
+        )
         content = None if body is None else dump_json(body)
         headers = {"Content-Type": "application/json", **(headers or {})}
         if once:
@@ -87,13 +118,22 @@ class Http:
         self.active += 1
         try:
             async with self._session.request(
-                method, self.url + path, data=content, headers=headers, timeout=limit
+                method,
+                self.url + path,
+                data=content,
+                headers=headers,
+                timeout=limit,
+                allow_redirects=False,
             ) as response:
-                if response.status >= 400:
+                if response.status >= 300:
                     alias = str(body["model"]) if public_name and body is not None else ""
                     names = (alias, public_name)
                     raise to_engine_error(response.status, await response.read(), names)
-                yield response
+                with well_formed(self._place(path, public_name)):
+                    yield response
+        except aiohttp.ConnectionTimeoutError as error:
+            why = f"no connection within {connect:g} s"
+            raise EngineUnavailable(self._message(path, why, why, public_name)) from error
         except TimeoutError as error:  # first: aiohttp's timeouts are ClientErrors as well
             why = f"nothing came for {limit.sock_read} s"
             raise EngineTimeout(self._message(path, why, why, public_name)) from error
@@ -106,10 +146,12 @@ class Http:
 
     def _message(self, path: str, why: str, public: str, public_name: str) -> str:
         """Return the message of a failure. A model's client reads no address; the log has it."""
-        if not public_name:
-            return f"{self.url}{path}: {why}"
-        log.warning("%s%s: %s", self.url, path, why)
-        return f"the replica of {public_name}: {public}"
+        if public_name:
+            log.warning("%s%s: %s", self.url, path, why)
+        return f"{self._place(path, public_name)}: {public if public_name else why}"
+
+    def _place(self, path: str, public_name: str) -> str:
+        return f"the replica of {public_name}" if public_name else f"{self.url}{path}"
 
 
 def to_engine_error(
@@ -130,9 +172,10 @@ def to_engine_error(
     if not isinstance(error, dict):
         error = {"message": str(error or f"status {status}")}
     if status == 409 and error.get("type") == CLOSED:
-        return VersionClosed(str(error["message"]))
+        return VersionClosed(str(error.get("message")))
     message, blamed = _simplify(str(error.get("message") or f"status {status}"))
-    status = status or int(error.get("code") or 500)
+    code = str(error.get("code"))
+    status = status or (int(code) if _STATUS.fullmatch(code) else 500)
     dead = "EngineDead" in str(error.get("type")) + message or "EngineCore" in message
     if dead and status >= 500:  # a refusal may quote such words from the request
         return EngineUnavailable(message, status=status)

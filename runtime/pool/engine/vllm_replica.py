@@ -18,12 +18,14 @@ import signal
 import socket
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
 from cray_agents.processes import SAFE_IMPORTS, python
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.engine.engine_host import LocalHost
 from cray_agents.runtime.pool.engine.load_format import AUTO
@@ -221,7 +223,7 @@ class Replica(VllmHost, LocalHost):
         self.port: int | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
-        self._watcher: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
         self._offset = 0  # in the log: the start of the present process
 
     async def start(self, checkpoint: Path, version: str) -> None:
@@ -266,9 +268,7 @@ class Replica(VllmHost, LocalHost):
     async def stop(self) -> None:
         """End the server and everything it started; return when all of it is gone."""
         process, self._process = self._process, None
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
+        await self._tasks.close()
         if self._engine is not None:
             await self._engine.close()
             self._engine = None
@@ -317,7 +317,7 @@ class Replica(VllmHost, LocalHost):
             transfer=self.settings.transfer,
             tls=None if self.tls is None else client_context(self.tls.ca),
         )
-        self._watcher = asyncio.create_task(self._watch(self._process))
+        self._tasks.keep("engine process", partial(self._watch, self._process), self.model)
 
     async def _spawn(
         self, checkpoint: Path, alias: str, port: int, secret: str

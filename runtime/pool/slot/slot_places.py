@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from cray_agents.errors import CrayError
+from cray_agents.runtime.background import start_task
 from cray_agents.runtime.pool.engine.engine_host import EngineHost
 from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.slot.lora_adapters import Adapters
@@ -160,7 +161,7 @@ class SlotPlaces:
             host = self._slot.engine_host
             leaving = asyncio.create_task(host.wait_until_leaving())
             moved = asyncio.create_task(self._moved.wait())
-            ending = asyncio.create_task(self._drain_ending_place(host))
+            ending = start_task("ending place", self._drain_ending_place(host))
             try:
                 await asyncio.wait({leaving, moved}, return_when=asyncio.FIRST_COMPLETED)
                 if not moved.done():
@@ -211,7 +212,7 @@ class SlotPlaces:
         self._slot.adapters = adapters
         self._moved.set()
         self._moved = asyncio.Event()
-        task = asyncio.create_task(former.release(drain=True))
+        task = start_task("release of a place", former.release(drain=True))
         self._retiring[task] = former
         task.add_done_callback(lambda done: self._retiring.pop(done, None))
 

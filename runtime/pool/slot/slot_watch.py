@@ -25,14 +25,18 @@ class SlotWatch:
         self.last_restart: dict[str, Any] | None = None
         self._slot = slot
         self._places = places
+        self._restarting = False
 
     async def keep_alive(self) -> None:
         """Bring the replica back whenever it is lost or left out. Runs until cancelled."""
         while True:
-            await self._wait_until_lost()
+            if not self._restarting:  # else this task itself had failed
+                await self._wait_until_lost()
+            self._restarting = True
             comes_back = self._places.take_call_back()
             if not comes_back and await self._places.end_sleep():
                 log.warning("a replica that slept has ended, and stays away")
+                self._restarting = False
                 continue
             if not comes_back:
                 self._note_loss()
@@ -51,6 +55,7 @@ class SlotWatch:
                         self._note_restart()
                     comes_back = False
                 delay = min(delay * 2, most)
+            self._restarting = False
 
     def fail_start(self, why: str) -> None:
         """Let `keep_alive` go on with a first start that failed."""
@@ -65,7 +70,7 @@ class SlotWatch:
         silent, pause = 0, silence / _LIVENESS_CHECKS
         while True:
             await asyncio.sleep(0 if silent else pause)
-            since = self._slot.losses
+            since, began = self._slot.losses, time.monotonic()
             if self._slot.state != "serving":
                 silent = 0
                 await asyncio.sleep(pause)
@@ -77,7 +82,11 @@ class SlotWatch:
             except (TimeoutError, EngineTimeout):
                 silent += 1
             except EngineError as error:
-                silent = 0
+                if isinstance(error.__cause__, TimeoutError):  # it takes no connection
+                    silent += 1
+                    await asyncio.sleep(began + pause - time.monotonic())
+                else:
+                    silent = 0
                 if error.status >= 500:  # without a status the process has ended: see keep_alive
                     self._slot.fail(since, str(error))
             if silent == _LIVENESS_CHECKS - 1:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cray_agents.errors import CrayError
 from cray_agents.ports import CommandStatus, Scheduler
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.controller_lease import unguarded
 
 POLL = 2.0  # seconds between two questions to Slurm about all jobs together
@@ -29,7 +30,8 @@ class JobBoard:
         self._seconds = seconds
         self._next = 0.0
         self._waiting: dict[str, list[tuple[asyncio.Future[CommandStatus], Any]]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
+        self._polls = False
 
     async def status(self, name: str, seen: CommandStatus | None = None) -> CommandStatus:
         """Return a job's status at the next poll, or when it is no longer the one that was `seen`.
@@ -38,8 +40,9 @@ class JobBoard:
         """
         future: asyncio.Future[CommandStatus] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(name, []).append((future, seen))
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._poll())
+        if not self._polls:
+            self._polls = True
+            self._tasks.keep("job board", self._poll)
         return await future
 
     async def _poll(self) -> None:
@@ -48,10 +51,14 @@ class JobBoard:
             self._next = time.monotonic() + self._seconds
             waiting, self._waiting = self._waiting, {}
             self.watched = len(waiting)
-            answers = await asyncio.to_thread(self._ask, list(waiting))
-            for name, futures in waiting.items():
-                answer = answers[name]
-                for future, seen in futures:
+            answers: dict[str, CommandStatus | Exception] = {}
+            try:
+                answers = await asyncio.to_thread(self._ask, list(waiting))
+            finally:  # who asked in vain asks again at the next poll
+                for name in waiting.keys() - answers.keys():
+                    self._waiting.setdefault(name, []).extend(waiting[name])
+            for name, answer in answers.items():
+                for future, seen in waiting[name]:
                     if future.done():  # who asked was cancelled
                         continue
                     if answer == seen:
@@ -60,6 +67,7 @@ class JobBoard:
                         future.set_result(answer)
                     else:
                         future.set_exception(answer)
+        self._polls = False
 
     def _ask(self, names: list[str]) -> dict[str, CommandStatus | Exception]:
         answers: dict[str, CommandStatus | Exception] = {}

@@ -29,6 +29,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from aiohttp import web
 
 from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.hardware.energy import EnergyTotal
 from cray_agents.runtime.hardware.nvml import nvml
 from cray_agents.runtime.pool.engine.tls_files import CA, TlsFiles, client_context
@@ -61,6 +63,7 @@ from cray_agents.runtime.pool.slurm.job_lease import (
     read_spec,
     write_lease,
 )
+from cray_agents.runtime.pool.slurm.supervisor_client import SupervisorState
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
@@ -109,7 +112,7 @@ class ReplicaSupervisor:
         self._began, self._ends_at = time.time(), end_of_job(spec.minutes)
         self._last_word = time.monotonic()  # of a gateway
         self._changing = asyncio.Lock()
-        self._watcher: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
 
     def routes(self) -> web.Application:
         """Return the application that answers the gateway."""
@@ -123,15 +126,18 @@ class ReplicaSupervisor:
     async def _lock(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not secrets.compare_digest(request.headers.get(HEADER, "").encode(), self._secret):
             return _refusal(403, "only the platform that submitted this job may use it")
-        term = int(request.headers.get(TERM_HEADER, self._term))  # the job's other nodes name none
-        if term < self._term:
-            return _refusal(409, f"a controller with term {self._term} has taken this replica over")
-        self._term = term
-        self._last_word = time.monotonic()
         try:
+            term = int(request.headers.get(TERM_HEADER, self._term))  # its other nodes name none
+            if term < self._term:
+                why = f"a controller with term {self._term} has taken this replica over"
+                return _refusal(409, why)
+            self._term = term
+            self._last_word = time.monotonic()
             return await handler(request)
         except CrayError as error:
             return _refusal(503, str(error))
+        except (LookupError, TypeError, ValueError) as error:
+            return _refusal(400, f"{request.path}: {error!r}")
 
     async def _state(self, request: web.Request) -> web.Response:
         if request.query.get("seen") == str(self._serial):
@@ -176,7 +182,7 @@ class ReplicaSupervisor:
             self._started_on = str(body["checkpoint"])
             self._version, self._weights = str(body["version"]), str(body["weights"])
             self._alive, self._why = True, ""
-            self._watcher = asyncio.create_task(self._watch())
+            self._tasks.keep("engine", self._watch)
         self._tell()
         return web.json_response(self.state())
 
@@ -214,8 +220,7 @@ class ReplicaSupervisor:
             self.ended.set()
 
     async def _end_engine(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
+        await self._tasks.close()
         self._alive, self._version, self._weights, self._asleep = False, "", "", 0
         if self._share is not None:
             self._share = None
@@ -311,13 +316,11 @@ async def _serve(supervisor: ReplicaSupervisor) -> None:
     site = web.TCPSite(runner, address, 0, shutdown_timeout=1.0, ssl_context=context)
     await site.start()
     port = runner.addresses[0][1]
-    tasks = [
-        asyncio.create_task(supervisor.keep_lease(port)),
-        asyncio.create_task(supervisor.end_unwatched()),
-    ]
+    tasks = BackgroundTasks()
+    tasks.keep("lease", partial(supervisor.keep_lease, port))
+    tasks.keep("end of an unwatched job", supervisor.end_unwatched)
     await supervisor.ended.wait()
-    for task in tasks:
-        task.cancel()
+    await tasks.close()
     await supervisor.close()
     await runner.cleanup()
 
@@ -336,15 +339,15 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
     try:
         while process is None or process.returncode is None:
             async with http.answer("GET", f"/state?seen={serial}") as response:
-                state = await response.json()
-            serial, share = state["serial"], state["share"]
-            if process is not None and (share is None or state["starts"] != starts):
+                state = SupervisorState.model_validate_json(await response.read())
+            serial, share = state.serial, state.share
+            if process is not None and (share is None or state.starts != starts):
                 await end_group(process)
                 process = None
             if process is None and share is not None:
-                starts = state["starts"]
-                place = NodeShare(spec.nodes, rank, lease.address, share["port"])
-                process = await _start_share(spec, folder, Path(share["checkpoint"]), place)
+                starts = state.starts
+                place = NodeShare(spec.nodes, rank, lease.address, share.port)
+                process = await _start_share(spec, folder, Path(share.checkpoint), place)
         print(f"the share of node {rank} ended with {process.returncode}", flush=True)
         return 1
     except EngineError as error:

@@ -14,10 +14,9 @@ over. replica_slot.py proves them before they serve.
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cray_agents.errors import (
     CrayError,
@@ -28,6 +27,7 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.processes import python
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.pool.engine.tls_files import CA, client_context
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.engine.vllm_replica import VllmHost
@@ -47,6 +47,7 @@ from cray_agents.runtime.pool.slurm.supervisor_client import (
     LapseClock,
     PlacedEngine,
     SupervisorClient,
+    SupervisorState,
 )
 
 _ANSWERS = 10.0  # of all supervisors in a second, at most, while there is no news
@@ -102,12 +103,12 @@ class SlurmReplica(VllmHost):
         self._adopts = adopts
         self._attempt: ReplicaSpec | None = None  # whose job waits or runs
         self._supervisor: SupervisorClient | None = None  # of a job that has its place
-        self._state: dict[str, Any] = {}
+        self._state: SupervisorState | None = None  # as its supervisor said last
         self._starts, self._since = 0, 0  # the number of the used engine, its start's serial
         self._why = ""
         self._allocating = asyncio.Lock()
         self._ended, self._leaving, self._ending = (asyncio.Event() for _ in range(3))
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     # ---- the place
     @property
@@ -229,8 +230,7 @@ class SlurmReplica(VllmHost):
     @property
     def joules(self) -> float | None:
         """The energy of the job's GPUs since it began, as its supervisor said last."""
-        spent: float | None = self._state.get("joules")
-        return spent
+        return None if self._state is None else self._state.joules
 
     async def _connect(self, folder: Path) -> bool:
         """Connect to a lease's supervisor. Return False without one. Raises EngineError."""
@@ -242,7 +242,7 @@ class SlurmReplica(VllmHost):
             lease.url, secret, self._lapse / 2, self._board.term, self._tls
         )
         try:
-            self._state = await supervisor.state()
+            state = self._state = await supervisor.state()
         except BaseException:
             await supervisor.close()
             raise
@@ -250,35 +250,37 @@ class SlurmReplica(VllmHost):
         self._why = ""
         for event in (self._ended, self._leaving, self._ending):
             event.clear()
-        self._spawn(self._follow_supervisor(supervisor, folder))
-        self._spawn(self._follow_job(supervisor))
-        self._follow_time(supervisor)
+        follow = partial(self._follow_supervisor, supervisor, folder, state)
+        self._tasks.keep("replica supervisor", follow, self._name)
+        self._tasks.keep("replica job", partial(self._follow_job, supervisor), self._name)
+        self._follow_time(supervisor, state)
         return True
 
-    async def _follow_supervisor(self, supervisor: SupervisorClient, folder: Path) -> None:
+    async def _follow_supervisor(
+        self, supervisor: SupervisorClient, folder: Path, state: SupervisorState
+    ) -> None:
         """Hear of deaths and of the place's end, until the supervisor is lost."""
         clock = LapseClock(self._lapse)
         while self._supervisor is supervisor:
             try:
                 wait = max(STATE_SECONDS, self._board.watched / _ANSWERS)
-                self._state = await supervisor.state(self._state["serial"], wait)
+                self._state = state = await supervisor.state(state.serial, wait)
                 clock = LapseClock(self._lapse)
             except EngineError as error:
                 if await asyncio.to_thread(clock.lapsed, folder):
                     self._lose(supervisor, f"its lease lapsed: {error}", cancel=True)
                 await asyncio.sleep(_LOOK)
                 continue
-            if self._state["leaving"]:
+            if state.leaving:
                 self._leaving.set()
                 self._ending.set()
-            self._note_death()
+            self._note_death(state)
 
-    def _note_death(self) -> None:
+    def _note_death(self, state: SupervisorState) -> None:
         """Fire if the used engine has died since it was started."""
-        state = self._state
-        newer = state["serial"] > self._since and state["starts"] == self._starts
-        if newer and not state["alive"] and not self._ended.is_set():
-            self._why = state["why"] or "its process ended"
+        newer = state.serial > self._since and state.starts == self._starts
+        if newer and not state.alive and not self._ended.is_set():
+            self._why = state.why or "its process ended"
             self._ended.set()
 
     async def _follow_job(self, supervisor: SupervisorClient) -> None:
@@ -293,16 +295,17 @@ class SlurmReplica(VllmHost):
             why = status.reason or status.state
             self._lose(supervisor, f"its job {self.job} on {self.host} ended: {why}")
 
-    def _follow_time(self, supervisor: SupervisorClient) -> None:
+    def _follow_time(self, supervisor: SupervisorClient, state: SupervisorState) -> None:
         """Tell in time that the job's time comes to its end."""
-        left, seconds = self._state["seconds_left"], self._state["seconds"]
-        if left is not None:
+        left, seconds = state.seconds_left, state.seconds
+        if left is not None and seconds is not None:
             end = time.monotonic() + left
             for before, event in (
                 (min(self._lead, seconds / 2), self._leaving),
                 (min(DRAIN, seconds / 8), self._ending),
             ):
-                self._spawn(self._fire_at(end - before, event, supervisor))
+                work = partial(self._fire_at, end - before, event, supervisor)
+                self._tasks.keep("end of a job", work, self._name)
 
     async def _fire_at(
         self, moment: float, event: asyncio.Event, supervisor: SupervisorClient
@@ -324,7 +327,8 @@ class SlurmReplica(VllmHost):
         self._ending.clear()
         self._ended.set()
         if lost is not None:
-            self._spawn(self._dismiss(supervisor, lost, engine, cancel=cancel))
+            work = self._dismiss(supervisor, lost, engine, cancel=cancel)
+            self._tasks.run("dismissal of a job", work, lost.job_name)
 
     async def _dismiss(
         self,
@@ -367,9 +371,7 @@ class SlurmReplica(VllmHost):
         await self._close_engine()
         supervisor, self._supervisor = self._supervisor, None
         attempt, self._attempt = self._attempt, None
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         for event in (self._ended, self._leaving, self._ending):
             event.clear()  # it may get another place
         self.host, self.job, self._starts, self._since = "", None, 0, 0
@@ -410,8 +412,8 @@ class SlurmReplica(VllmHost):
         supervisor, self.taken_over = self._supervisor, False
         if supervisor is None:
             raise EngineUnavailable(f"replica {self._spec.number} has no place: {self._why}")
-        left = self._state if not self._starts and self._state.get("alive") else None
-        if left is not None:
+        left = self._state
+        if left is not None and left.alive and not self._starts:
             self.taken_over = await self._take_over(supervisor, left, checkpoint, version)
             if self.taken_over:
                 return
@@ -422,7 +424,7 @@ class SlurmReplica(VllmHost):
         }
         seconds = self.settings.start_timeout + ANSWER
         try:
-            state = await supervisor.order("start", seconds, **body)
+            state = await supervisor.start(seconds, **body)
         except EngineError as error:
             if self._attempt is not None and isinstance(error, EngineUnavailable):
                 self._lose_if_ended(supervisor, await self._status(self._attempt))
@@ -431,19 +433,19 @@ class SlurmReplica(VllmHost):
         self._use(PlacedEngine(supervisor, state, self.settings, self._tls), state)
 
     async def _take_over(
-        self, supervisor: SupervisorClient, left: dict[str, Any], checkpoint: Path, version: str
+        self, supervisor: SupervisorClient, left: SupervisorState, checkpoint: Path, version: str
     ) -> bool:
         """Use the engine of an earlier platform. Return False if it has to be started afresh."""
-        self._starts = left["starts"]  # it is not tried again
+        self._starts = left.starts  # it is not tried again
         engine = PlacedEngine(supervisor, left, self.settings, self._tls)
         try:
-            if not await asyncio.to_thread(same_shape, Path(left["started_on"]), checkpoint):
-                raise NotFound(f"it was started on {left['started_on']}, of another shape")
-            if left["asleep"]:
-                await engine.wake(Path(left["started_on"]), version)
-            if left["weights"] == weights_of(checkpoint):
+            if not await asyncio.to_thread(same_shape, Path(left.started_on), checkpoint):
+                raise NotFound(f"it was started on {left.started_on}, of another shape")
+            if left.asleep:
+                await engine.wake(Path(left.started_on), version)
+            if left.weights == weights_of(checkpoint):
                 await engine.take_over(checkpoint, version)
-                await supervisor.order("note", version=version, weights=left["weights"])
+                await supervisor.order("note", version=version, weights=left.weights)
             else:
                 await engine.load(checkpoint, version)
         except (CrayError, OSError) as error:
@@ -454,13 +456,13 @@ class SlurmReplica(VllmHost):
         self._use(engine, left)
         return True
 
-    def _use(self, engine: PlacedEngine, state: dict[str, Any]) -> None:
-        self._engine, self._starts, self._since = engine, state["starts"], state["serial"]
-        self.pid, self.port = state["pid"], state["port"]
+    def _use(self, engine: PlacedEngine, state: SupervisorState) -> None:
+        self._engine, self._starts, self._since = engine, state.starts, state.serial
+        self.pid, self.port = state.pid, state.port
         if self.placed:  # else _lose has said why it ended
             self._why = ""
             self._ended.clear()
-            self._note_death()
+            self._note_death(self._state or state)
 
     async def _close_engine(self) -> None:
         engine, self._engine = self._engine, None
@@ -492,11 +494,6 @@ class SlurmReplica(VllmHost):
     def sleep_level(self, checkpoint: Path) -> int:
         """Return 2: a node's memory is not known here."""
         return 2
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def cancel_surplus(folder: Path, scheduler: Scheduler, keep: int) -> None:

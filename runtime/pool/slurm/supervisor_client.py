@@ -7,11 +7,13 @@ replica_supervisor.py answers. `PlacedEngine` is the engine that such a supervis
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import orjson
+import aiohttp
 
+from cray_agents.records import Record
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.engine.vllm_http import Http
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
@@ -20,6 +22,36 @@ from cray_agents.runtime.pool.slurm.job_lease import STATE_SECONDS, TERM_HEADER,
 
 ANSWER = 20.0  # seconds that a supervisor may take to carry out an order
 _SILENT_LAPSES = 4  # times LAPSE that a supervisor may renew its lease without an answer
+
+
+class SharePlace(Record):
+    """The checkpoint and port by which a replica's further nodes start their shares."""
+
+    checkpoint: str
+    port: int
+
+
+class SupervisorState(Record):
+    """The state of a supervisor: see `ReplicaSupervisor`. Times are spans, in seconds."""
+
+    serial: int
+    starts: int
+    alive: bool
+    why: str
+    url: str
+    alias: str
+    secret: str
+    pid: int | None
+    port: int | None
+    share: SharePlace | None
+    started_on: str
+    version: str
+    weights: str
+    asleep: int
+    leaving: bool
+    joules: float | None
+    seconds_left: float | None
+    seconds: float | None
 
 
 class SupervisorClient:
@@ -47,21 +79,27 @@ class SupervisorClient:
         """The controller's term."""
         return self._term()
 
-    async def state(self, seen: int = -1, wait: float = STATE_SECONDS) -> dict[str, Any]:
+    async def state(self, seen: int = -1, wait: float = STATE_SECONDS) -> SupervisorState:
         """Return the supervisor's state; `wait` so many seconds for news of the one `seen`."""
         path, limit = f"/state?seen={seen}&wait={wait:g}", wait + self._patience
         async with self._http.answer("GET", path, timeout=limit, headers=self._headers) as response:
-            state: dict[str, Any] = orjson.loads(await response.read())
-            return state
+            return SupervisorState.model_validate_json(await response.read())
 
-    async def order(self, name: str, seconds: float = ANSWER, **body: str) -> dict[str, Any]:
+    async def start(self, seconds: float, **body: str) -> SupervisorState:
+        """Start an engine. Raises EngineError."""
+        async with self._send("start", seconds, body) as response:
+            return SupervisorState.model_validate_json(await response.read())
+
+    async def order(self, name: str, seconds: float = ANSWER, **body: str) -> None:
         """Give an order. Raises EngineError."""
-        answering = self._http.answer(
-            "POST", f"/{name}", body, seconds, once=True, headers=self._headers
-        )
-        async with answering as response:
-            state: dict[str, Any] = orjson.loads(await response.read())
-            return state
+        async with self._send(name, seconds, body) as response:
+            await response.read()
+
+    def _send(
+        self, name: str, seconds: float, body: dict[str, str]
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        path = f"/{name}"
+        return self._http.answer("POST", path, body, seconds, once=True, headers=self._headers)
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -81,14 +119,14 @@ class PlacedEngine(VllmEngine):
     def __init__(
         self,
         supervisor: SupervisorClient,
-        state: dict[str, Any],
+        state: SupervisorState,
         s: EngineSettings,
         tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(
-            state["url"],
-            state["alias"],
-            state["secret"],
+            state.url,
+            state.alias,
+            state.secret,
             timeout=s.answer_timeout,
             load_timeout=s.load_timeout,
             transfer=s.transfer,

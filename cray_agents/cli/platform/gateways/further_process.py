@@ -1,6 +1,6 @@
 """Further gateway process: one more gateway on a root that another process decides for.
 
-`up` with `gateways` starts some at its own port (gateway_processes.py), and `cray-agents gateway`
+`up` with `gateways` starts some at its own port (child_processes.py), and `cray-agents gateway`
 one by hand, as on another host. This module makes the parts and ends them; what such a gateway
 answers itself is in runtime/gateway/further_gateway.py.
 """
@@ -86,25 +86,21 @@ async def run_further(config: Config, listener: socket.socket, starter: int | No
         say(str(error))
     mode = config.api_keys if is_loopback(config.host) else "required"
     app = create_further_app(services, Keys(config.root), mode)
-    await link.look()
-    await services.pool.look()
+    await services.follow()
     server = make_server(app, config)
+    # both end the gateway, also by an error
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    following = asyncio.create_task(services.follow())
     say(f"further gateway: {address(listener)}/v1")
     ending = asyncio.create_task(_wait_for_end(services, starter))
     try:
-        done, _ = await asyncio.wait(
-            {serving, following, ending}, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, _ = await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # raises the error of the task
     finally:
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)  # its requests end
-        following.cancel()
         ending.cancel()
-        await asyncio.gather(following, ending, return_exceptions=True)
+        await asyncio.gather(ending, return_exceptions=True)
         await services.close()
         await store.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from cray_agents.exact_json import dump_json, load_json
 from cray_agents.runtime.gateway.model_calls.apis import Body
+from cray_agents.runtime.pool.engine.vllm_http import well_formed
 
 # the events that carry a response, an item or a content part; the others are whole as they come
 _CHANGED = tuple(
@@ -31,11 +32,15 @@ async def complete_answer(
     """
     async with aclosing(pieces):
         if not request.get("stream"):
-            answer = load_json(b"".join([piece async for piece in pieces]))
-            yield dump_json(_complete_response(answer, request))
+            content = b"".join([piece async for piece in pieces])
+            with well_formed("the replica"):
+                content = dump_json(_complete_response(load_json(content), request))
+            yield content
             return
         async for piece in pieces:
-            yield _complete_events(piece, request)
+            with well_formed("the replica"):
+                piece = _complete_events(piece, request)
+            yield piece
 
 
 def _complete_events(piece: bytes, request: Body) -> bytes:
