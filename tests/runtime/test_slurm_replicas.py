@@ -345,7 +345,7 @@ async def test_a_replica_over_two_nodes_starts_and_ends_as_one(site: Site) -> No
 def test_the_command_lines_of_two_nodes() -> None:
     settings = EngineSettings(engine_args=("--tensor-parallel-size", "16"))
     lines = [
-        command(Path("/m"), ("m",), 8000, settings, "10.0.0.1", NodeShare(2, n, "10.0.0.1", 29))
+        command(Path("/m"), ("m",), settings, share=NodeShare(2, n, "10.0.0.1", 29))
         for n in range(2)
     ]
     shared = ["--nnodes", "2", "--node-rank", "{}", "--master-addr", "10.0.0.1"]
@@ -354,7 +354,7 @@ def test_the_command_lines_of_two_nodes() -> None:
         at = line.index("--nnodes")
         assert line[at : at + 8] == [word.format(rank) for word in shared]
         assert ("--headless" in line) == (rank == 1)
-    assert "--nnodes" not in command(Path("/m"), ("m",), 1, settings)
+    assert "--nnodes" not in command(Path("/m"), ("m",), settings)
     job = Command(name="r", argv=["run"], directory="/", log="/l", nodes=2, ranks=16, gpus=True)
     script = batch_script(job, Path("/ledger"))
     assert "#SBATCH --gpus-per-node=8\n" in script

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -31,6 +30,7 @@ from tests.support.vllm_pool import (
     CHAT,
     PROMPTS,
     Serving,
+    at_replica,
     best_two,
     children,
     distance,
@@ -82,13 +82,12 @@ async def serving(
 
 
 async def test_nobody_without_the_secret_is_answered(serving: Serving) -> None:
-    url = f"http://127.0.0.1:{serving.pool.status()[0]['port']}"
-    secret = secret_of(serving.pid)
+    url, secret = "http://engine", secret_of(serving.pid)
     assert secret.encode() not in Path(f"/proc/{serving.pid}/cmdline").read_bytes()
     asked = [("POST", "/pause"), ("POST", "/collective_rpc"), ("POST", "/v1/load_lora_adapter")]
     asked += [("POST", "/v1/chat/completions"), ("POST", "/cray/abort/x"), ("OPTIONS", "/pause")]
     asked += [("GET", "/health"), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/docs")]
-    async with aiohttp.ClientSession() as http:
+    async with at_replica(serving.pid) as http:
         for method, path in asked:
             for headers in ({}, {HEADER: ""}, {HEADER: secret[:-1]}):
                 async with http.request(method, url + path, headers=headers, json={}) as answer:
@@ -154,12 +153,11 @@ async def test_it_sleeps_and_wakes_proven(
     """vLLM for CPUs has the routes and computes nothing meanwhile, but keeps its memory."""
     monkeypatch.setattr(Replica, "sleep_level", lambda self, checkpoint: level)
     pid, (before, _) = serving.pid, await serving.chat("m@1", GREEDY)
-    url = f"http://127.0.0.1:{serving.pool.status()[0]['port']}"
 
     async def sleeps() -> bool:
         async with (
-            aiohttp.ClientSession(headers={HEADER: secret_of(pid)}) as http,
-            http.get(f"{url}/is_sleeping") as answer,
+            at_replica(pid, headers={HEADER: secret_of(pid)}) as http,
+            http.get("http://engine/is_sleeping") as answer,
         ):
             return bool((await answer.json())["is_sleeping"])
 

@@ -142,5 +142,5 @@ def test_without_a_secret_no_server_starts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_request_meets_it_before_all_else() -> None:
     """vLLM's last middleware is the outermost, whatever the user has added."""
     settings = EngineSettings(engine_args=("--middleware", "mine.Own"))
-    line = command(Path("/model"), ("m",), 1, settings)
+    line = command(Path("/model"), ("m",), settings)
     assert line[-2:] == ["--middleware", f"{Locked.__module__}.{Locked.__name__}"]

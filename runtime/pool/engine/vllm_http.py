@@ -18,6 +18,7 @@ import orjson
 
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, VersionClosed
 from cray_agents.exact_json import dump_json
+from cray_agents.runtime.pool.engine.connectors import IDLE, ProvedConnector, SocketConnector
 from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
 
 log = logging.getLogger(__name__)
@@ -29,14 +30,15 @@ _FIELD = re.compile(r"[a-z0-9_]+")  # a request's field; other names in an error
 _VALUE_ERROR = "Value error, "
 _SUFFIX = re.compile(r"\s*\(parameter=.*\)$", re.DOTALL)  # appended to messages by vLLM
 _BLAMED = re.compile(r"\(parameter=(\w+)|^(\w+) (?:must|cannot) ")
-_IDLE = 2.0  # seconds; less than vLLM's 5, so that this side closes idle connections first
+UNIX = "unix:"  # how the URL of a server begins that listens at a Unix socket
 
 
 class Http:
     """A server at `url`. `timeout`: seconds without a byte from it before EngineTimeout.
 
-    `secret`: the value that vllm_plugins/lock.py requires in a header. `tls`: the server must prove
-    itself by it; None: no TLS. Raises EngineUnavailable if `url` would go around it.
+    `secret`: the value that vllm_plugins/lock.py requires in a header. Nobody gets it who does not
+    prove to be the server: by `tls`, or without it by knowing the secret, unless `url` is that of a
+    Unix socket (`UNIX` and its path). Raises EngineUnavailable if `url` would go around `tls`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Http:
         if tls is not None and not url.startswith("https://"):
             raise EngineUnavailable(f"{url} is without TLS, which replica_tls asks for")
         self.url = url.rstrip("/")
+        self._base = "http://engine" if url.startswith(UNIX) else self.url
         self.timeout = timeout
         self.active = 0  # requests under way
         self.secret, self._tls = secret, tls
@@ -74,11 +77,8 @@ class Http:
         the `/resume` that has to follow must not fail because of that.
         """
         if self._session is None:  # made late because it belongs to the running loop
-            connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_IDLE, ssl=True if self._tls is None else self._tls
-            )
             always = {HEADER: self.secret}
-            self._session = aiohttp.ClientSession(connector=connector, headers=always)
+            self._session = aiohttp.ClientSession(connector=self._connector(), headers=always)
         limit = aiohttp.ClientTimeout(total=None, sock_read=timeout or self.timeout)
         content = None if body is None else dump_json(body)
         headers = {"Content-Type": "application/json", **(headers or {})}
@@ -87,7 +87,7 @@ class Http:
         self.active += 1
         try:
             async with self._session.request(
-                method, self.url + path, data=content, headers=headers, timeout=limit
+                method, self._base + path, data=content, headers=headers, timeout=limit
             ) as response:
                 if response.status >= 400:
                     alias = str(body["model"]) if public_name and body is not None else ""
@@ -100,9 +100,17 @@ class Http:
         except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
             why = str(error) or type(error).__name__
             message = self._message(path, why, "the connection to it broke off", public_name)
-            raise EngineUnavailable(message) from error
+            late = isinstance(getattr(error, "os_error", None), TimeoutError)  # its proof did not come
+            raise (EngineTimeout if late else EngineUnavailable)(message) from error
         finally:
             self.active -= 1
+
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self.url.startswith(UNIX):
+            return SocketConnector(self.url.removeprefix(UNIX))
+        if self._tls is None:
+            return ProvedConnector(lambda: self.secret)
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE, ssl=self._tls)
 
     def _message(self, path: str, why: str, public: str, public_name: str) -> str:
         """Return the message of a failure. A model's client reads no address; the log has it."""
