@@ -123,7 +123,7 @@ def say(place: Any, *said: bytes) -> list[str]:
 def _say(place: Any, said: bytes) -> str:
     family = socket.AF_UNIX if isinstance(place, str) else socket.AF_INET
     with socket.socket(family) as connection:
-        connection.settimeout(20)
+        connection.settimeout(5)
         try:
             connection.connect(place)
         except OSError:
