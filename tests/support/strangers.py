@@ -66,7 +66,7 @@ def listeners(*pids: int) -> list[Listener]:
                 host, port = row[1].split(":")
                 found.append(Listener((_address(host), int(port, 16)), tuple(owners[row[9]])))
     for row in _rows("/proc/net/unix"):
-        bound = len(row) > 7 and (row[3] == "00010000" or row[4] == "0002")
+        bound = len(row) > 7 and (row[3] == "00010000" or row[4] == "0002" or row[7][0] == "@")
         if bound and row[6] in owners:
             place = "\0" + row[7][1:] if row[7].startswith("@") else row[7]
             found.append(Listener(place, tuple(owners[row[6]])))

@@ -2,21 +2,16 @@
 
 The kernel spreads connections over all sockets that are bound with SO_REUSEPORT. It would do so for
 the processes of two roots as well. So each process of a root holds a lock of the root for its port;
-a port that is taken, and for which no process of the root has the lock, is another program's. The
-locks are on bytes of one file, in a folder that no other user can enter.
+a port that is taken, and for which no process of the root has the lock, is another program's.
 """
 
-import fcntl
-import hashlib
-import os
 import socket
-import struct
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from cray_agents.cli.platform.gateways.sockets import listen
 from cray_agents.config import Config
-from cray_agents.paths import Home, host_cache
+from cray_agents.paths import Home
+from cray_agents.runtime.disk.host_lock import HostLock
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,7 @@ class Ports:
     """
 
     listener: socket.socket
-    seat: BinaryIO | None = None
+    seat: HostLock | None = None
     control: socket.socket | None = None
 
     @property
@@ -51,33 +46,28 @@ def open_ports(config: Config) -> Ports:
     return Ports(listener, seat, listen("127.0.0.1", 0))
 
 
-def listen_together(home: Home, host: str, port: int) -> tuple[socket.socket, BinaryIO]:
+def listen_together(home: Home, host: str, port: int) -> tuple[socket.socket, HostLock]:
     """Return a listening socket, and the seat to keep open as long.
 
     Raises SetupError if another program has the port.
     """
-    seat = (host_cache() / "ports.lock").open("a+b")
+    seat = _seat(home, port)
     try:
-        if port and _lock(seat, home, port, fcntl.F_WRLCK):  # no process of the root is there
+        if port and seat.take():  # no process of the root is there
             listen(host, port).close()  # fails if anybody listens
         elif port:
-            _lock(seat, home, port, fcntl.F_RDLCK)
+            seat.share()
         listener = listen(host, port, shared=True)
     except BaseException:
         seat.close()
         raise
-    _lock(seat, home, listener.getsockname()[1], fcntl.F_RDLCK)
+    if not port:
+        seat.close()
+        seat = _seat(home, listener.getsockname()[1])
+    seat.share()
     return listener, seat
 
 
-def _lock(seat: BinaryIO, home: Home, port: int, kind: int) -> bool:
-    """Lock a root's port: for this seat alone if no other one has it, or together with others."""
+def _seat(home: Home, port: int) -> HostLock:
     root = home.root.stat()
-    name = hashlib.sha256(f"{root.st_dev} {root.st_ino} {port}".encode()).digest()
-    lock = struct.pack("hhqqi4x", kind, os.SEEK_SET, int.from_bytes(name[:7], "big"), 1, 0)
-    together = kind == fcntl.F_RDLCK  # then one that just begins to listen is waited for
-    try:
-        fcntl.fcntl(seat, fcntl.F_OFD_SETLKW if together else fcntl.F_OFD_SETLK, lock)
-    except BlockingIOError:
-        return False
-    return True
+    return HostLock(f"port {port} of root {root.st_dev} {root.st_ino}")
