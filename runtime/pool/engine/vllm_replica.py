@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
+from cray_agents.paths import host_cache
 from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.engine.engine_host import LocalHost
@@ -141,11 +142,6 @@ class NodeShare:
             *("--master-addr", self.address, "--master-port", str(self.port)),
             *(("--headless",) if self.rank else ()),
         )
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables: gloo knows no passwords, so on a single node it keeps to loopback."""
-        return {"GLOO_SOCKET_IFNAME": "lo"} if self.nodes == 1 else {}
 
 
 @dataclass(frozen=True)
@@ -340,7 +336,9 @@ class Replica(VllmHost, LocalHost):
             handle = str(self._listener.fileno())
         words = (*listens, *(() if self.tls is None else self.tls.arguments))
         variables = environment(self.settings, self.devices) | folder.variables
-        variables |= self.share.environment | {VARIABLE: secret, SOCKET: handle}
+        variables |= {VARIABLE: secret, SOCKET: handle}
+        if self.share.nodes == 1:
+            variables["GLOO_SOCKET_IFNAME"] = "lo"  # gloo knows no passwords
         with self.log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *command(checkpoint, (alias, self.model), self.settings, words, self.share),
@@ -454,9 +452,8 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
     if "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT" not in ours:
         # seconds; more than the limit of vllm_plugins/template_time.py, which must act first
         ours["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "10"
-    # by default it would be in TMPDIR, which is another one at each start
-    caches = Path(ours.get("VLLM_CACHE_ROOT") or Path.home() / ".cache" / "vllm")
-    ours.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "torchinductor"))
+    # by default it is in TMPDIR, which is another one at each start
+    ours.setdefault("TORCHINDUCTOR_CACHE_DIR", str(host_cache() / "torchinductor"))
     vllm = SAFE_IMPORTS | {
         "VLLM_SERVER_DEV_MODE": "1",  # enables the routes that change weights
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.max_lora_rank else "0",
