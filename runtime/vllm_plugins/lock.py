@@ -138,8 +138,8 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    kind = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": kind})
-    await send(
-        {"type": "http.response.body", "body": json.dumps(content, separators=(",", ":")).encode()}
-    )
+    body = json.dumps(content, separators=(",", ":")).encode()
+    # with its length, as proof.py reads it
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

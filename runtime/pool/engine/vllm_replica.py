@@ -327,7 +327,8 @@ class Replica(VllmHost, LocalHost):
     async def _spawn(
         self, checkpoint: Path, alias: str, secret: str, folder: PrivateFolder
     ) -> asyncio.subprocess.Process:
-        listens, handle = ("--uds", str(folder.path / _SOCKET)), ""
+        listens: tuple[str, ...] = ("--uds", str(folder.path / _SOCKET))
+        handle = ""
         if self.address:
             if self._listener is None:
                 self._listener = bind(self.address)
