@@ -4,20 +4,19 @@ The claim of that process, `platform.json`, has its address and its key. It is r
 times a second, and whenever the address does not answer: after a takeover another process has
 claimed the root. Requests that a further gateway does not answer itself are forwarded as they are,
 with the caller's own key. Nothing is sent before the other side of the connection has proved to be
-of the platform: http/proof.py. Read next: further_gateway.py.
+of the platform: runtime/proof.py. Read next: further_gateway.py.
 """
 
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote_from_bytes
 
 import aiohttp
 import orjson
-from aiohttp.client_proto import ResponseHandler
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
@@ -25,8 +24,8 @@ from cray_agents.errors import NoController, NotFound, NotLoaded
 from cray_agents.exact_json import dump_json
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.gateway.http import proof
 from cray_agents.runtime.gateway.http.middleware import REQUEST_ID
+from cray_agents.runtime.pool.engine.connectors import ProvedConnector
 
 LOOK = 0.25  # seconds between two looks at the claim
 _ASCII = bytes(range(0x21, 0x7F))
@@ -209,7 +208,7 @@ class ControllerLink:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:  # made late because it belongs to the running loop
             self._session = aiohttp.ClientSession(
-                connector=_ProvedConnector(lambda: self.token),
+                connector=ProvedConnector(lambda: self.token),
                 timeout=aiohttp.ClientTimeout(total=None),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -220,26 +219,6 @@ class ControllerLink:
         """Drop the connections."""
         if self._session is not None:
             await self._session.close()
-
-
-class _ProvedConnector(aiohttp.BaseConnector):
-    """Connections to gateways that have proved to know the platform's key."""
-
-    def __init__(self, key: Callable[[], str]) -> None:
-        super().__init__(limit=0, keepalive_timeout=2.0)
-        self._key = key
-
-    async def _create_connection(
-        self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
-    ) -> ResponseHandler:
-        host, port = req.url.raw_host or "", req.url.port or 80
-        try:
-            connection = await asyncio.to_thread(proof.connect, host, port, self._key())
-        except OSError as error:
-            raise aiohttp.ClientConnectorError(req.connection_key, error) from error
-        connection.setblocking(False)
-        _, protocol = await self._loop.create_connection(self._factory, sock=connection)
-        return protocol
 
 
 def _nobody(why: object) -> NoController:

@@ -29,10 +29,10 @@ from starlette.types import ASGIApp
 from cray_agents.errors import CrayError, NoController, NotFound
 from cray_agents.ports import EngineCall
 from cray_agents.records import ModelVersion
+from cray_agents.runtime import proof
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.gateway.app import declarations, enclose
 from cray_agents.runtime.gateway.controller_link import ControllerLink
-from cray_agents.runtime.gateway.http import proof
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import Access, Handler, Mode, RoleCheck
 from cray_agents.runtime.gateway.http.metrics import Metrics

@@ -3,7 +3,8 @@
 vLLM's server lets everyone who reaches its port change weights; its own API keys protect `/v1`
 alone. runtime/pool/engine/vllm_replica.py makes a secret per process and passes it in the
 environment, which only the same user can read. It starts vLLM with `Locked` as the outermost
-middleware, and runtime/pool/engine/vllm_http.py sends the secret with each request.
+middleware, and runtime/pool/engine/vllm_http.py sends the secret with each request. At a port the
+server first proves that it knows the secret (runtime/proof.py), for who else may have taken it.
 
 Several gateways may send requests to one server, and one controller changes its weights. A gateway
 may be late to hear of a change. So each sampling request names the version that it expects, and the
@@ -20,7 +21,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cray_agents.runtime import proof
+
 VARIABLE = "CRAY_AGENTS_REPLICA_SECRET"  # in the server's environment
+SOCKET = "CRAY_AGENTS_REPLICA_SOCKET"  # in the environment: the handle of the socket to listen at
 HEADER = "x-cray-secret"  # in each request
 EXPECT = "x-cray-expect"  # in each request that samples: the `name@N` that is to answer it
 GUARD = "/cray/guard"  # takes the controller's orders
@@ -91,7 +95,9 @@ class Locked:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if not secrets.compare_digest(headers.get(HEADER.encode(), b""), self._secret):
+        if (answer := self._prove(scope)) is not None:
+            await _answer(send, 200, {"proof": answer})
+        elif not secrets.compare_digest(headers.get(HEADER.encode(), b""), self._secret):
             if scope["type"] == "websocket":
                 await receive()
                 await send({"type": "websocket.close"})  # becomes a 403: it was not accepted yet
@@ -103,6 +109,13 @@ class Locked:
             await self.app(scope, receive, send)
         else:
             await self._answer_with(expected.decode(), scope, receive, send)
+
+    def _prove(self, scope: Scope) -> str | None:
+        """Return the proof that this server knows the secret; None for what does not ask for it."""
+        if scope["type"] != "http" or scope["path"] != proof.PATH or scope["server"][1] is None:
+            return None
+        (host, port), query = scope["server"], scope["query_string"].decode("latin-1")
+        return proof.proof_of(self._secret.decode(), query.removeprefix("nonce="), host, port)
 
     async def _answer_with(self, version: str, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._guard.enter(version):
@@ -125,6 +138,8 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    kind = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": kind})
-    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+    body = json.dumps(content, separators=(",", ":")).encode()
+    # with its length, as proof.py reads it
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

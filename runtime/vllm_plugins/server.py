@@ -10,20 +10,26 @@ server. That has imported everything by then, so a start takes 9 s instead of 16
 platform overwrites the variable, so vLLM's own cache of its environment pins it first. Forking is
 safe on CPU because the API server computes nothing: no OpenMP thread exists at that time.
 
+At a port it listens by a socket that its parent has bound and keeps, over this process's death too:
+so no other user's process gets the port. vLLM's sockets and files are for its own user alone.
+
 template_time.py interrupts a chat template that loops, so that only its own request fails.
 """
 
 import os
+import socket
 import sys
 from multiprocessing import parent_process
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
+from cray_agents.runtime.vllm_plugins.lock import SOCKET
 from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
 
 
 def main() -> None:
     """Serve until a signal ends it. `argv[1]` is the parent's pid; vLLM gets the rest."""
     die_with_parent(int(sys.argv.pop(1)))
+    os.umask(0o077)
     pid = os.getpid()
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
 
@@ -35,10 +41,22 @@ def main() -> None:
         limit_all_templates()
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
+    if handle := os.environ.get(SOCKET):
+        _listen_at(int(handle))
     if "--headless" in sys.argv:
         _serve_headless()
     else:
         serve()
+
+
+def _listen_at(handle: int) -> None:
+    """Let vLLM listen at a bound socket, instead of one of its own."""
+    from vllm.entrypoints.launchers import launcher
+
+    def create_server_socket(address: tuple[str, int], *, reuse_port: bool) -> socket.socket:
+        return socket.socket(fileno=handle)
+
+    launcher.create_server_socket = create_server_socket
 
 
 def _serve_headless() -> None:

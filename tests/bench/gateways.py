@@ -7,6 +7,7 @@ none to answer calls. Everything is recorded. Run as a script it is one replica.
 import asyncio
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.pool.published_replicas import PublishedPool, PublishedReplica
+from cray_agents.runtime.proof import proof_of
 from cray_agents.runtime.registry.registry import Registry
 from tests.bench.load import ask
 from tests.bench.rounds import ROUNDS, row
@@ -105,7 +107,17 @@ class PreparedAnswers(asyncio.Protocol):
                 return
             body = self._received[end + 4 : end + 4 + length]
             self._received = self._received[end + 4 + length :]
-            self.answer(head, body)
+            if nonce := re.search(rb"/proof\?nonce=(\w+)", head):
+                self._prove(nonce[1].decode())
+            else:
+                self.answer(head, body)
+
+    def _prove(self, nonce: str) -> None:
+        """Prove to be the replica of `published_root`."""
+        proof = proof_of("s", nonce, *self._transport.get_extra_info("sockname"))
+        body = json.dumps({"proof": proof}, separators=(",", ":"))
+        head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write((head + body).encode())
 
     def answer(self, head: bytes, body: bytes) -> None:
         """Answer a request: its head in lower case, and its body."""

@@ -22,7 +22,6 @@ from cray_agents.config import Config
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.gateway.http.proof import proof_of
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import SwapMode
@@ -32,6 +31,7 @@ from cray_agents.runtime.pool.published_replicas import (
     PublishedReplica,
     ServingLimits,
 )
+from cray_agents.runtime.proof import proof_of
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.store import Store
 from tests.support.odd_heads import ODD_HEADS, odd_request

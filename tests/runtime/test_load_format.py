@@ -65,9 +65,9 @@ def test_the_formats_are_vllms() -> None:
 
 
 def test_it_stands_on_the_command_line_unless_vllm_chooses() -> None:
-    assert "--load-format" not in command(Path("/model"), ("m",), 1, EngineSettings())
+    assert "--load-format" not in command(Path("/model"), ("m",), EngineSettings())
     settings = EngineSettings(load_format="fastsafetensors", engine_args=("--load-format", "mine"))
-    line = command(Path("/model"), ("m",), 1, settings)
+    line = command(Path("/model"), ("m",), settings)
     places = [n for n, word in enumerate(line) if word == "--load-format"]
     assert [line[n + 1] for n in places] == ["fastsafetensors", "mine"], "the user's comes last"
     assert Config().load_format == EngineSettings().load_format

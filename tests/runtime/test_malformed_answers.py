@@ -27,11 +27,11 @@ from cray_agents.errors import (
 )
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
+from cray_agents.runtime import proof
 from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.further_gateway import MOST_NOTES, ControllerReports
-from cray_agents.runtime.gateway.http import proof
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.engine.vllm_engine import BODY, VllmEngine
 from cray_agents.runtime.pool.engine.vllm_replica import Replica

@@ -14,7 +14,7 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.engine.tls_files import TlsFiles, client_context
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.engine.vllm_http import Http
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, command
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.published_replicas import (
     FollowedPool,
     PublishedPool,
@@ -72,7 +72,7 @@ async def test_only_the_ca_and_the_address_are_trusted(tmp_path: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     async with answering(files) as place:
         assert await asked(f"https://{place}", files.ca) == 200
-        for ca, why in ((other / "ca.pem", "CERTIFICATE_VERIFY_FAILED"), (None, "certificate")):
+        for ca, why in ((other / "ca.pem", "CERTIFICATE_VERIFY_FAILED"), (None, "does not prove")):
             with pytest.raises(EngineUnavailable, match=why):
                 await asked(f"https://{place}", ca)
         with pytest.raises(EngineUnavailable):
@@ -115,7 +115,7 @@ async def test_a_replica_serves_over_tls_alone(
     assert folder is not None
     tls = server_files(folder, "127.0.0.1", tmp_path / "attempt")
     settings = EngineSettings(program=PROGRAM, dtype="float32", start_timeout=100)
-    replica = Replica("m", settings, tmp_path / "log", tls=tls)
+    replica = Replica("m", settings, tmp_path / "log", address="127.0.0.1", tls=tls)
     try:
         await replica.start(checkpoint(tmp_path, 1), "m@1")
         assert replica.server is not None and replica.server.url.startswith("https://")
@@ -137,9 +137,7 @@ def test_the_operators_own_files_are_used_and_missing_ones_named(tmp_path: Path)
     assert tls_folder("off", tmp_path) is None and tls_folder(tmp_path, Path("x")) == tmp_path
     files = server_files(tmp_path, "10.0.0.1", Path("/attempt"))
     assert files == TlsFiles(*(tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem")))
-    line = command(Path("/m"), ("m",), 1, EngineSettings(), "10.0.0.1", tls=files)
-    at = line.index("--ssl-certfile")
-    assert line[at + 1 : at + 4] == [str(files.certificate), "--ssl-keyfile", str(files.key)]
+    assert files.arguments[1:] == (str(files.certificate), "--ssl-keyfile", str(files.key))
     for reads in (files.server_context, lambda: client_context(files.ca)):
         with pytest.raises(SetupError, match=r"\.pem.* cannot be used"):
             reads()

@@ -120,7 +120,7 @@ def test_replicas_of_a_host_share_its_cores_and_memory(tmp_path: Path) -> None:
 
 def test_vllm_gets_what_was_chosen() -> None:
     def line(**settings: Any) -> str:
-        return " ".join(command(Path("/m"), ("m",), 1, EngineSettings(**settings)))
+        return " ".join(command(Path("/m"), ("m",), EngineSettings(**settings)))
 
     assert "--max-model-len auto --max-num-seqs 7" in line(max_model_len=0, max_num_seqs=7)
     assert "--dtype bfloat16 --max-model-len 99" in line(dtype="bfloat16", max_model_len=99)

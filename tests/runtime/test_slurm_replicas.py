@@ -14,10 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cray_agents.ports import Command
+from cray_agents.errors import EngineUnavailable
+from cray_agents.ports import Command, EngineCall
 from cray_agents.processes import alive
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.pool.engine.tls_files import client_context
+from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, NodeShare, command
 from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
 from cray_agents.runtime.pool.pool import Pool
@@ -30,6 +32,7 @@ from cray_agents.runtime.scheduler.programs import missing_programs
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.slurm_pool import Callers, Site, ask
+from tests.support.strangers import ONLY_ASKED, listeners, needs_root, taker
 
 pytestmark = pytest.mark.slurm
 
@@ -254,6 +257,44 @@ async def test_tls_covers_both_servers_and_what_is_without_it_is_not_taken_over(
     assert replica(plain)["job"] != status["job"] and site.lease().url.startswith("http://")
 
 
+@needs_root
+@pytest.mark.parametrize("tls", ["off", "on"])
+async def test_another_user_gets_no_port_of_a_place_and_hears_nothing_at_a_lost_one(
+    site: Site, tls: str
+) -> None:
+    site.tls = tls_folder(tls, site.folder / "tls")
+    pool = site.pool(site.hosts(1), wait_timeout=100)
+    await pool.start(*first(site.folder))
+    before, lease = replica(pool), site.lease()
+    secrets = [(site.folder / "replicas/0/1/secret").read_text(), pool.published()[0].secret]
+    places = [("127.0.0.1", lease.port), ("127.0.0.1", before["port"])]
+    assert {one.place for one in listeners(lease.pid)} == set(places)
+    with taker(site.folder, *places) as stranger:
+        os.kill(before["pid"], signal.SIGKILL)
+        await until(lambda: replica(pool)["pid"] not in (None, before["pid"]))
+        await until(lambda: replica(pool)["state"] == "serving")
+        now = replica(pool)
+        assert (now["job"], now["port"]) == (before["job"], before["port"])
+        assert not stranger.taken()
+        old = pool.published()[0]
+        secrets.append(old.secret)
+        os.kill(lease.pid, signal.SIGKILL)  # with which the engine dies, and both ports are free
+        await until(lambda: len(stranger.taken()) == 2)
+        trust = None if site.tls is None else client_context(site.tls / "ca.pem")
+        late = VllmEngine(old.url, old.names["m@1"], old.secret, tls=trust)  # a further gateway's
+        call = EngineCall("/v1/chat/completions", {"messages": "a prompt"}, "1", "m@1")
+        with pytest.raises(EngineUnavailable):
+            [_ async for _ in late.answer(call)]
+        await late.close()
+        assert await ask(pool, "m@1") == "m@1: hello"
+        now = replica(pool)
+        assert now["job"] != before["job"] and now["state"] == "serving"
+        assert "forged" not in str(now["last_restart"])
+        heard = stranger.heard()
+        assert heard and not [word for word in (*secrets, "a prompt") if word.encode() in heard]
+        assert tls == "on" or ONLY_ASKED.fullmatch(heard), heard
+
+
 async def test_a_successor_is_ready_before_the_place_is_left(site: Site) -> None:
     ends = {"SLURM_JOB_END_TIME": str(time.time() + 40)}  # the successor has 15 s from the middle
     (host,) = site.hosts(1, environment=ends)
@@ -345,7 +386,7 @@ async def test_a_replica_over_two_nodes_starts_and_ends_as_one(site: Site) -> No
 def test_the_command_lines_of_two_nodes() -> None:
     settings = EngineSettings(engine_args=("--tensor-parallel-size", "16"))
     lines = [
-        command(Path("/m"), ("m",), 8000, settings, "10.0.0.1", NodeShare(2, n, "10.0.0.1", 29))
+        command(Path("/m"), ("m",), settings, share=NodeShare(2, n, "10.0.0.1", 29))
         for n in range(2)
     ]
     shared = ["--nnodes", "2", "--node-rank", "{}", "--master-addr", "10.0.0.1"]
@@ -354,7 +395,7 @@ def test_the_command_lines_of_two_nodes() -> None:
         at = line.index("--nnodes")
         assert line[at : at + 8] == [word.format(rank) for word in shared]
         assert ("--headless" in line) == (rank == 1)
-    assert "--nnodes" not in command(Path("/m"), ("m",), 1, settings)
+    assert "--nnodes" not in command(Path("/m"), ("m",), settings)
     job = Command(name="r", argv=["run"], directory="/", log="/l", nodes=2, ranks=16, gpus=True)
     script = batch_script(job, Path("/ledger"))
     assert "#SBATCH --gpus-per-node=8\n" in script

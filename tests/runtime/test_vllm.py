@@ -5,12 +5,12 @@ import json
 import os
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -27,10 +27,13 @@ from cray_agents.runtime.vllm_plugins.delta_codec import entries_of
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 from cray_agents.trainers.checkpointing.delta_export import DeltaFile
 from tests.support.import_server import process_of
+from tests.support.strangers import as_stranger, listeners, needs_root, say
+from tests.support.unix_servers import socket_of
 from tests.support.vllm_pool import (
     CHAT,
     PROMPTS,
     Serving,
+    at_replica,
     best_two,
     children,
     distance,
@@ -82,13 +85,12 @@ async def serving(
 
 
 async def test_nobody_without_the_secret_is_answered(serving: Serving) -> None:
-    url = f"http://127.0.0.1:{serving.pool.status()[0]['port']}"
-    secret = secret_of(serving.pid)
+    url, secret = "http://engine", secret_of(serving.pid)
     assert secret.encode() not in Path(f"/proc/{serving.pid}/cmdline").read_bytes()
     asked = [("POST", "/pause"), ("POST", "/collective_rpc"), ("POST", "/v1/load_lora_adapter")]
     asked += [("POST", "/v1/chat/completions"), ("POST", "/cray/abort/x"), ("OPTIONS", "/pause")]
     asked += [("GET", "/health"), ("GET", "/metrics"), ("GET", "/v1/models"), ("GET", "/docs")]
-    async with aiohttp.ClientSession() as http:
+    async with at_replica(serving.pid) as http:
         for method, path in asked:
             for headers in ({}, {HEADER: ""}, {HEADER: secret[:-1]}):
                 async with http.request(method, url + path, headers=headers, json={}) as answer:
@@ -97,6 +99,28 @@ async def test_nobody_without_the_secret_is_answered(serving: Serving) -> None:
             assert answer.status == 200
     _, sample = await serving.chat("m@1", GREEDY)  # nobody has paused it
     assert sample.token_ids
+
+
+@needs_root
+async def test_another_user_reaches_no_socket_of_vllm_and_harms_none_of_gloo(
+    serving: Serving,
+) -> None:
+    """Gloo's ports know no passwords. What is sent there does no harm to a server of one rank."""
+    found = listeners(process_of(serving.pid))
+    paths = [one.place for one in found if isinstance(one.place, str)]
+    folder = Path(socket_of(serving.pid)).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(paths) > 1 and all(Path(path).parent == folder for path in paths)
+    for path in paths:
+        assert stat.S_IMODE(Path(path).stat().st_mode) & 0o077 == 0
+        assert as_stranger(say, path, b"") == ["refused"]
+    for one in found:
+        if isinstance(one.place, tuple):
+            assert one.place[0] == "127.0.0.1"
+            noise = [b"", b"\0" * 64, os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n"]
+            assert set(as_stranger(say, one.place, *noise)) <= {"", "refused"}
+    _, sample = await serving.chat("m@1", GREEDY)
+    assert sample.token_ids and serving.pool.status()[0]["restarts"] == 0
 
 
 async def test_another_gateway_is_answered_by_an_admitted_version_and_waited_for(
@@ -154,12 +178,11 @@ async def test_it_sleeps_and_wakes_proven(
     """vLLM for CPUs has the routes and computes nothing meanwhile, but keeps its memory."""
     monkeypatch.setattr(Replica, "sleep_level", lambda self, checkpoint: level)
     pid, (before, _) = serving.pid, await serving.chat("m@1", GREEDY)
-    url = f"http://127.0.0.1:{serving.pool.status()[0]['port']}"
 
     async def sleeps() -> bool:
         async with (
-            aiohttp.ClientSession(headers={HEADER: secret_of(pid)}) as http,
-            http.get(f"{url}/is_sleeping") as answer,
+            at_replica(pid, headers={HEADER: secret_of(pid)}) as http,
+            http.get("http://engine/is_sleeping") as answer,
         ):
             return bool((await answer.json())["is_sleeping"])
 

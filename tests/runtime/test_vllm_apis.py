@@ -29,7 +29,7 @@ from tests.support.fuzz.wire import Reply as WireReply
 from tests.support.fuzz.wire import Wire
 from tests.support.import_server import process_of
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, served, until
-from tests.support.vllm_pool import secret_of
+from tests.support.vllm_pool import at_replica, secret_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -431,8 +431,11 @@ async def test_what_the_official_client_may_ask_besides(
 async def running(gateway: Gateway) -> float:
     """How many requests vLLM itself says it runs."""
     replica = gateway.pool.status()[0]
-    url, secret = f"http://127.0.0.1:{replica['port']}/metrics", secret_of(replica["pid"])
-    async with gateway.http.get(url, headers={HEADER: secret}) as response:
+    headers = {HEADER: secret_of(replica["pid"])}
+    async with (
+        at_replica(replica["pid"], headers=headers) as http,
+        http.get("http://engine/metrics") as response,
+    ):
         lines = (await response.text()).splitlines()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting{")
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))

@@ -7,18 +7,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_http import to_engine_error
+from cray_agents.runtime.pool.engine.vllm_http import UNIX, to_engine_error
 from tests.support.delta_checkpoints import bfloat16, changed, full, with_changes
+from tests.support.unix_servers import at_socket
 
 CHUNK = b'data: {"model":"m","choices":[{"delta":{"content":"\\"model\\":\\"m\\""}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -82,15 +83,15 @@ class Wire:
 @asynccontextmanager
 async def wired(**wire: Any) -> AsyncIterator[tuple[VllmEngine, Wire]]:
     server_side = Wire(**wire)
-    server = await asyncio.start_server(server_side.serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    engine = VllmEngine(url, "m", "s3cret", timeout=5)
-    try:
-        yield engine, server_side
-        assert server_side.unlocked, "each request must have the secret"
-    finally:
-        await engine.close()
-        server.close()
+    with TemporaryDirectory() as folder:
+        server = await asyncio.start_unix_server(server_side.serve, f"{folder}/http")
+        engine = VllmEngine(f"{UNIX}{folder}/http", "m", "s3cret", timeout=5)
+        try:
+            yield engine, server_side
+            assert server_side.unlocked, "each request must have the secret"
+        finally:
+            await engine.close()
+            server.close()
 
 
 def streaming(**fields: Any) -> EngineCall:
@@ -261,8 +262,8 @@ async def test_changes_are_put_into_the_weights_they_are_of_else_all_are_loaded(
     checkpoint, _ = changed(home, "child", "parent", changes)
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", vllm)
-    async with TestServer(application) as server:
-        engine = VllmEngine(str(server.make_url("")).rstrip("/"), "m", "s3cret", timeout=5)
+    async with at_socket(application) as url:
+        engine = VllmEngine(url, "m", "s3cret", timeout=5)
         await engine.prepare(home.checkpoint(held), "m@1")
         methods.clear()
         await engine.load(checkpoint, "m@2")

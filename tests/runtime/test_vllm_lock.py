@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
-from cray_agents.errors import VersionClosed
-from cray_agents.runtime.pool.engine.vllm_http import to_engine_error
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, command
+from cray_agents.errors import EngineUnavailable, VersionClosed
+from cray_agents.runtime.pool.engine.vllm_http import Http, to_engine_error
+from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, bind, command
 from cray_agents.runtime.vllm_plugins.lock import (
     EXPECT,
     GUARD,
@@ -52,6 +53,35 @@ async def test_a_request_without_the_secret_is_refused(
     assert "platform" in str(to_engine_error(403, body["body"]))
     assert SECRET not in json.dumps(str(body))
     assert await answers_to(monkeypatch, "websocket", *secrets) == [{"type": "websocket.close"}]
+
+
+async def test_at_a_port_it_proves_that_it_knows_the_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, SECRET)
+    with bind("127.0.0.1") as listener:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        server = uvicorn.Server(uvicorn.Config(Locked(app), log_level="error", lifespan="off"))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        for secret in (SECRET, "another"):
+            http = Http(url, secret, 60)
+            asking = http.answer("GET", "/health")
+            if secret == SECRET:
+                while not server.started:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                async with asking as response:
+                    assert response.status == 204
+            else:
+                with pytest.raises(EngineUnavailable, match="does not prove"):
+                    await asking.__aenter__()
+            await http.close()
+        server.should_exit = True
+        await serving
 
 
 async def test_one_with_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,5 +172,5 @@ def test_without_a_secret_no_server_starts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_request_meets_it_before_all_else() -> None:
     """vLLM's last middleware is the outermost, whatever the user has added."""
     settings = EngineSettings(engine_args=("--middleware", "mine.Own"))
-    line = command(Path("/model"), ("m",), 1, settings)
+    line = command(Path("/model"), ("m",), settings)
     assert line[-2:] == ["--middleware", f"{Locked.__module__}.{Locked.__name__}"]

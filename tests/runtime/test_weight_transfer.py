@@ -531,9 +531,9 @@ def test_up_refuses_to_send_weights_between_cpus(tmp_path: Path) -> None:
 
 def test_vllm_is_started_with_the_engine() -> None:
     settings = EngineSettings(transfer=TransferSettings("ipc", Path("/s")))
-    line = command(Path("/m"), ("m",), 1, settings)
+    line = command(Path("/m"), ("m",), settings)
     assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "ipc"}
-    assert "--weight-transfer-config" not in command(Path("/m"), ("m",), 1, EngineSettings())
+    assert "--weight-transfer-config" not in command(Path("/m"), ("m",), EngineSettings())
 
 
 # ---- inside vLLM

@@ -17,11 +17,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
+from cray_agents.runtime.vllm_plugins.lock import SOCKET
 
 STARTER = Path(__file__).with_name("forked_starts")
 SERVER = "cray_agents.runtime.vllm_plugins.server"
@@ -127,7 +129,7 @@ def keep(link: socket.socket) -> NoReturn:
     """Fork what is asked for, tell its pid and its end; kill it if the asking process is gone."""
     die_with_parent(os.getppid())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, handles, _, _ = socket.recv_fds(link, 4, 3, socket.MSG_WAITALL)
+    size, handles, _, _ = socket.recv_fds(link, 4, 4, socket.MSG_WAITALL)
     body = link.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
     keeper, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -158,9 +160,11 @@ def run(
     """Run a module as `python -m` does, in this fork."""
     os.setsid()
     die_with_parent(keeper)
-    for number, handle in enumerate(handles):
-        os.dup2(handle, number)
-        os.close(handle)
+    for number, handle in zip((0, 1, 2, int(environment[SOCKET] or -1)), handles, strict=False):
+        if handle != number:
+            os.dup2(handle, number)
+            os.close(handle)
+    tempfile.tempdir = None  # what was imported may have looked at another environment
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

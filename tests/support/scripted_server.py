@@ -1,6 +1,6 @@
 """A process with vLLM's routes whose golden probe follows from its checkpoint: no vLLM needed.
 
-    python -m tests.support.scripted_server PARENT_PID --model DIR --host H --port P ...
+    python -m tests.support.scripted_server PARENT_PID --model DIR [--uds PATH] ...
 
 It takes the place of vllm_plugins/server.py (`EngineSettings.program`). It says its version and the
 last message; "slow" in that makes it take its time. "call NAME ARGUMENTS" asks for a tool's call. A
@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import ssl
 import sys
 from pathlib import Path
@@ -21,10 +22,12 @@ from typing import Any
 from aiohttp import web
 
 from cray_agents.processes import die_with_parent
+from cray_agents.runtime import proof
 from cray_agents.runtime.vllm_plugins.lock import (
     EXPECT,
     GUARD,
     HEADER,
+    SOCKET,
     VARIABLE,
     VersionGuard,
     refusal_of,
@@ -54,6 +57,10 @@ class ScriptedServer:
         self.answering: set[asyncio.Task[Any]] = set()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == proof.PATH and request.transport is not None:
+            place = request.transport.get_extra_info("sockname")
+            answer = proof.proof_of(self.secret, request.query.get("nonce", ""), *place[:2])
+            return web.json_response(text=json.dumps({"proof": answer}, separators=(",", ":")))
         if request.headers.get(HEADER) != self.secret:
             return web.json_response({"error": {"message": "not yours"}}, status=403)
         body: dict[str, Any] = await request.json() if request.can_read_body else {}
@@ -199,9 +206,12 @@ def main() -> None:
     if "--ssl-certfile" in flags:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(value("--ssl-certfile"), value("--ssl-keyfile"))
+    listener = None
+    if handle := os.environ.get(SOCKET):
+        listener = socket.socket(fileno=int(handle))
     web.run_app(
-        application, host=value("--host"), port=int(value("--port")), print=None, access_log=None,
-        ssl_context=context,
+        application, sock=listener, path=None if listener else value("--uds"), print=None,
+        access_log=None, ssl_context=context,
     )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
 
@@ -24,6 +23,7 @@ from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
 from cray_agents.runtime.vllm_plugins.lock import GUARD, VersionGuard
 from cray_agents.trainers.checkpointing.weight_links import NcclLink
+from tests.support.unix_servers import at_socket
 
 Tensors = dict[str, torch.Tensor]
 SECRET = "s3cret"
@@ -234,8 +234,7 @@ async def scripted_host(
     vllm = ScriptedVllm(faults)
     application = web.Application(client_max_size=1 << 26)
     application.router.add_route("*", "/{path:.*}", vllm.answer)
-    async with TestServer(application) as server:
-        url = str(server.make_url("")).rstrip("/")
+    async with at_socket(application) as url:
         settings = TransferSettings("nccl", sessions, timeout=60)
         engine = VllmEngine(url, "m", secret, timeout=60, load_timeout=60, transfer=settings)
         try:

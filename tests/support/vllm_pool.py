@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport, new_id
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_http import UNIX
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.runtime.vllm_plugins.lock import VARIABLE
 from cray_agents.trainers.checkpointing.peft_adapter import CONFIG, WEIGHTS, peft_config
 from cray_agents.training_jobs import Lora
+from tests.support.unix_servers import socket_of
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [300, 20, 21, 22, 4]]
 CHAT: list[dict[str, Any]] = [
@@ -59,8 +63,7 @@ class Serving:
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[VllmEngine]:
         """The replica, behind the pool's back."""
-        port = self.pool.status()[0]["port"]
-        engine = VllmEngine(f"http://127.0.0.1:{port}", "m", secret_of(self.pid))
+        engine = VllmEngine(UNIX + socket_of(self.pid), "m", secret_of(self.pid))
         try:
             yield engine
         finally:
@@ -77,6 +80,11 @@ class Serving:
 
 def logprobs_of(scores: list[PromptScore]) -> list[list[float]]:
     return [score.logprobs for score in scores]
+
+
+def at_replica(pid: int, **options: Any) -> aiohttp.ClientSession:
+    """A client of a replica's server, whatever host its URLs name."""
+    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket_of(pid)), **options)
 
 
 def secret_of(pid: int) -> str:

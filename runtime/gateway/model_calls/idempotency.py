@@ -12,14 +12,12 @@ not wait: they sample again while the first request runs, and the first record c
 """
 
 import asyncio
-import errno
 import hashlib
-import os
-import socket
 from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput
 from cray_agents.exact_json import dump_json
+from cray_agents.runtime.disk.host_lock import HostLock
 from cray_agents.runtime.store import Store
 
 _LOCK_POLL = 0.02  # seconds between two looks if another gateway's request has ended
@@ -54,7 +52,7 @@ class InFlightKey:
     def __init__(self, running: "dict[str, InFlightKey]", call_id: str, name: str) -> None:
         self.ended = asyncio.Event()
         self.name = name
-        self.lock: socket.socket | None = None
+        self.lock: HostLock | None = None
         self._running = running
         self._call_id = call_id
 
@@ -67,25 +65,16 @@ class InFlightKey:
                 self.lock.close()
 
 
-async def _lock_on_host(root: str, call_id: str) -> socket.socket:
-    """Wait until no other process of this host holds a call's lock, and return it.
-
-    It is a socket in no folder, which ends with its process.
-    """
-    digest = hashlib.blake2b(f"{root}\n{call_id}".encode(), digest_size=16).hexdigest()
-    lock = socket.socket(socket.AF_UNIX)
+async def _lock_on_host(root: str, call_id: str) -> HostLock:
+    """Wait until no other process of this host holds a call's lock, and return it."""
+    lock = HostLock(f"call {call_id} of root {root}")
     try:
-        while True:
-            try:
-                lock.bind(f"\0cray-agents-call-{os.getuid()}-{digest}")
-                return lock
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
+        while not lock.take():  # noqa: ASYNC110 - another process holds it
             await asyncio.sleep(_LOCK_POLL)
     except BaseException:
         lock.close()
         raise
+    return lock
 
 
 class IdempotencyKeys:

@@ -4,7 +4,6 @@ Called by runtime/gateway/controller_link.py, with the platform's own key; for a
 """
 
 import asyncio
-import re
 
 from pydantic import Field
 from starlette.requests import Request
@@ -12,7 +11,7 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Record
-from cray_agents.runtime.gateway.http import proof
+from cray_agents.runtime import proof
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import field, json_response, parse, read_json
 from cray_agents.runtime.gateway.http.routing import Router, query
@@ -98,7 +97,6 @@ async def prove_gateway(services: Services, request: Request) -> Response:
     `nonce`: 64 random hexadecimal digits.
     """
     nonce = query(request).get("nonce", "")
-    if not re.fullmatch("[0-9a-f]{64}", nonce) or not services.token:
+    if (answer := proof.proof_of(services.token, nonce, *request.scope["server"])) is None:
         raise BadInput("nonce must be 64 hexadecimal digits, of a platform", param="nonce")
-    host, port = request.scope["server"]
-    return json_response({"proof": proof.proof_of(services.token, nonce, host, port)})
+    return json_response({"proof": answer})

@@ -24,6 +24,7 @@ from cray_agents.errors import (
     VersionClosed,
 )
 from cray_agents.exact_json import dump_json
+from cray_agents.runtime.pool.engine.connectors import IDLE, ProvedConnector, SocketConnector
 from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _FIELD = re.compile(r"[a-z0-9_]+")  # a request's field; other names in an error
 _VALUE_ERROR = "Value error, "
 _SUFFIX = re.compile(r"\s*\(parameter=.*\)$", re.DOTALL)  # appended to messages by vLLM
 _BLAMED = re.compile(r"\(parameter=(\w+)|^(\w+) (?:must|cannot) ")
-_IDLE = 2.0  # seconds; less than vLLM's 5, so that this side closes idle connections first
+UNIX = "unix:"  # how the URL of a server begins that listens at a Unix socket
 _STATUS = re.compile(r"[1-5][0-9]{2}")
 #: Seconds until a connection must stand: a node that is gone refuses none. With TLS the server's
 #: own process takes part, and that may be busy.
@@ -62,8 +63,9 @@ def well_formed(place: str) -> Iterator[None]:
 class Http:
     """A server at `url`. `timeout`: seconds without a byte from it before EngineTimeout.
 
-    `secret`: the value that vllm_plugins/lock.py requires in a header. `tls`: the server must prove
-    itself by it; None: no TLS. Raises EngineUnavailable if `url` would go around it.
+    `secret`: the value that vllm_plugins/lock.py requires in a header. Nobody gets it who does not
+    prove to be the server: by `tls`, or without it by knowing the secret, unless `url` is that of a
+    Unix socket (`UNIX` and its path). Raises EngineUnavailable if `url` would go around `tls`.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Http:
         if tls is not None and not url.startswith("https://"):
             raise EngineUnavailable(f"{url} is without TLS, which replica_tls asks for")
         self.url = url.rstrip("/")
+        self._base = "http://engine" if url.startswith(UNIX) else self.url
         self.timeout = timeout
         self.active = 0  # requests under way
         self.secret, self._tls = secret, tls
@@ -102,11 +105,8 @@ class Http:
         the `/resume` that has to follow must not fail because of that.
         """
         if self._session is None:  # made late because it belongs to the running loop
-            connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_IDLE, ssl=True if self._tls is None else self._tls
-            )
             always = {HEADER: self.secret}
-            self._session = aiohttp.ClientSession(connector=connector, headers=always)
+            self._session = aiohttp.ClientSession(connector=self._connector(), headers=always)
         connect = _CONNECT if self._tls is None else _CONNECT_TLS
         limit = aiohttp.ClientTimeout(
             total=None, sock_connect=connect, sock_read=timeout or self.timeout
@@ -119,7 +119,7 @@ class Http:
         try:
             async with self._session.request(
                 method,
-                self.url + path,
+                self._base + path,
                 data=content,
                 headers=headers,
                 timeout=limit,
@@ -140,9 +140,19 @@ class Http:
         except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
             why = str(error) or type(error).__name__
             message = self._message(path, why, "the connection to it broke off", public_name)
-            raise EngineUnavailable(message) from error
+            late = isinstance(
+                getattr(error, "os_error", None), TimeoutError
+            )  # its proof did not come
+            raise (EngineTimeout if late else EngineUnavailable)(message) from error
         finally:
             self.active -= 1
+
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self.url.startswith(UNIX):
+            return SocketConnector(self.url.removeprefix(UNIX))
+        if self._tls is None:
+            return ProvedConnector(lambda: self.secret)
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE, ssl=self._tls)
 
     def _message(self, path: str, why: str, public: str, public_name: str) -> str:
         """Return the message of a failure. A model's client reads no address; the log has it."""

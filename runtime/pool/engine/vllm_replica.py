@@ -24,23 +24,26 @@ from pathlib import Path
 from typing import Literal
 
 from cray_agents.errors import EngineError, EngineUnavailable, SetupError
+from cray_agents.paths import host_cache
 from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
 from cray_agents.runtime.pool.engine.engine_host import LocalHost
 from cray_agents.runtime.pool.engine.load_format import AUTO
+from cray_agents.runtime.pool.engine.private_folder import PrivateFolder
 from cray_agents.runtime.pool.engine.tls_files import TlsFiles, client_context
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.engine.vllm_http import UNIX
 from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
 from cray_agents.runtime.pool.slot.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.registry.model_code import may_run
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
-from cray_agents.runtime.vllm_plugins.lock import VARIABLE
+from cray_agents.runtime.vllm_plugins.lock import SOCKET, VARIABLE
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-_PORT_TRIES = 3
+_SOCKET = "http"  # name of the server's socket in its private folder
 _TAIL = 40  # lines of the log that an error carries
 _VLLM_BYTES = 3 * 2**29  # memory of a server beside weights (in 32 bits) and KV cache
 _MOST_LOG_BYTES = 64 * 2**20  # read to find the reason of a death
@@ -193,12 +196,14 @@ class VllmHost:
 
 
 class Replica(VllmHost, LocalHost):
-    """A vLLM server in a process of its own. `pid` and `port` are None while it is down.
+    """A vLLM server in a process of its own. `pid` is None while it is down.
 
-    Its output is appended to `log`. `devices` are the GPUs that it sees; None: all. It listens on
-    `address`, with `tls` if given, and `server` says how to reach it; None while it is down.
-    `shielded`: SIGTERM from others does not reach it. It dies with this process, however that ends.
-    The kernel ties it to the thread that calls `start`, so that thread must live as long.
+    Its output is appended to `log`. `devices` are the GPUs that it sees; None: all. It listens at a
+    Unix socket that only its user reaches; with an `address` at a `port` of that, with `tls` if
+    given. This process keeps the port, also while the server is down. `server` says how to reach
+    it; None while it is down. `shielded`: SIGTERM from others does not reach it. It dies with this
+    process, however that ends. The kernel ties it to the thread that calls `start`, so that thread
+    must live as long.
     """
 
     def __init__(
@@ -207,7 +212,7 @@ class Replica(VllmHost, LocalHost):
         settings: EngineSettings,
         log: Path,
         devices: str | None = None,
-        address: str = "127.0.0.1",
+        address: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
         super().__init__(f"the replica of {model}", settings)
@@ -221,6 +226,8 @@ class Replica(VllmHost, LocalHost):
         self.server: ServerAddress | None = None
         self.pid: int | None = None
         self.port: int | None = None
+        self._listener: socket.socket | None = None  # bound; the server alone listens
+        self._folder: PrivateFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
         self._tasks = BackgroundTasks()
@@ -233,21 +240,14 @@ class Replica(VllmHost, LocalHost):
         Raises EngineUnavailable with the tail of the log if it dies or takes too long.
         """
         await self.stop()
-        for attempt in range(_PORT_TRIES):
-            self._offset = self.log.stat().st_size if self.log.exists() else 0
-            try:
-                await self._launch(checkpoint)
-                await self._wait_until_healthy(checkpoint, self._offset)
-                await self.engine.prepare(checkpoint, version)
-            except BaseException as error:
-                await self.stop()
-                taken = "address already in use" in str(error).lower()
-                if not (taken and isinstance(error, EngineUnavailable)):
-                    raise
-                if attempt == _PORT_TRIES - 1:
-                    raise
-            else:
-                return
+        self._offset = self.log.stat().st_size if self.log.exists() else 0
+        try:
+            await self._launch(checkpoint)
+            await self._wait_until_healthy(checkpoint, self._offset)
+            await self.engine.prepare(checkpoint, version)
+        except BaseException:
+            await self.stop()
+            raise
 
     def missing_resource(self, checkpoint: Path) -> str:
         """Report missing memory where vLLM computes on the CPU; "" elsewhere."""
@@ -278,7 +278,10 @@ class Replica(VllmHost, LocalHost):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _GRACE)
             await end_group(process)
-        self.pid = self.port = self.server = None
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+        self.pid = self.server = None
 
     async def wait_until_dead(self) -> None:
         """Return when the server has ended and `stop` was not called."""
@@ -292,7 +295,7 @@ class Replica(VllmHost, LocalHost):
         return f"it was ended by {signal.Signals(-code).name}" if code and code < 0 else ""
 
     async def _launch(self, checkpoint: Path) -> None:
-        self.port = free_port(self.address)
+        self._folder = PrivateFolder()
         # answers contain it, and the version replaces it there: no client may send the same string
         alias = f"{self.model}-{secrets.token_hex(6)}"
         secret = secrets.token_urlsafe(32)
@@ -301,13 +304,15 @@ class Replica(VllmHost, LocalHost):
             signal.SIG_BLOCK, {signal.SIGTERM} if self.shielded else ()
         )  # which the child inherits, and keeps whatever handlers it installs
         try:
-            self._process = await self._spawn(checkpoint, alias, self.port, secret)
+            self._process = await self._spawn(checkpoint, alias, secret, self._folder)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.pid = self._process.pid
         self._ended.clear()
-        scheme = "http" if self.tls is None else "https"
-        self.server = ServerAddress(f"{scheme}://{self.address}:{self.port}", alias, secret)
+        url = f"{UNIX}{self._folder.path / _SOCKET}"
+        if self.address:
+            url = f"http{'' if self.tls is None else 's'}://{self.address}:{self.port}"
+        self.server = ServerAddress(url, alias, secret)
         self._engine = VllmEngine(
             self.server.url,
             alias,
@@ -320,23 +325,29 @@ class Replica(VllmHost, LocalHost):
         self._tasks.keep("engine process", partial(self._watch, self._process), self.model)
 
     async def _spawn(
-        self, checkpoint: Path, alias: str, port: int, secret: str
+        self, checkpoint: Path, alias: str, secret: str, folder: PrivateFolder
     ) -> asyncio.subprocess.Process:
+        listens: tuple[str, ...] = ("--uds", str(folder.path / _SOCKET))
+        handle = ""
+        if self.address:
+            if self._listener is None:
+                self._listener = bind(self.address)
+                self.port = self._listener.getsockname()[1]
+            listens = ("--host", self.address, "--port", str(self.port))
+            handle = str(self._listener.fileno())
+        words = (*listens, *(() if self.tls is None else self.tls.arguments))
+        variables = environment(self.settings, self.devices) | folder.variables
+        variables |= {VARIABLE: secret, SOCKET: handle}
+        if self.share.nodes == 1:
+            variables["GLOO_SOCKET_IFNAME"] = "lo"  # gloo knows no passwords
         with self.log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *command(
-                    checkpoint,
-                    (alias, self.model),
-                    port,
-                    self.settings,
-                    self.address,
-                    self.share,
-                    self.tls,
-                ),
+                *command(checkpoint, (alias, self.model), self.settings, words, self.share),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(self.settings, self.devices) | {VARIABLE: secret},
+                env=variables,
+                pass_fds=(int(handle),) if handle else (),
                 start_new_session=True,  # its own process group, which Ctrl-C does not reach
             )
 
@@ -366,13 +377,14 @@ class Replica(VllmHost, LocalHost):
 def command(
     checkpoint: Path,
     names: tuple[str, ...],
-    port: int,
     settings: EngineSettings,
-    address: str = "127.0.0.1",
+    listens: tuple[str, ...] = (),
     share: NodeShare = NodeShare(),
-    tls: TlsFiles | None = None,
 ) -> list[str]:
-    """Return the command line of a replica's process. Answers carry the first of its names."""
+    """Return the command line of a replica's process. Answers carry the first of its names.
+
+    `listens`: vLLM's flags that say where and how it listens.
+    """
     dtype = settings.dtype
     if dtype == "auto" and not has_gpu_build():
         dtype = "float32"
@@ -380,7 +392,7 @@ def command(
     return [
         *(*(settings.program or server), str(os.getpid())),
         *("--model", str(checkpoint), "--served-model-name", *names),
-        *("--host", address, "--port", str(port)),
+        *listens,
         *("--dtype", dtype, "--max-model-len", str(settings.max_model_len or "auto")),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser),
@@ -403,7 +415,6 @@ def command(
         *_transfer_arguments(settings.transfer),
         *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),
         *share.arguments,
-        *(() if tls is None else tls.arguments),
         *settings.engine_args,
         # the last middleware is the outermost: it sees a request first
         *("--middleware", "cray_agents.runtime.vllm_plugins.lock.Locked"),
@@ -442,6 +453,8 @@ def environment(settings: EngineSettings, devices: str | None = None) -> dict[st
     if "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT" not in ours:
         # seconds; more than the limit of vllm_plugins/template_time.py, which must act first
         ours["VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"] = "10"
+    # by default it is in TMPDIR, which is another one at each start
+    ours.setdefault("TORCHINDUCTOR_CACHE_DIR", str(host_cache() / "torchinductor"))
     vllm = SAFE_IMPORTS | {
         "VLLM_SERVER_DEV_MODE": "1",  # enables the routes that change weights
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if settings.max_lora_rank else "0",
@@ -477,12 +490,15 @@ def _free_bytes() -> int | None:
     return int(match[1]) * 1024 if match else None
 
 
-def free_port(address: str) -> int:
-    """Return a port of an address that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def bind(address: str) -> socket.socket:
+    """Return a socket that has a port of an address. While it is open no other socket gets it."""
+    listener = socket.socket()  # without SO_REUSEADDR, by which others might share it
+    try:
+        listener.bind((address, 0))
+    except OSError as error:
+        listener.close()
+        raise EngineUnavailable(f"no port of {address} is free: {error.strerror}") from error
+    return listener
 
 
 async def end_group(process: asyncio.subprocess.Process) -> None:

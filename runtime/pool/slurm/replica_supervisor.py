@@ -21,6 +21,7 @@ before it takes the place away, it says so and serves on. Without a gateway it e
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -37,18 +38,20 @@ from aiohttp import web
 
 from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
+from cray_agents.runtime import proof
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.hardware.energy import EnergyTotal
 from cray_agents.runtime.hardware.nvml import nvml
+from cray_agents.runtime.pool.engine.private_folder import PrivateFolder
 from cray_agents.runtime.pool.engine.tls_files import CA, TlsFiles, client_context
 from cray_agents.runtime.pool.engine.vllm_http import Http
 from cray_agents.runtime.pool.engine.vllm_replica import (
     NodeShare,
     Replica,
+    bind,
     command,
     end_group,
     environment,
-    free_port,
 )
 from cray_agents.runtime.pool.slurm.job_lease import (
     HEARTBEAT,
@@ -117,6 +120,7 @@ class ReplicaSupervisor:
     def routes(self) -> web.Application:
         """Return the application that answers the gateway."""
         application = web.Application(middlewares=[self._lock], client_max_size=1 << 20)
+        application.router.add_get(proof.PATH, self._prove)
         application.router.add_get("/state", self._state)
         for name in ("start", "note", "stop", "exit"):
             application.router.add_post(f"/{name}", getattr(self, f"_{name}"))
@@ -124,6 +128,8 @@ class ReplicaSupervisor:
 
     @web.middleware
     async def _lock(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == proof.PATH:
+            return await handler(request)
         if not secrets.compare_digest(request.headers.get(HEADER, "").encode(), self._secret):
             return _refusal(403, "only the platform that submitted this job may use it")
         try:
@@ -138,6 +144,14 @@ class ReplicaSupervisor:
             return _refusal(503, str(error))
         except (LookupError, TypeError, ValueError) as error:
             return _refusal(400, f"{request.path}: {error!r}")
+
+    async def _prove(self, request: web.Request) -> web.Response:
+        assert request.transport is not None
+        place, nonce = request.transport.get_extra_info("sockname"), request.query.get("nonce", "")
+        if (answer := proof.proof_of(self._secret.decode(), nonce, *place[:2])) is None:
+            return _refusal(400, "nonce must be 64 hexadecimal digits")
+        compact = json.dumps({"proof": answer}, separators=(",", ":"))
+        return web.json_response(text=compact)
 
     async def _state(self, request: web.Request) -> web.Response:
         if request.query.get("seen") == str(self._serial):
@@ -191,7 +205,8 @@ class ReplicaSupervisor:
         if self.spec.nodes == 1:
             return
         address = self.replica.address
-        share = NodeShare(self.spec.nodes, 0, address, free_port(address))
+        with bind(address) as free:  # torch binds it anew
+            share = NodeShare(self.spec.nodes, 0, address, free.getsockname()[1])
         self.replica.share = share
         self._share = {"checkpoint": checkpoint, "port": share.port}
         self._tell()
@@ -335,6 +350,7 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
         await asyncio.sleep(HEARTBEAT)
     tls = None if spec.tls is None else client_context(spec.tls / CA)
     http = Http(lease.url, (folder / SECRET).read_text(), _PATIENCE, tls)
+    private = PrivateFolder()
     process, starts, serial = None, 0, -1
     try:
         while process is None or process.returncode is None:
@@ -347,7 +363,8 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
             if process is None and share is not None:
                 starts = state.starts
                 place = NodeShare(spec.nodes, rank, lease.address, share.port)
-                process = await _start_share(spec, folder, Path(share.checkpoint), place)
+                checkpoint = Path(share.checkpoint)
+                process = await _start_share(spec, folder, checkpoint, place, private)
         print(f"the share of node {rank} ended with {process.returncode}", flush=True)
         return 1
     except EngineError as error:
@@ -356,19 +373,22 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
     finally:
         if process is not None:
             await end_group(process)
+        private.close()
         await http.close()
 
 
 async def _start_share(
-    spec: ReplicaSpec, folder: Path, checkpoint: Path, share: NodeShare
+    spec: ReplicaSpec, folder: Path, checkpoint: Path, share: NodeShare, private: PrivateFolder
 ) -> asyncio.subprocess.Process:
     with (folder / f"engine-{share.rank}.txt").open("ab") as output:
         return await asyncio.create_subprocess_exec(
-            *command(checkpoint, (spec.model,), share.port, spec.settings, "127.0.0.1", share),
+            *command(checkpoint, (spec.model,), spec.settings, share=share),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=environment(spec.settings) | {VARIABLE: secrets.token_urlsafe(32)},
+            env=environment(spec.settings)
+            | private.variables
+            | {VARIABLE: secrets.token_urlsafe(32)},
             start_new_session=True,
         )
 

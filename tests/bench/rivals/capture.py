@@ -29,6 +29,7 @@ import aiohttp
 from cray_agents.cli.agent.agents import load
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.bench.gateway import CONCURRENT, session
+from tests.bench.gateways import started
 from tests.bench.load import percentile
 from tests.bench.rivals.environments import ROOT, Rivals, make_environments
 from tests.bench.rivals.process_tree import kill_tree
@@ -36,6 +37,7 @@ from tests.bench.rivals.report import Report
 from tests.bench.rivals.server_process import answers, foreign, free_port, program, wait_until
 from tests.bench.rivals.site import Site
 from tests.support.store.plain_reader import events_of
+from tests.support.unix_servers import socket_of
 from tests.support.vllm_pool import secret_of
 
 KILLS = int(os.environ.get("CRAY_BENCH_KILLS", "5"))
@@ -133,7 +135,8 @@ def _start(stack: ExitStack, folder: Path, model: Path, rivals: Rivals) -> dict[
     pid = stack.enter_context(site.running())
     with urllib.request.urlopen(f"{site.url}/v1/pool", timeout=30) as response:
         replica = json.load(response)["data"][0]
-    engine, secret = f"http://127.0.0.1:{replica['port']}", secret_of(replica["pid"])
+    path, secret = socket_of(replica["pid"]), secret_of(replica["pid"])
+    engine, _ = stack.enter_context(started("tests.support.unix_servers", path))
     sides = {
         DIRECT: Side(engine, more={HEADER: secret}),
         OURS: Side(site.url, "/runs/{}" + CHAT, pid=pid, kept=lambda: _recorded(site)),

@@ -16,10 +16,12 @@ from cray_agents import local_platform
 from cray_agents.cli.agent.agents import load
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.bench.gateway import CHAT, CONCURRENT, PATH, latencies, session, throughput
+from tests.bench.gateways import started
 from tests.bench.rivals.environments import ROOT, make_environments
 from tests.bench.rivals.litellm import litellm_proxy
 from tests.bench.rivals.report import Report
 from tests.bench.rounds import ROUNDS
+from tests.support.unix_servers import socket_of
 from tests.support.vllm_pool import secret_of
 
 BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
@@ -38,7 +40,8 @@ async def main(home: Path) -> None:
         )
         replica = (await platform.pool())[0]
         await platform.close()
-        direct = f"http://127.0.0.1:{replica['port']}"
+        path = socket_of(replica["pid"])
+        direct, _ = stack.enter_context(started("tests.support.unix_servers", path))
         unlock = {HEADER: secret_of(replica["pid"])}
         urls = {"vLLM": direct, "cray-agents": platform.url}
         for name, python in rivals.pythons.items():

@@ -28,6 +28,7 @@ from cray_agents.runtime.store.redaction import Redactor
 from tests.support.bare_models import bare_model
 from tests.support.scraped_metrics import put
 from tests.support.scripted_gateway import Paced, echo, served
+from tests.support.unix_servers import at_socket
 
 TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -186,12 +187,15 @@ async def test_no_collector_costs_no_call(tmp_path: Path) -> None:
 
 
 async def test_vllm_gets_the_calls_own_context(receiver: Receiver) -> None:
-    engine = VllmEngine(receiver.url, "m", "secret")
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", receiver.take)
     exchange = EngineCall("/v1/chat/completions", {}, "x", traceparent=f"00-{TRACE}-{ABOVE}-01")
-    with pytest.raises(Exception, match="no"):
-        async for _ in engine.answer(exchange):
-            pass
-    await engine.close()
+    async with at_socket(application) as url:
+        engine = VllmEngine(url, "m", "secret")
+        with pytest.raises(Exception, match="no"):
+            async for _ in engine.answer(exchange):
+                pass
+        await engine.close()
     assert receiver.headers[0]["traceparent"] == f"00-{TRACE}-{ABOVE}-01"
 
 

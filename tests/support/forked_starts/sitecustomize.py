@@ -35,6 +35,8 @@ def main() -> None:
     request = [sys.orig_argv[3:], dict(os.environ), folder, umask, mask]
     body = json.dumps(request).encode()
     handles = array.array("i", [0, 1, 2])
+    if listener := os.environ.get("CRAY_AGENTS_REPLICA_SOCKET"):
+        handles.append(int(listener))
     link.sendmsg(
         [len(body).to_bytes(4, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, handles)]
     )

@@ -148,7 +148,7 @@ def test_vllm_may_run_the_code_of_that_directory_alone(
     novel: Novel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def line(checkpoint: Path) -> list[str]:
-        return command(checkpoint, ("m",), 1, EngineSettings())
+        return command(checkpoint, ("m",), EngineSettings())
 
     plain, home = tmp_path / "plain", Home(tmp_path / "home")
     write_parent(plain, FAMILIES["llama"]())

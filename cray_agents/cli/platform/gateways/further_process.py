@@ -13,6 +13,7 @@ import socket
 import ssl
 import sys
 import time
+from contextlib import closing
 
 import uvloop
 
@@ -62,7 +63,7 @@ def serve_further(config: Config, starter: int | None = None) -> None:
     check_access(config)
     listener, seat = listen_together(config.root, config.host, config.port)
     os.environ.update(SAFE_IMPORTS)  # of all that is started from here
-    with listener, seat:
+    with listener, closing(seat):
         uvloop.run(run_further(config, listener, starter))
 
 
