@@ -305,7 +305,7 @@ def test_a_replica_by_turns_is_started_so_that_it_can_sleep(
         [slot] = pool._slots
         replica = slot.engine_host
         assert isinstance(replica, Replica) and replica.devices == "0"
-        line = vllm_command(tmp_path, ("m",), 1, replica.settings)
+        line = vllm_command(tmp_path, ("m",), replica.settings)
         assert line.count("--enable-sleep-mode") == flags
 
 

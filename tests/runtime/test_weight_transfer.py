@@ -533,7 +533,7 @@ def test_vllm_is_started_with_the_engine() -> None:
     settings = EngineSettings(transfer=TransferSettings("ipc", Path("/s")))
     line = command(Path("/m"), ("m",), settings)
     assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "ipc"}
-    assert "--weight-transfer-config" not in command(Path("/m"), ("m",), 1, EngineSettings())
+    assert "--weight-transfer-config" not in command(Path("/m"), ("m",), EngineSettings())
 
 
 # ---- inside vLLM

@@ -228,7 +228,7 @@ def _server(bench: Bench, folder: Path) -> Iterator[tuple[str, int]]:
 
 def _engine(bench: Bench) -> list[str]:
     """Our replicas' engine arguments, as far as they concern the speed."""
-    ours = command(bench.model, ("calc",), 1, SETTINGS)
+    ours = command(bench.model, ("calc",), SETTINGS)
     pairs = [word for flag in SHARED for word in (flag, ours[ours.index(flag) + 1])]
     return ["--model", str(bench.model), "--served-model-name", "calc", "--enforce-eager", *pairs]
 
