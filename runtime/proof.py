@@ -66,20 +66,16 @@ def connect(host: str, port: int, key: str) -> socket.socket:
     """Connect to a gateway that proves to know the platform's key. Raises OSError."""
     connection = socket.create_connection((host, port), CONNECT)
     try:
-        _require_proof(connection, key)
+        challenge, deadline = Challenge(key, connection.getpeername()), time.monotonic() + SECONDS
+        connection.sendall(challenge.request)
+        answer = b""
+        while len(answer) < LONGEST and not answer.endswith(b"}"):
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            if not (piece := connection.recv(LONGEST)):
+                break
+            answer += piece
+        challenge.check(answer)
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _require_proof(connection: socket.socket, key: str) -> None:
-    challenge, deadline = Challenge(key, connection.getpeername()), time.monotonic() + SECONDS
-    connection.sendall(challenge.request)
-    answer = b""
-    while len(answer) < LONGEST and not answer.endswith(b"}"):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        if not (piece := connection.recv(LONGEST)):
-            break
-        answer += piece
-    challenge.check(answer)

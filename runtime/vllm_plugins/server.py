@@ -41,22 +41,14 @@ def main() -> None:
         limit_all_templates()
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
-    if handle := os.environ.get(SOCKET):
-        _listen_at(int(handle))
+    if handle := os.environ.get(SOCKET):  # a bound one; --port alone would be refused: it is taken
+        from vllm.entrypoints.launchers import launcher
+
+        launcher.create_server_socket = lambda *_, **__: socket.socket(fileno=int(handle))
     if "--headless" in sys.argv:
         _serve_headless()
     else:
         serve()
-
-
-def _listen_at(handle: int) -> None:
-    """Let vLLM listen at a bound socket, instead of one of its own."""
-    from vllm.entrypoints.launchers import launcher
-
-    def create_server_socket(address: tuple[str, int], *, reuse_port: bool) -> socket.socket:
-        return socket.socket(fileno=handle)
-
-    launcher.create_server_socket = create_server_socket
 
 
 def _serve_headless() -> None:

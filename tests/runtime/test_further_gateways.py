@@ -277,7 +277,7 @@ async def test_a_gateway_that_has_not_heard_of_a_change_asks_another_replica(
     ] * 3
     services.several_gateways = False
     services.note_other_gateways()
-    reply = await site.gateways[0].ask("hello", model=new.id)  # it hears of it again
+    reply = await ask_until_known(site.gateways[0], new.id)  # it hears of it again
     assert (reply.status, prefix_of(reply.text)) == (200, new.id)
     old = services.registry.resolve(before)
     await pool.swap(site.home.checkpoint(old.checkpoint), before, [], replicas=[0])
