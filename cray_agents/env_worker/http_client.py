@@ -53,7 +53,13 @@ class HttpClient:
                 refused = _refused(error)
                 if refused.status not in BUSY or turn == retries:
                     raise refused from None
-            except (OSError, HTTPException, TypeError, ValueError) as error:  # or answers no JSON
+            except (
+                OSError,
+                HTTPException,
+                TypeError,
+                ValueError,
+                RecursionError,
+            ) as error:  # no JSON
                 if turn == retries:
                     raise ServerUnreachable(f"{self.base_url} does not answer: {error}") from None
             time.sleep(min(8.0, 0.25 * 2**turn))

@@ -506,11 +506,10 @@ def _version_of(label: str) -> str:
     return label.partition(" ")[0]
 
 
-def _score(entries: list[dict[str, Any] | None], tokens: list[int]) -> PromptScore:
+def _score(entries: Sequence[Any], tokens: list[int]) -> PromptScore:
     """Parse vLLM's entries, one for each token; the first token has none."""
     logprobs, top = [], []
     for entry, token in zip(entries[1:], tokens[1:], strict=True):
-        assert entry is not None
         value = entry[str(token)]["logprob"]
         if value is None or not math.isfinite(value):
             raise EngineError(f"the model gives token {token} no logprob: its weights hold NaN")

@@ -42,7 +42,7 @@ _STATUS = re.compile(r"[1-5][0-9]{2}")
 #: own process takes part, and that may be busy.
 _CONNECT, _CONNECT_TLS = 2.0, 15.0
 #: Raised by code that reads an answer which has another form than it takes for granted.
-MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @contextmanager
