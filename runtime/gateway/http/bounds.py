@@ -2,3 +2,68 @@
 
 What is larger is refused before it is read, parsed or sent on.
 """
+
+from collections.abc import Sized
+
+from cray_agents.errors import BadInput
+from cray_agents.runtime.gateway.http.error_envelope import BodyTooLarge
+
+# ---- bodies: what they weigh, and what they are made of
+MAX_BODY = 64 * 2**20  # bytes of a JSON body: a context of a million tokens, or images in base64
+MAX_FILE = 8 * 2**30  # bytes of a file sent in one request
+MAX_UPLOAD = 2**40  # bytes of a file sent in parts
+MAX_VALUES = 1_500_000  # in a JSON body: the token ids of a context of a million, and more
+MAX_OBJECTS = 100_000  # of these values; each costs the parser as much as ten numbers
+MAX_TEXTS = 500_000  # names of members too
+
+# ---- lists in bodies
+MAX_MESSAGES = 20_000  # in a conversation, as items of one too
+MAX_EVENTS = 10_000  # of runs, in one request: a reward for each run of a large generation
+MAX_DESCRIPTIONS = 1_000  # of these events that describe a run
+MAX_CHOICES = 1024  # sequences of one request: `n` times its prompts
+MAX_RECORDED = 512 * 2**20  # bytes of a request times its choices: each is recorded with all of it
+MAX_DATUM = 2**21  # tokens of one datum of a training pass
+
+# ---- lists in answers
+ANSWER = 64 * 2**20  # bytes of runs in a page: a page of more runs ends there, and has more
+
+
+def check_count(given: Sized, most: int, what: str, param: str) -> None:
+    """Raise BadInput, which names the count and the bound, for more than `most` of something."""
+    if len(given) > most:
+        raise too_many(len(given), most, what, param)
+
+
+def too_many(count: int, most: int, what: str, param: str | None) -> BadInput:
+    """Return the refusal of more than `most` of something."""
+    message = f"there are {count:,} {what}, and at most {most:,} are taken in one request"
+    return BadInput(message, param=param, code="too_many_items")
+
+
+def check_json(body: bytes | bytearray) -> None:
+    """Raise BodyTooLarge for JSON of too many values, without parsing it.
+
+    Brackets and commas within texts count for nothing. They are told apart only where there are
+    many: without what is escaped, each second part between quotation marks is a text.
+    """
+    if _heavy(_counts(body)) is None:
+        return
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    texts = plain.count(b'"') // 2
+    outside = b"".join(plain.split(b'"')[::2]) if texts <= MAX_TEXTS else b""
+    if heavy := _heavy({**_counts(outside), "texts": texts}):
+        what, count, most = heavy
+        raise BodyTooLarge(f"the body holds {count:,} {what}, and at most {most:,} are taken")
+
+
+def _counts(text: bytes | bytearray) -> dict[str, int]:
+    """Return how many values JSON has at most: one after each comma and bracket, and texts."""
+    objects = text.count(b"{")
+    values = objects + text.count(b",") + text.count(b"[")
+    return {"texts": text.count(b'"') // 2, "objects": objects, "values": values}
+
+
+def _heavy(counts: dict[str, int]) -> tuple[str, int, int] | None:
+    """Return what there is too much of, its count and its bound."""
+    bounds = {"texts": MAX_TEXTS, "objects": MAX_OBJECTS, "values": MAX_VALUES}
+    return next(((what, n, bounds[what]) for what, n in counts.items() if n > bounds[what]), None)

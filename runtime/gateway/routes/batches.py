@@ -12,7 +12,7 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
-    json_in_thread,
+    answer_read,
     json_response,
     number,
     page,
@@ -123,8 +123,8 @@ async def list_batch_errors(services: Services, request: Request) -> Response:
     """
     examples = number(query(request), "examples", 3, MOST_EXAMPLES)
     batch_id = _batch_id(request)
-    return await json_in_thread(
-        lambda: batch_errors(services.batches, services.files, batch_id, examples)
+    return await answer_read(
+        request, lambda: batch_errors(services.batches, services.files, batch_id, examples)
     )
 
 

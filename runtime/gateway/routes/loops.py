@@ -14,6 +14,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import (
+    answer_read,
     json_response,
     number,
     page,
@@ -61,8 +62,8 @@ async def list_loops(services: Services, request: Request) -> Response:
     """List the loops with their last generation and held-out success, newest change first."""
     params = query(request)
     limit = number(params, "limit", 20, PAGE_LIMIT)
-    rows, more = await asyncio.to_thread(loops_page, services.home, params.get("after"), limit)
-    return json_response(page(rows, more))
+    read = partial(loops_page, services.home, params.get("after"), limit)
+    return await answer_read(request, lambda: page(*read()), long=True)
 
 
 @router.get(
@@ -89,7 +90,7 @@ async def read_generation_timeline(services: Services, request: Request) -> Resp
         runs = services.store.stream(which)
         return dump_json(generation_timeline(loop, record, ended, job_events=events, runs=runs))
 
-    return Response(await asyncio.to_thread(read), media_type="application/json")
+    return await answer_read(request, read)
 
 
 @router.get(
@@ -102,7 +103,7 @@ async def read_generation(services: Services, request: Request) -> Response:
     """Return a finished generation with the decision on its candidate, and the wealth behind it."""
     loop, count = path_id(request, "loop", "loop"), path_number(request, "number", "generation")
     detail = partial(generation_detail, services.home, services.registry, loop, count)
-    return json_response(await asyncio.to_thread(detail))
+    return await answer_read(request, detail)
 
 
 @router.get(
@@ -123,13 +124,13 @@ async def list_pairs(services: Services, request: Request) -> Response:
     outcome = outcome_named(params.get("outcome"))
     at, limit = number(params, "at", 0), number(params, "limit", 100, PAGE_LIMIT)
     read = partial(pairs_page, services.home, loop, count, outcome, at, limit)
-    return json_response(await asyncio.to_thread(read))
+    return await answer_read(request, read)
 
 
 @router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=ANY, fails="404 not_found")
 async def recall_entry(services: Services, request: Request) -> Response:
     """Return an entry of a loop's journal."""
-    return json_response(await asyncio.to_thread(_recall, _entry(services, request)))
+    return await answer_read(request, partial(_recall, _entry(services, request)))
 
 
 @router.post("/v1/loops/{loop}/journal/{entry}", Role.train, body=ANY, answer=CREATED)
@@ -144,7 +145,8 @@ async def note_entry(services: Services, request: Request) -> Response:
 @router.get("/v1/loops/{loop}/generations", Role.train, answer=data_of(ANY))
 async def list_generations(services: Services, request: Request) -> Response:
     """List a loop's finished generations, in the order of their numbers."""
-    return json_response({"data": await asyncio.to_thread(_read, _folder(services, request))})
+    folder = _folder(services, request)
+    return await answer_read(request, lambda: {"data": _read(folder)})
 
 
 @router.post("/v1/loops/{loop}/generations/{number}", Role.train, body=ANY, answer=CREATED)

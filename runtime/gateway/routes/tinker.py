@@ -16,15 +16,16 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput, CrayError, EngineError, NotFound
 from cray_agents.records import new_id
+from cray_agents.runtime.disk.turns import off_loop
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
     field,
     json_response,
-    parse,
     path_id,
     read_json,
+    read_record,
 )
 from cray_agents.runtime.gateway.http.error_envelope import envelope, status_of
 from cray_agents.runtime.gateway.http.routing import Router
@@ -141,7 +142,7 @@ async def drop_tinker_telemetry(services: Services, request: Request) -> Respons
 )
 async def create_tinker_sampler(services: Services, request: Request) -> Response:
     """Make a sampler of a model, or of saved weights. It stays with their version."""
-    new = parse(NewSampler, await read_json(request, services.max_body))
+    new = await read_record(NewSampler, request, services.max_body)
     name = name_of_sampler(new.session_id, new.sampling_session_seq_id)
     if new.model_path is not None:
         saved = await asyncio.to_thread(services.tinker.saved, new.model_path)
@@ -174,7 +175,7 @@ async def retrieve_tinker_sampler(services: Services, request: Request) -> Respo
 )
 async def begin_tinker_sample(services: Services, request: Request) -> Response:
     """Sample from a sampler's version. Recorded as a completion of token ids is."""
-    given = parse(SampleRequest, await read_json(request, services.max_body))
+    given = await read_record(SampleRequest, request, services.max_body)
     sampler = await asyncio.to_thread(services.tinker.sampler, given.sampling_session_id)
     request_id = f"{sampler.id}/sample/{given.seq_id}"
     if services.tinker_samples.get(request_id) is None:
@@ -246,7 +247,8 @@ async def _sample_result(services: Services, request_id: str) -> bytes | Respons
         log.error("the sample %s failed", request_id, exc_info=failure)
         # as a failed request: the client would repeat a question that failed at once, for ever
         raise EngineError(f"the sample failed: {failure or type(failure).__name__}") from failure
-    return write_samples(sample.call.exchange.samples, sample.task.result())
+    answer = sample.task.result()
+    return await off_loop(len(answer), write_samples, sample.call.exchange.samples, answer)
 
 
 def _category(error: CrayError) -> str:

@@ -8,6 +8,7 @@ Called by tinker.py for futures. Read next: gateway/tinker/training_runs.py, wha
 
 import asyncio
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -29,7 +30,9 @@ from cray_agents.runtime.gateway.http.bodies import (
     path_id,
     read_body,
     read_json,
+    read_record,
 )
+from cray_agents.runtime.gateway.http.client_work import aside, await_or_disconnect
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
     ANY,
@@ -93,7 +96,7 @@ async def create_tinker_model(services: Services, request: Request) -> Response:
 
     `base_model` is a name of this platform, `name@N`, or a hub's `owner/name`.
     """
-    new = parse(CreateModel, await read_json(request, services.max_body))
+    new = await read_record(CreateModel, request, services.max_body)
     base = base_version(services, new.base_model)
     lora = new.lora_config
     job = {"parent": base.id, "hyperparameters": _hyper(lora)}
@@ -150,7 +153,7 @@ async def retrieve_tinker_model(services: Services, request: Request) -> Respons
 
 
 async def _model(services: Services, request: Request) -> TinkerModel:
-    given = parse(ModelRequest, await read_json(request, services.max_body))
+    given = await read_record(ModelRequest, request, services.max_body)
     return await asyncio.to_thread(services.tinker.model, given.model_id)
 
 
@@ -162,7 +165,8 @@ async def send_tinker_pass(services: Services, request: Request) -> Response:
     The body is a protocol buffer, and so is the result.
     """
     body = bytes(await read_body(request, services.max_body))
-    given = await asyncio.to_thread(forward_backward.read_request, body)
+    read = partial(forward_backward.read_request, body)
+    given = await await_or_disconnect(request, None, aside(request, read, long=True))
     return await _send(services, given.model_id, given.sequence, given.command, "pass")
 
 
@@ -196,7 +200,7 @@ async def save_tinker_weights_for_sampler(services: Services, request: Request) 
 
 
 async def _save(services: Services, request: Request, kind: SavedKind) -> Response:
-    save = parse(SaveRequest, await read_json(request, services.max_body))
+    save = await read_record(SaveRequest, request, services.max_body)
     sampler = ""
     if save.path is None:
         if save.sampling_session_seq_id is None:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from cray_agents.exact_json import dump_json, load_json
+from cray_agents.runtime.disk.turns import off_loop
 from cray_agents.runtime.gateway.model_calls.apis import Body
 
 # the events that carry a response, an item or a content part; the others are whole as they come
@@ -31,11 +32,15 @@ async def complete_answer(
     """
     async with aclosing(pieces):
         if not request.get("stream"):
-            answer = load_json(b"".join([piece async for piece in pieces]))
-            yield dump_json(_complete_response(answer, request))
+            content = b"".join([piece async for piece in pieces])
+            yield await off_loop(len(content), _complete_whole, content, request)
             return
         async for piece in pieces:
-            yield _complete_events(piece, request)
+            yield await off_loop(len(piece), _complete_events, piece, request)
+
+
+def _complete_whole(content: bytes, request: Body) -> bytes:
+    return dump_json(_complete_response(load_json(content), request))
 
 
 def _complete_events(piece: bytes, request: Body) -> bytes:
