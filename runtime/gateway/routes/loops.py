@@ -138,7 +138,7 @@ async def note_entry(services: Services, request: Request) -> Response:
     """Note a decision of a loop; the first note stays."""
     record = await read_json(request, services.max_body)
     path = _entry(services, request)
-    created = await asyncio.to_thread(durable.create_file, path, _text(record))
+    created = await asyncio.to_thread(lambda: durable.create_file(path, _text(record)))
     return json_response({"created": created})
 
 
@@ -154,7 +154,7 @@ async def finish_generation(services: Services, request: Request) -> Response:
     """Record a generation; the first record stays."""
     record = await read_json(request, services.max_body)
     path = _folder(services, request) / f"{path_number(request, 'number', 'generation')}.json"
-    created = await asyncio.to_thread(durable.create_file, path, _text(record))
+    created = await asyncio.to_thread(lambda: durable.create_file(path, _text(record)))
     return json_response({"created": created})
 
 
