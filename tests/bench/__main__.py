@@ -35,6 +35,7 @@ from tests.bench import (
     training,
     trajectories,
     uploads,
+    waits,
 )
 from tests.bench.rivals import catalog
 from tests.bench.rounds import row, side_by_side
@@ -96,6 +97,7 @@ ALL = {
     "scaling": scaling.scaling,
     "gateways": gateways.at_one_port,
     "memory": gateway.memory,
+    "waits": waits.main,
     "batches": batches.main,
     "uploads": uploads.main,
     "writers": trajectories.writers,

@@ -258,20 +258,19 @@ async def test_a_page_ends_where_it_weighs_too_much(gateway: TimedGateway) -> No
             break
         assert len(page["data"]) < 3
         after = f"&after={page['last_id']}"
-    assert sorted(run for run in seen if run.startswith("heavy")) == [
-        f"heavy-{n}" for n in range(3)
-    ]
+    assert {f"heavy-{number}" for number in range(3)} <= set(seen)
+    assert len(seen) == len(set(seen))
 
 
 SEARCH = f"/v1/trajectories?text=nobody-said-this&agent={AGENTS[0]}"
 
 
-async def waiting(gateway: TimedGateway, count: int) -> None:
-    """Wait until so many client works wait, or fewer than that where the count is 0."""
+async def works(gateway: TimedGateway, are: Callable[[int, int], bool]) -> None:
+    """Wait until this is so of the client works that have begun and that wait."""
     async with asyncio.timeout(300):
         while True:
-            works = await gateway.ask("admin", "/works")
-            if works["waiting"] >= count > 0 or works == {"begun": 0, "waiting": 0}:
+            found = await gateway.ask("admin", "/works")
+            if are(found["begun"], found["waiting"]):
                 return
             await asyncio.sleep(0.02)
 
@@ -285,7 +284,7 @@ async def test_a_keys_searches_do_not_keep_anothers_waiting(gateway: TimedGatewa
         done.append(key)
 
     many = [asyncio.create_task(search("one")) for _ in range(40)]
-    await waiting(gateway, 30)
+    await works(gateway, lambda begun, waiting: waiting > 30)
     before = len(done)
     await search("other")
     assert len(done) - before <= 8
@@ -298,10 +297,10 @@ async def test_searches_end_when_their_clients_leave(gateway: TimedGateway) -> N
             await response.read()
 
     many = [asyncio.create_task(search()) for _ in range(40)]
-    await waiting(gateway, 30)
+    await works(gateway, lambda begun, waiting: waiting > 30)
     for task in many:
         task.cancel()
     await asyncio.gather(*many, return_exceptions=True)
     answered = sum(not task.cancelled() for task in many)
-    await waiting(gateway, 0)
+    await works(gateway, lambda begun, waiting: begun == waiting == 0)
     assert answered < 30

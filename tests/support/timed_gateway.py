@@ -1,11 +1,11 @@
 """A gateway in a process that measures its event loop: how long each callback takes a processor.
 
-    python -m tests.support.timed_gateway HOME
+    python -m tests.support.timed_gateway HOME timed|quick
 
 It writes its URL and its keys' secrets as JSON on a line. `GET /slowest` is the slowest callback
-since the last such question, `GET /works` the client works that run and wait. The loop is asyncio's,
-whose callbacks can be timed; the engine answers any API at once, with as many events as
-`max_tokens` says.
+since the last such question, `GET /works` the client works that have begun and that wait. Where it
+is timed, the loop is asyncio's, whose callbacks can be; else uvloop's, as the platform's. The
+engine answers any API at once, with as many events as `max_tokens` says.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import uvicorn
+import uvloop
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -102,8 +103,8 @@ class QuickEngine(ScriptedEngine):
         ).encode()
 
 
-async def serve(home: Home) -> None:
-    registry, keys, timed = Registry(home), Keys(home), Timed()
+async def serve(home: Home, timed: Timed) -> None:
+    registry, keys = Registry(home), Keys(home)
     registry.register("m", *registry.import_checkpoint(bare_model(home.root / "first")))
     registry.promote("m", 1)
     pool = Pool([InProcessEngine(QuickEngine())])
@@ -124,7 +125,6 @@ async def serve(home: Home) -> None:
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone
         await asyncio.sleep(0.01)
-    timed.watch()
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     secrets = {name: keys.create(name, role)[1] for name, role in KEYS.items()}
     print(json.dumps({"url": url, "keys": secrets}), flush=True)
@@ -152,10 +152,10 @@ class TimedGateway(NamedTuple):
 
 
 @contextmanager
-def timed_gateway(home: Path) -> Iterator[TimedGateway]:
+def timed_gateway(home: Path, how: str = "timed") -> Iterator[TimedGateway]:
     home.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "TEST_PARENT": str(os.getpid())}
-    argv = [sys.executable, "-m", "tests.support.timed_gateway", str(home)]
+    argv = [sys.executable, "-m", "tests.support.timed_gateway", str(home), how]
     root = Path(__file__).parents[2]
     process = subprocess.Popen(argv, cwd=root, stdout=subprocess.PIPE, text=True, env=environment)
     try:
@@ -171,4 +171,8 @@ if __name__ == "__main__":
     if "TEST_PARENT" in os.environ:
         die_with_parent(int(os.environ["TEST_PARENT"]))
     gc.set_threshold(*GC)
-    asyncio.run(serve(Home(Path(sys.argv[1]).absolute())))
+    timed = Timed()
+    if sys.argv[2] == "timed":
+        timed.watch()
+    run = asyncio.run if sys.argv[2] == "timed" else uvloop.run
+    run(serve(Home(Path(sys.argv[1]).absolute()), timed))
