@@ -21,7 +21,7 @@ MAX_MESSAGES = 20_000  # in a conversation, as items of one too
 MAX_EVENTS = 10_000  # of runs, in one request: a reward for each run of a large generation
 MAX_DESCRIPTIONS = 1_000  # of these events that describe a run
 MAX_CHOICES = 1024  # sequences of one request: `n` times its prompts
-MAX_RECORDED = 512 * 2**20  # bytes of a request times its choices: each is recorded with all of it
+MAX_RECORDED = 256 * 2**20  # bytes of a request times its choices: each is recorded with all of it
 MAX_DATUM = 2**21  # tokens of one datum of a training pass
 
 # ---- lists in answers
@@ -43,27 +43,27 @@ def too_many(count: int, most: int, what: str, param: str | None) -> BadInput:
 def check_json(body: bytes | bytearray) -> None:
     """Raise BodyTooLarge for JSON of too many values, without parsing it.
 
-    Brackets and commas within texts count for nothing. They are told apart only where there are
+    Commas and brackets within texts count for nothing. They are told apart only where there are
     many: without what is escaped, each second part between quotation marks is a text.
     """
-    if _heavy(_counts(body)) is None:
+    if not _too_many(body, body.count(b'"') // 2):
         return
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     texts = plain.count(b'"') // 2
     outside = b"".join(plain.split(b'"')[::2]) if texts <= MAX_TEXTS else b""
-    if heavy := _heavy({**_counts(outside), "texts": texts}):
-        what, count, most = heavy
-        raise BodyTooLarge(f"the body holds {count:,} {what}, and at most {most:,} are taken")
+    if found := _too_many(outside, texts):
+        raise BodyTooLarge(f"the body holds {found}")
 
 
-def _counts(text: bytes | bytearray) -> dict[str, int]:
-    """Return how many values JSON has at most: one after each comma and bracket, and texts."""
-    objects = text.count(b"{")
-    values = objects + text.count(b",") + text.count(b"[")
-    return {"texts": text.count(b'"') // 2, "objects": objects, "values": values}
-
-
-def _heavy(counts: dict[str, int]) -> tuple[str, int, int] | None:
-    """Return what there is too much of, its count and its bound."""
-    bounds = {"texts": MAX_TEXTS, "objects": MAX_OBJECTS, "values": MAX_VALUES}
-    return next(((what, n, bounds[what]) for what, n in counts.items() if n > bounds[what]), None)
+def _too_many(outside: bytes | bytearray, texts: int) -> str:
+    """Return what JSON has too much of, given without its texts; "" if nothing."""
+    objects = outside.count(b"{")
+    values = objects + outside.count(b",") + outside.count(b"[")  # one after each, at most
+    of = (
+        (texts, MAX_TEXTS, "texts"),
+        (objects, MAX_OBJECTS, "objects"),
+        (values, MAX_VALUES, "values"),
+    )
+    return next(
+        (f"{n:,} {what}, and at most {most:,} are taken" for n, most, what in of if n > most), ""
+    )

@@ -138,43 +138,31 @@ async def await_or_disconnect(
     Raises ClientDisconnect then. The watching task starts only after WATCH_AFTER seconds, so that
     quick requests do without it.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    watch = DisconnectWatcher(request, task)
-    timer = asyncio.get_running_loop().call_later(WATCH_AFTER, watch.begin)
+    task, gone = asyncio.current_task(), False
+    watching: asyncio.Task[None] | None = None
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        assert task is not None
+        task.cancel()
+
+    def begin() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(watch())
+
+    timer = asyncio.get_running_loop().call_later(WATCH_AFTER, begin)
     try:
         return await work
     except asyncio.CancelledError:
-        if watch.gone:
+        if gone:
             raise ClientDisconnect from None
         raise
     finally:
         timer.cancel()
-        watch.end()
+        if watching is not None:
+            watching.cancel()
         if ticket is not None:
             ticket.release()  # also if the work never got its slot
-
-
-class DisconnectWatcher:
-    """A watch on a request's client, which cancels a task when the client leaves."""
-
-    def __init__(self, request: Request, task: "asyncio.Task[Any]") -> None:
-        self.gone = False
-        self._request = request
-        self._task = task
-        self._watching: asyncio.Task[None] | None = None
-
-    def begin(self) -> None:
-        """Start watching."""
-        self._watching = asyncio.create_task(self._watch())
-
-    def end(self) -> None:
-        """Stop watching."""
-        if self._watching is not None:
-            self._watching.cancel()
-
-    async def _watch(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-        self.gone = True
-        self._task.cancel()

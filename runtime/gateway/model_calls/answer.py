@@ -21,7 +21,7 @@ from cray_agents.errors import BadInput, StoreError
 from cray_agents.exact_json import malformed_calls
 from cray_agents.ports import EngineCall
 from cray_agents.records import Event, Message, new_id
-from cray_agents.runtime.disk.turns import INLINE, off_loop
+from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
@@ -80,9 +80,8 @@ class _Asked(NamedTuple):
 async def answer_call(services: Services, request: Request, api: SamplingApi) -> Response:
     """Answer a request to a sampling API. Called by routes/sampling.py."""
     read = partial(_read_asked, services, request, api)
-    call = await _parse_call(
-        services, api, request, await read_as(read, request, services.max_body)
-    )
+    asked = await read_as(read, request, services.max_body)
+    call = await _parse_call(services, api, request, asked)
     if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     response: Response | None = None
@@ -239,8 +238,23 @@ async def _record(
 ) -> None:
     """Put a call's events in the store, which `make` returns.
 
-    `size`: of the answer, in bytes. `first`: seconds to a stream's first event.
+    `size`: of the answer, in bytes. `first`: seconds to a stream's first event. Large events are
+    made in a thread; they too are written if this is cancelled.
     """
+    large = size + call.exchange.size * call.choices > INLINE
+    writing = _write(services, call, ticket, make, first, large=large)
+    await (asyncio.shield(asyncio.create_task(writing)) if large else writing)
+
+
+async def _write(
+    services: Services,
+    call: Call,
+    ticket: Ticket,
+    make: Callable[[], list[Event]],
+    first: float | None,
+    *,
+    large: bool,
+) -> None:
     control_tokens = services.control_tokens
     await control_tokens.learn(call.versions)
 
@@ -251,7 +265,6 @@ async def _record(
         calls = [call for event in events for call in malformed_calls(event.body["message"])]
         return events, sum(bool(call["function"].get("arguments")) for call in calls)
 
-    large = size + call.exchange.size * call.choices > INLINE
     if large:
         events, malformed = await services.work.run(ticket.key, read, ends=False)
     else:
@@ -273,7 +286,7 @@ async def _record(
         version, call.owner, ticket.batch, finish, tokens, ticket.waited, malformed
     )
     end = partial(end_span, services, call, ticket, events[0], first=first)
-    await off_loop(size, end)
+    await asyncio.to_thread(end) if large else end()
 
 
 def _count_stream(services: Services, call: Call, ticket: Ticket, first_at: float) -> None:
