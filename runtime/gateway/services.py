@@ -19,7 +19,7 @@ from cray_agents.runtime.files.uploads import Uploads
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.auth import Mode
-from cray_agents.runtime.gateway.http.bounds import MAX_BODY, MAX_FILE, MAX_UPLOAD
+from cray_agents.runtime.gateway.http.bounds import MAX_BODY, MAX_FILE, MAX_SETTINGS, MAX_UPLOAD
 from cray_agents.runtime.gateway.http.client_work import ClientWork
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
@@ -111,6 +111,11 @@ class Services:
     tinker: TinkerFiles = field(init=False)
     tinker_samples: TinkerSamples = field(default_factory=TinkerSamples, init=False)
     _publishing: asyncio.Task[None] | None = field(default=None, init=False)
+
+    @property
+    def max_settings(self) -> int:
+        """The bytes of a body that no model reads and that holds no runs."""
+        return min(self.max_body, MAX_SETTINGS)
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""

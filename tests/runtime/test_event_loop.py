@@ -63,6 +63,12 @@ def objects(count: int) -> bytes:
     return b'{"model":"m","messages":[{"role":"user","content":[' + parts + b"]}]}"
 
 
+def settings(size: int) -> bytes:
+    """A body of so many bytes, of as many objects as that may be."""
+    parts = b",".join([b'{"a":1}'] * ((size - 40) // 8))
+    return (b'{"metadata":[' + parts + b"]}").ljust(size)
+
+
 def texts(count: int) -> bytes:
     """A body of so many texts; its names are five."""
     return b'{"model":"m","input":[' + b",".join([b'"a"'] * (count - 3)) + b"]}"
@@ -172,10 +178,10 @@ CASES: dict[str, Case] = {
         lambda n: dump({"demonstrations": [[{"role": "user", "content": "a"}] * (n - 1)]}),
         bounds.MAX_OBJECTS, 400, "body_too_large",
     ),
-    "a batch": ("use", "/v1/batches", objects, bounds.MAX_OBJECTS, 400, "body_too_large"),
-    "an upload": ("use", "/v1/uploads", objects, bounds.MAX_OBJECTS, 400, "body_too_large"),
+    "a batch": ("use", "/v1/batches", settings, bounds.MAX_SETTINGS, 400, "body_too_large"),
+    "an upload": ("use", "/v1/uploads", settings, bounds.MAX_SETTINGS, 400, "body_too_large"),
     "a fine-tuning job": (
-        "one", "/v1/fine_tuning/jobs", objects, bounds.MAX_OBJECTS, 400, "body_too_large",
+        "one", "/v1/fine_tuning/jobs", settings, bounds.MAX_SETTINGS, 400, "body_too_large",
     ),
     "a sample on Tinker's wire": (
         "one", "/api/v1/asample", sample, bounds.MAX_VALUES - 8, 404, "body_too_large",

@@ -61,7 +61,7 @@ class Timed:
             if seconds > self.seconds:
                 self.seconds, self.what = seconds, repr(handle)
 
-        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        asyncio.Handle._run = timed  # type: ignore[assignment, method-assign]
 
     async def tell(self, request: Request) -> Response:
         seconds, what = self.seconds, self.what

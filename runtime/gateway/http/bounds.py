@@ -10,6 +10,7 @@ from cray_agents.runtime.gateway.http.error_envelope import BodyTooLarge
 
 # ---- bodies: what they weigh, and what they are made of
 MAX_BODY = 64 * 2**20  # bytes of a JSON body: a context of a million tokens, or images in base64
+MAX_SETTINGS = 2**20  # bytes of one that no model reads and that holds no runs
 MAX_FILE = 8 * 2**30  # bytes of a file sent in one request
 MAX_UPLOAD = 2**40  # bytes of a file sent in parts
 MAX_VALUES = 1_500_000  # in a JSON body: the token ids of a context of a million, and more

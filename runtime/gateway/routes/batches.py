@@ -91,7 +91,7 @@ async def create_batch(services: Services, request: Request) -> Response:
     The file has the purpose `batch` and any number of lines. The window may be 1h to 30d. An input
     with errors becomes a batch of status `failed`, with `errors`.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     key = request.headers.get("idempotency-key")
     if isinstance(file_id := body.get("input_file_id"), str) and not ID.fullmatch(file_id):
         raise BadInput(f"{file_id[:200]!r} cannot name a file", param="input_file_id")

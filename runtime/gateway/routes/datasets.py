@@ -130,8 +130,7 @@ async def build_dataset(services: Services, request: Request) -> Response:
     `rejected` counts the runs left out by reason.
     """
     recipe = await read_record(DatasetRecipe, request, services.max_body)
-    for name in recipe.decontamination.files:
-        _check_uploaded(services.files, name)
+    await asyncio.to_thread(_check_uploaded, services.files, recipe.decontamination.files)
     if recipe.tokenizer is not None:
         roots = may_name(request, services.model_roots)
         tokenizer = services.registry.directory(recipe.tokenizer, roots)
@@ -297,15 +296,16 @@ async def read_dataset_card(services: Services, request: Request) -> Response:
     return FileResponse(path, media_type="text/markdown")
 
 
-def _check_uploaded(files: Files, name: str) -> None:
-    """Raise BadInput unless this is an uploaded file: the dataset's card quotes its texts."""
-    try:
-        files.get(name)
-    except NotFound as error:
-        raise BadInput(
-            f"{name!r} is no uploaded file's id: send the file to /v1/files first",
-            param="decontamination.files",
-        ) from error
+def _check_uploaded(files: Files, names: list[str]) -> None:
+    """Raise BadInput unless these are uploaded files: the dataset's card quotes their texts."""
+    for name in names:
+        try:
+            files.get(name)
+        except NotFound as error:
+            raise BadInput(
+                f"{name[:200]!r} is no uploaded file's id: send the file to /v1/files first",
+                param="decontamination.files",
+            ) from error
 
 
 def _check_links(tokenizer: Path) -> None:

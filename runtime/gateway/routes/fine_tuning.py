@@ -147,7 +147,7 @@ async def create_fine_tuning_job(services: Services, request: Request) -> Respon
     the model's own name.
     """
     tuning = services.fine_tuning
-    body = await read_record(CreateJob, request, services.max_body)
+    body = await read_record(CreateJob, request, services.max_settings)
     trainer = (services.code, services.trainer)
     owner = caller_of(request).key_id
     spec = await asyncio.to_thread(

@@ -58,7 +58,7 @@ async def report_gateway(services: Services, request: Request) -> Response:
 
     Gateways send it; see `cray-agents gateway`.
     """
-    report = await read_record(GatewayReport, request, services.max_body)
+    report = await read_record(GatewayReport, request, services.max_settings)
     services.note_other_gateways()
     services.shares.note(report.gateway, report.demand)
     for failure in report.failures:
@@ -84,7 +84,7 @@ async def load_for_gateway(services: Services, request: Request) -> Response:
 
     Gateways ask for it; it returns when the version is loaded, or will be in any case.
     """
-    version = field(await read_json(request, services.max_body), "version", str)
+    version = field(await read_json(request, services.max_settings), "version", str)
     loading = services.versions.load_on_demand(services.registry.resolve(version).id)
     if loading is not None:
         await asyncio.shield(loading)

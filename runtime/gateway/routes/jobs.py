@@ -108,7 +108,7 @@ async def create_job(services: Services, request: Request) -> Response:
     may be `parent`: the job that made the parent, if it did so here and both train the same
     weights: all of them, or adapters of the same `lora`.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     roots = may_name(request, services.model_roots)
     if body.get("oversubscribe"):
         act = "`oversubscribe`, which may bring this machine down,"

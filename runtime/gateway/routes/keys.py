@@ -81,7 +81,7 @@ async def create_key(services: Services, request: Request) -> Response:
 
     On loopback the first key ends the time without keys: from then on every request needs one.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     name, role = field(body, "name", str), field(body, "role", str, "use")
     try:
         wanted = role_named(role)

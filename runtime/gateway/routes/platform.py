@@ -218,7 +218,7 @@ async def renew_lease(services: Services, request: Request) -> Response:
 
     With 0 seconds the promoted version is loaded again. A stage with `force` begins a lease.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     holder, seconds = field(body, "holder", str), lease_seconds(body)
     return json_response(services.versions.leases.renew(holder, seconds).status())
 

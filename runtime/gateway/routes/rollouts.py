@@ -13,6 +13,7 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
+    answer_read,
     json_response,
     number,
     path_id,
@@ -112,11 +113,11 @@ async def lease_rollout(services: Services, request: Request) -> Response:
 
     Its model calls go to the base URL `/runs/RUN/v1`.
     """
-    wanted = await read_record(LeaseRequest, request, services.max_body)
+    wanted = await read_record(LeaseRequest, request, services.max_settings)
     leased = await services.rollouts.lease(
         wanted.environment, wanted.worker, wanted.seconds, wanted.wait
     )
-    return json_response({"rollout": leased})
+    return await answer_read(request, lambda: {"rollout": leased})
 
 
 @router.post(
@@ -128,7 +129,7 @@ async def lease_rollout(services: Services, request: Request) -> Response:
 )
 async def renew_rollout(services: Services, request: Request) -> Response:
     """Keep a run; without this it ends as failed by its worker when the lease does."""
-    renewal = await read_record(LeaseRenewal, request, services.max_body)
+    renewal = await read_record(LeaseRenewal, request, services.max_settings)
     services.rollouts.renew(path_id(request, "run_id", "run"), renewal.lease, renewal.seconds)
     return json_response({})
 

@@ -261,7 +261,7 @@ async def score_turn(services: Services, request: Request) -> Response:
     `top` likeliest tokens and the rest taken as one: a lower bound of the whole distribution's.
     """
     run_id, turn = path_id(request, "run_id", "run"), path_number(request, "number", "turn")
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     model, top = field(body, "model", str), field(body, "top", int, 5)
     if not 1 <= top <= TOP:
         raise BadInput(f"top must be from 1 to {TOP}, not {top}", param="top")

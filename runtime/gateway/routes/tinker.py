@@ -142,7 +142,7 @@ async def drop_tinker_telemetry(services: Services, request: Request) -> Respons
 )
 async def create_tinker_sampler(services: Services, request: Request) -> Response:
     """Make a sampler of a model, or of saved weights. It stays with their version."""
-    new = await read_record(NewSampler, request, services.max_body)
+    new = await read_record(NewSampler, request, services.max_settings)
     name = name_of_sampler(new.session_id, new.sampling_session_seq_id)
     if new.model_path is not None:
         saved = await asyncio.to_thread(services.tinker.saved, new.model_path)
@@ -190,7 +190,7 @@ async def begin_tinker_sample(services: Services, request: Request) -> Response:
 @router.post("/api/v1/cancel_future", Role.use, body=object_of({"request_id": TEXT}), answer=ANY)
 async def cancel_tinker_future(services: Services, request: Request) -> Response:
     """End a sample that nobody waits for; anything else goes on."""
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     services.tinker_samples.cancel(field(body, "request_id", str))
     return json_response({})
 
@@ -209,7 +209,7 @@ async def retrieve_tinker_future(services: Services, request: Request) -> Respon
 
     A request that failed has an `error`, and a `category` that says whether the script is to blame.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     request_id = field(body, "request_id", str)
     owner, _, rest = request_id.partition("/")
     if not ID.fullmatch(owner) or not rest:

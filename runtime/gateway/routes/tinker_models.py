@@ -96,7 +96,7 @@ async def create_tinker_model(services: Services, request: Request) -> Response:
 
     `base_model` is a name of this platform, `name@N`, or a hub's `owner/name`.
     """
-    new = await read_record(CreateModel, request, services.max_body)
+    new = await read_record(CreateModel, request, services.max_settings)
     base = base_version(services, new.base_model)
     lora = new.lora_config
     job = {"parent": base.id, "hyperparameters": _hyper(lora)}
@@ -108,7 +108,7 @@ async def create_tinker_model(services: Services, request: Request) -> Response:
 @router.post("/api/v1/load_weights", Role.train, body=LoadWeights, answer=FUTURE, fails=FAILS)
 async def load_tinker_weights(services: Services, request: Request) -> Response:
     """Begin to train a model from saved weights, with their optimizer's state or a new one."""
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     if body.get("model_id") is not None:
         raise BadInput(
             "a model does not load other weights: make a new one with"
@@ -153,7 +153,7 @@ async def retrieve_tinker_model(services: Services, request: Request) -> Respons
 
 
 async def _model(services: Services, request: Request) -> TinkerModel:
-    given = await read_record(ModelRequest, request, services.max_body)
+    given = await read_record(ModelRequest, request, services.max_settings)
     return await asyncio.to_thread(services.tinker.model, given.model_id)
 
 
@@ -173,7 +173,7 @@ async def send_tinker_pass(services: Services, request: Request) -> Response:
 @router.post("/api/v1/optim_step", Role.train, body=StepRequest, answer=FUTURE, fails=FAILS)
 async def send_tinker_step(services: Services, request: Request) -> Response:
     """Take a step of AdamW with the gradients since the last one."""
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     if "optimizer_params" in body:
         raise BadInput("only Adam is served: give adam_params", param="optimizer_params")
     step = parse(StepRequest, body)
@@ -200,7 +200,7 @@ async def save_tinker_weights_for_sampler(services: Services, request: Request) 
 
 
 async def _save(services: Services, request: Request, kind: SavedKind) -> Response:
-    save = await read_record(SaveRequest, request, services.max_body)
+    save = await read_record(SaveRequest, request, services.max_settings)
     sampler = ""
     if save.path is None:
         if save.sampling_session_seq_id is None:
@@ -291,7 +291,7 @@ async def training_future(
 )
 async def describe_tinker_weights(services: Services, request: Request) -> Response:
     """Return the base and the kind of saved weights."""
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     saved = await asyncio.to_thread(services.tinker.saved, field(body, "tinker_path", str))
     model = await asyncio.to_thread(services.tinker.model, saved.model)
     fields = {"is_lora": model.rank is not None, "lora_rank": model.rank}

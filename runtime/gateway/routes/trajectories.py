@@ -36,7 +36,6 @@ from cray_agents.runtime.gateway.http.bounds import (
     MAX_DESCRIPTIONS,
     MAX_EVENTS,
     check_count,
-    too_many,
 )
 from cray_agents.runtime.gateway.http.client_work import aside
 from cray_agents.runtime.gateway.http.routing import Router, query
@@ -218,6 +217,8 @@ async def _append(services: Services, request: Request, run_id: str | None) -> R
     body = await read_json(request, services.max_body)
     values = field(body, "events", list)
     check_count(values, MAX_EVENTS, "events", "events")
+    runs = [value for value in values if isinstance(value, dict) and value.get("kind") == "run"]
+    check_count(runs, MAX_DESCRIPTIONS, "descriptions of runs", "events")
     caller = caller_of(request)
 
     def read() -> list[Event]:
@@ -227,8 +228,6 @@ async def _append(services: Services, request: Request, run_id: str | None) -> R
     many = len(values) > FEW or size_of(request) > INLINE
     events = await aside(request, read) if many else read()
     described = [event.run_id for event in events if event.kind == "run"]
-    if len(described) > MAX_DESCRIPTIONS:
-        raise too_many(len(described), MAX_DESCRIPTIONS, "descriptions of runs", "events")
     run_ids = (event.run_id for event in events)
     owners = await services.run_owners.owners(caller, described, run_ids)
     for event in events:

@@ -78,7 +78,7 @@ async def create_upload(services: Services, request: Request) -> Response:
     filename and purpose, returns it with its parts. An upload whose content is stored already comes
     back `completed`. An upload expires a day after its last part.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     announced = parse(UploadRequest, body)
     check_filename(announced.filename)
     if announced.bytes > services.max_upload:
@@ -132,7 +132,7 @@ async def complete_upload(services: Services, request: Request) -> Response:
     Completed again, it is the same file.
     """
     upload_id = await _own_upload(services, request)
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     part_ids = field(body, "part_ids", list)
     if not all(isinstance(part_id, str) for part_id in part_ids):
         raise BadInput("part_ids must be a list of strings", param="part_ids")
