@@ -65,7 +65,7 @@ def objects(count: int) -> bytes:
 
 def settings(size: int) -> bytes:
     """A body of so many bytes, of as many objects as that may be."""
-    parts = b",".join([b'{"a":1}'] * ((size - 40) // 8))
+    parts = b",".join([b'{"a":"bbb"}'] * ((size - 40) // 12))
     return (b'{"metadata":[' + parts + b"]}").ljust(size)
 
 
