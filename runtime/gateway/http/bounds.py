@@ -52,8 +52,8 @@ def check_json(body: bytes | bytearray) -> None:
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     texts = plain.count(b'"') // 2
     outside = b"".join(plain.split(b'"')[::2]) if texts <= MAX_TEXTS else b""
-    if found := _too_many(outside, texts):
-        raise BodyTooLarge(f"the body holds {found}")
+    if excess := _too_many(outside, texts):
+        raise BodyTooLarge(f"the body holds {excess}")
 
 
 def _too_many(outside: bytes | bytearray, texts: int) -> str:

@@ -62,8 +62,8 @@ OBJECT_FIELDS = ("stream_options", "structured_outputs")  # other types in the l
 VERSION_POLL = 1.0  # seconds between checks for the version that a request waits for
 
 
-class _Asked(NamedTuple):
-    """What the body of a request tells. `hashes` is its `chain`, where that may lead to its run.
+class _CallRequest(NamedTuple):
+    """The body of a call, and its parts. `hashes` is its `chain`, where that may lead to its run.
 
     `before_error`: see `chain_before_error`.
     """
@@ -79,9 +79,9 @@ class _Asked(NamedTuple):
 
 async def answer_call(services: Services, request: Request, api: SamplingApi) -> Response:
     """Answer a request to a sampling API. Called by routes/sampling.py."""
-    read = partial(_read_asked, services, request, api)
-    asked = await read_as(read, request, services.max_body)
-    call = await _parse_call(services, api, request, asked)
+    read = partial(_read_request, services, request, api)
+    parts = await read_as(read, request, services.max_body)
+    call = await _parse_call(services, api, request, parts)
     if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     response: Response | None = None
@@ -163,9 +163,9 @@ async def start_call(
 
     Raises BadInput, NotFound, TooManyRequests; the task raises EngineError and its kinds.
     """
-    read = partial(_read_asked, services, request, api, body)
-    asked = await aside(request, read) if size_of(request) > INLINE else read()
-    call = await _parse_call(services, api, request, asked)
+    read = partial(_read_request, services, request, api, body)
+    parts = await aside(request, read) if size_of(request) > INLINE else read()
+    call = await _parse_call(services, api, request, parts)
     if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     wanted = resolve_version(services, call.exchange)
@@ -317,7 +317,9 @@ def check_fields(api: SamplingApi, body: Body) -> list[Message]:
     return messages
 
 
-def _read_asked(services: Services, request: Request, api: SamplingApi, body: Body) -> _Asked:
+def _read_request(
+    services: Services, request: Request, api: SamplingApi, body: Body
+) -> _CallRequest:
     """Return what a request asks, all that takes long for a long one. Raises BadInput."""
     messages = check_fields(api, body)
     check_unmarked(body)
@@ -338,34 +340,34 @@ def _read_asked(services: Services, request: Request, api: SamplingApi, body: Bo
     if api is not COMPLETIONS and _named_run(services, request) is None:
         hashes, before = chain(messages, caller), chain_before_error(messages, caller)
     continued = services.several_gateways and _is_continued(messages)
-    return _Asked(
+    return _CallRequest(
         body, messages, *_parse_key(request, caller, api, body), hashes, before, continued
     )
 
 
 async def _parse_call(
-    services: Services, api: SamplingApi, request: Request, asked: _Asked
+    services: Services, api: SamplingApi, request: Request, parts: _CallRequest
 ) -> Call:
     """Return the request as a call."""
-    body = asked.body
+    body = parts.body
     returns_samples = body.pop("return_samples", None) is True
     if returns_samples and not body.get("top_logprobs"):  # other servers' names for nearly the same
         body.pop("return_token_ids", None)
         if body.get("logprobs") is True:  # a number would be a completion's count of them
             del body["logprobs"]
-    exchange = EngineCall(api.path, body, asked.key or new_id("x")[2:], size=size_of(request))
-    known, conversation_hash = await _find_run(services, request, asked)
+    exchange = EngineCall(api.path, body, parts.key or new_id("x")[2:], size=size_of(request))
+    known, conversation_hash = await _find_run(services, request, parts)
     return Call(
         api,
         exchange,
-        asked.messages,
+        parts.messages,
         run_id := known.run_id if isinstance(known, Continuation) else known,
         session=_session(request, body) or run_id,
         conversation_hash=conversation_hash,
         continuation=known if isinstance(known, Continuation) else None,
         retry=request.headers.get("x-stainless-retry-count", "0") != "0",
-        key=asked.key,
-        fingerprint=asked.fingerprint,
+        key=parts.key,
+        fingerprint=parts.fingerprint,
         returns_samples=returns_samples,
         tags=_parse_tags(request),
         owner=owner_of(request),
@@ -382,7 +384,7 @@ def _named_run(services: Services, request: Request) -> str | None:
 
 
 async def _find_run(
-    services: Services, request: Request, asked: _Asked
+    services: Services, request: Request, parts: _CallRequest
 ) -> tuple[Continuation | str, str | None]:
     """Return what a request continues or its run, and the hash by which the next will find it."""
     run_id = _named_run(services, request)
@@ -394,16 +396,16 @@ async def _find_run(
                 param=own or "X-Run-Id",
             )
         return str(run_id), None
-    if not asked.hashes:  # a completion is no conversation
+    if not parts.hashes:  # a completion is no conversation
         return new_id("run"), None
     find = partial(
-        services.store.conversations.find, asked.hashes, asked.messages, asked.before_error
+        services.store.conversations.find, parts.hashes, parts.messages, parts.before_error
     )
     known = find()
-    if known is None and asked.is_continued:
+    if known is None and parts.is_continued:
         await asyncio.to_thread(services.store.refresh_conversations)
         known = find()
-    return known or new_id("run"), asked.hashes[-1]
+    return known or new_id("run"), parts.hashes[-1]
 
 
 def _is_continued(messages: list[Any]) -> bool:

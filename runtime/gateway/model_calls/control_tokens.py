@@ -36,13 +36,13 @@ class ControlTokens:
 
         Each event's version is known.
         """
-        text, found = "", dict[str, bool]()
+        text, matches = "", dict[str, bool]()
         for event in events:
             body, version = event.body, event.body["model"]
             text = text or repr([body["messages"], body["tools"]])
-            if version not in found:
-                found[version] = self._patterns[version].search(text) is not None
-            if found[version]:
+            if version not in matches:
+                matches[version] = self._patterns[version].search(text) is not None
+            if matches[version]:
                 body["tags"] = [*body.get("tags", []), CONTROL_TOKENS]
 
     def _read(self, version: str) -> re.Pattern[str]:
