@@ -80,8 +80,8 @@ class _CallRequest(NamedTuple):
 async def answer_call(services: Services, request: Request, api: SamplingApi) -> Response:
     """Answer a request to a sampling API. Called by routes/sampling.py."""
     read = partial(_read_request, services, request, api)
-    parts = await read_as(read, request, services.max_body)
-    call = await _parse_call(services, api, request, parts)
+    call_request = await read_as(read, request, services.max_body)
+    call = await _parse_call(services, api, request, call_request)
     if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     response: Response | None = None
@@ -164,8 +164,8 @@ async def start_call(
     Raises BadInput, NotFound, TooManyRequests; the task raises EngineError and its kinds.
     """
     read = partial(_read_request, services, request, api, body)
-    parts = await aside(request, read) if size_of(request) > INLINE else read()
-    call = await _parse_call(services, api, request, parts)
+    call_request = await aside(request, read) if size_of(request) > INLINE else read()
+    call = await _parse_call(services, api, request, call_request)
     if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     wanted = resolve_version(services, call.exchange)
@@ -346,28 +346,30 @@ def _read_request(
 
 
 async def _parse_call(
-    services: Services, api: SamplingApi, request: Request, parts: _CallRequest
+    services: Services, api: SamplingApi, request: Request, call_request: _CallRequest
 ) -> Call:
     """Return the request as a call."""
-    body = parts.body
+    body = call_request.body
     returns_samples = body.pop("return_samples", None) is True
     if returns_samples and not body.get("top_logprobs"):  # other servers' names for nearly the same
         body.pop("return_token_ids", None)
         if body.get("logprobs") is True:  # a number would be a completion's count of them
             del body["logprobs"]
-    exchange = EngineCall(api.path, body, parts.key or new_id("x")[2:], size=size_of(request))
-    known, conversation_hash = await _find_run(services, request, parts)
+    exchange = EngineCall(
+        api.path, body, call_request.key or new_id("x")[2:], size=size_of(request)
+    )
+    known, conversation_hash = await _find_run(services, request, call_request)
     return Call(
         api,
         exchange,
-        parts.messages,
+        call_request.messages,
         run_id := known.run_id if isinstance(known, Continuation) else known,
         session=_session(request, body) or run_id,
         conversation_hash=conversation_hash,
         continuation=known if isinstance(known, Continuation) else None,
         retry=request.headers.get("x-stainless-retry-count", "0") != "0",
-        key=parts.key,
-        fingerprint=parts.fingerprint,
+        key=call_request.key,
+        fingerprint=call_request.fingerprint,
         returns_samples=returns_samples,
         tags=_parse_tags(request),
         owner=owner_of(request),
@@ -384,7 +386,7 @@ def _named_run(services: Services, request: Request) -> str | None:
 
 
 async def _find_run(
-    services: Services, request: Request, parts: _CallRequest
+    services: Services, request: Request, call_request: _CallRequest
 ) -> tuple[Continuation | str, str | None]:
     """Return what a request continues or its run, and the hash by which the next will find it."""
     run_id = _named_run(services, request)
@@ -396,16 +398,19 @@ async def _find_run(
                 param=own or "X-Run-Id",
             )
         return str(run_id), None
-    if not parts.hashes:  # a completion is no conversation
+    if not call_request.hashes:  # a completion is no conversation
         return new_id("run"), None
     find = partial(
-        services.store.conversations.find, parts.hashes, parts.messages, parts.before_error
+        services.store.conversations.find,
+        call_request.hashes,
+        call_request.messages,
+        call_request.before_error,
     )
     known = find()
-    if known is None and parts.is_continued:
+    if known is None and call_request.is_continued:
         await asyncio.to_thread(services.store.refresh_conversations)
         known = find()
-    return known or new_id("run"), parts.hashes[-1]
+    return known or new_id("run"), call_request.hashes[-1]
 
 
 def _is_continued(messages: list[Any]) -> bool:
