@@ -60,7 +60,8 @@ class EngineCall:
     names it at the engine and in the answer. `version` is the `name@N` that answers: the pool sets
     it, and the engine changes it if weights changed before the first token. `samples` are complete
     when the answer has ended: one sequence per choice. `traceparent` is the W3C header for the
-    engine; "" for none. `began` is when a replica was picked for it last, in Unix seconds.
+    engine; "" for none. `began` is when a replica was picked for it last, in Unix seconds. `size`:
+    about the bytes of the request.
     """
 
     path: str
@@ -71,6 +72,7 @@ class EngineCall:
     capture: bool = True
     traceparent: str = ""
     began: float = 0.0
+    size: int = 0
 
     @property
     def streams(self) -> bool:

@@ -39,9 +39,10 @@ class BuildProcess:
         """Build a dataset like build_dataset. Raises StoreError, too, if the process died twice."""
         async with self._turn:
             for _ in range(TRIES):
+                text = await asyncio.to_thread(recipe.model_dump_json)
                 executor = self._start()
                 try:  # submit() also raises BrokenProcessPool after a death
-                    work = executor.submit(_build, str(self._home.root), recipe.model_dump_json())
+                    work = executor.submit(_build, str(self._home.root), text)
                     return await asyncio.wrap_future(work)
                 except BrokenProcessPool:
                     await asyncio.to_thread(self._end)

@@ -24,6 +24,7 @@ from cray_agents.errors import NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.disk.turns import between_pieces
 
 PIECE = 1 << 20  # bytes per read and write
 STRETCH = 64 << 20  # bytes per copy by the kernel
@@ -222,6 +223,7 @@ def _digest(paths: Sequence[Path], algorithm: str) -> str:
         with _disk(path), path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 hasher.update(buffer[:count])
+                between_pieces()
     return hasher.hexdigest()
 
 

@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute
 
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.http.auth import Access
+from cray_agents.runtime.gateway.http.client_work import ClientWork
 from cray_agents.runtime.gateway.http.error_envelope import HANDLERS
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.middleware import Middleware
@@ -89,6 +90,7 @@ class Enclosed(Protocol):
     admission: Admission
     metrics: Metrics
     body_timeout: float
+    work: ClientWork
 
 
 def create_app(services: Services) -> Starlette:
@@ -105,6 +107,7 @@ def enclose(
     `audit`: the log of changes; None for a gateway that makes none itself.
     """
     app = Starlette(routes=routes)
+    app.state.work = services.work
     # a redirect is no error envelope, and clients drop the body on it
     app.router.redirect_slashes = False
     # only the layers that a request needs, without Starlette's own: each costs on every call

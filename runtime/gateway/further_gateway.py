@@ -35,6 +35,8 @@ from cray_agents.runtime.gateway.app import declarations, enclose
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import Access, Handler, Mode, RoleCheck
+from cray_agents.runtime.gateway.http.bounds import MAX_BODY
+from cray_agents.runtime.gateway.http.client_work import ClientWork
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.routing import mount
 from cray_agents.runtime.gateway.model_calls.admission import Admission
@@ -251,11 +253,12 @@ class FurtherServices:
     reports: ControllerReports
     admission: Admission
     keep_alive: float = 2.0
-    max_body: int = 64 * 2**20
+    max_body: int = MAX_BODY
     body_timeout: float = 60.0
     reward_limit: float = REWARD_LIMIT
     run_headers: tuple[str, ...] = ()
     traces: "LiveTraces | None" = None
+    work: ClientWork = field(default_factory=ClientWork)
     metrics: Metrics = field(default_factory=Metrics)
     several_gateways: bool = field(default=True, init=False)
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
@@ -288,6 +291,7 @@ class FurtherServices:
     async def close(self) -> None:
         """Close the parts that reach the controller and the replicas."""
         await self.tasks.close()
+        await self.work.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
         await self.versions.close()

@@ -28,6 +28,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
 
 ON_BEHALF_OF = "x-on-behalf-of"  # header with the id of the key that the batch worker acts for
+PIECE = 1000  # runs that are looked at in one go
 MAX_CACHED = 100_000  # runs whose owner is in memory
 #: Run ids as rollouts, runtime/batches and runtime/imports derive them.
 DERIVED_ID = re.compile(r"run_[0-9a-f]{24}(-retry\d+)?|batch_.*|imported-.*")
@@ -99,7 +100,9 @@ class RunOwners:
         run_ids = sorted(described | rewarded)
         facts = await asyncio.to_thread(self._facts, run_ids)
         owners: dict[str, str] = {}
-        for run_id in run_ids:
+        for number, run_id in enumerate(run_ids):
+            if number % PIECE == PIECE - 1:
+                await asyncio.sleep(0)  # others are served
             known = facts[run_id]
             if caller.role is Role.admin:
                 owners[run_id] = known.owner if known is not None else caller.key_id

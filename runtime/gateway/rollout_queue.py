@@ -32,6 +32,7 @@ from cray_agents.records import (
     new_id,
 )
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.feedback import MAX_REWARDS
 
 WANTED = 120.0  # seconds after a loop last asked for a run in which it may begin
 SEEN = 60.0  # seconds after its last request in which a worker counts as present
@@ -78,7 +79,7 @@ class RolloutResult(StrictRecord):
     """The end of a run as its worker tells it: rewards, or an error."""
 
     lease: str
-    rewards: list[GivenReward] = Field(default_factory=list)
+    rewards: list[GivenReward] = Field(default_factory=list, max_length=MAX_REWARDS)
     output: str | None = None
     stop_reason: StopReason = StopReason.completed
     tags: list[str] = Field(default_factory=list, max_length=32)
@@ -303,7 +304,7 @@ class RolloutQueue:
             for turn in body["trajectory"]["turns"]:
                 turn["call"] = None
             event = Event(id=f"{run_id}.rollout", run_id=run_id, kind="run", body=body)
-            await self._store.append([event])
+            await self._store.append([event], many=True)
         finally:
             queued.ending = False
         self._ended[run_id] = ""  # by no worker

@@ -21,6 +21,8 @@ from cray_agents.runtime.files.uploads import Uploads
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.auth import Mode
+from cray_agents.runtime.gateway.http.bounds import MAX_BODY, MAX_FILE, MAX_SETTINGS, MAX_UPLOAD
+from cray_agents.runtime.gateway.http.client_work import ClientWork
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.control_tokens import ControlTokens
@@ -44,10 +46,6 @@ from cray_agents.runtime.views.token_text import Vocabularies, Vocabulary
 if TYPE_CHECKING:
     from cray_agents.runtime.observability.live_traces import LiveTraces
 
-#: Families of the engines, by the beginnings of their names, of which a history is kept.
-JOINS = 2  # uploads that are put together at once: each takes a core and the disk
-SCANS = 2  # of all runs, at once
-
 
 @dataclass
 class Services:
@@ -65,8 +63,7 @@ class Services:
     run_headers: headers that name a request's run, beside X-Run-Id.
     traces: sends spans of calls, runs and jobs; None: none.
     lease: of the controller, which decides; None in tests of the gateway alone.
-    joining: taken while an upload's parts are put together. scanning: while all runs are scanned
-    (long_reads.py). exports: the processes under way.
+    work: what may take long for a client (http/client_work.py). exports: the processes under way.
     sign_ins: of browsers to the dashboard. prices: by which costs are counted.
     tasks: those of the platform itself.
     """
@@ -79,9 +76,9 @@ class Services:
     platform: dict[str, Any] = field(default_factory=dict)
     code: str = ""
     keep_alive: float = 2.0
-    max_body: int = 64 * 2**20
-    max_file: int = 8 * 2**30
-    max_upload: int = 2**40
+    max_body: int = MAX_BODY
+    max_file: int = MAX_FILE
+    max_upload: int = MAX_UPLOAD
     body_timeout: float = 60.0
     model_roots: tuple[Path, ...] = ()
     delta_checkpoints: bool = False
@@ -94,8 +91,7 @@ class Services:
     admission: Admission = field(default_factory=Admission)
     metrics: Metrics = field(default_factory=Metrics)
     shares: GatewayShares = field(default_factory=GatewayShares)
-    joining: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(JOINS))
-    scanning: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SCANS))
+    work: ClientWork = field(default_factory=ClientWork)
     exports: set[Process] = field(default_factory=set)
     sign_ins: SignIns = field(default_factory=SignIns)
     prices: PriceSettings = field(default_factory=PriceSettings)
@@ -118,6 +114,11 @@ class Services:
     tinker: TinkerFiles = field(init=False)
     tinker_samples: TinkerSamples = field(default_factory=TinkerSamples, init=False)
     tasks: BackgroundTasks = field(default_factory=BackgroundTasks, init=False)
+
+    @property
+    def max_settings(self) -> int:
+        """The bytes of a body that no model reads and that holds no runs."""
+        return min(self.max_body, MAX_SETTINGS)
 
     def __post_init__(self) -> None:
         """Make the parts that consist of other parts."""
@@ -163,6 +164,7 @@ class Services:
         """Close the parts made here; the other parts stay their maker's to close."""
         await self.tasks.close()
         await self.changes.close()
+        await self.work.close()
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
         self.audit.close()

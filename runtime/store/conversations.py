@@ -26,6 +26,7 @@ from cray_agents.runtime.store.segments.facts import text_of
 
 MAX_REQUESTS = 100_000  # requests remembered
 MAX_ANSWERS = 4_096  # answers remembered for one request
+QUOTED = 10_000  # characters of a message in which an answer is looked for
 MAX_ERRORS = 4  # places in a message where an added error may begin
 
 
@@ -43,14 +44,13 @@ class _KnownAnswer:
     continued: int = 0
     cut: list[str] = field(default_factory=list)
 
-    def is_quoted_by(self, follows: Sequence[Message]) -> bool:
-        """Tell whether the messages after its request begin with the text of this answer."""
-        first = text_of(follows[0]).strip()
+    def is_quoted_by(self, role: Any, text: str) -> bool:
+        """Tell whether the message after its request, whose text begins so, has this answer's."""
         if self.call_ids or self.text:
-            return any(call_id in first for call_id in self.call_ids) or (
-                not self.call_ids and first.startswith(self.text)
+            return any(call_id in text for call_id in self.call_ids) or (
+                not self.call_ids and text.startswith(self.text)
             )
-        return not first or follows[0].get("role") != "assistant"
+        return not text or role != "assistant"
 
 
 class Continuation:
@@ -103,31 +103,33 @@ class Conversations:
             self.learn(request, run_id, call_ids, text)
 
     def find(
-        self, hashes: Sequence[str], messages: Sequence[Message], scope: str
+        self, hashes: Sequence[str], messages: Sequence[Message], before_error: Sequence[str] = ()
     ) -> Continuation | None:
-        """Return what these messages continue; `hashes` is their `chain` in `scope`."""
+        """Return what these messages continue.
+
+        `hashes` is their `chain`, and `before_error` their `chain_before_error`.
+        """
         for end in range(len(messages) - 1, 0, -1):
             answers = self._answers.get(hashes[end - 1])
             if answers:
                 fitting = _recognised(answers, messages[end:])
                 break
         else:
-            fitting = self._before_error(messages, scope)
+            fitting = self._before_error(before_error)
         if not fitting:
             return None
         request = hashes[-1]
         least = min(reversed(fitting), key=lambda one: (request not in one.cut, one.continued))
         return Continuation(least, request)
 
-    def _before_error(self, messages: Sequence[Message], scope: str) -> list[_KnownAnswer]:
+    def _before_error(self, hashes: Sequence[str]) -> list[_KnownAnswer]:
         """Return the answers whose tool call failed in smolagents.
 
         It adds the error to the last message, and repeats nothing of the answer. So they are
         returned only if no other run could be meant.
         """
-        for last in _without_errors(messages[-1]):
-            answers = self._answers.get(chain([*messages[:-1], last], scope)[-1])
-            if answers:
+        for request in hashes:
+            if answers := self._answers.get(request):
                 return _of_one_run([answer for answer in answers if answer.call_ids])
         return []
 
@@ -135,12 +137,22 @@ class Conversations:
 def chain(messages: Sequence[Message], scope: str) -> list[str]:
     """Return a hash of each prefix of the messages. Equal messages differ between scopes."""
     state = hashlib.blake2b(scope.encode(), digest_size=16)
-    hashes = []
-    for message in messages:
-        plain = {name: value for name, value in message.items() if value not in (None, "", [], {})}
-        state.update(dump_json(plain, sort_keys=True))
-        hashes.append(state.hexdigest())
-    return hashes
+    return [_add(state, message) for message in messages]
+
+
+def chain_before_error(messages: Sequence[Message], scope: str) -> list[str]:
+    """Return the last hash of the `chain` as it may have been before an error was added."""
+    before = [*_without_errors(messages[-1])]
+    state = hashlib.blake2b(scope.encode(), digest_size=16)
+    for message in messages[:-1] if before else ():
+        _add(state, message)
+    return [_add(state.copy(), last) for last in before]
+
+
+def _add(state: "hashlib.blake2b", message: Message) -> str:
+    plain = {name: value for name, value in message.items() if value not in (None, "", [], {})}
+    state.update(dump_json(plain, sort_keys=True))
+    return state.hexdigest()
 
 
 def _recognised(answers: list[_KnownAnswer], follows: Sequence[Message]) -> list[_KnownAnswer]:
@@ -149,8 +161,9 @@ def _recognised(answers: list[_KnownAnswer], follows: Sequence[Message]) -> list
     named |= {str(m["tool_call_id"]) for m in follows if m.get("tool_call_id")}
     if named:
         return [answer for answer in answers if not named.isdisjoint(answer.call_ids)]
-    quoted = [answer for answer in answers if answer.is_quoted_by(follows)]
-    if quoted or follows[0].get("role") != "assistant" or answers[-1].call_ids:
+    role, text = follows[0].get("role"), text_of(follows[0]).strip()[:QUOTED]
+    quoted = [answer for answer in answers if answer.is_quoted_by(role, text)]
+    if quoted or role != "assistant" or answers[-1].call_ids:
         return quoted
     return _of_one_run(answers)  # rewritten beyond recognition: if there is only one, it is meant
 

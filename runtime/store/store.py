@@ -21,6 +21,7 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Event, Run, new_id
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.group_commit import CommitCounts
+from cray_agents.runtime.disk.turns import between_pieces, undivided
 from cray_agents.runtime.store.assembly import assemble
 from cray_agents.runtime.store.conversations import Conversations
 from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts, cache_of, identity_of
@@ -49,6 +50,13 @@ class Appended(NamedTuple):
 
     appended: int
     duplicates: int
+
+
+class _Line(NamedTuple):
+    """An event as it is written."""
+
+    fact: Fact
+    text: bytes
 
 
 class Store:
@@ -80,20 +88,26 @@ class Store:
             self.conversations.learn(*conversation)
         self.refresh()
 
-    async def append(self, events: Sequence[Event], *, new: bool = False) -> Appended:
+    async def append(
+        self, events: Sequence[Event], *, new: bool = False, many: bool = False
+    ) -> Appended:
         """Put events on the disk, except those whose id is known. Raises StoreError.
 
         All are durable when this returns, also those that another append is writing. The writing
-        goes on if this is cancelled. `new` skips the look-up of ids that were just made.
+        goes on if this is cancelled. `new` skips the look-up of ids that were just made. `many`
+        events, or large ones, become lines in a thread, and not on the event loop.
         """
-        fresh: dict[str, Event] = {}
+        lines = await asyncio.to_thread(self._lines, events, new) if many else {}
+        fresh: dict[str, _Line] = {}
         waits: list[asyncio.Future[list[LinePlace]]] = []
         for event in events:
             pending = self._pending.get(event.id)
             if pending is not None:
                 waits.append(pending)
-            elif event.id not in fresh and (new or not self.index.known(event.id)):
-                fresh[event.id] = event
+            elif many and event.id in lines:
+                fresh[event.id] = lines[event.id]
+            elif not many and event.id not in fresh and (new or not self.index.known(event.id)):
+                fresh[event.id] = self._line(event)
         if fresh:
             waits.append(self._submit(list(fresh.values())))
         for wait in waits:
@@ -264,7 +278,7 @@ class Store:
     def refresh(self) -> None:
         """Read new events of all writers into the index."""
         self._wait_for_index()
-        with self._refreshing:
+        with undivided(), self._refreshing:
             for placed in catch_up(self.segments, self.index):
                 for fact, _ in placed:
                     self._learn(fact)
@@ -316,13 +330,23 @@ class Store:
             raise BadInput("statistics cannot look for a text: only bodies tell", param="text")
         self.refresh()
 
-    def _submit(self, events: list[Event]) -> "asyncio.Future[list[LinePlace]]":
-        if self._redactor is not None:
-            events = [self._redactor.apply(event) for event in events]
-        facts = [_fact(event) for event in events]
-        written = self._writer.submit([line_of(event) for event in events], facts)
-        for event in events:
-            self._pending[event.id] = written
+    def _lines(self, events: Sequence[Event], new: bool) -> dict[str, _Line]:
+        """Return the lines of those events whose id is unknown; the first of an id counts.
+
+        An event of the same id that another append indexes meanwhile is written twice, and is one.
+        """
+        fresh = {event.id: event for event in reversed(events)}
+        return {i: self._line(e) for i, e in fresh.items() if new or not self.index.known(i)}
+
+    def _line(self, event: Event) -> _Line:
+        event = self.redacted(event)
+        return _Line(_fact(event), line_of(event))
+
+    def _submit(self, lines: list[_Line]) -> "asyncio.Future[list[LinePlace]]":
+        facts = [line.fact for line in lines]
+        written = self._writer.submit([line.text for line in lines], facts)
+        for fact in facts:
+            self._pending[fact.id] = written
         written.add_done_callback(partial(self._on_written, facts))
         return written
 
@@ -387,6 +411,7 @@ class Store:
             return self._skip(wanted[0][1][0], f"run {wanted[0][0]} cannot be read whole")
         runs = []
         for run_id, places in wanted:
+            between_pieces()
             own = [next(lines) for _ in places]  # all at once, so that the next run's follow
             try:
                 runs.append(_join(run_id, [event_in(line) for line in own]))

@@ -36,6 +36,7 @@ from tests.bench import (
     training,
     trajectories,
     uploads,
+    waits,
 )
 from tests.bench.rivals import catalog
 from tests.bench.rounds import row, side_by_side
@@ -98,6 +99,7 @@ ALL = {
     "simulation": simulation.simulation,
     "gateways": gateways.at_one_port,
     "memory": gateway.memory,
+    "waits": waits.main,
     "batches": batches.main,
     "uploads": uploads.main,
     "writers": trajectories.writers,

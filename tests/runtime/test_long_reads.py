@@ -1,22 +1,18 @@
 """Scans of many runs: even samples for histograms, and an end when nobody waits any more."""
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import copy_context
 from typing import Any
 
 import pytest
-from starlette.requests import ClientDisconnect, Request
 
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.runtime.gateway.long_reads import answer_long_read
-from cray_agents.runtime.gateway.services import SCANS
+from cray_agents.runtime.disk.turns import TURN, ReadGivenUp
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import statistics
-from cray_agents.runtime.store.index.given_up import GIVE_UP, ReadGivenUp
 from tests.bench.corpus import AGENTS, START, write_corpus
 
 RUNS = 8000
@@ -89,52 +85,12 @@ def test_a_few_runs_of_a_time_are_counted_like_all(
 def test_a_read_that_was_given_up_ends_and_leaves_its_connection_usable(store: Store) -> None:
     which = RunFilter()
     whole = store.stats(which, ["task"])
-    event = threading.Event()
-    event.set()
 
     def read() -> None:
-        GIVE_UP.set(event)
+        TURN.set(lambda: True)
         store.stats(which, ["task"])
 
     for _ in range(3):
         with pytest.raises(ReadGivenUp):
             copy_context().run(read)
     assert store.stats(which, ["task"]) == whole
-
-
-async def test_a_read_ends_when_its_client_leaves_and_a_few_go_at_once(store: Store) -> None:
-    class Parts:
-        scanning = asyncio.Semaphore(SCANS)
-
-    services: Any = Parts()
-    leaving, reading, ended = asyncio.Event(), Counter[str](), threading.Event()
-    begun = threading.Semaphore(0)
-
-    async def receive() -> dict[str, str]:
-        await leaving.wait()
-        return {"type": "http.disconnect"}
-
-    def read() -> dict[str, Any]:
-        reading["begun"] += 1
-        begun.release()
-        given_up = GIVE_UP.get()
-        assert given_up is not None and given_up.wait(120)
-        reading["given up"] += 1
-        if reading["given up"] == SCANS:
-            ended.set()
-        return {}
-
-    asked = [
-        asyncio.create_task(answer_long_read(services, Request({"type": "http"}, receive), read))
-        for _ in range(3 * SCANS)
-    ]
-    assert await asyncio.to_thread(begun.acquire, timeout=120)
-    assert await asyncio.to_thread(begun.acquire, timeout=120)
-    assert not await asyncio.to_thread(begun.acquire, timeout=0.2)
-    assert reading["begun"] == SCANS
-    leaving.set()
-    for task in asked:
-        with pytest.raises(ClientDisconnect):
-            await task
-    assert await asyncio.to_thread(ended.wait, 120)
-    assert reading["begun"] == SCANS  # the others never began

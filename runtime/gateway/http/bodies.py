@@ -1,18 +1,22 @@
 """Bodies: JSON, query parameters and ids of requests, checked; JSON answers."""
 
-import asyncio
 import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.exact_json import dump_json, load_json
+from cray_agents.runtime.disk.turns import INLINE
+from cray_agents.runtime.gateway.http.bounds import check_json
+from cray_agents.runtime.gateway.http.client_work import aside, await_or_disconnect
 from cray_agents.runtime.gateway.http.error_envelope import SENT, BodyTooLarge
 from cray_agents.runtime.gateway.http.server_paths import without_paths
 
@@ -25,6 +29,11 @@ DIGITS = 18  # of a number in a query: nothing here counts further
 
 log = logging.getLogger(__name__)
 
+JSON = "application/json"
+SIZE = "cray_agents.size"  # in the scope: the bytes of the body
+QUOTED = 2**14  # bytes of a body in which a message looks for a path that the client sent
+
+T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -43,7 +52,32 @@ async def read_body(request: Request, limit: int) -> bytearray:
 
 async def read_json(request: Request, limit: int) -> dict[str, Any]:
     """Return the body as a JSON object. Raises BadInput; BodyTooLarge beyond `limit` bytes."""
-    body = request.scope[SENT] = await read_body(request, limit)
+    return await read_as(lambda body: body, request, limit)
+
+
+async def read_record(model: type[Model], request: Request, limit: int) -> Model:
+    """Return the body as a record. Raises as `read_json`, and BadInput as `parse`."""
+    return await read_as(partial(parse, model), request, limit)
+
+
+async def read_as(read: Callable[[dict[str, Any]], T], request: Request, limit: int) -> T:
+    """Return what `read` makes of the body, in a thread if it is large. Raises as `read_json`."""
+    body = await read_body(request, limit)
+    request.scope[SENT] = body[:QUOTED]
+    size = request.scope[SIZE] = len(body)
+    if size <= INLINE:
+        return read(_load(request, body))
+    work = aside(request, lambda: read(_load(request, body)))
+    return await await_or_disconnect(request, None, work)
+
+
+def size_of(request: Request) -> int:
+    """Return the bytes of a body that was read."""
+    return int(request.scope[SIZE])
+
+
+def _load(request: Request, body: bytearray) -> dict[str, Any]:
+    check_json(body)
 
     def tell() -> None:
         path = request.url.path
@@ -103,10 +137,38 @@ def json_response(value: Any) -> Response:
     return Response(dump_json(value), 200, media_type="application/json")
 
 
-async def json_in_thread(read: Callable[[], Any]) -> Response:
-    """Return as JSON what a function returns; both run in a thread."""
-    content = await asyncio.to_thread(lambda: dump_json(read()))
-    return Response(content, media_type="application/json")
+async def answer_read(
+    request: Request, read: Callable[[], Any], *, long: bool = False, media_type: str = JSON
+) -> Response:
+    """Answer with the bytes that `read` returns, or as JSON with what it returns; in a thread.
+
+    `long`: it reads many records. Raises ClientDisconnect.
+    """
+
+    def write() -> bytes:
+        value = read()
+        return value if isinstance(value, bytes) else dump_json(value)
+
+    content = await await_or_disconnect(request, None, aside(request, write, long=long))
+    return response_of(content, media_type=media_type)
+
+
+def response_of(content: bytes, *, media_type: str = JSON, **options: Any) -> Response:
+    """Return an answer of these bytes."""
+    kind = LargeResponse if len(content) > INLINE else Response
+    return kind(content, media_type=media_type, **options)
+
+
+class LargeResponse(Response):
+    """An answer that is sent in pieces: the event loop copies what the client does not take yet."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        head = {"type": "http.response.start", "status": self.status_code}
+        await send({**head, "headers": self.raw_headers})
+        for at in range(0, len(self.body), INLINE):
+            piece, more = self.body[at : at + INLINE], at + INLINE < len(self.body)
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 def damage_told(damaged: Iterable[Mapping[str, str]]) -> dict[str, Any]:

@@ -7,13 +7,14 @@ relay.py, streams; idempotency.py, repeats; passthrough.py, requests that sample
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import orjson
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput, StoreError
@@ -21,15 +22,29 @@ from cray_agents.exact_json import malformed_calls
 from cray_agents.ports import EngineCall
 from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.background import start_task
+from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import ID, check_unmarked, read_json
+from cray_agents.runtime.gateway.http.bodies import (
+    ID,
+    check_unmarked,
+    read_as,
+    response_of,
+    size_of,
+)
+from cray_agents.runtime.gateway.http.bounds import (
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_RECORDED,
+    check_count,
+)
+from cray_agents.runtime.gateway.http.client_work import aside, await_or_disconnect
 from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.open_responses import complete_answer
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
-from cray_agents.runtime.gateway.model_calls.call import Call
+from cray_agents.runtime.gateway.model_calls.call import DATA, Call, choices_of
 from cray_agents.runtime.gateway.model_calls.call_spans import begin_span, end_span, failed_span
 from cray_agents.runtime.gateway.model_calls.idempotency import (
     ReplayedAnswer,
@@ -41,21 +56,34 @@ from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.engine.vllm_http import well_formed
 from cray_agents.runtime.pool.request_router import Wanted
-from cray_agents.runtime.store.conversations import Continuation, chain
+from cray_agents.runtime.store.conversations import Continuation, chain, chain_before_error
 
 KEY_LENGTH = 255  # characters of an Idempotency-Key
 MAX_TAGS, TAG_LENGTH = 32, 100  # tags of a run, characters of one
 OBJECT_FIELDS = ("stream_options", "structured_outputs")  # other types in the latter: 500 from vLLM
 VERSION_POLL = 1.0  # seconds between checks for the version that a request waits for
-WATCH_AFTER = 0.05  # seconds of work after which the client's disconnect is watched for
 
-T = TypeVar("T")
+
+class _CallRequest(NamedTuple):
+    """The body of a call, and its parts. `hashes` is its `chain`, where that may lead to its run.
+
+    `before_error`: see `chain_before_error`.
+    """
+
+    body: Body
+    messages: list[Message]
+    key: str | None
+    fingerprint: str
+    hashes: list[str]
+    before_error: list[str]
+    is_continued: bool
 
 
 async def answer_call(services: Services, request: Request, api: SamplingApi) -> Response:
     """Answer a request to a sampling API. Called by routes/sampling.py."""
-    body = await read_json(request, services.max_body)
-    call = await _parse_call(services, api, request, body)
+    read = partial(_read_request, services, request, api)
+    call_request = await read_as(read, request, services.max_body)
+    call = await _parse_call(services, api, request, call_request)
     if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     response: Response | None = None
@@ -92,9 +120,10 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
             content = await await_or_disconnect(request, ticket, work)
             # recorded from here on, even if the client leaves
             content = await _record_answer(services, call, ticket, content)
-        return Response(content, headers=headers, media_type="application/json")
+        return response_of(content, headers=headers)
 
-    async def record(data: list[Body], cut: str | None, end: Piece) -> None:
+    async def record(events: bytes, cut: str | None, end: Piece) -> None:
+        data = events.startswith(DATA) or b"\n" + DATA in events
         if cut == "error" and data:
             services.metrics.error("stream_broken")  # one that never began is counted by its status
         if cut is None:
@@ -103,9 +132,12 @@ async def _answer(services: Services, request: Request, call: Call) -> Response:
             end_span(services, call, ticket, failure=cut)
             return
         first = recorder.first_at - call.clock if recorder.first_at else None
-        with well_formed(f"the replica of {call.exchange.version}"):
-            events = call.stream_events(data, cut, end)
-        await _record(services, call, ticket, events, first)
+
+        def make() -> list[Event]:
+            with well_formed(f"the replica of {call.exchange.version}"):
+                return call.stream_events(events, cut, end)
+
+        await _record(services, call, ticket, make, len(events), first)
 
     def samples_event() -> bytes:
         if not call.returns_samples:
@@ -137,7 +169,9 @@ async def start_call(
 
     Raises BadInput, NotFound, TooManyRequests; the task raises EngineError and its kinds.
     """
-    call = await _parse_call(services, api, request, body)
+    read = partial(_read_request, services, request, api, body)
+    call_request = await aside(request, read) if size_of(request) > INLINE else read()
+    call = await _parse_call(services, api, request, call_request)
     if _named_run(services, request) is not None:
         await services.run_owners.check_call(caller_of(request), call.run_id)
     wanted = resolve_version(services, call.exchange)
@@ -188,12 +222,16 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
 
 async def _record_answer(services: Services, call: Call, ticket: Ticket, content: bytes) -> bytes:
     """Record the engine's answer and return the client's version of it."""
-    with well_formed(f"the replica of {call.exchange.version}"):
-        answer = from_json(content, allow_inf_nan=False)
-        if call.returns_samples:
-            content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
-        events = call.answer_events(answer, content)
-    await _record(services, call, ticket, events)
+
+    def make() -> list[Event]:
+        nonlocal content
+        with well_formed(f"the replica of {call.exchange.version}"):
+            answer = from_json(content, allow_inf_nan=False)
+            if call.returns_samples:
+                content = content[: content.rindex(b"}")] + call.samples_member() + b"}"
+            return call.answer_events(answer, content)
+
+    await _record(services, call, ticket, make, len(content))
     return content
 
 
@@ -201,15 +239,45 @@ async def _record(
     services: Services,
     call: Call,
     ticket: Ticket,
-    events: list[Event],
+    make: Callable[[], list[Event]],
+    size: int,
     first: float | None = None,
 ) -> None:
-    """Put a call's events in the store. `first`: seconds to a stream's first event."""
-    if call.api is not COMPLETIONS:  # whose prompt no template renders
-        for event in events:
-            await services.control_tokens.tag(event)
+    """Put a call's events in the store, which `make` returns.
+
+    `size`: of the answer, in bytes. `first`: seconds to a stream's first event. Large events are
+    made in a thread; they too are written if this is cancelled.
+    """
+    large = size + call.exchange.size * call.choices > INLINE
+    writing = _write(services, call, ticket, make, first, large=large)
+    await (asyncio.shield(asyncio.create_task(writing)) if large else writing)
+
+
+async def _write(
+    services: Services,
+    call: Call,
+    ticket: Ticket,
+    make: Callable[[], list[Event]],
+    first: float | None,
+    *,
+    large: bool,
+) -> None:
+    control_tokens = services.control_tokens
+    await control_tokens.learn(call.versions)
+
+    def read() -> tuple[list[Event], int]:
+        events = make()
+        if call.api is not COMPLETIONS:  # whose prompt no template renders
+            control_tokens.tag(events)
+        calls = [call for event in events for call in malformed_calls(event.body["message"])]
+        return events, sum(bool(call["function"].get("arguments")) for call in calls)
+
+    if large:
+        events, malformed = await services.work.run(ticket.key, read, ends=False)
+    else:
+        events, malformed = read()
     begun = time.perf_counter()
-    appended = await services.store.append(events, new=call.key is None)
+    appended = await services.store.append(events, new=call.key is None, many=large)
     services.metrics.model_calls.append_seconds.observe(time.perf_counter() - begun)
     if appended.duplicates:  # an id used before: two platforms on one root, or a bug
         raise StoreError(f"the call {call.id} was recorded before; send the request again")
@@ -221,12 +289,11 @@ async def _record(
     services.metrics.recorded(prompt, sampled, len(events))
     finish = events[0].body["finish_reason"]
     version, tokens = call.exchange.version, (prompt, sampled)
-    calls = [call for event in events for call in malformed_calls(event.body["message"])]
-    malformed = sum(bool(call["function"].get("arguments")) for call in calls)
     services.metrics.model_calls.count(
         version, call.owner, ticket.batch, finish, tokens, ticket.waited, malformed
     )
-    end_span(services, call, ticket, events[0], first=first)
+    end = partial(end_span, services, call, ticket, events[0], first=first)
+    await asyncio.to_thread(end) if large else end()
 
 
 def _count_stream(services: Services, call: Call, ticket: Ticket, first_at: float) -> None:
@@ -242,6 +309,9 @@ def check_fields(api: SamplingApi, body: Body) -> list[Message]:
     """
     if not isinstance(body.get("model"), str):
         raise BadInput("model must be given as a string", param="model")
+    for name in ("messages", "input"):
+        if isinstance(given := body.get(name), list):
+            check_count(given, MAX_MESSAGES, "messages", name)
     messages = api.parse_request(body)
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -254,34 +324,59 @@ def check_fields(api: SamplingApi, body: Body) -> list[Message]:
     return messages
 
 
-async def _parse_call(services: Services, api: SamplingApi, request: Request, body: Body) -> Call:
-    """Return the request as a call."""
+def _read_request(
+    services: Services, request: Request, api: SamplingApi, body: Body
+) -> _CallRequest:
+    """Return what a request asks, all that takes long for a long one. Raises BadInput."""
     messages = check_fields(api, body)
     check_unmarked(body)
     if body.get("use_beam_search"):
         raise BadInput(
             "beam search samples nothing that could be recorded", param="use_beam_search"
         )
+    choices, size = choices_of(body), size_of(request)
+    if choices > MAX_CHOICES or (choices > 1 and size * choices > MAX_RECORDED):
+        raise BadInput(
+            f"{choices:,} choices of a request of {size:,} bytes: at most {MAX_CHOICES:,} are "
+            f"taken, and {MAX_RECORDED:,} bytes in all, for each is recorded with its request",
+            param="n",
+        )
     caller = caller_of(request).key_id
-    key, request_hash = _parse_key(request, caller, api, body)
+    hashes: list[str] = []
+    before: list[str] = []
+    if api is not COMPLETIONS and _named_run(services, request) is None:
+        hashes, before = chain(messages, caller), chain_before_error(messages, caller)
+    continued = services.several_gateways and _is_continued(messages)
+    return _CallRequest(
+        body, messages, *_parse_key(request, caller, api, body), hashes, before, continued
+    )
+
+
+async def _parse_call(
+    services: Services, api: SamplingApi, request: Request, call_request: _CallRequest
+) -> Call:
+    """Return the request as a call."""
+    body = call_request.body
     returns_samples = body.pop("return_samples", None) is True
     if returns_samples and not body.get("top_logprobs"):  # other servers' names for nearly the same
         body.pop("return_token_ids", None)
         if body.get("logprobs") is True:  # a number would be a completion's count of them
             del body["logprobs"]
-    exchange = EngineCall(api.path, body, key or new_id("x")[2:])
-    known, conversation_hash = await _find_run(services, request, api, messages, caller)
+    exchange = EngineCall(
+        api.path, body, call_request.key or new_id("x")[2:], size=size_of(request)
+    )
+    known, conversation_hash = await _find_run(services, request, call_request)
     return Call(
         api,
         exchange,
-        messages,
+        call_request.messages,
         run_id := known.run_id if isinstance(known, Continuation) else known,
         session=_session(request, body) or run_id,
         conversation_hash=conversation_hash,
         continuation=known if isinstance(known, Continuation) else None,
         retry=request.headers.get("x-stainless-retry-count", "0") != "0",
-        key=key,
-        fingerprint=request_hash,
+        key=call_request.key,
+        fingerprint=call_request.fingerprint,
         returns_samples=returns_samples,
         tags=_parse_tags(request),
         owner=owner_of(request),
@@ -298,7 +393,7 @@ def _named_run(services: Services, request: Request) -> str | None:
 
 
 async def _find_run(
-    services: Services, request: Request, api: SamplingApi, messages: list[Any], caller: str
+    services: Services, request: Request, call_request: _CallRequest
 ) -> tuple[Continuation | str, str | None]:
     """Return what a request continues or its run, and the hash by which the next will find it."""
     run_id = _named_run(services, request)
@@ -310,14 +405,19 @@ async def _find_run(
                 param=own or "X-Run-Id",
             )
         return str(run_id), None
-    if api is COMPLETIONS:  # no conversation
+    if not call_request.hashes:  # a completion is no conversation
         return new_id("run"), None
-    prefixes = chain(messages, caller)
-    known = services.store.conversations.find(prefixes, messages, caller)
-    if known is None and services.several_gateways and _is_continued(messages):
+    find = partial(
+        services.store.conversations.find,
+        call_request.hashes,
+        call_request.messages,
+        call_request.before_error,
+    )
+    known = find()
+    if known is None and call_request.is_continued:
         await asyncio.to_thread(services.store.refresh_conversations)
-        known = services.store.conversations.find(prefixes, messages, caller)
-    return known or new_id("run"), prefixes[-1]
+        known = find()
+    return known or new_id("run"), call_request.hashes[-1]
 
 
 def _is_continued(messages: list[Any]) -> bool:
@@ -390,53 +490,3 @@ def _replay(call: Call, answer: ReplayedAnswer) -> Response:
     media_type = "text/event-stream" if call.exchange.streams else "application/json"
     headers = {"x-run-id": answer.run_id, "x-idempotent-replayed": "true"}
     return Response(answer.body, headers=headers, media_type=media_type)
-
-
-async def await_or_disconnect(
-    request: Request, ticket: Ticket | None, work: Coroutine[Any, Any, T]
-) -> T:
-    """Return the result of work, under a ticket if it has one; cancel it when the client leaves.
-
-    Raises ClientDisconnect then. The watching task starts only after WATCH_AFTER seconds, so that
-    quick requests do without it.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    watch = DisconnectWatcher(request, task)
-    timer = asyncio.get_running_loop().call_later(WATCH_AFTER, watch.begin)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if watch.gone:
-            raise ClientDisconnect from None
-        raise
-    finally:
-        timer.cancel()
-        watch.end()
-        if ticket is not None:
-            ticket.release()  # also if the work never got its slot
-
-
-class DisconnectWatcher:
-    """A watch on a request's client, which cancels a task when the client leaves."""
-
-    def __init__(self, request: Request, task: "asyncio.Task[Any]") -> None:
-        self.gone = False
-        self._request = request
-        self._task = task
-        self._watching: asyncio.Task[None] | None = None
-
-    def begin(self) -> None:
-        """Start watching."""
-        self._watching = asyncio.create_task(self._watch())
-
-    def end(self) -> None:
-        """Stop watching."""
-        if self._watching is not None:
-            self._watching.cancel()
-
-    async def _watch(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-        self.gone = True
-        self._task.cancel()

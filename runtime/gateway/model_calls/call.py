@@ -27,6 +27,7 @@ LEAST_LOGPROB = -9999.0  # vLLM's own stand-in for minus infinity
 NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}
 #: Anthropic's stop reasons -> OpenAI's finish reasons.
 STOP_REASONS = {"end_turn": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+DATA = b"data: {"  # beginning of the line of an event that carries an object
 End = bytes | CrayError | None  # a stream's bytes, if it was whole, or the error that ended it
 
 
@@ -72,9 +73,13 @@ class Call:
     @property
     def choices(self) -> int:
         """The number of sequences that the client asks for."""
-        prompt, n = self.exchange.request.get("prompt"), self.exchange.request.get("n")
-        prompts = [p for p in prompt if not isinstance(p, int)] if isinstance(prompt, list) else []
-        return (len(prompts) or 1) * (n if isinstance(n, int) else 1)
+        return choices_of(self.exchange.request)
+
+    @property
+    def versions(self) -> set[str]:
+        """The versions that sampled; without samples the one that was asked."""
+        samples, version = self.exchange.samples, self.exchange.version
+        return {sample.version or version for sample in samples} or {version}
 
     def leave(self) -> None:
         """End the call, whatever its outcome. Safe to call twice."""
@@ -99,8 +104,9 @@ class Call:
         """Return the events of a call that was answered in one piece."""
         return self._events(self.api.parse_answer(answer), [answer], None, reply)
 
-    def stream_events(self, data: list[Body], cut: str | None, end: End) -> list[Event]:
+    def stream_events(self, stream: bytes, cut: str | None, end: End) -> list[Event]:
         """Return the events of a streamed call; `cut` is the reason if the stream broke off."""
+        data = _parse_data(stream)
         samples = len(self.exchange.samples) or self.choices
         return self._events(self.api.parse_stream(data, samples), data, cut, end)
 
@@ -169,6 +175,20 @@ class Call:
         if self.conversation_hash is not None and cut is None:
             body["asked"] = self.conversation_hash
         return Event(id=call_id, run_id=self.run_id, kind="call", body=body)
+
+
+def choices_of(request: Body) -> int:
+    """Return the number of sequences that a request asks for: `n` of each prompt."""
+    prompt, n = request.get("prompt"), request.get("n")
+    single = not isinstance(prompt, list) or not prompt or isinstance(prompt[0], int)
+    return (1 if single else len(prompt or ())) * (n if isinstance(n, int) else 1)
+
+
+def _parse_data(stream: bytes) -> list[Body]:
+    """Return the JSON objects that a stream's events carry."""
+    objects = [line[6:] for line in stream.split(b"\n") if line.startswith(DATA)]
+    data: list[Body] = orjson.loads(b"[" + b",".join(objects) + b"]")
+    return data
 
 
 def _client_reasons(data: Sequence[Body]) -> dict[int, str]:

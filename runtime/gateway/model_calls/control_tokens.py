@@ -7,7 +7,7 @@ renders itself has no such tokens: see runtime/datasets/samples/chat_template.py
 
 import asyncio
 import re
-from typing import Any
+from collections.abc import Iterable
 
 import orjson
 
@@ -25,14 +25,25 @@ class ControlTokens:
         self._registry = registry
         self._patterns: dict[str, re.Pattern[str]] = {}
 
-    async def tag(self, event: Event) -> None:
-        """Tag the event of a call, if its messages or tools hold a control token of its version."""
-        body: dict[str, Any] = event.body
-        version = body["model"]
-        if version not in self._patterns:
-            self._patterns[version] = await asyncio.to_thread(self._read, version)
-        if self._patterns[version].search(repr([body["messages"], body["tools"]])):
-            body["tags"] = [*body.get("tags", []), CONTROL_TOKENS]
+    async def learn(self, versions: Iterable[str]) -> None:
+        """Read the control tokens of these versions, unless they are known."""
+        for version in versions:
+            if version not in self._patterns:
+                self._patterns[version] = await asyncio.to_thread(self._read, version)
+
+    def tag(self, events: Iterable[Event]) -> None:
+        """Tag the events of one call, if its messages or tools hold a control token.
+
+        Each event's version is known.
+        """
+        text, matches = "", dict[str, bool]()
+        for event in events:
+            body, version = event.body, event.body["model"]
+            text = text or repr([body["messages"], body["tools"]])
+            if version not in matches:
+                matches[version] = self._patterns[version].search(text) is not None
+            if matches[version]:
+                body["tags"] = [*body.get("tags", []), CONTROL_TOKENS]
 
     def _read(self, version: str) -> re.Pattern[str]:
         """Return what matches the control tokens in a `repr`; nothing where no file names them."""

@@ -9,9 +9,15 @@ from starlette.responses import Response
 from cray_agents.errors import BadInput, EngineError
 from cray_agents.ports import EngineCall
 from cray_agents.records import new_id
-from cray_agents.runtime.gateway.http.bodies import check_unmarked, path_id, read_json
+from cray_agents.runtime.gateway.http.bodies import (
+    check_unmarked,
+    path_id,
+    read_as,
+    response_of,
+    size_of,
+)
+from cray_agents.runtime.gateway.http.client_work import await_or_disconnect
 from cray_agents.runtime.gateway.model_calls.answer import (
-    await_or_disconnect,
     collect_answer,
     resolve_version,
     take_ticket,
@@ -50,16 +56,20 @@ async def pass_through(
     """
     if "run_id" in request.path_params:
         path_id(request, "run_id", "run")
-    body = await read_json(request, services.max_body)
-    model = body.get("model")
-    if not isinstance(model, str):
-        raise BadInput("model must be given as a string", param="model")
-    check_unmarked(body)
-    exchange = EngineCall(path, body, new_id("x")[2:], capture=False)
-    wanted = resolve_version(services, exchange)
-    if check is not None:
-        check(body)
+
+    def checked(body: Body) -> Body:
+        if not isinstance(body.get("model"), str):
+            raise BadInput("model must be given as a string", param="model")
+        check_unmarked(body)
+        if check is not None:
+            check(body)
+        return body
+
+    body = await read_as(checked, request, services.max_body)
+    model = body["model"]
     body.pop("stream", None)
+    exchange = EngineCall(path, body, new_id("x")[2:], capture=False, size=size_of(request))
+    wanted = resolve_version(services, exchange)
     ticket = take_ticket(services, request, model)
     try:
         answer = services.pool.answer(wanted, exchange)
@@ -74,4 +84,4 @@ async def pass_through(
                 code="unsupported_model",
             ) from error
         raise
-    return Response(content, media_type="application/json")
+    return response_of(content)

@@ -12,22 +12,19 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cray_agents.errors import CrayError
 from cray_agents.runtime.background import start_task
 from cray_agents.runtime.gateway.http.error_envelope import error_event
-from cray_agents.runtime.gateway.model_calls.apis import Body
-from cray_agents.runtime.pool.engine.vllm_http import well_formed
 
 KEEP_ALIVE = b": keep-alive\n\n"
 # what tells a client that a sequence has ended; JSON escapes quotes and newlines within strings
 _FINISH = re.compile(rb'"finish_reason":"|^event: message_delta$', re.MULTILINE)
 
 Piece = bytes | CrayError | None  # whole events; the error that ended them; the end
-Record = Callable[[list[Body], str | None, Piece], Awaitable[None]]
+Record = Callable[[bytes, str | None, Piece], Awaitable[None]]
 
 
 class StreamRecorder:
@@ -39,7 +36,7 @@ class StreamRecorder:
         last_event: beginning of the event that ends the stream.
         choices: the number of sequences that it has.
         samples_event: returns an event to send before the last one, or nothing.
-        record: takes the stream's data, the reason if it was cut off, and its bytes or its error.
+        record: takes the stream's events, the reason if it was cut off, and its bytes or its error.
         on_end: called once, whatever happens.
         keep_alive: seconds of silence after which a comment line is sent.
     """
@@ -138,7 +135,7 @@ class StreamRecorder:
                 cut, end = "error", error
             events = b"".join(self._seen)
             whole = events.removesuffix(last) + end if isinstance(end, bytes) else end
-            await self._record(_parse_data(events), cut, whole)
+            await self._record(events, cut, whole)
             if end is not None:
                 self._put(end)
         except CrayError as error:
@@ -208,11 +205,3 @@ class EventStream(Response):
         while (await receive())["type"] != "http.disconnect":
             pass
         self._recorder.stop()
-
-
-def _parse_data(events: bytes) -> list[Body]:
-    """Return the JSON objects that a stream's events carry."""
-    objects = [line[6:] for line in events.split(b"\n") if line.startswith(b"data: {")]
-    with well_formed("the stream of a replica"):
-        data: list[Body] = orjson.loads(b"[" + b",".join(objects) + b"]")
-    return data

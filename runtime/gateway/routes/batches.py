@@ -12,7 +12,7 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
-    json_in_thread,
+    answer_read,
     json_response,
     number,
     page,
@@ -92,7 +92,7 @@ async def create_batch(services: Services, request: Request) -> Response:
     The file has the purpose `batch` and any number of lines. The window may be 1h to 30d. An input
     with errors becomes a batch of status `failed`, with `errors`.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     key = request.headers.get("idempotency-key")
     if isinstance(file_id := body.get("input_file_id"), str) and not ID.fullmatch(file_id):
         raise BadInput(f"{file_id[:200]!r} cannot name a file", param="input_file_id")
@@ -124,8 +124,8 @@ async def list_batch_errors(services: Services, request: Request) -> Response:
     """
     examples = number(query(request), "examples", 3, MOST_EXAMPLES)
     batch_id = _batch_id(request)
-    return await json_in_thread(
-        lambda: batch_errors(services.batches, services.files, batch_id, examples)
+    return await answer_read(
+        request, lambda: batch_errors(services.batches, services.files, batch_id, examples)
     )
 
 

@@ -17,7 +17,7 @@ from cray_agents.runtime.cost.cost_table import (
 )
 from cray_agents.runtime.gateway.http.api_keys import Role, id_of_key, key_names
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import bucket_seconds, json_in_thread, number, real
+from cray_agents.runtime.gateway.http.bodies import answer_read, bucket_seconds, number, real
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
     AFTER,
@@ -64,7 +64,7 @@ async def read_cost(services: Services, request: Request) -> Response:
     if run is not None:
         if len(params) > 1:
             raise BadInput("run: give it alone", param="run")
-        return await json_in_thread(lambda: _run(services, run))
+        return await answer_read(request, lambda: _run(services, run), long=True)
     grouped = "generation" if "loop" in params else "key" if "key" in params else "use"
     question = CostQuery(
         by=params.get("by", grouped),
@@ -82,7 +82,7 @@ async def read_cost(services: Services, request: Request) -> Response:
         caller.check_role(Role.admin, "the cost of another key")
     if question.loop is not None or question.by in ("loop", "generation"):
         caller.check_role(Role.train, "the cost of loops")
-    return await json_in_thread(lambda: _rows(services, question))
+    return await answer_read(request, lambda: _rows(services, question), long=True)
 
 
 def _rows(services: Services, question: CostQuery) -> dict[str, Any]:

@@ -16,13 +16,12 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import may_name
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
-    json_in_thread,
+    answer_read,
     json_response,
     number,
     page,
-    parse,
     path_id,
-    read_json,
+    read_record,
 )
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
@@ -107,12 +106,14 @@ async def list_datasets(services: Services, request: Request) -> Response:
     """List the training sets, newest first."""
     params = query(request)
     limit = number(params, "limit", 20, PAGE_LIMIT)
-    listing = await asyncio.to_thread(
-        reader.list_datasets, services.home, after=params.get("after"), limit=limit
-    )
-    names = (*_SUMMARY, "created")
-    rows = [{name: each.get(name) for name in names} for each in listing.rows]
-    return json_response(page(rows, listing.has_more, damaged=listing.damaged))
+
+    def read() -> dict[str, Any]:
+        listing = reader.list_datasets(services.home, after=params.get("after"), limit=limit)
+        names = (*_SUMMARY, "created")
+        rows = [{name: each.get(name) for name in names} for each in listing.rows]
+        return page(rows, listing.has_more, damaged=listing.damaged)
+
+    return await answer_read(request, read, long=True)
 
 
 @router.post(
@@ -128,9 +129,8 @@ async def build_dataset(services: Services, request: Request) -> Response:
     The same recipe is built once. `tokenizer` is a checkpoint directory, an id, or `name@N`.
     `rejected` counts the runs left out by reason.
     """
-    recipe = parse(DatasetRecipe, await read_json(request, services.max_body))
-    for name in recipe.decontamination.files:
-        _check_uploaded(services.files, name)
+    recipe = await read_record(DatasetRecipe, request, services.max_body)
+    await asyncio.to_thread(_check_uploaded, services.files, recipe.decontamination.files)
     if recipe.tokenizer is not None:
         roots = may_name(request, services.model_roots)
         tokenizer = services.registry.directory(recipe.tokenizer, roots)
@@ -155,7 +155,7 @@ async def diff_datasets(services: Services, request: Request) -> Response:
     params = query(request)
     one, other = _two_ids(params)
     read = partial(dataset_differences, services.home, one, other, _bins(params))
-    return await json_in_thread(read)
+    return await answer_read(request, read, long=True)
 
 
 @router.get(
@@ -183,8 +183,7 @@ async def list_changed_runs(services: Services, request: Request) -> Response:
         params.get("after"),
         number(params, "limit", 100, PAGE_LIMIT),
     )
-    listing = await asyncio.to_thread(read_page)
-    return json_response(page(listing.rows, listing.has_more, "run"))
+    return await answer_read(request, lambda: page(*read_page(), "run"))
 
 
 @router.get("/v1/datasets/{dataset_id}", Role.train, answer=SUMMARY, fails="404 not_found")
@@ -195,7 +194,7 @@ async def retrieve_dataset(services: Services, request: Request) -> Response:
     `step`, and `files` with the sha256, bytes and rows of each.
     """
     dataset_id = _dataset_id(request)
-    return json_response(await asyncio.to_thread(reader.read_dataset, services.home, dataset_id))
+    return await answer_read(request, partial(reader.read_dataset, services.home, dataset_id))
 
 
 @router.get(
@@ -222,8 +221,7 @@ async def list_dataset_runs(services: Services, request: Request) -> Response:
         after=params.get("after"),
         limit=number(params, "limit", 100, PAGE_LIMIT),
     )
-    listing = await asyncio.to_thread(read_page)
-    return json_response(page(listing.rows, listing.has_more, "run"))
+    return await answer_read(request, lambda: page(*read_page(), "run"))
 
 
 @router.get(
@@ -236,7 +234,7 @@ async def list_dataset_runs(services: Services, request: Request) -> Response:
 async def read_dataset_histograms(services: Services, request: Request) -> Response:
     """Return distributions over a training set: rewards, tokens, trained tokens, versions."""
     read = partial(dataset_histograms, services.home, _dataset_id(request), _bins(query(request)))
-    return json_response(await asyncio.to_thread(read))
+    return await answer_read(request, read)
 
 
 @router.get(
@@ -278,7 +276,7 @@ async def list_samples(services: Services, request: Request) -> Response:
             add_texts(sample, vocabulary)
         return samples
 
-    return await json_in_thread(read)
+    return await answer_read(request, read)
 
 
 @router.get(
@@ -298,15 +296,16 @@ async def read_dataset_card(services: Services, request: Request) -> Response:
     return FileResponse(path, media_type="text/markdown")
 
 
-def _check_uploaded(files: Files, name: str) -> None:
-    """Raise BadInput unless this is an uploaded file: the dataset's card quotes its texts."""
-    try:
-        files.get(name)
-    except NotFound as error:
-        raise BadInput(
-            f"{name!r} is no uploaded file's id: send the file to /v1/files first",
-            param="decontamination.files",
-        ) from error
+def _check_uploaded(files: Files, names: list[str]) -> None:
+    """Raise BadInput unless these are uploaded files: the dataset's card quotes their texts."""
+    for name in names:
+        try:
+            files.get(name)
+        except NotFound as error:
+            raise BadInput(
+                f"{name[:200]!r} is no uploaded file's id: send the file to /v1/files first",
+                param="decontamination.files",
+            ) from error
 
 
 def _check_links(tokenizer: Path) -> None:

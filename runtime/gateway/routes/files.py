@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -22,7 +23,14 @@ from cray_agents.runtime.files.files import (
 )
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import json_response, number, page, parse, path_id
+from cray_agents.runtime.gateway.http.bodies import (
+    answer_read,
+    json_response,
+    number,
+    page,
+    parse,
+    path_id,
+)
 from cray_agents.runtime.gateway.http.error_envelope import envelope
 from cray_agents.runtime.gateway.http.multipart import Form, receive_form
 from cray_agents.runtime.gateway.http.routing import Router, query
@@ -86,7 +94,7 @@ async def list_files(services: Services, request: Request) -> Response:
     if purpose is not None:
         _one_of(purpose, "purpose", PURPOSES)
     after = params.get("after")
-    return await asyncio.to_thread(_page, services.files, after, limit, order, purpose)
+    return await answer_read(request, partial(_page, services.files, after, limit, order, purpose))
 
 
 @router.post(
@@ -191,11 +199,10 @@ def _publish(files: Files, draft: BlobDraft, fields: dict[str, Any]) -> FileObje
 
 def _page(
     files: Files, after: str | None, limit: int, order: Order, purpose: str | None
-) -> Response:
-    """Return a page of files; in a thread, for ten thousand files take a while to write."""
+) -> dict[str, Any]:
     listing = files.list(after, limit, order, purpose)
     rows = [file.to_openai() for file in listing.rows]
-    return json_response(page(rows, listing.has_more, damaged=listing.damaged))
+    return page(rows, listing.has_more, damaged=listing.damaged)
 
 
 def _one_of(value: str, name: str, allowed: tuple[str, ...]) -> Any:

@@ -37,9 +37,8 @@ from cray_agents.runtime.gateway.http.bodies import (
     json_response,
     number,
     page,
-    parse,
     path_id,
-    read_json,
+    read_record,
 )
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.server_paths import without_paths
@@ -149,7 +148,7 @@ async def create_fine_tuning_job(services: Services, request: Request) -> Respon
     the model's own name.
     """
     tuning = services.fine_tuning
-    body = parse(CreateJob, await read_json(request, services.max_body))
+    body = await read_record(CreateJob, request, services.max_settings)
     trainer = (services.code, services.trainer)
     owner = caller_of(request).key_id
     spec = await asyncio.to_thread(

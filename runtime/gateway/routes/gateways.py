@@ -13,7 +13,7 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Record
 from cray_agents.runtime import proof
 from cray_agents.runtime.gateway.http.api_keys import Role
-from cray_agents.runtime.gateway.http.bodies import field, json_response, parse, read_json
+from cray_agents.runtime.gateway.http.bodies import field, json_response, read_json, read_record
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import REAL, TEXT, object_of
 from cray_agents.runtime.gateway.services import Services
@@ -57,7 +57,7 @@ async def report_gateway(services: Services, request: Request) -> Response:
 
     Gateways send it; see `cray-agents gateway`.
     """
-    report = parse(GatewayReport, await read_json(request, services.max_body))
+    report = await read_record(GatewayReport, request, services.max_settings)
     services.note_other_gateways()
     services.shares.note(report.gateway, report.demand)
     for failure in report.failures:
@@ -83,7 +83,7 @@ async def load_for_gateway(services: Services, request: Request) -> Response:
 
     Gateways ask for it; it returns when the version is loaded, or will be in any case.
     """
-    version = field(await read_json(request, services.max_body), "version", str)
+    version = field(await read_json(request, services.max_settings), "version", str)
     loading = services.versions.load_on_demand(services.registry.resolve(version).id)
     if loading is not None:
         await asyncio.shield(loading)

@@ -7,11 +7,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
@@ -20,6 +21,7 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
+    answer_read,
     field,
     json_response,
     names_in,
@@ -81,7 +83,8 @@ async def list_jobs(services: Services, request: Request) -> Response:
     """List the jobs, newest first."""
     params = query(request)
     limit = number(params, "limit", 20, PAGE_LIMIT)
-    return json_response(await asyncio.to_thread(_page, services, params.get("after"), limit))
+    read = partial(_page, services, params.get("after"), limit)
+    return await answer_read(request, read, long=True)
 
 
 @router.post(
@@ -105,7 +108,7 @@ async def create_job(services: Services, request: Request) -> Response:
     may be `parent`: the job that made the parent, if it did so here and both train the same
     weights: all of them, or adapters of the same `lora`.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     roots = may_name(request, services.model_roots)
     if body.get("oversubscribe"):
         act = "`oversubscribe`, which may bring this machine down,"
@@ -131,9 +134,13 @@ async def list_job_events(services: Services, request: Request) -> Response:
     """List a job's events, after the first `after`."""
     after = number(query(request), "after", 0)
     folder = _folder(services, _job_id(request))
-    lines = await asyncio.to_thread(job_events, services.home, folder.name)
-    events = [_without_paths(event) for event in lines[after:]]
-    return json_response({"data": events, "last": max(after, len(lines))})
+
+    def read() -> dict[str, Any]:
+        lines = job_events(services.home, folder.name)
+        events = [_without_paths(event) for event in lines[after:]]
+        return {"data": events, "last": max(after, len(lines))}
+
+    return await answer_read(request, read)
 
 
 @router.get(
@@ -156,7 +163,7 @@ async def read_job_series(services: Services, request: Request) -> Response:
         events = job_events(services.home, job_id)
         return job_series(job_id, events, names_in(params, "names"), points)
 
-    return json_response(await asyncio.to_thread(read))
+    return await answer_read(request, read)
 
 
 @router.get(
@@ -189,7 +196,7 @@ async def read_job_hardware(services: Services, request: Request) -> Response:
         )
         return hardware.model_dump(mode="json")
 
-    return json_response(await asyncio.to_thread(read))
+    return await answer_read(request, read)
 
 
 @router.get("/v1/jobs/{job_id}/timeline", Role.train, answer=TRACE, fails="404 not_found")
@@ -202,7 +209,7 @@ async def read_job_timeline(services: Services, request: Request) -> Response:
         events = [_without_paths(event) for event in job_events(services.home, job_id)]
         return job_timeline(job_id, events)
 
-    return json_response(await asyncio.to_thread(read))
+    return await answer_read(request, read)
 
 
 @router.get(
@@ -216,7 +223,8 @@ async def read_job_log(services: Services, request: Request) -> Response:
     """Return the last lines of a job's log."""
     tail = number(query(request), "tail", 200)
     folder = _folder(services, _job_id(request))
-    return PlainTextResponse(await asyncio.to_thread(_tail, folder / "log.txt", tail))
+    read = partial(_tail, folder / "log.txt", tail)
+    return await answer_read(request, read, media_type="text/plain")
 
 
 @router.post("/v1/jobs/{job_id}/cancel", Role.train, answer=JobStatus, fails=ACTION_FAILS)
@@ -373,8 +381,8 @@ def _without_paths(event: dict[str, Any]) -> dict[str, Any]:
     return {**event, "message": without_paths(message)} if isinstance(message, str) else event
 
 
-def _tail(path: Path, lines: int) -> str:
+def _tail(path: Path, lines: int) -> bytes:
     if not path.is_file():
-        return ""
+        return b""
     with path.open(encoding="utf-8", errors="replace") as file:
-        return "".join(deque(file, maxlen=lines))
+        return "".join(deque(file, maxlen=lines)).encode()

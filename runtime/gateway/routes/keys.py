@@ -17,6 +17,7 @@ from cray_agents.runtime.gateway.http.api_keys import (
 )
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
+    answer_read,
     bucket_seconds,
     field,
     json_response,
@@ -81,7 +82,7 @@ async def create_key(services: Services, request: Request) -> Response:
 
     On loopback the first key ends the time without keys: from then on every request needs one.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     name, role = field(body, "name", str), field(body, "role", str, "use")
     try:
         wanted = role_named(role)
@@ -132,7 +133,7 @@ async def read_usage(services: Services, request: Request) -> Response:
             services.store, which, by, names, bucket=bucket, owner=owner, limit=limit
         )
 
-    return json_response(await asyncio.to_thread(read))
+    return await answer_read(request, read, long=True)
 
 
 def _key_fields(record: KeyRecord, revoked: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import (
+    answer_read,
     damage_told,
     json_response,
     number,
@@ -62,8 +63,12 @@ async def list_loops(services: Services, request: Request) -> Response:
     """List the loops with their last generation and held-out success, newest change first."""
     params = query(request)
     limit = number(params, "limit", 20, PAGE_LIMIT)
-    listing = await asyncio.to_thread(loops_page, services.home, params.get("after"), limit)
-    return json_response(page(listing.rows, listing.has_more, damaged=listing.damaged))
+
+    def read() -> dict[str, Any]:
+        listing = loops_page(services.home, params.get("after"), limit)
+        return page(listing.rows, listing.has_more, damaged=listing.damaged)
+
+    return await answer_read(request, read, long=True)
 
 
 @router.get(
@@ -90,7 +95,7 @@ async def read_generation_timeline(services: Services, request: Request) -> Resp
         runs = services.store.stream(which)
         return dump_json(generation_timeline(loop, record, ended, job_events=events, runs=runs))
 
-    return Response(await asyncio.to_thread(read), media_type="application/json")
+    return await answer_read(request, read)
 
 
 @router.get(
@@ -103,7 +108,7 @@ async def read_generation(services: Services, request: Request) -> Response:
     """Return a finished generation with the decision on its candidate, and the wealth behind it."""
     loop, count = path_id(request, "loop", "loop"), path_number(request, "number", "generation")
     detail = partial(generation_detail, services.home, services.registry, loop, count)
-    return json_response(await asyncio.to_thread(detail))
+    return await answer_read(request, detail)
 
 
 @router.get(
@@ -124,13 +129,13 @@ async def list_pairs(services: Services, request: Request) -> Response:
     outcome = outcome_named(params.get("outcome"))
     at, limit = number(params, "at", 0), number(params, "limit", 100, PAGE_LIMIT)
     read = partial(pairs_page, services.home, loop, count, outcome, at, limit)
-    return json_response(await asyncio.to_thread(read))
+    return await answer_read(request, read)
 
 
 @router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=ANY, fails="404 not_found")
 async def recall_entry(services: Services, request: Request) -> Response:
     """Return an entry of a loop's journal."""
-    return json_response(await asyncio.to_thread(_recall, _entry(services, request)))
+    return await answer_read(request, partial(_recall, _entry(services, request)))
 
 
 @router.post("/v1/loops/{loop}/journal/{entry}", Role.train, body=ANY, answer=CREATED)
@@ -138,7 +143,7 @@ async def note_entry(services: Services, request: Request) -> Response:
     """Note a decision of a loop; the first note stays."""
     record = await read_json(request, services.max_body)
     path = _entry(services, request)
-    created = await asyncio.to_thread(durable.create_file, path, _text(record))
+    created = await asyncio.to_thread(lambda: durable.create_file(path, _text(record)))
     return json_response({"created": created})
 
 
@@ -147,12 +152,14 @@ async def list_generations(services: Services, request: Request) -> Response:
     """List a loop's finished generations, in the order of their numbers."""
     folder = _folder(services, request)
 
-    def read(name: str) -> Any:
+    def read_one(name: str) -> Any:
         return checksums.read_json(folder / f"{name}.json")
 
-    names = await asyncio.to_thread(generation_names, folder.parent)
-    listing = await asyncio.to_thread(checksums.list_whole, names, read)
-    return json_response({"data": listing.rows, **damage_told(listing.damaged)})
+    def read() -> dict[str, Any]:
+        listing = checksums.list_whole(generation_names(folder.parent), read_one)
+        return {"data": listing.rows, **damage_told(listing.damaged)}
+
+    return await answer_read(request, read)
 
 
 @router.post("/v1/loops/{loop}/generations/{number}", Role.train, body=ANY, answer=CREATED)
@@ -160,7 +167,7 @@ async def finish_generation(services: Services, request: Request) -> Response:
     """Record a generation; the first record stays."""
     record = await read_json(request, services.max_body)
     path = _folder(services, request) / f"{path_number(request, 'number', 'generation')}.json"
-    created = await asyncio.to_thread(durable.create_file, path, _text(record))
+    created = await asyncio.to_thread(lambda: durable.create_file(path, _text(record)))
     return json_response({"created": created})
 
 

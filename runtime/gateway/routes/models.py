@@ -134,7 +134,7 @@ async def register_version(services: Services, request: Request) -> Response:
     `checkpoint`: an id, or a directory on the gateway's machine.
     """
     name, registry = path_id(request, "name", "model"), services.registry
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     checkpoint = field(body, "checkpoint", str)
     roots = may_name(request, services.model_roots)
     imported = await asyncio.to_thread(registry.import_checkpoint, checkpoint, roots)
@@ -199,7 +199,7 @@ async def receive_weights(services: Services, request: Request) -> Response:
 
 async def _leased(services: Services, request: Request) -> dict[str, Any]:
     """Return who asks for a replica, for how long, and whether by force. Raises Forbidden."""
-    body = await read_json(request, services.max_body) if has_body(request) else {}
+    body = await read_json(request, services.max_settings) if has_body(request) else {}
     force, caller = field(body, "force", bool, False), caller_of(request)
     if force:
         act = "to stage with force, which may take what is promoted off its last replica,"
@@ -243,7 +243,7 @@ async def roll_back(services: Services, request: Request) -> Response:
     `to`: another version that was promoted once, or any with `force`.
     """
     name = path_id(request, "name", "model")
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     to, force = body.get("to"), field(body, "force", bool, False)
     if to is not None:
         to = field(body, "to", int)
@@ -344,7 +344,7 @@ async def _named_version(
 ) -> tuple[ModelVersion, dict[str, Any]]:
     """Return the version that a request's body names, and the body. Raises NotFound, BadInput."""
     name = path_id(request, "name", "model")
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     return services.registry.resolve(f"{name}@{field(body, 'version', int)}"), body
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
@@ -10,7 +11,13 @@ from starlette.responses import Response
 from cray_agents.errors import StoreError
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role, key_names
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import field, json_response, read_json, real
+from cray_agents.runtime.gateway.http.bodies import (
+    answer_read,
+    field,
+    json_response,
+    read_json,
+    real,
+)
 from cray_agents.runtime.gateway.http.error_envelope import envelope
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.http.routing import query as query_of
@@ -167,8 +174,11 @@ async def list_warnings(services: Services, request: Request) -> Response:
     """
     since = real(query_of(request), "since", time.time() - DAY)
     missing = services.versions.missing()
-    warnings = await asyncio.to_thread(health_warnings, services.store, since, missing)
-    return json_response({"since": since, "data": warnings})
+
+    def read() -> dict[str, Any]:
+        return {"since": since, "data": health_warnings(services.store, since, missing)}
+
+    return await answer_read(request, read, long=True)
 
 
 @router.get(
@@ -208,7 +218,7 @@ async def renew_lease(services: Services, request: Request) -> Response:
 
     With 0 seconds the promoted version is loaded again. A stage with `force` begins a lease.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     holder, seconds = field(body, "holder", str), lease_seconds(body)
     return json_response(services.versions.leases.renew(holder, seconds).status())
 

@@ -13,11 +13,11 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
+    answer_read,
     json_response,
     number,
-    parse,
     path_id,
-    read_json,
+    read_record,
 )
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
@@ -79,7 +79,7 @@ async def ask_for_rollout(services: Services, request: Request) -> Response:
 
     The run is given up unless somebody asks for its state every two minutes until it begins.
     """
-    spec = parse(RolloutSpec, await read_json(request, services.max_body))
+    spec = await read_record(RolloutSpec, request, services.max_body)
     if not ID.fullmatch(spec.run_id):
         raise BadInput(f"run_id: {spec.run_id[:200]!r} is no run's id", param="run_id")
     caller = caller_of(request)
@@ -113,11 +113,11 @@ async def lease_rollout(services: Services, request: Request) -> Response:
 
     Its model calls go to the base URL `/runs/RUN/v1`.
     """
-    wanted = parse(LeaseRequest, await read_json(request, services.max_body))
+    wanted = await read_record(LeaseRequest, request, services.max_settings)
     leased = await services.rollouts.lease(
         wanted.environment, wanted.worker, wanted.seconds, wanted.wait
     )
-    return json_response({"rollout": leased})
+    return await answer_read(request, lambda: {"rollout": leased})
 
 
 @router.post(
@@ -129,7 +129,7 @@ async def lease_rollout(services: Services, request: Request) -> Response:
 )
 async def renew_rollout(services: Services, request: Request) -> Response:
     """Keep a run; without this it ends as failed by its worker when the lease does."""
-    renewal = parse(LeaseRenewal, await read_json(request, services.max_body))
+    renewal = await read_record(LeaseRenewal, request, services.max_settings)
     services.rollouts.renew(path_id(request, "run_id", "run"), renewal.lease, renewal.seconds)
     return json_response({})
 
@@ -146,7 +146,7 @@ async def finish_rollout(services: Services, request: Request) -> Response:
 
     An error is a failure of the infrastructure and no reward. The first end stays.
     """
-    result = parse(RolloutResult, await read_json(request, services.max_body))
+    result = await read_record(RolloutResult, request, services.max_body)
     rewards = [Reward(**given.model_dump(), source=SOURCE) for given in result.rewards]
     check_rewards(rewards, services.reward_limit, "rewards")
     await services.rollouts.finish(path_id(request, "run_id", "run"), result)

@@ -21,15 +21,16 @@ from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
+    answer_read,
     bucket_seconds,
     field,
-    json_in_thread,
     names_in,
     number,
     path_id,
     path_number,
     read_json,
 )
+from cray_agents.runtime.gateway.http.client_work import await_or_disconnect
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
     BUCKET,
@@ -41,8 +42,7 @@ from cray_agents.runtime.gateway.http.shapes import (
     count_up_to,
     object_of,
 )
-from cray_agents.runtime.gateway.long_reads import answer_long_read
-from cray_agents.runtime.gateway.model_calls.answer import await_or_disconnect, collect_answer
+from cray_agents.runtime.gateway.model_calls.answer import collect_answer
 from cray_agents.runtime.gateway.routes.trajectories import WHICH, one_of, run_query
 from cray_agents.runtime.gateway.services import Services, vocabulary_of
 from cray_agents.runtime.pool.engine.vllm_http import well_formed
@@ -127,7 +127,7 @@ async def run_statistics(services: Services, request: Request) -> Response:
             ),
         }
 
-    return await answer_long_read(services, request, read)
+    return await answer_read(request, read, long=True)
 
 
 @router.get(
@@ -158,7 +158,7 @@ async def diff_runs(services: Services, request: Request) -> Response:
         about = {**named, **diff, "turns": turns, "first": first}
         return to_json(about, inf_nan_mode="null", fallback=str)
 
-    return Response(await asyncio.to_thread(read), media_type="application/json")
+    return await answer_read(request, read)
 
 
 @router.get(
@@ -172,7 +172,7 @@ async def outline_run(services: Services, request: Request) -> Response:
     """Return a run without its messages: its facts, its rewards, and a mark for each turn."""
     params, run_id = query(request), path_id(request, "run_id", "run")
     first, limit = number(params, "from", 0), number(params, "limit", MARKS, MARKS)
-    return await json_in_thread(partial(services.run_pages.outline, run_id, first, limit))
+    return await answer_read(request, partial(services.run_pages.outline, run_id, first, limit))
 
 
 @router.get(
@@ -192,7 +192,7 @@ async def list_turns(services: Services, request: Request) -> Response:
     first, limit = number(params, "from", 0), number(params, "limit", 20, WINDOW)
     full = one_of(params, "full", ("false", "true")) == "true"
     read = partial(services.run_pages.window, run_id, first, limit, full=full)
-    return await json_in_thread(read)
+    return await answer_read(request, read)
 
 
 @router.get(
@@ -245,7 +245,7 @@ async def list_turn_tokens(services: Services, request: Request) -> Response:
             "exact": vocabulary.exact,
         }
 
-    return await json_in_thread(read)
+    return await answer_read(request, read)
 
 
 @router.post(
@@ -262,7 +262,7 @@ async def score_turn(services: Services, request: Request) -> Response:
     `top` likeliest tokens and the rest taken as one: a lower bound of the whole distribution's.
     """
     run_id, turn = path_id(request, "run_id", "run"), path_number(request, "number", "turn")
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     model, top = field(body, "model", str), field(body, "top", int, 5)
     if not 1 <= top <= TOP:
         raise BadInput(f"top must be from 1 to {TOP}, not {top}", param="top")
@@ -295,4 +295,4 @@ async def score_turn(services: Services, request: Request) -> Response:
         named = {"id": run_id, "n": turn, "model": version, "sampled_by": call["model"]}
         return {**named, **scored, "from_top": top}
 
-    return await json_in_thread(read)
+    return await answer_read(request, read)

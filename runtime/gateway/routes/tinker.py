@@ -16,15 +16,16 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput, Corrupt, CrayError, EngineError, NotFound
 from cray_agents.records import new_id
+from cray_agents.runtime.disk.turns import off_loop
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
     field,
     json_response,
-    parse,
     path_id,
     read_json,
+    read_record,
 )
 from cray_agents.runtime.gateway.http.error_envelope import envelope, status_of
 from cray_agents.runtime.gateway.http.routing import Router
@@ -142,7 +143,7 @@ async def drop_tinker_telemetry(services: Services, request: Request) -> Respons
 )
 async def create_tinker_sampler(services: Services, request: Request) -> Response:
     """Make a sampler of a model, or of saved weights. It stays with their version."""
-    new = parse(NewSampler, await read_json(request, services.max_body))
+    new = await read_record(NewSampler, request, services.max_settings)
     name = name_of_sampler(new.session_id, new.sampling_session_seq_id)
     if new.model_path is not None:
         saved = await asyncio.to_thread(services.tinker.saved, new.model_path)
@@ -181,7 +182,7 @@ async def retrieve_tinker_sampler(services: Services, request: Request) -> Respo
 )
 async def begin_tinker_sample(services: Services, request: Request) -> Response:
     """Sample from a sampler's version. Recorded as a completion of token ids is."""
-    given = parse(SampleRequest, await read_json(request, services.max_body))
+    given = await read_record(SampleRequest, request, services.max_body)
     sampler = await asyncio.to_thread(services.tinker.sampler, given.sampling_session_id)
     _check_sampler(request, sampler)
     request_id = f"{sampler.id}/sample/{given.seq_id}"
@@ -197,7 +198,7 @@ async def begin_tinker_sample(services: Services, request: Request) -> Response:
 @router.post("/api/v1/cancel_future", Role.use, body=object_of({"request_id": TEXT}), answer=ANY)
 async def cancel_tinker_future(services: Services, request: Request) -> Response:
     """End a sample that nobody waits for; anything else goes on."""
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     sample = _own_sample(services, request, field(body, "request_id", str))
     if sample is not None:
         sample.task.cancel()
@@ -230,7 +231,7 @@ async def retrieve_tinker_future(services: Services, request: Request) -> Respon
 
     A request that failed has an `error`, and a `category` that says whether the script is to blame.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     request_id = field(body, "request_id", str)
     owner, _, rest = request_id.partition("/")
     if not ID.fullmatch(owner) or not rest:
@@ -268,7 +269,8 @@ async def _sample_result(sample: TinkerSample | None, request_id: str) -> bytes 
         log.error("the sample %s failed", request_id, exc_info=failure)
         # as a failed request: the client would repeat a question that failed at once, for ever
         raise EngineError(f"the sample failed: {failure or type(failure).__name__}") from failure
-    return write_samples(sample.call.exchange.samples, sample.task.result())
+    answer = sample.task.result()
+    return await off_loop(len(answer), write_samples, sample.call.exchange.samples, answer)
 
 
 def _category(error: CrayError) -> str:

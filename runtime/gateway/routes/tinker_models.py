@@ -9,6 +9,7 @@ Called by tinker.py for futures. Read next: gateway/tinker/training_runs.py, wha
 import asyncio
 import contextlib
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -32,7 +33,9 @@ from cray_agents.runtime.gateway.http.bodies import (
     path_id,
     read_body,
     read_json,
+    read_record,
 )
+from cray_agents.runtime.gateway.http.client_work import aside, await_or_disconnect
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
     ANY,
@@ -97,7 +100,7 @@ async def create_tinker_model(services: Services, request: Request) -> Response:
 
     `base_model` is a name of this platform, `name@N`, or a hub's `owner/name`.
     """
-    new = parse(CreateModel, await read_json(request, services.max_body))
+    new = await read_record(CreateModel, request, services.max_settings)
     base = base_version(services, new.base_model)
     lora = new.lora_config
     job = {"parent": base.id, "hyperparameters": _hyper(lora)}
@@ -110,7 +113,7 @@ async def create_tinker_model(services: Services, request: Request) -> Response:
 @router.post("/api/v1/load_weights", Role.train, body=LoadWeights, answer=FUTURE, fails=FAILS)
 async def load_tinker_weights(services: Services, request: Request) -> Response:
     """Begin to train a model from saved weights, with their optimizer's state or a new one."""
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     if body.get("model_id") is not None:
         raise BadInput(
             "a model does not load other weights: make a new one with"
@@ -133,7 +136,7 @@ async def load_tinker_weights(services: Services, request: Request) -> Response:
 )
 async def unload_tinker_model(services: Services, request: Request) -> Response:
     """End a model's job. What it saved stays."""
-    given = parse(ModelRequest, await read_json(request, services.max_body))
+    given = await read_record(ModelRequest, request, services.max_settings)
     model = await _own_model(services, request, given.model_id)
     await asyncio.to_thread(services.trainer.cancel, model.job)
     return _future(f"{model.id}/unload", model.id)
@@ -142,7 +145,7 @@ async def unload_tinker_model(services: Services, request: Request) -> Response:
 @router.post("/api/v1/get_info", Role.train, body=ModelRequest, answer=ANY, fails="404 not_found")
 async def retrieve_tinker_model(services: Services, request: Request) -> Response:
     """Return the base and the kind of a model."""
-    given = parse(ModelRequest, await read_json(request, services.max_body))
+    given = await read_record(ModelRequest, request, services.max_settings)
     model = await asyncio.to_thread(services.tinker.model, given.model_id)
     data = {"model_name": model.base_model, "tokenizer_id": model.base_model}
     return json_response(
@@ -172,7 +175,8 @@ async def send_tinker_pass(services: Services, request: Request) -> Response:
     The body is a protocol buffer, and so is the result.
     """
     body = bytes(await read_body(request, services.max_body))
-    given = await asyncio.to_thread(forward_backward.read_request, body)
+    read = partial(forward_backward.read_request, body)
+    given = await await_or_disconnect(request, None, aside(request, read, long=True))
     model = await _own_model(services, request, given.model_id)
     return await _send(services, model, given.sequence, given.command, "pass")
 
@@ -180,7 +184,7 @@ async def send_tinker_pass(services: Services, request: Request) -> Response:
 @router.post("/api/v1/optim_step", Role.train, body=StepRequest, answer=FUTURE, fails=FAILS)
 async def send_tinker_step(services: Services, request: Request) -> Response:
     """Take a step of AdamW with the gradients since the last one."""
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     if "optimizer_params" in body:
         raise BadInput("only Adam is served: give adam_params", param="optimizer_params")
     step = parse(StepRequest, body)
@@ -207,7 +211,7 @@ async def save_tinker_weights_for_sampler(services: Services, request: Request) 
 
 
 async def _save(services: Services, request: Request, kind: SavedKind) -> Response:
-    save = parse(SaveRequest, await read_json(request, services.max_body))
+    save = await read_record(SaveRequest, request, services.max_settings)
     sampler = ""
     if save.path is None:
         if save.sampling_session_seq_id is None:
@@ -298,7 +302,7 @@ async def training_future(
 )
 async def describe_tinker_weights(services: Services, request: Request) -> Response:
     """Return the base and the kind of saved weights."""
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     saved = await asyncio.to_thread(services.tinker.saved, field(body, "tinker_path", str))
     model = await asyncio.to_thread(services.tinker.model, saved.model)
     fields = {"is_lora": model.rank is not None, "lora_rank": model.rank}

@@ -6,18 +6,19 @@ running while one waits for its result.
 
 import asyncio
 import time
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import (
+    answer_read,
     json_response,
     number,
-    parse,
     path_id,
     path_number,
-    read_json,
+    read_record,
 )
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import COUNT, TEXT, Described, count_up_to, object_of
@@ -45,7 +46,7 @@ async def send_training_command(services: Services, request: Request) -> Respons
     Another command under a number that is taken is refused: a second client writes to the job.
     """
     job_id = path_id(request, "job_id", "job")
-    sent = parse(CommandRequest, await read_json(request, services.max_body))
+    sent = await read_record(CommandRequest, request, services.max_body)
     await asyncio.to_thread(services.trainer.command, job_id, sent.sequence, sent.command)
     return json_response({"job_id": job_id, "sequence": sent.sequence})
 
@@ -76,8 +77,10 @@ async def read_training_result(services: Services, request: Request) -> Response
     sequence = path_number(request, "sequence", "command")
     wait = number(query(request), "wait", 0, LONGEST_WAIT)
     state, result = await await_result(services, job_id, sequence, wait)
-    content = None if result is None else result.model_dump(mode="json")
-    return json_response({"state": state, "result": content})
+    if result is None:
+        return json_response({"state": state, "result": None})
+    dump = partial(result.model_dump, mode="json")
+    return await answer_read(request, lambda: {"state": state, "result": dump()})
 
 
 async def await_result(

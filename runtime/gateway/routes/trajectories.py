@@ -3,20 +3,24 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, get_args
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import dump_json
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Event, Reward, Run, Split, StopReason, Usage, digest
+from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import Caller, caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     ID,
+    answer_read,
     field,
     json_response,
     number,
@@ -24,7 +28,16 @@ from cray_agents.runtime.gateway.http.bodies import (
     parse,
     path_id,
     read_json,
+    read_record,
+    size_of,
 )
+from cray_agents.runtime.gateway.http.bounds import (
+    ANSWER,
+    MAX_DESCRIPTIONS,
+    MAX_EVENTS,
+    check_count,
+)
+from cray_agents.runtime.gateway.http.client_work import aside
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import (
     AFTER,
@@ -46,6 +59,7 @@ from cray_agents.runtime.gateway.http.shapes import (
 )
 from cray_agents.runtime.gateway.ownership import check_claims
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import (
     CLOCK_SKEW,
     Feedback,
@@ -57,6 +71,7 @@ from cray_agents.runtime.views.run_pages import with_heads
 
 FILTERS = tuple(name for name in RunFilter.model_fields if name not in ("generations", "tags"))
 PAGE_LIMIT = 1000  # runs in one answer
+FEW = 20  # events that are checked and written on the event loop
 TOKEN_LISTS: dict[str, Any] = {"prompt_token_ids": [], "token_ids": [], "logprobs": []}
 
 _FILTER_SHAPES: dict[str, Shape] = {
@@ -115,15 +130,14 @@ async def list_runs(services: Services, request: Request) -> Response:
     if brief and tokens:
         raise BadInput("a summary has no tokens: leave out view, or tokens", param="tokens")
     read = partial(_summaries, services) if brief else partial(_runs, services, tokens)
-    return json_response(await asyncio.to_thread(_page, read, runs, limit))
+    return await answer_read(request, lambda: _page(read(runs), limit), long=True)
 
 
 @router.get("/v1/trajectories/{run_id}", Role.use, answer=RUN, fails="404 not_found")
 async def retrieve_run(services: Services, request: Request) -> Response:
     """Return a run, with its tokens."""
     run_id = path_id(request, "run_id", "run")
-    run = await asyncio.to_thread(services.store.run, run_id)
-    return json_response(_render(run, tokens=True))
+    return await answer_read(request, lambda: _render(services.store.run(run_id), tokens=True))
 
 
 @router.delete(
@@ -189,7 +203,7 @@ async def give_reward(services: Services, request: Request) -> Response:
     see it.
     """
     run_id = path_id(request, "run_id", "run")
-    feedback = parse(Feedback, await read_json(request, services.max_body))
+    feedback = await read_record(Feedback, request, services.max_body)
     check_rewards([Reward(**feedback.model_dump())], services.reward_limit)
     caller = caller_of(request)
     await services.run_owners.owners(caller, (), [run_id])
@@ -202,22 +216,28 @@ async def give_reward(services: Services, request: Request) -> Response:
 async def _append(services: Services, request: Request, run_id: str | None) -> Response:
     body = await read_json(request, services.max_body)
     values = field(body, "events", list)
+    check_count(values, MAX_EVENTS, "events", "events")
+    runs = [value for value in values if isinstance(value, dict) and value.get("kind") == "run"]
+    check_count(runs, MAX_DESCRIPTIONS, "descriptions of runs", "events")
     caller = caller_of(request)
-    events = [
-        _event(run_id, value, f"events.{n}", caller, services.reward_limit)
-        for n, value in enumerate(values)
-    ]
+
+    def read() -> list[Event]:
+        limit = services.reward_limit
+        return [_event(run_id, v, f"events.{n}", caller, limit) for n, v in enumerate(values)]
+
+    many = len(values) > FEW or size_of(request) > INLINE
+    events = await aside(request, read) if many else read()
     described = [event.run_id for event in events if event.kind == "run"]
     run_ids = (event.run_id for event in events)
     owners = await services.run_owners.owners(caller, described, run_ids)
     for event in events:
         if event.kind == "run":
             event.body["owner"] = owners[event.run_id]
-    appended = await services.store.append(events)
+    appended = await services.store.append(events, many=many)
     if services.traces is not None and appended.appended:
         for event in events:
             if event.kind == "run":
-                services.traces.end_run(Run.model_validate(services.store.redacted(event).body))
+                services.traces.end_run(await asyncio.to_thread(_redacted, services.store, event))
     for changed in {event.run_id for event in events}:
         await services.versions.live.note_reward(changed)
     return json_response(appended._asdict())
@@ -282,6 +302,10 @@ def _event(run_id: str | None, value: Any, at: str, caller: Caller, reward_limit
     )
 
 
+def _redacted(store: Store, event: Event) -> Run:
+    return Run.model_validate(store.redacted(event).body)
+
+
 def _with_giver(caller: Caller, reward: Reward) -> Reward:
     """Return the reward with the caller as its giver; only an admin may name another giver."""
     if caller.role is Role.admin and reward.giver:
@@ -295,23 +319,29 @@ def _without_calls(run: Run) -> Run:
     return run.model_copy(update={"trajectory": run.trajectory.model_copy(update={"turns": turns})})
 
 
-def _page(
-    read: Callable[[RunQuery], list[dict[str, Any]]], runs: RunQuery, limit: int
-) -> dict[str, Any]:
-    rows = read(runs)
-    return page(rows[:limit], len(rows) > limit)
+def _page(runs: Iterable[dict[str, Any]], limit: int) -> bytes:
+    """Return a page of at most `limit` runs, and of one more than `ANSWER` bytes."""
+    rows: list[dict[str, Any]] = []
+    texts: list[orjson.Fragment] = []
+    size = 0
+    for run in runs:
+        if len(rows) == limit or size > ANSWER:
+            return dump_json({**page(rows, True), "data": texts})
+        text = dump_json(run)
+        rows.append({"id": run["id"]})
+        texts.append(orjson.Fragment(text))
+        size += len(text)
+    return dump_json({**page(rows, False), "data": texts})
 
 
-def _runs(services: Services, tokens: bool, runs: RunQuery) -> list[dict[str, Any]]:
-    return [_render(run, tokens) for run in services.store.stream(runs)]
+def _runs(services: Services, tokens: bool, runs: RunQuery) -> Iterator[dict[str, Any]]:
+    return (_render(run, tokens) for run in services.store.stream(runs))
 
 
-def _summaries(services: Services, runs: RunQuery) -> list[dict[str, Any]]:
-    """Return the facts that the index holds, without reading events of described runs."""
-    return [
-        {"id": row.run_id, **{k: v for k, v in row._asdict().items() if k != "run_id"}}
-        for row in with_heads(services.store, services.store.facts(runs))
-    ]
+def _summaries(services: Services, runs: RunQuery) -> Iterator[dict[str, Any]]:
+    """Yield the facts that the index holds, without reading events of described runs."""
+    for row in with_heads(services.store, services.store.facts(runs)):
+        yield {"id": row.run_id, **{k: v for k, v in row._asdict().items() if k != "run_id"}}
 
 
 def _render(run: Run, tokens: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ parts. A part whose content is stored already is named by its `sha256` and not s
 """
 
 import asyncio
+from functools import partial
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from cray_agents.runtime.files.uploads import PART_BYTES, UploadPart, UploadRequ
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import field, json_response, parse, path_id, read_json
+from cray_agents.runtime.gateway.http.client_work import aside
 from cray_agents.runtime.gateway.http.multipart import Form, receive_form, too_large
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.http.shapes import (
@@ -76,7 +78,7 @@ async def create_upload(services: Services, request: Request) -> Response:
     filename and purpose, returns it with its parts. An upload whose content is stored already comes
     back `completed`. An upload expires a day after its last part.
     """
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     announced = parse(UploadRequest, body)
     check_filename(announced.filename)
     if announced.bytes > services.max_upload:
@@ -130,16 +132,15 @@ async def complete_upload(services: Services, request: Request) -> Response:
     Completed again, it is the same file.
     """
     upload_id = await _own_upload(services, request)
-    body = await read_json(request, services.max_body)
+    body = await read_json(request, services.max_settings)
     part_ids = field(body, "part_ids", list)
     if not all(isinstance(part_id, str) for part_id in part_ids):
         raise BadInput("part_ids must be a list of strings", param="part_ids")
     md5 = body.get("md5")
     if not isinstance(md5, str | None):
         raise BadInput("md5 must be a string", param="md5")
-    async with services.joining:
-        upload = await asyncio.to_thread(services.uploads.complete, upload_id, part_ids, md5)
-    response = json_response(upload)
+    join = partial(services.uploads.complete, upload_id, part_ids, md5)
+    response = json_response(await aside(request, join, long=True, ends=False))
     response.background = BackgroundTask(services.sweeper.sweep_if_due)
     return response
 

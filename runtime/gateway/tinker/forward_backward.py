@@ -9,7 +9,9 @@ import struct
 from typing import Any, NamedTuple
 
 from cray_agents.errors import BadInput
+from cray_agents.runtime.disk.turns import between_pieces
 from cray_agents.runtime.gateway.http.bodies import parse
+from cray_agents.runtime.gateway.http.bounds import MAX_DATUM, too_many
 from cray_agents.runtime.gateway.tinker.protobuf import (
     Fields,
     message,
@@ -102,6 +104,7 @@ class _TargetRow(NamedTuple):
     @classmethod
     def read(cls, content: bytes, index: int, loss: str) -> "_TargetRow":
         """Return a datum of a request. Raises BadInput, which names what is not served."""
+        between_pieces()
         fields, place = read_fields(content), f"data[{index}]"
         inputs = _input_tokens(fields, place)
         columns = _columns(fields, place)
@@ -186,6 +189,8 @@ def _is_flat(tensor: Fields) -> bool:
 
 def _unpack(content: bytes, kind: str, place: str) -> Numbers:
     size = struct.calcsize(f"<{kind}")
+    if len(content) > size * MAX_DATUM:
+        raise too_many(len(content) // size, MAX_DATUM, f"numbers in {place}", "data")
     if len(content) % size:
         raise BadInput(f"{place}: a tensor of {len(content)} bytes is cut off", param="data")
     return list(struct.unpack(f"<{len(content) // size}{kind}", content))

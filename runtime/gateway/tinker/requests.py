@@ -1,8 +1,9 @@
 """Requests on Tinker's wire that are JSON: the fields that are read here, and their limits."""
 
+from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from cray_agents.records import Record
 
@@ -106,7 +107,7 @@ class InputChunk(Record):
     """A part of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[Count]
+    tokens: Annotated[list[Count], FailFast()]
 
 
 class ModelInput(Record):
@@ -117,7 +118,7 @@ class ModelInput(Record):
     @property
     def tokens(self) -> list[int]:
         """The tokens of all parts."""
-        return [token for chunk in self.chunks for token in chunk.tokens]
+        return [*chain.from_iterable(chunk.tokens for chunk in self.chunks)]
 
 
 class SamplingParams(Record):

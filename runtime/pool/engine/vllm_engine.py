@@ -30,6 +30,7 @@ from cray_agents.errors import (
 )
 from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import WeightChange
+from cray_agents.runtime.disk.turns import off_loop
 from cray_agents.runtime.pool.engine.vllm_http import MALFORMED, Http, to_engine_error
 from cray_agents.runtime.pool.engine.weight_transfer import (
     STUCK,
@@ -133,7 +134,7 @@ class VllmEngine:
         async with self._send(exchange) as response:
             content = await response.read()
             size = int(response.headers.get(BODY, len(content)))
-            exchange.samples = _parse_samples(content[size:]) if exchange.capture else []
+            exchange.samples = await _parse_samples(content[size:]) if exchange.capture else []
         if exchange.capture:
             exchange.version = next((s.version for s in exchange.samples), "") or exchange.version
         yield content[:size].replace(*self._model_names(exchange))
@@ -148,7 +149,7 @@ class VllmEngine:
                 async for piece in pieces:
                     whole, rest = _split_events(rest + piece)
                     if exchange.capture and (at := whole.find(EVENT)) >= 0:
-                        exchange.samples = _parse_samples(whole[at + len(EVENT) :])
+                        exchange.samples = await _parse_samples(whole[at + len(EVENT) :])
                         complete = True
                         whole = whole[:at]
                     if (at := _find_error(whole)) >= 0:
@@ -161,7 +162,7 @@ class VllmEngine:
                 if exchange.capture:
                     tail = rest + await self._abort(exchange, response)
                     with suppress(*MALFORMED):
-                        exchange.samples = _parse_samples(tail.partition(EVENT)[2])
+                        exchange.samples = await _parse_samples(tail.partition(EVENT)[2])
                 raise
         if not complete:
             log.warning("%s: the stream of %s ended before its end", self.url, exchange.id)
@@ -179,7 +180,10 @@ class VllmEngine:
                 headers[MERGE] = "1"
         request = {**exchange.request, "model": self.model}
         return self._http.answer(
-            "POST", exchange.path, request, headers=headers, public_name=exchange.version
+            *("POST", exchange.path, request),
+            headers=headers,
+            public_name=exchange.version,
+            size=exchange.size,
         )
 
     def _model_names(self, exchange: EngineCall) -> tuple[bytes, bytes]:
@@ -480,9 +484,10 @@ def _split_events(text: bytes) -> tuple[bytes, bytes]:
     return (text[:end], text[end:]) if end > 1 else (b"", text)
 
 
-def _parse_samples(content: bytes) -> list[SampledSequence]:
+async def _parse_samples(content: bytes) -> list[SampledSequence]:
     """Parse the samples from vllm_plugins/capture.py, in the order of the answer's choices."""
-    samples = [_parse_sample(**sample) for sample in orjson.loads(content or b"[]")]
+    parsed = await off_loop(len(content), orjson.loads, content or b"[]")
+    samples = [_parse_sample(**sample) for sample in parsed]
     if len({sample.name for sample in samples}) > 1:  # several prompts, answered side by side
         samples.sort(key=lambda sample: int(sample.name.rpartition("-")[2]))
     return samples

@@ -11,6 +11,7 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from io import BytesIO
 from typing import Any
 
 import aiohttp
@@ -24,6 +25,7 @@ from cray_agents.errors import (
     VersionClosed,
 )
 from cray_agents.exact_json import dump_json
+from cray_agents.runtime.disk.turns import INLINE, off_loop
 from cray_agents.runtime.pool.engine.connectors import IDLE, ProvedConnector, SocketConnector
 from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
 
@@ -96,11 +98,13 @@ class Http:
         once: bool = False,
         headers: dict[str, str] | None = None,
         public_name: str = "",
+        size: int = 0,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a response with a good status. Raises EngineError and its kinds.
 
         The block is to read the answer, and may take its form for granted: see `well_formed`.
-        `public_name`: the model's name in an error, in place of the body's.
+        `public_name`: the model's name in an error, in place of the body's. `size`: about the
+        bytes of the body, which a thread writes as JSON if it is large.
         `once` closes the connection afterwards. vLLM drops it after a failed control request, and
         the `/resume` that has to follow must not fail because of that.
         """
@@ -111,7 +115,11 @@ class Http:
         limit = aiohttp.ClientTimeout(
             total=None, sock_connect=connect, sock_read=timeout or self.timeout
         )
-        content = None if body is None else dump_json(body)
+        content: bytes | BytesIO | None = None
+        if body is not None:
+            content = await off_loop(size, dump_json, body)
+            if len(content) > INLINE:  # sent in pieces, as the server takes them
+                content = BytesIO(content)
         headers = {"Content-Type": "application/json", **(headers or {})}
         if once:
             headers["Connection"] = "close"

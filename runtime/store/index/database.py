@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cray_agents.errors import CrayError, DiskFull, StoreError
+from cray_agents.runtime.disk.turns import statements_in_pieces
 from cray_agents.runtime.store.index import schema
-from cray_agents.runtime.store.index.given_up import ending_given_up
 
 if TYPE_CHECKING:
     from cray_agents.runtime.store.index.key_filter import KeyFilter
@@ -91,7 +91,7 @@ class Database:
             except IndexError:
                 connection = self._open_reader()
             try:
-                with ending_given_up(connection):
+                with statements_in_pieces(connection):
                     yield connection
             finally:
                 if idle is self._idle and len(idle) < READERS and not self._closed:

@@ -240,7 +240,7 @@ def test_no_run_holds_the_requests_of_two_clients(alike: int, steps: list[tuple[
         for text in said[1 : taken[client] + 1]:
             messages += [{"role": "assistant", "content": "Hm."}, *says(text)]
         hashes = chain(messages, "")
-        known = conversations.find(hashes, messages, "")
+        known = conversations.find(hashes, messages)
         run_id = known.run_id if known else f"run_{number}"
         if end != "refused" and taken[client] >= alike:
             owners.setdefault(run_id, set()).add(client)
@@ -312,7 +312,7 @@ def test_only_so_many_are_remembered() -> None:
     found = []
     for number, messages in enumerate(asked):
         turns = [*messages, {"role": "assistant", "content": f"a{number}"}, *says("?")]
-        found.append(conversations.find(chain(turns, ""), turns, ""))
+        found.append(conversations.find(chain(turns, ""), turns))
     assert [known and known.run_id for known in found] == [None, "run_1", "run_2"]
 
 

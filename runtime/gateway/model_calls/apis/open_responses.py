@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from cray_agents.exact_json import dump_json, load_json
+from cray_agents.runtime.disk.turns import off_loop
 from cray_agents.runtime.gateway.model_calls.apis import Body
 from cray_agents.runtime.pool.engine.vllm_http import well_formed
 
@@ -33,14 +34,15 @@ async def complete_answer(
     async with aclosing(pieces):
         if not request.get("stream"):
             content = b"".join([piece async for piece in pieces])
-            with well_formed("the replica"):
-                content = dump_json(_complete_response(load_json(content), request))
-            yield content
+            yield await off_loop(len(content), _complete_whole, content, request)
             return
         async for piece in pieces:
-            with well_formed("the replica"):
-                piece = _complete_events(piece, request)
-            yield piece
+            yield await off_loop(len(piece), _complete_events, piece, request)
+
+
+def _complete_whole(content: bytes, request: Body) -> bytes:
+    with well_formed("the replica"):
+        return dump_json(_complete_response(load_json(content), request))
 
 
 def _complete_events(piece: bytes, request: Body) -> bytes:
@@ -49,11 +51,12 @@ def _complete_events(piece: bytes, request: Body) -> bytes:
         if not event.startswith(_CHANGED):
             continue
         head, _, content = event.partition(b"\ndata: ")
-        data = load_json(content)
-        if "response" in data:
-            _complete_response(data["response"], request)
-        _complete_item(data.get("item") or {})
-        _complete_part(data.get("part") or {})
+        with well_formed("the replica"):
+            data = load_json(content)
+            if "response" in data:
+                _complete_response(data["response"], request)
+            _complete_item(data.get("item") or {})
+            _complete_part(data.get("part") or {})
         events[number] = head + b"\ndata: " + dump_json(data)
     return b"\n\n".join(events)
 
