@@ -28,11 +28,15 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
 
     with importing_much():
+        from uvicorn.config import HTTP_PROTOCOLS
+
         if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
             from vllm import envs
 
             envs.enable_envs_cache()
         limit_all_templates()
+        # with vLLM's own choice, its bounds of heads have no effect
+        HTTP_PROTOCOLS["auto"] = "cray_agents.runtime.vllm_plugins.heads:BoundedHeads"
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     if "--headless" in sys.argv:
