@@ -15,7 +15,10 @@ template_time.py interrupts a chat template that loops, so that only its own req
 
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import parent_process
+from typing import Any
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
 from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
@@ -35,6 +38,7 @@ def main() -> None:
 
             envs.enable_envs_cache()
         limit_all_templates()
+        _limit_tokenizing()
         # with vLLM's own choice, its bounds of heads have no effect
         HTTP_PROTOCOLS["auto"] = "cray_agents.runtime.vllm_plugins.heads:BoundedHeads"
         from vllm.entrypoints.launchers.api_server.entry import main as serve
@@ -43,6 +47,23 @@ def main() -> None:
         _serve_headless()
     else:
         serve()
+
+
+def _limit_tokenizing() -> None:
+    """Refuse to turn more into tokens, or back, than the model reads: as vLLM's other routes do."""
+    from vllm.entrypoints.serve.tokenize.protocol import (
+        DetokenizeRequest,
+        TokenizeChatRequest,
+        TokenizeCompletionRequest,
+    )
+
+    for kind in (TokenizeCompletionRequest, TokenizeChatRequest, DetokenizeRequest):
+        original = kind.build_tok_params
+
+        def build(request: Any, model: Any, original: Callable[..., Any] = original) -> Any:
+            return replace(original(request, model), max_total_tokens=model.max_model_len)
+
+        kind.build_tok_params = build
 
 
 def _serve_headless() -> None:

@@ -23,6 +23,7 @@ from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import ID, check_unmarked, read_json
+from cray_agents.runtime.gateway.http.bounds import check_sampling
 from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
@@ -245,6 +246,7 @@ def check_fields(api: SamplingApi, body: Body) -> list[Message]:
     for name in OBJECT_FIELDS:
         if not isinstance(body.get(name), dict | None):
             raise BadInput(f"{name} must be an object", param=name)
+    check_sampling(body)
     return messages
 
 

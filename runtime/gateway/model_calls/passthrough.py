@@ -10,6 +10,7 @@ from cray_agents.errors import BadInput, EngineError
 from cray_agents.ports import EngineCall
 from cray_agents.records import new_id
 from cray_agents.runtime.gateway.http.bodies import check_unmarked, path_id, read_json
+from cray_agents.runtime.gateway.http.bounds import check_texts
 from cray_agents.runtime.gateway.model_calls.answer import (
     await_or_disconnect,
     collect_answer,
@@ -32,6 +33,7 @@ def check_embedded(body: Body) -> None:
         for one in given
     ):
         raise BadInput("input must be a text, token ids, or a list of these", param="input")
+    check_texts("input", given)
 
 
 def _is_token(value: Any) -> bool:
