@@ -2,7 +2,7 @@
 
 httptools has no bound of its own: whoever reaches the port, with a key or without, could fill the
 memory of the process and hold up its loop. Used by the replicas' servers (server.py), whose own
-bounds hold for uvicorn's slower parser alone, and by the gateway (runtime/gateway/http/protocol.py).
+bounds hold for uvicorn's slower parser alone, and by runtime/gateway/http/protocol.py.
 """
 
 from httptools import HttpParserError

@@ -3,6 +3,7 @@
 The gateway is a process of its own whose shared root is a tmpfs of two MiB, in a mount namespace.
 """
 
+import asyncio
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ from urllib.error import HTTPError
 import pytest
 
 from cray_agents.paths import Home
+from cray_agents.runtime.batches.chunks import RequestLine
+from cray_agents.runtime.batches.line_request import LineSender
 
 ROOT = Path(__file__).parents[2]
 SIZE = 2 * 2**20  # bytes of the disk
@@ -82,6 +85,28 @@ def fill(home: Home) -> Path:
 
 def everything(home: Home) -> set[str]:
     return {str(path.relative_to(home.root)) for path in home.root.rglob("*")}
+
+
+async def test_a_batchs_line_waits_for_room(tmp_path: Path) -> None:
+    with small_gateway(tmp_path / "home") as (url, home):
+        line = RequestLine(1, json.dumps({"custom_id": "a", "body": CHAT}).encode())
+        sender, filler = LineSender(url), fill(home)
+        try:
+            sending = asyncio.create_task(sender.send("batch_1", "/v1/chat/completions", line))
+            full = 'status="507"'
+            async with asyncio.timeout(100):
+                while full not in await asyncio.to_thread(metrics, url):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                assert not sending.done()
+                filler.unlink()
+                assert (await sending).status == 200
+        finally:
+            await sender.close()
+
+
+def metrics(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        return str(answer.read().decode())
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -36,7 +36,7 @@ def tool(schema: Any, **more: Any) -> dict[str, Any]:
 
 AT_THE_BOUND: dict[str, dict[str, Any]] = {
     "choices": {"structured_outputs": {"choice": WORDS}},
-    "a pattern": {"structured_outputs": {"regex": "[a-z]{1,%d}" % REPEATS}},
+    "a pattern": {"structured_outputs": {"regex": f"[a-z]{{1,{REPEATS}}}"}},
     "an id": {"structured_outputs": {"regex": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"}},
     "braces": {"structured_outputs": {"regex": r"\{99999\}[{99999}]"}},
     "a grammar": {"structured_outputs": {"grammar": 'root ::= "a"'.ljust(GRAMMAR)}},
@@ -51,7 +51,7 @@ AT_THE_BOUND: dict[str, dict[str, Any]] = {
 BEYOND: dict[str, dict[str, Any]] = {
     "choices": {"structured_outputs": {"choice": [*WORDS, "one more"]}},
     "long choices": {"structured_outputs": {"choice": ["x" * GRAMMAR, "y"]}},
-    "a pattern": {"structured_outputs": {"regex": "[a-z]{1,%d}" % (REPEATS + 1)}},
+    "a pattern": {"structured_outputs": {"regex": f"[a-z]{{1,{REPEATS + 1}}}"}},
     "nested repeats": {"structured_outputs": {"regex": "(([a-z]{1,30}){1,30}){1,30}"}},
     "a long pattern": {"structured_outputs": {"regex": "a" * (GRAMMAR + 1)}},
     "a pattern within": {"response_format": {"json_schema": {"schema": {"pattern": "a{9999}"}}}},

@@ -594,10 +594,18 @@ async def test_a_schema_that_takes_long_holds_up_no_other(gateway: Gateway) -> N
 async def test_heads_at_a_replica_are_bounded(gateway: Gateway) -> None:
     """Whoever reaches its port sends them, without its secret."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.pool.status()[0]["port"])
-    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 100_000)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 600_000)
     async with asyncio.timeout(100):
         assert b" 431 " in await reader.readuntil(b"\r\n")
     writer.close()
+
+
+async def test_models_tell_the_length_of_their_context(client: openai.AsyncOpenAI) -> None:
+    models = [model.to_dict() async for model in client.models.list()]
+    assert {(one["id"], one["root"], one["max_model_len"]) for one in models} == {
+        ("calc", "calc@1", 1024),
+        ("calc@1", "calc@1", 1024),
+    }
 
 
 async def test_what_is_refused_by_vllm_names_the_parameter(client: openai.AsyncOpenAI) -> None:

@@ -5,6 +5,7 @@ What is larger is refused before it is read, parsed or sent on.
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import orjson
@@ -100,10 +101,8 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
         if key in _FREE and not isinstance(value, dict):
             continue
         if key in ("json", "structural_tag") and isinstance(value, str):
-            try:
+            with suppress(orjson.JSONDecodeError):  # too long, or the engine's to refuse
                 value = orjson.loads(value[: CONSTRAINT_BYTES + 1])
-            except orjson.JSONDecodeError:
-                pass  # too long, or the engine's to refuse
         yield key, value
         if isinstance(value, dict):
             rest += value.items()

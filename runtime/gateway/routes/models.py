@@ -6,7 +6,7 @@ are ModelEvents, numbered per name: promoted, rolled_back, rejected, canary_star
 
 import asyncio
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -50,10 +50,21 @@ from cray_agents.runtime.registry.canary import CanaryTest
 from cray_agents.runtime.registry.lineage import Ancestry, lineage_of, lineage_of_all
 from cray_agents.runtime.registry.registry import ModelEvent
 
+Contexts: TypeAlias = dict[str, int | None]  # lengths in tokens, by version or name
+
 ANTHROPIC_PAGE, ANTHROPIC_PAGE_MOST = 20, 1000  # models in a page of Anthropic's list
 MODEL = NamedShape(
     "Model",
-    object_of({"id": TEXT, "object": {"const": "model"}, "created": WHOLE, "owned_by": TEXT}),
+    object_of(
+        {
+            "id": TEXT,
+            "object": {"const": "model"},
+            "created": WHOLE,
+            "owned_by": TEXT,
+            "root": TEXT,
+            "max_model_len": WHOLE_OR_NONE,
+        }
+    ),
 )
 MODEL_LIST = NamedShape(
     "ModelList", object_of({"object": {"const": "list"}, "data": list_of(MODEL)})
@@ -79,11 +90,13 @@ router = Router("Versions")
 async def list_models(services: Services, request: Request) -> Response:
     """List the models that can be called.
 
-    Each promoted `name`, and each `name@N`.
+    Each promoted `name`, and each `name@N`. `root`: the version that answers. `max_model_len`: the
+    tokens of its context; null where no replica holds a version of that name.
     """
     if "run_id" in request.path_params:
         path_id(request, "run_id", "run")
-    models = await asyncio.to_thread(_models, services)
+    contexts = await _contexts(services)
+    models = await asyncio.to_thread(_models, services, contexts)
     if is_anthropic(request.scope):
         return json_response(_anthropic_page(request, [_anthropic(m) for m in models.values()]))
     return json_response({"object": "list", "data": list(models.values())})
@@ -99,7 +112,7 @@ async def list_lineage(services: Services, request: Request) -> Response:
 async def retrieve_model(services: Services, request: Request) -> Response:
     """Return a model."""
     name = path_id(request, "model", "model")
-    model = _model(name, services.registry.resolve(name))
+    model = _model(name, services.registry.resolve(name), await _contexts(services))
     return json_response(_anthropic(model) if is_anthropic(request.scope) else model)
 
 
@@ -350,7 +363,15 @@ def _who_and_why(request: Request, body: dict[str, Any]) -> dict[str, str]:
     return {"who": who, "reason": field(body, "reason", str, "")}
 
 
-def _models(services: Services) -> dict[str, dict[str, Any]]:
+async def _contexts(services: Services) -> Contexts:
+    """Return the context lengths of the versions that replicas hold, and of their names."""
+    servers = [server for server in services.pool.engines() if server.engine is not None]
+    found = await asyncio.gather(*(server.engine.context() for server in servers if server.engine))
+    contexts = {s.version: length for s, length in zip(servers, found, strict=True)}
+    return {version.partition("@")[0]: length for version, length in contexts.items()} | contexts
+
+
+def _models(services: Services, contexts: Contexts) -> dict[str, dict[str, Any]]:
     registry = services.registry
     models = {}
     for name in registry.names():
@@ -359,14 +380,20 @@ def _models(services: Services) -> dict[str, dict[str, Any]]:
         except NotFound:  # a folder without a version
             continue
         if promoted is not None:
-            models[name] = _model(name, promoted)
-        models.update({version.id: _model(version.id, version) for version in versions})
+            models[name] = _model(name, promoted, contexts)
+        models.update({one.id: _model(one.id, one, contexts) for one in versions})
     return models
 
 
-def _model(model_id: str, version: ModelVersion) -> dict[str, Any]:
-    created = int(version.created)
-    return {"id": model_id, "object": "model", "created": created, "owned_by": "cray-agents"}
+def _model(model_id: str, version: ModelVersion, contexts: Contexts) -> dict[str, Any]:
+    return {
+        "id": model_id,
+        "object": "model",
+        "created": int(version.created),
+        "owned_by": "cray-agents",
+        "root": version.id,
+        "max_model_len": contexts.get(version.id, contexts.get(version.name)),
+    }
 
 
 def _anthropic(model: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import logging
 import ssl
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ class VllmEngine:
         self._http = Http(url, secret, timeout, tls)
         self._load_timeout = load_timeout
         self._weights = ""  # the hash of those that the server holds; "": unknown
+        self._context: int | None = None
         self._kept = False  # whether the last sleep kept them
 
     @property
@@ -440,9 +441,19 @@ class VllmEngine:
         """Return the directory that the server was started on. Raises EngineUnavailable."""
         async with self._http.answer("GET", "/health", timeout=5.0):
             pass
+        return str((await self._card())["root"])
+
+    async def context(self) -> int | None:
+        """Return how many tokens the server's model reads; None while it does not answer."""
+        if self._context is None:
+            with suppress(EngineError):
+                self._context = (await self._card()).get("max_model_len")
+        return self._context
+
+    async def _card(self) -> dict[str, Any]:
         async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
-            answer = orjson.loads(await response.read())
-        return str(answer["data"][0]["root"])
+            card: dict[str, Any] = orjson.loads(await response.read())["data"][0]
+        return card
 
     async def close(self) -> None:
         """Drop the connections."""
