@@ -1,7 +1,9 @@
 """The gateway's routes other than model calls: refusals, runs, versions, jobs, loops."""
 
 import hashlib
+import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -66,6 +68,11 @@ async def test_every_refusal_is_an_envelope(gateway: Gateway) -> None:
     for method, path, body, status, code in REFUSALS:
         actual, answer = await gateway.call(method, path, data=body or None)
         assert (actual, answer["error"]["code"]) == (status, code), (method, path, body[:60])
+
+
+async def test_a_byte_order_mark_before_a_body_is_dropped(gateway: Gateway) -> None:
+    body = BOM_UTF8 + json.dumps({"model": "calc", "messages": says("a")}).encode()
+    assert (await gateway.call("POST", CHAT, data=body))[0] == 200
 
 
 async def test_a_chunked_body_has_the_same_limit(gateway: Gateway) -> None:

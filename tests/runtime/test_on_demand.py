@@ -11,6 +11,7 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from tests.runtime.test_version_switcher import Slow, change, register, says_version, versions_on
+from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import Gateway, says, served, until
 from tests.support.scripted_pool import Mortal, checkpoint, probe
 from tests.support.scripted_pool import serving as pool_serving
@@ -47,7 +48,7 @@ async def test_what_cannot_be_loaded_is_refused_at_once_with_what_to_do(
 async def test_no_replica_starts_for_embeddings_of_what_only_generates(tmp_path: Path) -> None:
     spare = Mortal(engine())
     async with served(tmp_path, engine(), spares=[spare]) as gateway:
-        model = checkpoint(tmp_path / "second", b"second")
+        model = bare_model(tmp_path / "second", b"second")
         (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
         body = {"checkpoint": str(model)}
         assert (await gateway.call("POST", "/v1/models/calc/versions", json=body))[0] == 200

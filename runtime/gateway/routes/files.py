@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -108,7 +109,8 @@ async def create_file(services: Services, request: Request) -> Response:
     Streamed to the disk, at most 8 GiB. Larger files: POST /v1/uploads.
     """
     files = services.files
-    async with receive_form(request, "file", files.blobs.draft, services.max_file) as form:
+    draft_of = partial(files.blobs.draft, sent=True)
+    async with receive_form(request, "file", draft_of, services.max_file) as form:
         draft, fields = _checked(form)
         owner = caller_of(request).key_id
         file = await asyncio.to_thread(_publish, files, draft, {**fields, "owner": owner})
