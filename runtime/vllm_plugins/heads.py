@@ -78,8 +78,8 @@ class BoundedHeads(HttpToolsProtocol):
         self.transport.write(head % (status, len(message)) + message.encode())
         self.transport.close()
 
-    def _count(self, *parts: bytes) -> None:
-        self._bytes += sum(map(len, parts))
+    def _count(self, *texts: bytes) -> None:
+        self._bytes += sum(map(len, texts))
         if self._is_too_large():
             raise HttpParserError(TOO_LARGE)
 

@@ -60,7 +60,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "a schema as text": {"structured_outputs": {"json": json.dumps(properties(OPTIONAL + 1))}},
     "a long text": {"structured_outputs": {"json": '"' + "x" * CONSTRAINT_BYTES + '"'}},
     "a tag": {"structured_outputs": {"structural_tag": json.dumps({"pattern": "a{9999}"})}},
-    "optional": {"text": {"format": {"schema": properties(2 * OPTIONAL, 90)}}},
+    "optional": {"text": {"format": {"schema": properties(2 * OPTIONAL, OPTIONAL - 9)}}},
     "a schema": {"response_format": {"json_schema": {"schema": properties(5000, 5000)}}},
     "enums": {"output_format": {"schema": {"enum": ["x" * 100] * 1000}}},
     "wide": {"structured_outputs": {"json": {"enum": [1] * 10**6}}},

@@ -12,13 +12,13 @@ import orjson
 
 from cray_agents.errors import BadInput
 
-# What vLLM is given to sample by. It compiles a constraint before the answer begins, on few
-# threads and one loop for all requests; at these bounds for about a second of one core.
+# What vLLM is given to sample by. It compiles a constraint before the answer begins: at these bounds
+# for some seconds of a core, in which other requests go on (vllm_plugins/scheduler.py).
 CONSTRAINT_BYTES = 64 * 2**10  # of a field below, or of the tools of which one has to be called
 CHOICES = 1000
 GRAMMAR = 16 * 2**10  # characters of a grammar, a pattern, or all choices
 REPEATS = 512  # characters that a pattern's repeats may spell out: [a-z]{1,50} has 50
-OPTIONAL = 100  # properties that need not be there, of an object (of k objects: divided by sqrt k)
+OPTIONAL = 150  # properties that need not be there, of an object (of k objects: divided by sqrt k)
 DIGITS = 100  # of the limits of numbers: of k numbers divided by sqrt k, too
 LISTS = {  # the most members
     "tools": 256,
