@@ -12,8 +12,8 @@ import orjson
 
 from cray_agents.errors import BadInput
 
-# What vLLM is given to sample by. It compiles a constraint before the answer begins: at these bounds
-# for some seconds of a core, in which other requests go on (vllm_plugins/scheduler.py).
+# What vLLM is given to sample by. It compiles a constraint before the answer begins. At these
+# bounds that takes seconds of a core, in which other requests go on (vllm_plugins/scheduler.py).
 CONSTRAINT_BYTES = 64 * 2**10  # of a field below, or of the tools of which one has to be called
 CHOICES = 1000
 GRAMMAR = 16 * 2**10  # characters of a grammar, a pattern, or all choices

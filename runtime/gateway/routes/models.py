@@ -365,9 +365,9 @@ def _who_and_why(request: Request, body: dict[str, Any]) -> dict[str, str]:
 
 async def _contexts(services: Services) -> Contexts:
     """Return the context lengths of the versions that replicas hold, and of their names."""
-    servers = [server for server in services.pool.engines() if server.engine is not None]
-    lengths = await asyncio.gather(*(server.engine.context() for server in servers if server.engine))
-    contexts = {s.version: length for s, length in zip(servers, lengths, strict=True)}
+    engines = {s.version: s.engine for s in services.pool.engines() if s.engine is not None}
+    lengths = await asyncio.gather(*(engine.context() for engine in engines.values()))
+    contexts = dict(zip(engines, lengths, strict=True))
     return {version.partition("@")[0]: length for version, length in contexts.items()} | contexts
 
 
