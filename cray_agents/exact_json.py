@@ -7,6 +7,7 @@ Imported everywhere; it imports nothing of the package.
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +23,12 @@ def load_json(
     """Parse JSON as it is written: whole numbers keep all digits. Raises ValueError.
 
     Half a character (a lone surrogate, `\\ud83d`) is JSON that no UTF-8 can carry. It becomes "?",
-    as in the results of an agent's own tools, and `on_replaced` is called.
+    as in the results of an agent's own tools, and `on_replaced` is called. A byte order mark, which
+    Windows programs put first, is dropped.
     """
     data = data.encode() if isinstance(data, str) else data
+    if data[:3] == BOM_UTF8:
+        data = data[3:]
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:

@@ -112,7 +112,8 @@ def serve_http(
     except OSError as error:
         raise SetupError(f"port {port} cannot be used: {error.strerror}: choose another") from error
     app = server.streamable_http_app(streamable_http_path=PATH, host="127.0.0.1")
-    http = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    # uvicorn's other parser takes heads of any size
+    http = uvicorn.Server(uvicorn.Config(app, http="h11", log_level="warning"))
     ready(f"http://127.0.0.1:{listener.getsockname()[1]}{PATH}")
     asyncio.run(http.serve(sockets=[listener]))
 

@@ -247,7 +247,7 @@ def _publish(path: Path, lines: list[bytes]) -> bool:
 
 def _stopped_record(batch_id: str, number: int, raw: bytes, stopped: Stopped) -> bytes:
     error = {"code": f"batch_{stopped}", "message": STOPPED[stopped]}
-    return _record(batch_id, number, orjson.loads(raw)["custom_id"], None, error)
+    return _record(batch_id, number, load_json(raw)["custom_id"], None, error)
 
 
 def _record(

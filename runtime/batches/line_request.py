@@ -17,7 +17,7 @@ import aiohttp
 from cray_agents.exact_json import dump_json, load_json
 from cray_agents.runtime.batches.chunks import RequestLine
 
-TEMPORARY = {408, 425, 429, 503, 504}  # temporary, not caused by the line
+TEMPORARY = {408, 425, 429, 503, 504, 507}  # not caused by the line; 507: until there is room
 UNAUTHORIZED = {401, 403}  # caused by this worker's key, not by the line
 SERVER_ERRORS = {500, 502}  # temporary or caused by the line: tried SERVER_ERROR_ATTEMPTS times
 SERVER_ERROR_ATTEMPTS = 8  # attempts, in about 20 seconds

@@ -9,6 +9,7 @@ import hashlib
 import time
 import zlib
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -181,7 +182,7 @@ def check_line(raw: bytes, endpoint: str) -> tuple[str, str]:
     if len(raw) > MAX_LINE:
         raise Refused("line_too_long", f"This line is longer than {MAX_LINE} bytes.")
     try:
-        line = orjson.loads(raw)
+        line = orjson.loads(raw.removeprefix(BOM_UTF8))
     except ValueError:
         message = "This line is not parseable as valid JSON."
         raise Refused("invalid_json_line", message) from None

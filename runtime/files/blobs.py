@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from cray_agents.errors import NotFound, StoreError
+from cray_agents.errors import DiskFull, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums, durable
@@ -31,6 +31,9 @@ STRETCH = 64 << 20  # bytes per copy by the kernel
 DRAFT_SECONDS = 86400.0  # age at which a draft's writer must be dead
 GRACE_SECONDS = 3600.0  # since a content's last use: time in which a record of its use is written
 ASIDE = ".aside"
+#: What clients' files leave free, so that calls can still be recorded: the lesser of a share of the
+#: disk and of bytes.
+KEPT_FREE, KEPT_FREE_BYTES = 0.05, 5 * 2**30
 NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 log = logging.getLogger(__name__)
@@ -45,12 +48,16 @@ class Blob:
 
 
 class BlobDraft:
-    """A content being written. A context manager: an unpublished draft is removed on exit."""
+    """A content being written. A context manager: an unpublished draft is removed on exit.
 
-    def __init__(self, blobs: "Blobs") -> None:
+    `sent`: a client sends it, and it may not take the last of the disk.
+    """
+
+    def __init__(self, blobs: "Blobs", sent: bool = False) -> None:
         self.size = 0
         self.path = blobs.home.drafts / new_id("draft")
         self._blobs = blobs
+        self._sent = sent
         self._hasher = hashlib.sha256()
         with _disk(self.path):
             blobs.home.drafts.mkdir(parents=True, exist_ok=True)
@@ -70,6 +77,7 @@ class BlobDraft:
     def write(self, data: bytes | memoryview) -> None:
         """Append and hash. Call it from a thread: it takes 1 to 2 ms per MiB. Raises StoreError."""
         with _disk(self.path):
+            self._check_room(len(data))
             self._file.write(data)
         self._hasher.update(data)
         self.size += len(data)
@@ -87,9 +95,23 @@ class BlobDraft:
     def copy(self, sources: Sequence[Path]) -> None:
         """Append whole files without hashing them, by the kernel if possible."""
         with _disk(self.path):
+            self._check_room(sum(source.stat().st_size for source in sources))
             for source in sources:
                 with source.open("rb") as file:
                     self.size += _copy(file, self._file)
+
+    def _check_room(self, more: int) -> None:
+        """Raise DiskFull for a client's content that leaves too little room."""
+        if not self._sent:
+            return
+        disk = os.statvfs(self._blobs.home.drafts)
+        kept = min(KEPT_FREE * disk.f_blocks * disk.f_frsize, KEPT_FREE_BYTES)
+        free = disk.f_bavail * disk.f_frsize
+        if free - more < kept:
+            raise DiskFull(
+                f"the platform's disk has {free} bytes free, of which {kept:.0f} are kept for the "
+                "records of calls: delete files that are not needed, or ask an administrator"
+            )
 
     def _publish(self, sha256: str) -> Blob:
         path = self._blobs.path(sha256)
@@ -151,9 +173,9 @@ class Blobs:
             return None
         return self.size(sha256)
 
-    def draft(self) -> BlobDraft:
-        """Begin a new content. Raises StoreError."""
-        return BlobDraft(self)
+    def draft(self, sent: bool = False) -> BlobDraft:
+        """Begin a new content; see BlobDraft. Raises StoreError."""
+        return BlobDraft(self, sent)
 
     def join(self, contents: Sequence[str]) -> Blob:
         """Concatenate contents in this order to a new one. Raises NotFound, StoreError.
@@ -162,7 +184,7 @@ class Blobs:
         """
         if len(contents) == 1 and (size := self.keep(contents[0])) is not None:
             return Blob(contents[0], size)
-        with self.draft() as draft, ThreadPoolExecutor(1, "join") as copier:
+        with self.draft(sent=True) as draft, ThreadPoolExecutor(1, "join") as copier:
             paths = self._kept_paths(contents)
             copying = copier.submit(draft.copy, paths)
             sha256 = _digest(paths, "sha256")

@@ -97,7 +97,7 @@ def _is_directory(path: Path) -> bool:
 
 def _resolve_within(path: Path, roots: Sequence[Path] | None) -> Path:
     """Resolve a path's links. Raises AccessDenied outside the roots, also if nothing exists."""
-    real = Path(os.path.realpath(path)) if "\0" not in str(path) else path
+    real = Path(os.path.realpath(path))
     if roots is not None and not any(real.is_relative_to(os.path.realpath(r)) for r in roots):
         raise AccessDenied(
             "this key may name checkpoints by id, name or name@N, and directories that lie under"
@@ -301,8 +301,10 @@ class Registry:
         """Return a checkpoint's directory by directory, checkpoint id, `name@N` or `name`.
 
         `within`: directories outside the home must lie in one of these, links resolved; None: any.
-        Raises NotFound, AccessDenied.
+        Raises BadInput, NotFound, AccessDenied.
         """
+        if "\0" in reference:
+            raise BadInput(f"no path has a NUL in it: {reference!r}", param="checkpoint")
         if NAME.fullmatch(reference) and self.home.checkpoint(reference).is_dir():
             return self.home.checkpoint(reference)
         path = Path(reference)

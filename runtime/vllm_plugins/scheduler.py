@@ -15,6 +15,7 @@ every `EVERY` tokens, at the end, and when capture.py asks for them before it ab
 
 import functools
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,13 @@ from vllm.v1.outputs import LogprobsLists
 MARK = "cray_agents_capture"  # in a request's extra_args
 PROBE = "cray_agents_probe"  # in extra_args too; runtime/pool/engine/vllm_engine.py repeats it
 EVERY = 64  # tokens
+COMPILERS = 16  # threads; vLLM has one per two cores, and one slow schema held up all others
 
 
 def scheduler(**arguments: Any) -> Scheduler:
     """Make a LeanScheduler of the kind that vLLM's configuration asks for."""
     _extend_engine_core()
+    arguments["structured_output_manager"].executor = ThreadPoolExecutor(COMPILERS)
     config = arguments["vllm_config"].scheduler_config
     kind = AsyncLeanScheduler if config.async_scheduling else LeanScheduler
     return kind(**arguments)

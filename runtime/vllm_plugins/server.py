@@ -19,7 +19,10 @@ template_time.py interrupts a chat template that loops, so that only its own req
 import os
 import socket
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import parent_process
+from typing import Any
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
 from cray_agents.runtime.vllm_plugins.lock import SOCKET
@@ -34,11 +37,16 @@ def main() -> None:
     os.register_at_fork(after_in_child=lambda: die_with_parent(pid))
 
     with importing_much():
+        from uvicorn.config import HTTP_PROTOCOLS
+
         if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork":
             from vllm import envs
 
             envs.enable_envs_cache()
         limit_all_templates()
+        _limit_tokenizing()
+        # with vLLM's own choice, its bounds of heads have no effect
+        HTTP_PROTOCOLS["auto"] = "cray_agents.runtime.vllm_plugins.heads:BoundedHeads"
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     if handle := os.environ.get(SOCKET):  # a bound one; --port alone would be refused: it is taken
@@ -49,6 +57,23 @@ def main() -> None:
         _serve_headless()
     else:
         serve()
+
+
+def _limit_tokenizing() -> None:
+    """Refuse to turn more into tokens, or back, than the model reads: as vLLM's other routes do."""
+    from vllm.entrypoints.serve.tokenize.protocol import (
+        DetokenizeRequest,
+        TokenizeChatRequest,
+        TokenizeCompletionRequest,
+    )
+
+    for kind in (TokenizeCompletionRequest, TokenizeChatRequest, DetokenizeRequest):
+        original = kind.build_tok_params
+
+        def build(request: Any, model: Any, original: Callable[..., Any] = original) -> Any:
+            return replace(original(request, model), max_total_tokens=model.max_model_len)
+
+        kind.build_tok_params = build
 
 
 def _serve_headless() -> None:

@@ -117,3 +117,61 @@ async def test_a_head_that_others_may_read_otherwise_is_refused(tmp_path: Path, 
         )
         assert refused.startswith(b"HTTP/1.1 400 "), refused
         assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+LONG = b"x" * 100_000
+MANY = b"".join(b"x-%d: 1\r\n" % number for number in range(1000))
+CHUNKED = b"POST /v1/batches HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+LARGE_HEADS = {
+    "a long target": b"GET /" + LONG,
+    "a long value": HEAD + b"x: " + LONG + b"\r\n\r\n",
+    "a long name": HEAD + LONG,
+    "many": HEAD + MANY + b"\r\n",
+    "empty lines": b"\r\n" * 400_000,
+    "an extension": CHUNKED + b"1;" + LONG,
+    "a long trailer": CHUNKED + b"0\r\nx: " + LONG,
+    "many trailers": CHUNKED + b"0\r\n" + MANY,
+}
+
+
+@pytest.mark.parametrize("name", LARGE_HEADS)
+async def test_a_large_head_is_refused(tmp_path: Path, name: str) -> None:
+    """What goes on without end is not read to its end, either."""
+    async with site_at(tmp_path) as site, hurried(site, 20) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        answer = asyncio.create_task(reader.read())
+        async with asyncio.timeout(30):
+            for at in range(0, len(LARGE_HEADS[name]), 30_000):
+                if writer.is_closing():
+                    break
+                writer.write(LARGE_HEADS[name][at : at + 30_000])
+                await asyncio.sleep(0.01)
+            head, _, body = (await answer).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 431 ") and b"connection: close" in head
+        assert json.loads(body)["error"]["code"] == "headers_too_large"
+
+
+async def test_a_head_below_the_bounds_is_served(tmp_path: Path) -> None:
+    head = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    few = b"".join(b"x-%d: %b\r\n" % (number, b"y" * 250) for number in range(200))
+    async with site_at(tmp_path) as site, hurried(site, 20) as port:
+        assert (await answer_to(port, head + few + b"\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_the_answers_to_earlier_requests_come_before_a_refusal(tmp_path: Path) -> None:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    call = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+    async with site_at(tmp_path) as site, hurried(site, 20) as port:
+        for sent, status in ((HEAD + MANY, b"431"), (b"NONSENSE\r\n\r\n", b"400")):
+            answer = await answer_to(port, call + call + sent)
+            assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", status]
+
+
+async def test_trailers_do_not_become_headers(tmp_path: Path) -> None:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    head = HEAD + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+    chunks = b"%x\r\n%b\r\n0\r\nx-run-id: of-the-trailer\r\n\r\n" % (len(body), body)
+    async with site_at(tmp_path) as site, hurried(site, 20) as port:
+        answer = await answer_to(port, head + chunks)
+        assert answer.startswith(b"HTTP/1.1 200 ") and b"of-the-trailer" not in answer

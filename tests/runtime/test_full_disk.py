@@ -3,6 +3,7 @@
 The gateway is a process of its own whose shared root is a tmpfs of two MiB, in a mount namespace.
 """
 
+import asyncio
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ from urllib.error import HTTPError
 import pytest
 
 from cray_agents.paths import Home
+from cray_agents.runtime.batches.chunks import RequestLine
+from cray_agents.runtime.batches.line_request import LineSender
 
 ROOT = Path(__file__).parents[2]
 SIZE = 2 * 2**20  # bytes of the disk
@@ -82,6 +85,37 @@ def fill(home: Home) -> Path:
 
 def everything(home: Home) -> set[str]:
     return {str(path.relative_to(home.root)) for path in home.root.rglob("*")}
+
+
+def test_uploads_leave_room_for_records(tmp_path: Path) -> None:
+    with small_gateway(tmp_path / "home") as (url, home):
+        status, answered = upload(url, bytes(SIZE * 96 // 100))
+        assert (status, answered["error"]["code"]) == (507, "disk_full")
+        assert "kept for the records of calls" in answered["error"]["message"]
+        size = SIZE // 10
+        statuses = [upload(url, bytes([number]) * size)[0] for number in range(10)]
+        assert statuses[0] == 200 and statuses[-1] == 507
+        for _ in range(5):
+            assert call(f"{url}/v1/chat/completions", CHAT)[0] == 200
+        assert not list(home.drafts.iterdir())
+
+
+async def test_a_batchs_line_waits_for_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_gateway(tmp_path / "home") as (url, home):
+        line = RequestLine(1, json.dumps({"custom_id": "a", "body": CHAT}).encode())
+        sender, filler = LineSender(url), fill(home)
+        try:
+            sending = asyncio.create_task(sender.send("batch_1", "/v1/chat/completions", line))
+            async with asyncio.timeout(100):
+                while ": 507 " not in caplog.text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                assert not sending.done()
+                filler.unlink()
+                assert (await sending).status == 200
+        finally:
+            await sender.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -166,6 +166,42 @@ def test_the_fuzz_knows_every_route_that_takes_a_body() -> None:
     assert model_calls & set(BODIES) <= set(IN_RUNS)
 
 
+@pytest.mark.timeout(900)
+def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
+    """In the place of each text of each body."""
+
+    async def ask_all(site: Site) -> None:
+        wire, root = Wire(site.port), site.home.root
+        for path in ("/a\0b/c", f"{root}/a\0/b", "/\ud800/" + "x" * 300):
+            odd = json.dumps(path)
+            for template, body in BODIES.items():
+                for number in range(len(places_of(body))):
+                    changed = json.loads(json.dumps(body))
+                    holder, key = places_of(changed)[number]
+                    holder[key] = "THE PATH"
+                    content = json.dumps(changed).replace('"THE PATH"', odd).encode()
+                    target = template.replace("{run_id}", "run_1")
+                    _check(
+                        await wire.ask(request("POST", target, content, {}, site.known)), template
+                    )
+        wire.close()
+
+    with site_at(tmp_path) as site:
+        asyncio.run(ask_all(site))
+
+
+def places_of(body: Any) -> list[tuple[Any, Any]]:
+    """Where a JSON value has texts: their lists or objects, and indexes or keys."""
+    inner = body.items() if isinstance(body, dict) else enumerate(body)
+    places = []
+    for key, value in list(inner):
+        if isinstance(value, str):
+            places.append((body, key))
+        elif isinstance(value, dict | list):
+            places += places_of(value)
+    return places
+
+
 @pytest.mark.timeout(900 + 120 * TIMES)
 def test_random_requests(tmp_path: Path) -> None:
     statuses: Counter[tuple[str, int]] = Counter()

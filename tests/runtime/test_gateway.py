@@ -1,7 +1,9 @@
 """The gateway's routes other than model calls: refusals, runs, versions, jobs, loops."""
 
 import hashlib
+import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -66,6 +68,11 @@ async def test_every_refusal_is_an_envelope(gateway: Gateway) -> None:
     for method, path, body, status, code in REFUSALS:
         actual, answer = await gateway.call(method, path, data=body or None)
         assert (actual, answer["error"]["code"]) == (status, code), (method, path, body[:60])
+
+
+async def test_a_byte_order_mark_before_a_body_is_dropped(gateway: Gateway) -> None:
+    body = BOM_UTF8 + json.dumps({"model": "calc", "messages": says("a")}).encode()
+    assert (await gateway.call("POST", CHAT, data=body))[0] == 200
 
 
 async def test_a_chunked_body_has_the_same_limit(gateway: Gateway) -> None:
@@ -191,7 +198,9 @@ async def test_versions_staging_and_promotion(gateway: Gateway, tmp_path: Path) 
     assert (status, report["passed"], gateway.engine.version) == (200, True, "calc@2")
     models = {model.id async for model in gateway.client().models.list()}
     assert models == {"calc", "calc@1", "calc@2"}
-    assert (await gateway.client().models.retrieve("calc@2")).owned_by == "cray-agents"
+    model = await gateway.client().models.retrieve("calc")
+    assert (model.owned_by, model.to_dict()["root"]) == ("cray-agents", "calc@1")
+    assert model.to_dict()["max_model_len"] is None  # a scripted engine has no such bound
     body = {"version": 2, "who": "me", "reason": "better"}
     status, promotion = await gateway.call("POST", "/v1/models/calc/promote", json=body)
     assert (promotion["number"], promotion["version"]) == (2, 2)

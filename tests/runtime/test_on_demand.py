@@ -11,6 +11,7 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from tests.runtime.test_version_switcher import Slow, change, register, says_version, versions_on
+from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import Gateway, says, served, until
 from tests.support.scripted_pool import Mortal, checkpoint, probe
 from tests.support.scripted_pool import serving as pool_serving
@@ -42,6 +43,19 @@ async def test_what_cannot_be_loaded_is_refused_at_once_with_what_to_do(
         assert "models promote calc@2" in error.value.message
         assert error.value.response.headers["x-should-retry"] == "false"
         assert versions_on(gateway) == ["calc@1"] and (await gateway.ask("hi")).text == "calc@1"
+
+
+async def test_no_replica_starts_for_embeddings_of_what_only_generates(tmp_path: Path) -> None:
+    spare = Mortal(engine())
+    async with served(tmp_path, engine(), spares=[spare]) as gateway:
+        model = bare_model(tmp_path / "second", b"second")
+        (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        body = {"checkpoint": str(model)}
+        assert (await gateway.call("POST", "/v1/models/calc/versions", json=body))[0] == 200
+        body = {"model": "calc@2", "input": "a"}
+        status, answer = await gateway.call("POST", "/v1/embeddings", json=body)
+        assert (status, answer["error"]["code"]) == (400, "unsupported_model")
+        assert spare.starts == 0
 
 
 async def test_it_is_loaded_by_a_spare_replica_that_displaces_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from pydantic import BaseModel
 from cray_agents import Agent, ConstrainedEngine, OpenAIEngine, tool
 from cray_agents.agent.tool import as_tool, perform
 from cray_agents.engines.chat_completions import Assembly, tidy
-from cray_agents.records import ModelCall
+from cray_agents.errors import EngineError
+from cray_agents.ports import EngineCall
+from cray_agents.records import ModelCall, new_id
 from cray_agents.runtime.gateway.model_calls.relay import KEEP_ALIVE
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.vllm_plugins.lock import HEADER
@@ -548,6 +550,65 @@ async def test_too_long_a_context_is_told_as_openai_tells_it(
     ):
         status, answer = await gateway.call("POST", path, json={"model": "calc", **fields})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), path
+
+
+async def test_more_than_the_model_reads_becomes_no_tokens(gateway: Gateway) -> None:
+    """Refused by its length: nobody waits until it is tokens."""
+    long, engine = "1 " * 1_000_000, gateway.services.pool
+    for path, fields in (
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": [{"role": "user", "content": long}]}),
+        ("/detokenize", {"tokens": [5] * 100_000}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": long}]}),
+        ("/v1/completions", {"prompt": long}),
+    ):
+        exchange = EngineCall(path, {"model": "calc", **fields}, new_id("x")[2:], capture=False)
+        with pytest.raises(EngineError, match="maximum context length is 1024") as refusal:
+            [piece async for piece in engine.answer("calc@1", exchange)]
+        assert refusal.value.status == 400
+
+
+async def test_a_schema_that_takes_long_holds_up_no_other(gateway: Gateway) -> None:
+    """Here one that the gateway would refuse."""
+
+    def ask(**constraint: Any) -> "asyncio.Task[list[bytes]]":
+        body = {
+            "model": "calc",
+            "messages": USER,
+            "max_tokens": 3,
+            "structured_outputs": constraint,
+        }
+        exchange = EngineCall(CHAT, body, new_id("x")[2:])
+
+        async def answered() -> list[bytes]:
+            return [piece async for piece in gateway.pool.answer("calc@1", exchange)]
+
+        return asyncio.create_task(answered())
+
+    async with asyncio.timeout(300):
+        slow = ask(choice=[f"{number:06}" for number in range(25_000)])
+        await asyncio.sleep(1)
+        for number in range(5):
+            await ask(json={"enum": [number]})
+        assert not slow.done()
+        await slow
+
+
+async def test_heads_at_a_replica_are_bounded(gateway: Gateway) -> None:
+    """Whoever reaches its port sends them, without its secret."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.pool.status()[0]["port"])
+    writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 600_000)
+    async with asyncio.timeout(100):
+        assert b" 431 " in await reader.readuntil(b"\r\n")
+    writer.close()
+
+
+async def test_models_tell_the_length_of_their_context(client: openai.AsyncOpenAI) -> None:
+    models = [model.to_dict() async for model in client.models.list()]
+    assert {(one["id"], one["root"], one["max_model_len"]) for one in models} == {
+        ("calc", "calc@1", 1024),
+        ("calc@1", "calc@1", 1024),
+    }
 
 
 async def test_what_is_refused_by_vllm_names_the_parameter(client: openai.AsyncOpenAI) -> None:

@@ -383,6 +383,10 @@ def test_an_agent_as_a_server_over_http_for_another_agent(agent_file: Path) -> N
             agent = Agent(name="a", tools=server.tools, engine=ScriptedEngine(script))
             (call,) = agent.run_sync("go").trajectory.turns[0].tool_calls
             assert call.result["output"] == "It is 4."
+        port = int(line.split()[-1].rpartition(":")[2].partition("/")[0])
+        with socket.create_connection(("127.0.0.1", port), 60) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 100_000)
+            assert connection.recv(100).startswith(b"HTTP/1.1 400 ")  # an endless head
         process.send_signal(signal.SIGINT)
         process.wait(20)
     finally:

@@ -1,6 +1,5 @@
 """`batch` command: queue a file of requests on a platform, watch it, fetch its results."""
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from cray_agents.cli.screen import (
 )
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
+from cray_agents.exact_json import load_json
 from cray_agents.platform.client import Platform
 from cray_agents.platform.transport import typed_error
 
@@ -223,7 +223,7 @@ def first_url(file: Path) -> str:
     with file.open("rb") as content:
         line = content.readline(16 * 2**20)
     try:
-        return str(json.loads(line)["url"])
+        return str(load_json(line)["url"])
     except (ValueError, KeyError, TypeError):
         raise BadInput(
             f"the first line of {file} is no batch request: "

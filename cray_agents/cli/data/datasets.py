@@ -84,7 +84,8 @@ class RecipeOptions:
         float | None, _option("Keep this fraction of the tasks apart.", min=0)
     ] = None
     near_duplicates: Annotated[
-        float | None, _option("Leave out what is this similar to an earlier sample.", min=0)
+        float | None,
+        _option("Leave out what is so similar to an earlier sample: above 0, up to 1."),
     ] = None
     held_out: Annotated[
         list[str] | None,
@@ -240,7 +241,7 @@ def recipe_of(
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")
         fields = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:  # raised by both parsers, and by text that is not UTF-8
         raise BadInput(f"{path} is no recipe: {error}", param="recipe") from error

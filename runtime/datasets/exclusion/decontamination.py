@@ -212,7 +212,7 @@ def texts_of_file(files: Files, name: str) -> Iterator[HeldText]:
 
 def text_in(line: str) -> str:
     """Return the text of a line; "" for an empty line."""
-    line = line.strip()
+    line = line.strip().removeprefix("\ufeff")  # a byte order mark
     if line.startswith("{"):
         try:
             return _text_of_record(orjson.loads(line)) or line

@@ -1,4 +1,4 @@
-"""HTTP protocol: uvicorn's, with an error envelope for malformed HTTP and a limit for heads.
+"""HTTP protocol: uvicorn's, with an error envelope for malformed HTTP and limits for heads.
 
 Malformed bytes never reach the app. The server is made with
 `uvicorn.Config(app, http=protocol(head_timeout), ws="none")`. middleware.py limits the wait for a
@@ -8,17 +8,22 @@ body; uvicorn limits the wait between two requests.
 import asyncio
 
 from httptools import HttpParserError
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cray_agents.runtime.gateway.http.error_envelope import envelope
+from cray_agents.runtime.vllm_plugins.heads import BoundedHeads
 
 HEAD = (
-    b"HTTP/1.1 %b\r\nconnection: close\r\n"
+    b"HTTP/1.1 %d %b\r\nconnection: close\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
+REFUSALS = {
+    400: (b"Bad Request", "invalid_http"),
+    408: (b"Request Timeout", "request_timeout"),
+    431: (b"Request Header Fields Too Large", "headers_too_large"),
+}
 
 
-class Protocol(HttpToolsProtocol):
+class Protocol(BoundedHeads):
     """A connection to a client."""
 
     head_timeout = 20.0  # seconds from the start of the connection or a head to the head's end
@@ -26,6 +31,7 @@ class Protocol(HttpToolsProtocol):
     _waiting: asyncio.TimerHandle | None = None
     _head_started = False  # a byte of the head has arrived
     _problem = ""  # what is wrong with the head, beyond its form
+    _refusal = b""  # the last answer, which waits for those to earlier requests
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for the first head."""
@@ -39,6 +45,8 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of a head, a body, or several requests."""
+        if self._refusal:
+            return
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:  # uvicorn waits no more, either
             self._head_started = True
@@ -55,10 +63,12 @@ class Protocol(HttpToolsProtocol):
             raise HttpParserError(self._problem)
         super().on_headers_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer bytes that cannot be parsed, and end the connection."""
-        message = self._problem or f"{msg} The head or the framing of the body is wrong."
-        self._refuse(b"400 Bad Request", envelope(400, message, "invalid_http"))
+    def on_response_complete(self) -> None:
+        """Begin the next request that is here; after the last one refuse what follows it."""
+        super().on_response_complete()
+        if self._refusal and self.cycle.response_complete and not self.transport.is_closing():
+            self.transport.write(self._refusal)
+            self.transport.close()
 
     def _wait(self) -> None:
         if self._waiting is None and not self.transport.is_closing():
@@ -75,10 +85,21 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
             return
         message = f"the head of the request was not whole after {self.head_timeout:g} s"
-        self._refuse(b"408 Request Timeout", envelope(408, message, "request_timeout"))
+        self.refuse(408, message)
 
-    def _refuse(self, status: bytes, body: bytes) -> None:
-        self.transport.write(HEAD % (status, len(body)) + body)
+    def refuse(self, status: int, message: str) -> None:
+        """Answer with an error after the answers to earlier requests, and end the connection."""
+        self._wait_no_more()
+        phrase, code = REFUSALS[status]
+        body = envelope(status, self._problem or message, code)
+        refusal = HEAD % (status, phrase, len(body)) + body
+        cycle = self.cycle
+        answered = cycle is None or cycle.response_complete
+        if self.in_head and not answered:
+            self._refusal = refusal
+            return
+        if answered or not (self.pipeline or cycle.response_started):
+            self.transport.write(refusal)
         self.transport.close()
 
 

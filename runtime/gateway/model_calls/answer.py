@@ -37,6 +37,7 @@ from cray_agents.runtime.gateway.http.bounds import (
     MAX_MESSAGES,
     MAX_RECORDED,
     check_count,
+    check_sampling,
 )
 from cray_agents.runtime.gateway.http.client_work import aside, await_or_disconnect
 from cray_agents.runtime.gateway.model_calls.admission import Ticket
@@ -321,6 +322,7 @@ def check_fields(api: SamplingApi, body: Body) -> list[Message]:
     for name in OBJECT_FIELDS:
         if not isinstance(body.get(name), dict | None):
             raise BadInput(f"{name} must be an object", param=name)
+    check_sampling(body)
     return messages
 
 

@@ -116,7 +116,8 @@ async def create_file(services: Services, request: Request) -> Response:
     Streamed to the disk, at most 8 GiB. Larger files: POST /v1/uploads.
     """
     files = services.files
-    async with receive_form(request, "file", files.blobs.draft, services.max_file) as form:
+    draft_of = partial(files.blobs.draft, sent=True)
+    async with receive_form(request, "file", draft_of, services.max_file) as form:
         draft, fields = _checked(form)
         owner = caller_of(request).key_id
         file = await asyncio.to_thread(_publish, files, draft, {**fields, "owner": owner})

@@ -6,7 +6,7 @@ are ModelEvents, numbered per name: promoted, rolled_back, rejected, canary_star
 
 import asyncio
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,10 +52,21 @@ from cray_agents.runtime.registry.canary import CanaryTest
 from cray_agents.runtime.registry.lineage import Ancestry, lineage_of, lineage_of_all
 from cray_agents.runtime.registry.registry import ModelEvent
 
+Contexts: TypeAlias = dict[str, int | None]  # lengths in tokens, by version or name
+
 ANTHROPIC_PAGE, ANTHROPIC_PAGE_MOST = 20, 1000  # models in a page of Anthropic's list
 MODEL = NamedShape(
     "Model",
-    object_of({"id": TEXT, "object": {"const": "model"}, "created": WHOLE, "owned_by": TEXT}),
+    object_of(
+        {
+            "id": TEXT,
+            "object": {"const": "model"},
+            "created": WHOLE,
+            "owned_by": TEXT,
+            "root": TEXT,
+            "max_model_len": WHOLE_OR_NONE,
+        }
+    ),
 )
 MODEL_LIST = NamedShape(
     "ModelList", object_of({"object": {"const": "list"}, "data": list_of(MODEL)}, DAMAGED)
@@ -81,11 +92,12 @@ router = Router("Versions")
 async def list_models(services: Services, request: Request) -> Response:
     """List the models that can be called.
 
-    Each promoted `name`, and each `name@N`.
+    Each promoted `name`, and each `name@N`. `root`: the version that answers. `max_model_len`: the
+    tokens of its context; null where no replica holds a version of that name.
     """
     if "run_id" in request.path_params:
         path_id(request, "run_id", "run")
-    listing = await asyncio.to_thread(_models, services)
+    listing = await asyncio.to_thread(_models, services, await _contexts(services))
     models, damage = [m for rows in listing.rows for m in rows], damage_told(listing.damaged)
     if is_anthropic(request.scope):
         answer = _anthropic_page(request, [_anthropic(m) for m in models])
@@ -103,7 +115,7 @@ async def list_lineage(services: Services, request: Request) -> Response:
 async def retrieve_model(services: Services, request: Request) -> Response:
     """Return a model."""
     name = path_id(request, "model", "model")
-    model = _model(name, services.registry.resolve(name))
+    model = _model(name, services.registry.resolve(name), await _contexts(services))
     return json_response(_anthropic(model) if is_anthropic(request.scope) else model)
 
 
@@ -354,7 +366,15 @@ def _who_and_why(request: Request, body: dict[str, Any]) -> dict[str, str]:
     return {"who": who, "reason": field(body, "reason", str, "")}
 
 
-def _models(services: Services) -> checksums.Listing[list[dict[str, Any]]]:
+async def _contexts(services: Services) -> Contexts:
+    """Return the context lengths of the versions that replicas hold, and of their names."""
+    engines = {s.version: s.engine for s in services.pool.engines() if s.engine is not None}
+    lengths = await asyncio.gather(*(engine.context() for engine in engines.values()))
+    contexts = dict(zip(engines, lengths, strict=True))
+    return {version.partition("@")[0]: length for version, length in contexts.items()} | contexts
+
+
+def _models(services: Services, contexts: Contexts) -> checksums.Listing[list[dict[str, Any]]]:
     """Return the models of each name: the bare name once it is promoted, and its versions."""
     registry = services.registry
 
@@ -363,15 +383,21 @@ def _models(services: Services) -> checksums.Listing[list[dict[str, Any]]]:
             promoted, versions = registry.promoted(name), registry.versions(name)
         except NotFound:  # a folder without a version
             return []
-        bare = [] if promoted is None else [_model(name, promoted)]
-        return [*bare, *(_model(version.id, version) for version in versions)]
+        bare = [] if promoted is None else [_model(name, promoted, contexts)]
+        return [*bare, *(_model(version.id, version, contexts) for version in versions)]
 
     return checksums.list_whole(registry.names(), read)
 
 
-def _model(model_id: str, version: ModelVersion) -> dict[str, Any]:
-    created = int(version.created)
-    return {"id": model_id, "object": "model", "created": created, "owned_by": "cray-agents"}
+def _model(model_id: str, version: ModelVersion, contexts: Contexts) -> dict[str, Any]:
+    return {
+        "id": model_id,
+        "object": "model",
+        "created": int(version.created),
+        "owned_by": "cray-agents",
+        "root": version.id,
+        "max_model_len": contexts.get(version.id, contexts.get(version.name)),
+    }
 
 
 def _anthropic(model: dict[str, Any]) -> dict[str, Any]:

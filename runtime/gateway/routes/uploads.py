@@ -110,7 +110,7 @@ async def add_upload_part(services: Services, request: Request) -> Response:
     """
     upload_id = await _own_upload(services, request)
     await asyncio.to_thread(services.uploads.check_pending, upload_id)
-    draft = services.files.blobs.draft
+    draft = partial(services.files.blobs.draft, sent=True)
     async with receive_form(request, "data", draft, PART_BYTES) as form:
         part = await asyncio.to_thread(_add_part, services.uploads, upload_id, form)
     return json_response(part.to_openai())

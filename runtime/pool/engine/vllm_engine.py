@@ -103,6 +103,7 @@ class VllmEngine:
         self._http = Http(url, secret, timeout, tls)
         self._load_timeout = load_timeout
         self._weights = ""  # the hash of those that the server holds; "": unknown
+        self._context: int | None = None
         self._kept = False  # whether the last sleep kept them
 
     @property
@@ -449,8 +450,19 @@ class VllmEngine:
         """Return the directory that the server was started on. Raises EngineUnavailable."""
         async with self._http.answer("GET", "/health", timeout=5.0):
             pass
+        return str((await self._card())["root"])
+
+    async def context(self) -> int | None:
+        """Return how many tokens the server's model reads; None while it does not answer."""
+        if self._context is None:
+            with suppress(EngineError):
+                self._context = (await self._card()).get("max_model_len")
+        return self._context
+
+    async def _card(self) -> dict[str, Any]:
         async with self._http.answer("GET", "/v1/models", timeout=5.0) as response:
-            return str(orjson.loads(await response.read())["data"][0]["root"])
+            card: dict[str, Any] = orjson.loads(await response.read())["data"][0]
+            return {"root": str(card["root"]), "max_model_len": card.get("max_model_len")}
 
     async def close(self) -> None:
         """Drop the connections."""

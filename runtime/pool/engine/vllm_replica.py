@@ -395,6 +395,8 @@ def command(
         *listens,
         *("--dtype", dtype, "--max-model-len", str(settings.max_model_len or "auto")),
         *("--max-num-seqs", str(settings.max_num_seqs)),
+        # with one, a long text that becomes tokens holds up all other requests
+        *("--renderer-num-workers", "4"),
         *("--enable-auto-tool-choice", "--tool-call-parser", settings.tool_call_parser),
         *(("--reasoning-parser", name) if (name := settings.reasoning_parser) else ()),
         # recorded logprobs must be of the distribution that was sampled from ...
