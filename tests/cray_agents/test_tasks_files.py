@@ -94,7 +94,7 @@ def test_bad_tables(tmp_path: Path, content: str, message: str) -> None:
     path.write_text(content)
     with pytest.raises(BadInput, match=message):
         TaskSet.from_csv(path)
-    with pytest.raises(BadInput, match=r"cannot read tasks from .*none\.csv: No such file"):
+    with pytest.raises(BadInput, match=r"cannot read .*none\.csv: No such file"):
         TaskSet.from_csv(tmp_path / "none.csv")
 
 
@@ -191,7 +191,7 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
         (NAMED, {"config": "x"}, "no configuration 'x'; there are main, other"),
         ("configs: [{data_files: gone.csv}]\n", {}, "names 'gone.csv', and no file is that"),
         ("configs: [{data_files: ../t.csv}]\n", {}, "leads out of the folder"),
-        ("configs: [\n", {}, "its front matter is not YAML"),
+        ("configs: [\n", {}, "its front matter is unusable"),
         ("", {"config": "x"}, "no configuration 'x'; there are none"),
         ("", {}, "holds no .csv, .json, .jsonl, .parquet, .tsv files"),
     ],
