@@ -59,6 +59,8 @@ def refuse_costly(data: bytes) -> bytes:
 
     A value takes up to eighty times its text. The marks of JSON are counted, also those in texts.
     """
+    if len(data) <= MOST_CONTAINERS:
+        return data  # the usual one, however it is made
     opened = data.count(b"{") + data.count(b"[")
     memory = opened * (MOST_MEMORY // MOST_CONTAINERS) + data.count(b",") * _VALUE
     if memory > MOST_MEMORY:

@@ -164,7 +164,7 @@ def _batch_size(path: Path, about: Any) -> int:
                 param="path",
             )
         largest = max(largest, size)
-    return min(BATCH, max(4, SMALL // largest))
+    return min(BATCH, max(2, SMALL // largest))
 
 
 def _unreadable(path: Path, error: OSError) -> BadInput:

@@ -21,8 +21,9 @@ LONGEST = 64 * 2**20  # bytes of one record, or characters of a line of text
 HEAD = 64 * 2**10  # bytes of the file that must hold its first character
 _SPACE = b" \t\r\n"
 _MARK = b"\xef\xbb\xbf"  # UTF-8 byte order mark, which some editors write
-_BRACKETS, _SEPARATORS = re.compile(rb'["\[\]{}]'), re.compile(rb'["\[\]{},]')
-_TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # the rest of a text
+_SKIPPED = r'[^"\[\]{}%s]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"\[\]{}%s]*+)*+'  # texts, and no mark
+_BRACKET = re.compile((_SKIPPED.replace("%s", "") + r"([\[\]{}])").encode(), re.DOTALL)
+_SEPARATOR = re.compile((_SKIPPED.replace("%s", ",") + r"([\[\]{},])").encode(), re.DOTALL)
 
 
 class SourceRecord(NamedTuple):
@@ -149,14 +150,12 @@ def _split_array(file: IO[bytes]) -> Iterator[bytes]:
 
     It looks at brackets, texts and commas alone: whether an item is JSON is left to its reader.
     """
-    data, start, at, depth, items, opened, quoted = b"", 0, 0, 0, 0, 0, False
+    data, start, at, depth, items, opened = b"", 0, 0, 0, 0, 0
     while more := file.read(max(HEAD, len(data) - start)):
         data, start, at = data[start:] + more, 0, at - start
-        while found := _next_mark(data, at, depth, quoted):
-            at, mark = found.end(), found[0][-1:]
-            if mark == b'"':
-                quoted = not quoted
-            elif mark in b"{[":
+        while found := (_SEPARATOR if depth == 1 else _BRACKET).match(data, at):
+            at, mark = found.end(), found[1]
+            if mark in b"{[":
                 depth, opened = depth + 1, opened + (depth > 0)
                 start = at if depth == 1 else start
                 if opened > MOST_CONTAINERS:
@@ -172,18 +171,11 @@ def _split_array(file: IO[bytes]) -> Iterator[bytes]:
                     return
             else:
                 depth -= 1
-        at = at if quoted else len(data)
         if len(data) - start > LONGEST:
             raise TooLong
     if data[start:].strip():
         yield data[start:]
     raise ValueError("not valid JSON: the array is not closed")
-
-
-def _next_mark(data: bytes, at: int, depth: int, quoted: bool) -> re.Match[bytes] | None:
-    if quoted:
-        return _TEXT.match(data, at)
-    return (_SEPARATORS if depth == 1 else _BRACKETS).search(data, at)
 
 
 def _refuse_more(rest: bytes, file: IO[bytes]) -> None:
