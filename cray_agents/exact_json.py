@@ -15,7 +15,6 @@ from pydantic_core import from_json
 
 MOST_MEMORY = 512 * 2**20  # bytes that the values of a record of a foreign file may take
 MOST_CONTAINERS = MOST_MEMORY // 240  # bytes of a list or an object in memory, at most
-_VALUE = 60  # bytes of another value, which stands before or after a comma
 DEEPEST = 64  # lists and objects within each other, in JSON that a model or a client wrote
 DEEPEST_FOREIGN = 200  # in a foreign file; pydantic and orjson write some 250
 
@@ -62,11 +61,11 @@ def refuse_costly(data: bytes) -> bytes:
     if len(data) <= MOST_CONTAINERS:
         return data  # the usual one, however it is made
     opened = data.count(b"{") + data.count(b"[")
-    memory = opened * (MOST_MEMORY // MOST_CONTAINERS) + data.count(b",") * _VALUE
+    memory = opened * (MOST_MEMORY // MOST_CONTAINERS) + data.count(b",") * 60  # of other values
     if memory > MOST_MEMORY:
+        most = f"{MOST_MEMORY >> 20} MiB is the most: write it as several records"
         raise ValueError(
-            f"its lists, objects and values could take {memory >> 20} MiB of memory, and "
-            f"{MOST_MEMORY >> 20} MiB is the most: write it as several records"
+            f"its lists and values could take {memory >> 20} MiB of memory, and {most}"
         )
     return data
 

@@ -135,12 +135,12 @@ def header(path: Path) -> None:
 WINDOW = b"\x28\xb5\x2f\xfd\x00" + bytes([21 << 3]) + b"\x19\x00\x00{}\n"  # a frame of 2 GiB
 LIST = [(b'{"x": [', 1), (b"{},", 20 * MIB), (b"{}]}\n", 1)]
 BOMBS = {
-    "values": Bomb("import", "a.jsonl.zst", packed(*LIST), "line 1: not valid JSON: its lists"),
+    "values": Bomb("import", "a.jsonl.zst", packed(*LIST), "line 1: not valid JSON: its lists and"),
     "values of an item": Bomb(
-        "import", "a.json.zst", packed((b"[", 1), *LIST), "item 1: not valid JSON: its lists"
+        "import", "a.json.zst", packed((b"[", 1), *LIST), "item 1: not valid JSON: its lists and"
     ),
     "values over lines": Bomb(
-        "import", "a.json.gz", packed((b"{\n", 1), (b'"x": [', 1), *LIST[1:]), "its lists, obj"
+        "import", "a.json.gz", packed((b"{\n", 1), (b'"x": [', 1), *LIST[1:]), "its lists and"
     ),
     "depth": Bomb("import", "a.json.zst", packed((b"[", 100 * MIB)), "item 1: not valid JSON: it"),
     "a number": Bomb(
@@ -151,8 +151,12 @@ BOMBS = {
     ),
     "a line": Bomb("import", "a.jsonl.zst", packed((b"x", 1200 * MIB)), "line 1: longer than 64"),
     "a window": Bomb("import", "a.jsonl.zst", lambda path: path.write_bytes(WINDOW), "cannot read"),
-    "an example": Bomb("examples", "a.jsonl", packed(*LIST), "line 1: not valid JSON: its lists"),
-    "a task": Bomb("tasks", "a.jsonl.zst", packed(*LIST), "a.jsonl.zst:1: not valid JSON: its li"),
+    "an example": Bomb(
+        "examples", "a.jsonl", packed(*LIST), "line 1: not valid JSON: its lists and"
+    ),
+    "a task": Bomb(
+        "tasks", "a.jsonl.zst", packed(*LIST), "a.jsonl.zst:1: not valid JSON: its lists"
+    ),
     "tasks": Bomb("tasks", "a.jsonl.gz", packed((b'{"input": "x"}\n', MIB)), "more than 128 MiB"),
     "columns": Bomb("csv", "a.csv", packed((b",", 96 * MIB)), "longer than 64 MiB"),
     "equal rows": Bomb("parquet", "a.parquet", table(1000, MIB), "more than 128 MiB"),

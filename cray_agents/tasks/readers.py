@@ -55,8 +55,7 @@ class RowBound:
             if self._left < 0:
                 raise BadInput(
                     f"{location}: the rows up to here hold more than {self._most >> 20} MiB, far "
-                    "more than files of this size: they are damaged or hostile, or have many equal "
-                    "rows",
+                    "more than files of this size do: they are damaged, or many rows are equal",
                     param="path",
                 )
             yield location, row
@@ -158,11 +157,8 @@ def _batch_size(path: Path, about: Any) -> int:
         chunks = [group.column(n) for n in range(group.num_columns)]
         size = sum(c.total_uncompressed_size + 8 * c.num_values for c in chunks)
         if size > max(SMALL, RATIO * sum(c.total_compressed_size for c in chunks)):
-            raise BadInput(
-                f"{path}: a row group of {size >> 20} MiB is more than {RATIO} times what it takes "
-                "on disk: a damaged or hostile file has such, or one of many equal rows",
-                param="path",
-            )
+            problem = f"a row group of {size >> 20} MiB, {RATIO} times what it takes on disk"
+            raise BadInput(f"{path} has {problem}: it is damaged, or many rows are equal")
         largest = max(largest, size)
     return min(BATCH, max(2, SMALL // largest))
 

@@ -153,8 +153,8 @@ def _split_array(file: IO[bytes]) -> Iterator[bytes]:
     data, start, at, depth, items, opened = b"", 0, 0, 0, 0, 0
     while more := file.read(max(HEAD, len(data) - start)):
         data, start, at = data[start:] + more, 0, at - start
-        while found := (_SEPARATOR if depth == 1 else _BRACKET).match(data, at):
-            at, mark = found.end(), found[1]
+        while match := (_SEPARATOR if depth == 1 else _BRACKET).match(data, at):
+            at, mark = match.end(), match[1]
             if mark in b"{[":
                 depth, opened = depth + 1, opened + (depth > 0)
                 start = at if depth == 1 else start

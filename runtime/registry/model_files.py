@@ -31,7 +31,6 @@ MOST_SETTINGS = 64 << 20  # bytes of an index, a manifest, or a file of a tokeni
 MOST_CONFIG = 4 << 20  # bytes of those in _CONFIGS, and of a chat template
 MOST_HEADER = 16 << 20  # bytes; a hundred thousand tensors take some 12 MiB
 MOST_TENSORS = 500_000  # of a model
-MOST_DIMENSIONS = 64  # of a tensor
 MOST_FILES = 10_000  # in a directory
 _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json", "chat_template.json")
 _PART = re.compile(r"-of-(\d{1,6})\.safetensors$")
@@ -139,8 +138,8 @@ def refuse_large(directory: Path, name: str) -> None:
     with open_file(directory, name) as file:
         size = os.fstat(file.fileno()).st_size
     if size > most:
-        message = f"is {size >> 20} MiB large, and at most {most >> 20} MiB are taken in"
-        raise _bad_file(directory / name, message)
+        why = f"is {size >> 20} MiB large, and at most {most >> 20} MiB are taken in"
+        raise _bad_file(directory / name, why)
 
 
 def _parse_object(content: bytes, path: Path) -> dict[str, Any]:
@@ -214,8 +213,8 @@ def read_header(directory: Path, file: str) -> dict[str, Tensor]:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if MOST_HEADER < length <= size - 8:
-            message = f"has a header of {length >> 20} MiB, and {MOST_HEADER >> 20} MiB is the most"
-            raise _bad_file(path, message + ": save the model in more files")
+            most = f"and {MOST_HEADER >> 20} MiB is the most: save the model in more files"
+            raise _bad_file(path, f"has a header of {length >> 20} MiB, {most}")
         if size < 8 or length > size - 8:
             raise _bad_file(path, "is cut off, or no safetensors file: save or download it again")
         header = _parse_object(opened.read(length), path)
@@ -247,11 +246,9 @@ def _tensor(file: str, entry: dict[str, Any], data: int) -> Tensor:
     """
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    if len(shape) > MOST_DIMENSIONS:
-        raise ValueError(entry)
     if not isinstance(entry["dtype"], str) or any(type(n) is not int for n in (start, end, *shape)):
         raise TypeError(entry)
-    if min((start, *shape)) < 0 or end < start or max(end, *shape) >> 63:
+    if min((start, *shape)) < 0 or end < start or max(end, *shape) >> 63 or len(shape) > 64:
         raise ValueError(entry)
     return Tensor(file, entry["dtype"], shape, data + start, data + end)
 

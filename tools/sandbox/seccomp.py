@@ -24,8 +24,8 @@ _X32 = 0x40000000  # the second, 32-bit set of numbers on x86_64
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, -CGROUP, -UTS, -IPC, -USER, -PID, -NET, -TIME
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # they simulate input to a terminal
 
-# name: (number on x86_64, number on aarch64)
-_ALWAYS: dict[str, tuple[int | None, int | None]] = {
+_Calls = dict[str, tuple[int | None, int | None]]  # name: number on x86_64, on aarch64
+_ALWAYS: _Calls = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -86,14 +86,16 @@ _ALWAYS: dict[str, tuple[int | None, int | None]] = {
     "msgget": (68, 186),
     "semget": (64, 190),
 }
-#: They move pages into pipes and sockets, where a byte holds a page. Programs copy instead.
-_PINNING: dict[str, tuple[int | None, int | None]] = {
+_PINNING: _Calls = {  # they move pages to where one byte holds a page; programs copy instead
     "vmsplice": (278, 75),
     "splice": (275, 76),
     "tee": (276, 77),
     "sendfile": (40, 71),
 }
-_OF_OTHERS: dict[str, tuple[int | None, int | None]] = {
+#: They pass their flags in memory, which a filter cannot read. libc falls back to older calls.
+_UNREADABLE: _Calls = {"clone3": (435, 435), "openat2": (437, 437)}
+_RESERVING: _Calls = {"fallocate": (285, 47)}  # faster than any look at the disk; libc writes zeros
+_OF_OTHERS: _Calls = {
     "setpriority": (141, 140),
     "ioprio_set": (251, 30),
     "process_madvise": (440, 440),
@@ -111,16 +113,14 @@ _OF_OTHERS: dict[str, tuple[int | None, int | None]] = {
     "msgctl": (71, 187),
     "mq_unlink": (241, 181),
 }
-_OF_OTHERS_BY_PID: dict[
-    str, tuple[int | None, int | None]
-] = {  # allowed on the process itself, as pid 0
+_OF_OTHERS_BY_PID: _Calls = {  # allowed on the process itself, as pid 0
     "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
 }
-_METADATA: dict[str, tuple[int | None, int | None]] = {
+_METADATA: _Calls = {
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -134,7 +134,7 @@ _METADATA: dict[str, tuple[int | None, int | None]] = {
     "futimesat": (261, None),
     "file_setattr": (469, 469),
 }
-_XATTRS: dict[str, tuple[int | None, int | None]] = {
+_XATTRS: _Calls = {
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
@@ -144,9 +144,8 @@ _XATTRS: dict[str, tuple[int | None, int | None]] = {
     "setxattrat": (463, 463),
     "removexattrat": (466, 466),
 }
-_CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
-_OPEN, _OPENAT, _OPENAT2, _FALLOCATE = (2, None), (257, 56), (437, 437), (285, 47)
-_UNNAMED = 0o20000000  # O_TMPFILE
+_CLONE, _SOCKET, _IOCTL = (56, 220), (41, 198), (16, 29)
+_OPEN, _OPENAT, _UNNAMED = (2, None), (257, 56), 0o20000000  # O_TMPFILE
 _UTIMENSAT, _FCNTL, _SETSOCKOPT = (280, 88), (72, 25), (54, 208)
 _SET_LEASE = 1024  # F_SETLEASE: it makes other processes wait that open the file
 _OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)  # SOL_SOCKET; SO_SNDBUF, SO_RCVBUF, and with force
@@ -187,18 +186,15 @@ def filter_program(*, namespaces: bool, network: bool, owner: bool) -> bytes:
     ]
     if column == 0:
         lines += [_line(_AT_LEAST, _X32, otherwise=1), _line(_RETURN, _KILL)]
-    for numbers in refused.values():
-        if (number := numbers[column]) is not None:
-            lines += [_line(_EQUAL, number, otherwise=1), _line(_RETURN, _ERRNO | _EPERM)]
-    for each in _PINNING.values():
-        lines += [_line(_EQUAL, each[column] or 0, otherwise=1), _line(_RETURN, _ERRNO | _EINVAL)]
-    # they pass their flags in memory, which a filter cannot read; libc falls back to clone, openat
-    for pair in (_CLONE3, _OPENAT2):
-        lines += [_line(_EQUAL, pair[column], otherwise=1), _line(_RETURN, _ERRNO | _ENOSYS)]
-    number = _FALLOCATE[
-        column
-    ]  # gigabytes between two looks at the disk; libc writes zeros instead
-    lines += [_line(_EQUAL, number, otherwise=1), _line(_RETURN, _ERRNO | _EOPNOTSUPP)]
+    for calls, errno in (
+        (refused, _EPERM),
+        (_PINNING, _EINVAL),
+        (_UNREADABLE, _ENOSYS),
+        (_RESERVING, _EOPNOTSUPP),
+    ):
+        for numbers in calls.values():
+            if (number := numbers[column]) is not None:
+                lines += [_line(_EQUAL, number, otherwise=1), _line(_RETURN, _ERRNO | errno)]
     for pair, flags in ((_OPEN, _SECOND), (_OPENAT, _THIRD)):
         if (number := pair[column]) is not None:
             lines += _when(number, flags, [(_ANY_BIT, _UNNAMED)], _EOPNOTSUPP)
