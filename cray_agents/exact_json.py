@@ -46,13 +46,6 @@ def load_json(
     return value
 
 
-def load_foreign(data: bytes, on_replaced: Callable[[], object] = lambda: None) -> Any:
-    """Parse a record of a foreign file by `load_json`. Raises ValueError, as `refuse_costly`."""
-    value = load_json(refuse_costly(data), on_replaced)
-    deep = data.count(b"{") + data.count(b"[") > DEEPEST_FOREIGN
-    return bounded(value, DEEPEST_FOREIGN) if deep else value
-
-
 def refuse_costly(data: bytes) -> bytes:
     """Return JSON whose values fit into MOST_MEMORY. Raises ValueError before any is made.
 
@@ -91,10 +84,16 @@ def dump_json(value: Any, *, sort_keys: bool = False) -> bytes:
         raise TypeError(f"not JSON: {error}") from error
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON that a model or a client wrote. Raises ValueError, also for `bounded`."""
-    value = load_json(text)
-    return bounded(value) if text.count("[") + text.count("{") > DEEPEST else value
+def parse_json(
+    text: str | bytes, deepest: int = DEEPEST, on_replaced: Callable[[], object] = lambda: None
+) -> Any:
+    """Parse JSON of a model, a client or a foreign file, `bounded` and not costly.
+
+    Raises ValueError, also as `refuse_costly`.
+    """
+    data = text.encode() if isinstance(text, str) else text
+    value = load_json(refuse_costly(data), on_replaced)
+    return bounded(value, deepest) if data.count(b"[") + data.count(b"{") > deepest else value
 
 
 def bounded(value: Any, deepest: int = DEEPEST) -> Any:

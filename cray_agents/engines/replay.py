@@ -29,7 +29,7 @@ from cray_agents.errors import (
     EngineUnavailable,
     ReplayMismatch,
 )
-from cray_agents.exact_json import dump_json, load_foreign
+from cray_agents.exact_json import DEEPEST_FOREIGN, dump_json, parse_json
 from cray_agents.ports import ChatEngine
 from cray_agents.records import canonical
 from cray_agents.tasks.record_source import lines_of
@@ -185,7 +185,7 @@ def _as_chunk(completion: dict[str, Any]) -> dict[str, Any]:
 def _read_exchanges(path: Path) -> list[_Exchange]:
     try:
         with path.open("rb") as file:
-            return [_Exchange(**load_foreign(line)) for _, line in lines_of(file)]
+            return [_Exchange(**parse_json(line, DEEPEST_FOREIGN)) for _, line in lines_of(file)]
     except OSError as error:
         raise BadInput(
             f"no recording can be read at {path} ({error}): make it with RecordingEngine",

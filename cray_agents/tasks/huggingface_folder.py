@@ -104,7 +104,7 @@ def _choose_config(
 
 def _files_by_config(folder: Path, config: Mapping[str, Any]) -> dict[str, list[Path]]:
     """Return the files of each split of a configuration: one pattern, a list, or by split."""
-    base = folder / _within(folder, str(config.get("data_dir") or ""))
+    base = inside(folder, folder / str(config.get("data_dir") or ""))
     data_files = config.get("data_files")
     if data_files is None:
         return _files_by_name(folder, base)
@@ -123,15 +123,11 @@ def _files_by_config(folder: Path, config: Mapping[str, Any]) -> dict[str, list[
     return files_by_split
 
 
-def _within(folder: Path, pattern: str) -> str:
-    if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
-        raise BadInput(f"{pattern!r} leads out of the folder {folder}", param="path")
-    return pattern
-
-
 def _matching(folder: Path, base: Path, pattern: str) -> list[Path]:
+    if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
+        raise BadInput(f"{pattern!r} leads out of the folder {base}", param="path")
     try:
-        paths = sorted(base.glob(_within(folder, pattern)))
+        paths = sorted(base.glob(pattern))
     except ValueError as error:
         raise BadInput(f"{folder}: its README names {pattern!r}: {error}", param="path") from error
     return [inside(folder, path) for path in paths if path.is_file()]

@@ -6,6 +6,7 @@ Called by task_set.py and huggingface_folder.py.
 import csv
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -28,7 +29,7 @@ def rows_of_file(path: Path) -> Iterator[Row]:
         ".jsonl": rows_of_json,
         ".json": rows_of_json,
         ".csv": rows_of_csv,
-        ".tsv": rows_of_tsv,
+        ".tsv": partial(rows_of_csv, delimiter="\t"),
         ".parquet": rows_of_parquet,
     }
     if path.suffix not in readers:
@@ -72,11 +73,6 @@ def rows_of_json(path: Path) -> Iterator[Row]:
             problem = problem or 'not a JSON object such as {"input": "..."}'
             raise BadInput(f"{place}: {problem}", param="path")
         yield place, record.value
-
-
-def rows_of_tsv(path: Path) -> Iterator[Row]:
-    """Yield the rows of a table whose columns are separated by tabs."""
-    return rows_of_csv(path, "\t")
 
 
 def rows_of_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:

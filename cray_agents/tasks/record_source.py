@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr, NamedTuple
 
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.exact_json import MOST_CONTAINERS, load_foreign
+from cray_agents.exact_json import DEEPEST_FOREIGN, MOST_CONTAINERS, parse_json
 
 LONGEST = 64 * 2**20  # bytes of one record, or characters of a line of text
 HEAD = 64 * 2**10  # bytes of the file that must hold its first character
@@ -93,7 +93,7 @@ class RecordSource:
         if len(rest) == LONGEST:
             raise BadInput(f"{self.path}: {TooLong()}", param=self._param)
         try:
-            return load_foreign(first + rest, self._count_replaced)
+            return parse_json(first + rest, DEEPEST_FOREIGN, self._count_replaced)
         except ValueError as error:
             problem = f"not one JSON object over several lines: {error}"
             raise BadInput(problem, param=self._param) from error
@@ -111,7 +111,7 @@ class RecordSource:
 
     def _parse(self, number: int, text: bytes) -> SourceRecord:
         try:
-            return SourceRecord(number, load_foreign(text, self._count_replaced))
+            return SourceRecord(number, parse_json(text, DEEPEST_FOREIGN, self._count_replaced))
         except ValueError as error:
             return SourceRecord(number, None, f"not valid JSON: {error}")
 

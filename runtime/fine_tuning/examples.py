@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cray_agents.errors import BadInput
-from cray_agents.exact_json import load_foreign, read_arguments
+from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json, read_arguments
 from cray_agents.records import Message
 from cray_agents.tasks.record_source import TooLong, lines_of
 
@@ -88,7 +88,7 @@ def bad_lines(problems: list[str], lines: int, param: str) -> BadExamples:
 
 def _parse_json(line: bytes) -> Any:
     try:
-        return load_foreign(line, _refuse_half)
+        return parse_json(line, DEEPEST_FOREIGN, _refuse_half)
     except ValueError as error:
         raise BadInput(f"not valid JSON: {error}") from error
 

@@ -198,7 +198,7 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
         (NAMED, {"config": "x"}, "no configuration 'x'; there are main, other"),
         ("configs: [{data_files: gone.csv}]\n", {}, "names 'gone.csv', and no file is that"),
         ("configs: [{data_files: ../t.csv}]\n", {}, "leads out of the folder"),
-        ("configs: [{data_dir: /etc}]\n", {}, "'/etc' leads out of the folder"),
+        ("configs: [{data_dir: /etc}]\n", {}, "/etc leads out of the folder"),
         ("configs: [{data_dir: a/../..}]\n", {}, "leads out of the folder"),
         ("configs: [{data_files: 5}]\n", {}, "names 5, and no file is that"),
         ("configs: [{data_files: ''}]\n", {}, "names '': Unacceptable pattern"),

@@ -30,7 +30,7 @@ from cray_agents.cli.runs.filter_options import (
 from cray_agents.cli.screen import HomeOption, JsonOption, console, progress_bar, root, show, when
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
-from cray_agents.exact_json import load_foreign
+from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json
 from cray_agents.processes import leave_out
 from cray_agents.queries import DatasetRecipe
 from cray_agents.tasks.record_source import read_whole
@@ -244,7 +244,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     try:
         text = read_whole(path)
         toml = path.suffix == ".toml"
-        fields = tomllib.loads(text.decode()) if toml else load_foreign(text)
+        fields = tomllib.loads(text.decode()) if toml else parse_json(text, DEEPEST_FOREIGN)
     except (OSError, ValueError, RecursionError) as error:  # too long, not UTF-8, or not as it says
         raise BadInput(f"{path} is no recipe: {error}", param="recipe") from error
     if not isinstance(fields, dict):

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.exact_json import load_foreign
+from cray_agents.exact_json import parse_json
 from cray_agents.paths import Home
 from cray_agents.records import StrictRecord
 from cray_agents.tasks.record_source import read_whole
@@ -58,7 +58,7 @@ def put(fields: Fields, key: str, value: Any) -> None:
 
 def _read(file: Path) -> Fields:
     try:
-        fields = load_foreign(read_whole(file))
+        fields = parse_json(read_whole(file))
     except (OSError, ValueError) as error:
         raise BadInput(f"{file} is no job's spec: {error}", param="spec") from error
     if not isinstance(fields, dict) or not isinstance(fields.get(HYPER, {}), dict):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.exact_json import load_foreign
+from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunQuery
 from cray_agents.records import HELD_OUT_ENTRY, HeldOut, Message, Run
@@ -217,7 +217,7 @@ def text_in(line: str) -> str:
     line = line.strip()
     if line.startswith("{"):
         try:
-            return _text_of_record(load_foreign(line.encode())) or line
+            return _text_of_record(parse_json(line, DEEPEST_FOREIGN)) or line
         except ValueError:
             return line
     return line
