@@ -25,7 +25,7 @@ ROW = 512  # characters that a row counts more than it holds: its objects
 
 def rows_of_file(path: Path) -> Iterator[Row]:
     """Yield the rows of a file, read by the suffix of its name. Raises BadInput."""
-    readers = {
+    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
         ".jsonl": rows_of_json,
         ".json": rows_of_json,
         ".csv": rows_of_csv,
