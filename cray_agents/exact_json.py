@@ -46,15 +46,20 @@ def load_json(
     return value
 
 
+def memory_of(data: bytes) -> int:
+    """Return the most bytes that the values of JSON take, by its marks, also those in texts."""
+    opened = data.count(b"{") + data.count(b"[")
+    return opened * (MOST_MEMORY // MOST_CONTAINERS) + data.count(b",") * 60  # of other values
+
+
 def refuse_costly(data: bytes) -> bytes:
     """Return JSON whose values fit into MOST_MEMORY. Raises ValueError before any is made.
 
-    A value takes up to eighty times its text. The marks of JSON are counted, also those in texts.
+    A value takes up to eighty times its text.
     """
     if len(data) <= MOST_CONTAINERS:
         return data  # the usual one, however it is made
-    opened = data.count(b"{") + data.count(b"[")
-    memory = opened * (MOST_MEMORY // MOST_CONTAINERS) + data.count(b",") * 60  # of other values
+    memory = memory_of(data)
     if memory > MOST_MEMORY:
         most = f"{MOST_MEMORY >> 20} MiB is the most: write it as several records"
         raise ValueError(

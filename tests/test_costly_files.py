@@ -111,6 +111,12 @@ def table(rows: int, text: int) -> Callable[[Path], object]:
     return make
 
 
+def rows(path: Path) -> None:
+    """Eight tasks whose metadata are a million objects each."""
+    row = b'{"input": "x", "metadata": {"a": [' + b'{"":0},' * MIB + b"0]}}\n"
+    path.write_bytes(zstandard.compress(row * 8, 1))
+
+
 def nulls(path: Path) -> None:
     """A row with a list of 60 million nulls."""
     many = pyarrow.nulls(60_000_000, pyarrow.bool_())
@@ -158,6 +164,7 @@ BOMBS = {
         "tasks", "a.jsonl.zst", packed(*LIST), "a.jsonl.zst:1: not valid JSON: its lists"
     ),
     "tasks": Bomb("tasks", "a.jsonl.gz", packed((b'{"input": "x"}\n', MIB)), "more than 128 MiB"),
+    "values of tasks": Bomb("tasks", "a.jsonl.zst", rows, "more than 128 MiB"),
     "columns": Bomb("csv", "a.csv", packed((b",", 96 * MIB)), "longer than 64 MiB"),
     "equal rows": Bomb("parquet", "a.parquet", table(1000, MIB), "more than 128 MiB"),
     "long rows": Bomb("parquet", "a.parquet", table(1000, 60 * MIB), "more than 128 MiB"),

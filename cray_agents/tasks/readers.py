@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 from pydantic import ValidationError
 
 from cray_agents.errors import BadInput, SetupError
+from cray_agents.exact_json import memory_of
 from cray_agents.records import Task
 from cray_agents.tasks.record_source import RecordSource, TooLong, lines_of
 
@@ -52,7 +53,7 @@ class RowBound:
     def checked(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the rows of one of the files. Raises BadInput."""
         for location, row in rows:
-            self._left -= ROW + sum(len(str(value)) for value in row.values())
+            self._left -= ROW + sum(map(_memory, row.values()))
             if self._left < 0:
                 raise BadInput(
                     f"{location}: the rows up to here hold more than {self._most >> 20} MiB, far "
@@ -60,6 +61,12 @@ class RowBound:
                     param="path",
                 )
             yield location, row
+
+
+def _memory(value: Any) -> int:
+    text = str(value)
+    held = 0 if isinstance(value, str) else memory_of(text.encode(errors="replace"))
+    return len(text) + held
 
 
 def rows_of_json(path: Path) -> Iterator[Row]:
