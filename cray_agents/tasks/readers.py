@@ -64,9 +64,10 @@ class RowBound:
 
 
 def _memory(value: Any) -> int:
-    text = str(value)
-    held = 0 if isinstance(value, str) else memory_of(text.encode(errors="replace"))
-    return len(text) + held
+    if isinstance(value, str):
+        return len(value)
+    text = str(value).encode(errors="replace")
+    return len(text) + memory_of(text)
 
 
 def rows_of_json(path: Path) -> Iterator[Row]:
