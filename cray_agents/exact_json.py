@@ -14,7 +14,10 @@ from typing import Any
 import orjson
 from pydantic_core import from_json
 
+MOST_MEMORY = 512 * 2**20  # bytes that the values of a record of a foreign file may take
+MOST_CONTAINERS = MOST_MEMORY // 240  # bytes of a list or an object in memory, at most
 DEEPEST = 64  # lists and objects within each other, in JSON that a model or a client wrote
+DEEPEST_FOREIGN = 200  # in a foreign file; pydantic and orjson write some 250
 
 
 def load_json(
@@ -47,6 +50,28 @@ def load_json(
     return value
 
 
+def memory_of(data: bytes) -> int:
+    """Return the most bytes that the values of JSON take, by its marks, also those in texts."""
+    opened = data.count(b"{") + data.count(b"[")
+    return opened * (MOST_MEMORY // MOST_CONTAINERS) + data.count(b",") * 60  # of other values
+
+
+def refuse_costly(data: bytes) -> bytes:
+    """Return JSON whose values fit into MOST_MEMORY. Raises ValueError before any is made.
+
+    A value takes up to eighty times its text.
+    """
+    if len(data) <= MOST_CONTAINERS:
+        return data  # the usual one, however it is made
+    memory = memory_of(data)
+    if memory > MOST_MEMORY:
+        most = f"{MOST_MEMORY >> 20} MiB is the most: write it as several records"
+        raise ValueError(
+            f"its lists and values could take {memory >> 20} MiB of memory, and {most}"
+        )
+    return data
+
+
 #: An escape of half a character; one followed by its other half is a whole one.
 HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _LONG = b"0" * 19  # digits of a number that 64 bits may not hold, which orjson makes a float
@@ -68,24 +93,30 @@ def dump_json(value: Any, *, sort_keys: bool = False) -> bytes:
         raise TypeError(f"not JSON: {error}") from error
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON that a model or a client wrote. Raises ValueError, also for `bounded`."""
-    value = load_json(text)
-    return bounded(value) if text.count("[") + text.count("{") > DEEPEST else value
+def parse_json(
+    text: str | bytes, deepest: int = DEEPEST, on_replaced: Callable[[], object] = lambda: None
+) -> Any:
+    """Parse JSON of a model, a client or a foreign file, `bounded` and not costly.
+
+    Raises ValueError, also as `refuse_costly`.
+    """
+    data = text.encode() if isinstance(text, str) else text
+    value = load_json(refuse_costly(data), on_replaced)
+    return bounded(value, deepest) if data.count(b"[") + data.count(b"{") > deepest else value
 
 
-def bounded(value: Any) -> Any:
-    """Return parsed JSON that is at most DEEPEST deep. Raises ValueError for deeper JSON.
+def bounded(value: Any, deepest: int = DEEPEST) -> Any:
+    """Return parsed JSON that is at most `deepest` deep. Raises ValueError for deeper JSON.
 
     Whatever reads or writes it later recurses: Python at most 1,000 deep, protobuf 100.
     """
     level = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(deepest + 1):
         inner = [one.values() if isinstance(one, dict) else one for one in level
                  if isinstance(one, dict | list)]  # fmt: skip
         level = [one for values in inner for one in values]
     if level:
-        raise ValueError(f"the JSON is nested more than {DEEPEST} deep")
+        raise ValueError(f"the JSON is nested more than {deepest} deep")
     return value
 
 

@@ -56,21 +56,21 @@ has_slurm() {
 }
 
 # Installs Slurm's programs and starts none of its services: the platform runs a private cluster.
-apt_install_slurm() {
+apt_install_slurm() ( # in a shell of its own, for its traps
   export DEBIAN_FRONTEND=noninteractive
-  local policy=/usr/sbin/policy-rc.d made="" code=0
+  policy=/usr/sbin/policy-rc.d code=0
   if [ ! -e $policy ]; then
+    trap 'rm -f $policy' EXIT # also of a set-up that is interrupted
+    trap 'exit 130' HUP INT TERM
     printf '#!/bin/sh\nexit 101\n' >$policy
     chmod 755 $policy
-    made=yes
   fi
   apt-get install -qq -y --no-install-recommends $slurm_packages >/dev/null 2>&1 ||
     { apt-get update -qq && apt-get install -qq -y --no-install-recommends $slurm_packages; } >/dev/null 2>&1 ||
     code=$?
-  [ -z "$made" ] || rm -f $policy
   systemctl disable --quiet munge slurmctld slurmd >/dev/null 2>&1 || true
-  return $code
-}
+  exit $code
+)
 
 install_slurm() {
   say "[4/6] Slurm"

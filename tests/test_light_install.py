@@ -94,7 +94,7 @@ LACKING = {
     "runs list": "zstandard",  # sealed segments are zstd
     "runs show run_1": "zstandard",
     "dataset build": "numpy",
-    "import chats.jsonl --format openai": "ijson",
+    "import chats.jsonl --format openai": "zstandard",
     "jobs submit --parent . --dataset nothing": "",
     "demo": "tokenizers",
     "run agent.py hi": "vLLM is not installed",

@@ -29,9 +29,10 @@ from cray_agents.errors import (
     EngineUnavailable,
     ReplayMismatch,
 )
-from cray_agents.exact_json import dump_json, load_json
+from cray_agents.exact_json import DEEPEST_FOREIGN, dump_json, parse_json
 from cray_agents.ports import ChatEngine
 from cray_agents.records import canonical
+from cray_agents.tasks.record_source import lines_of
 
 _ERROR_TYPES = {kind.__name__: kind for kind in (EngineError, EngineTimeout, EngineUnavailable)}
 _IGNORED_KEYS = ("extra_headers", "stream_options")
@@ -183,13 +184,12 @@ def _as_chunk(completion: dict[str, Any]) -> dict[str, Any]:
 
 def _read_exchanges(path: Path) -> list[_Exchange]:
     try:
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as file:
+            return [_Exchange(**parse_json(line, DEEPEST_FOREIGN)) for _, line in lines_of(file)]
     except OSError as error:
         raise BadInput(
             f"no recording can be read at {path} ({error}): make it with RecordingEngine",
             param="path",
         ) from error
-    try:
-        return [_Exchange(**load_json(line)) for line in lines]
     except (ValueError, TypeError) as error:
         raise Corrupt(f"{path} is no recording of a RecordingEngine: {error}") from error

@@ -1,18 +1,19 @@
 """Hugging Face folders: find the files of each split in a folder laid out for `datasets`.
 
 The field `configs` in the front matter of README.md names the splits. Without it the names of the
-files do (`data/train-00000-of-00001.parquet`, `test.jsonl`). Nothing is fetched, and no script of
-such a folder is ever run. Called by task_set.py.
+files do (`data/train-00000-of-00001.parquet`, `test.jsonl`). Nothing is fetched, no script of such
+a folder is ever run, and nothing outside of it is read. Called by task_set.py.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Split
-from cray_agents.tasks.readers import Row, rows_of_file
+from cray_agents.tasks.readers import Row, RowBound, inside, rows_of_file
 
 #: Our split for each split of such folders; None: tasks to be distributed.
 SPLITS: Mapping[str, Split | None] = {"train": None, "validation": "holdout", "test": "test"}
@@ -24,6 +25,8 @@ _KEYWORDS = {  # as `datasets` knows them
     "test": ("test", "testing", "eval", "evaluation"),
 }
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "state.json", "croissant.json"}
+MOST_FRONT_MATTER = 2**20  # characters
+DEEPEST = 50  # brackets within each other in a README's front matter
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 
 
@@ -36,22 +39,28 @@ def rows_by_split(folder: Path, config: str | None = None) -> Iterator[tuple[str
         raise BadInput(f"no folder {folder} to read tasks from", param="path")
     configs = _configs(folder)
     if config is None and not configs:
-        by_split = _files_by_name(folder)
+        by_split = _files_by_name(folder, folder)
     else:
         by_split = _files_by_config(folder, _choose_config(folder, configs, config))
     if not any(by_split.values()):
         raise BadInput(f"{folder} holds no {', '.join(sorted(_KINDS))} files", param="path")
+    bound = RowBound([file for files in by_split.values() for file in files])
     for split, files in by_split.items():
         for file in files:
-            for row in rows_of_file(file):
+            for row in bound.checked(rows_of_file(file)):
                 yield split, row
 
 
 def _configs(folder: Path) -> list[dict[str, Any]]:
     """Return the entries of the README's field `configs`."""
     readme = folder / "README.md"
-    header = _FRONT_MATTER.match(readme.read_text("utf-8-sig")) if readme.is_file() else None
-    if header is None:
+    if not readme.is_file():
+        return []
+    with inside(folder, readme).open("rb") as file:
+        text = file.read(MOST_FRONT_MATTER).decode("utf-8-sig", "replace")
+    if (header := _FRONT_MATTER.match(text)) is None:
+        if text.startswith("---") and len(text) > MOST_FRONT_MATTER // 2:
+            raise BadInput(f"{readme}: its front matter is longer than 1 MiB", param="path")
         return []
     try:
         import yaml
@@ -60,9 +69,14 @@ def _configs(folder: Path) -> list[dict[str, Any]]:
             "the README of a dataset folder is read with PyYAML: pip install pyyaml"
         ) from error
     try:
+        depths = accumulate((mark in "[{") - (mark in "]}") for mark in header[1])
+        if max(depths, default=0) > DEEPEST:  # PyYAML's time grows by the square of it
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(header[1])):
+            raise ValueError("it has aliases (*name), of which gigabytes can be made")
         about = yaml.safe_load(header[1])
-    except yaml.YAMLError as error:
-        raise BadInput(f"{readme}: its front matter is not YAML: {error}", param="path") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadInput(f"{readme}: its front matter is unusable: {error}", param="path") from error
     configs = about.get("configs") if isinstance(about, dict) else None
     entries = configs if isinstance(configs, list) else [configs] if configs else []
     return [entry for entry in entries if isinstance(entry, dict)]
@@ -90,18 +104,18 @@ def _choose_config(
 
 def _files_by_config(folder: Path, config: Mapping[str, Any]) -> dict[str, list[Path]]:
     """Return the files of each split of a configuration: one pattern, a list, or by split."""
-    base = folder / str(config.get("data_dir") or "")
+    base = inside(folder, folder / str(config.get("data_dir") or ""))
     data_files = config.get("data_files")
     if data_files is None:
-        return _files_by_name(base)
+        return _files_by_name(folder, base)
     entries = data_files if isinstance(data_files, list) else [data_files]
     files_by_split: dict[str, list[Path]] = {}
     for entry in entries:
         has_split = isinstance(entry, dict)
         split = str(entry.get("split", "train")) if has_split else "train"
         patterns = entry.get("path", []) if has_split else entry
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            files = _matching(base, str(pattern))
+        for pattern in patterns if isinstance(patterns, list) else [patterns]:
+            files = _matching(folder, base, str(pattern))
             if not files:
                 raise BadInput(f"{folder}: its README names {pattern!r}, and no file is that",
                                param="path")  # fmt: skip
@@ -109,18 +123,23 @@ def _files_by_config(folder: Path, config: Mapping[str, Any]) -> dict[str, list[
     return files_by_split
 
 
-def _matching(base: Path, pattern: str) -> list[Path]:
+def _matching(folder: Path, base: Path, pattern: str) -> list[Path]:
     if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
         raise BadInput(f"{pattern!r} leads out of the folder {base}", param="path")
-    return sorted(path for path in base.glob(pattern) if path.is_file())
+    try:
+        paths = sorted(base.glob(pattern))
+    except ValueError as error:
+        raise BadInput(f"{folder}: its README names {pattern!r}: {error}", param="path") from error
+    return [inside(folder, path) for path in paths if path.is_file()]
 
 
-def _files_by_name(folder: Path) -> dict[str, list[Path]]:
+def _files_by_name(folder: Path, base: Path) -> dict[str, list[Path]]:
     """Return the files of each split, by the words in their names; all are train if none match."""
-    files = [path for path in sorted(folder.rglob("*")) if _is_data(folder, path)]
+    paths = [path for path in sorted(base.rglob("*")) if _is_data(base, path)]
+    files = [inside(folder, path) for path in paths]
     files_by_split: dict[str, list[Path]] = {}
     for split, words in _KEYWORDS.items():
-        matches = [path for path in files if _name_contains(path.relative_to(folder), words)]
+        matches = [path for path in files if _name_contains(path.relative_to(base), words)]
         if matches:
             files_by_split[split] = matches
     return files_by_split or {"train": files}

@@ -4,28 +4,33 @@ Called by task_set.py and huggingface_folder.py.
 """
 
 import csv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
 from pydantic import ValidationError
-from pydantic_core import from_json
 
 from cray_agents.errors import BadInput, SetupError
+from cray_agents.exact_json import memory_of
 from cray_agents.records import Task
+from cray_agents.tasks.record_source import RecordSource, TooLong, lines_of
 
 Row = tuple[str, dict[str, Any]]  # location (`tasks.jsonl:17`), fields
-BATCH = 1024  # rows of a Parquet file read at a time
-BOM = b"\xef\xbb\xbf"
+BATCH = 1024  # rows of a Parquet file read at a time, of short rows
+SMALL = 128 * 2**20  # characters that the rows of small files may hold
+RATIO = 128  # times their files' bytes that rows may hold; honest files reach twenty
+ROW = 512  # characters that a row counts more than it holds: its objects
 
 
 def rows_of_file(path: Path) -> Iterator[Row]:
     """Yield the rows of a file, read by the suffix of its name. Raises BadInput."""
-    readers = {
-        ".jsonl": rows_of_jsonl,
+    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
+        ".jsonl": rows_of_json,
         ".json": rows_of_json,
         ".csv": rows_of_csv,
-        ".tsv": rows_of_tsv,
+        ".tsv": partial(rows_of_csv, delimiter="\t"),
         ".parquet": rows_of_parquet,
     }
     if path.suffix not in readers:
@@ -35,36 +40,58 @@ def rows_of_file(path: Path) -> Iterator[Row]:
     return readers[path.suffix](path)
 
 
-def rows_of_jsonl(path: Path) -> Iterator[Row]:
-    """Yield the JSON objects of a file with one per line, skipping empty lines."""
-    for number, line in enumerate(_read(path).split(b"\n"), 1):
-        if line.strip():
-            yield _row(_parse_json(line, f"{path}:{number}"), f"{path}:{number}")
+class RowBound:
+    """Bounds the rows of files to SMALL characters, or RATIO times what the files take on disk.
+
+    A set holds all its tasks, and a file of kilobytes may tell gigabytes.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        sizes = [file.stat().st_size for file in files if file.exists()]
+        self._left = self._most = max(SMALL, RATIO * sum(sizes))
+
+    def checked(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Yield the rows of one of the files. Raises BadInput."""
+        for location, row in rows:
+            self._left -= ROW + sum(map(_memory, row.values()))
+            if self._left < 0:
+                raise BadInput(
+                    f"{location}: the rows up to here hold more than {self._most >> 20} MiB, far "
+                    "more than files of this size do: they are damaged, or many rows are equal",
+                    param="path",
+                )
+            yield location, row
+
+
+def _memory(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    text = str(value).encode(errors="replace")
+    return len(text) + memory_of(text)
 
 
 def rows_of_json(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON array, or of JSON lines as rows_of_jsonl."""
-    content = _read(path)
-    if content.lstrip()[:1] != b"[":
-        yield from rows_of_jsonl(path)
-        return
-    for number, value in enumerate(_parse_json(content, str(path))):
-        yield _row(value, f"{path}: item {number}")
-
-
-def rows_of_tsv(path: Path) -> Iterator[Row]:
-    """Yield the rows of a table whose columns are separated by tabs."""
-    return rows_of_csv(path, "\t")
+    """Yield the objects of a JSON array, or of a file with one per line; see RecordSource."""
+    source = RecordSource(path, "path")
+    for record in source.records():
+        place = f"{path}:{record.number}"
+        place = place if source.word == "line" else f"{path}: item {record.number}"
+        problem = record.problem or (source.replaced and "it holds half a character (a surrogate)")
+        if problem or not isinstance(record.value, dict):
+            problem = problem or 'not a JSON object such as {"input": "..."}'
+            raise BadInput(f"{place}: {problem}", param="path")
+        yield place, record.value
 
 
 def rows_of_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
     """Yield the rows of a table with the columns' names in its first line; values are texts."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = csv.DictReader(file, delimiter=delimiter, strict=True)
+            texts = (line for _, line in lines_of(file))
+            lines = csv.DictReader(texts, delimiter=delimiter, strict=True)
             names = lines.fieldnames or []
-            for name in names:
-                if names.count(name) > 1:
+            for name, count in Counter(names).items():
+                if count > 1:
                     raise BadInput(f"{path}: two columns are called {name!r}", param="path")
             for row in lines:
                 location = f"{path}:{lines.line_num}"
@@ -75,6 +102,8 @@ def rows_of_csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
                         param="path",
                     )
                 yield location, row
+    except TooLong as error:
+        raise BadInput(f"{path}: after line {lines.line_num}: {error}", param="path") from error
     except OSError as error:
         raise _unreadable(path, error) from error
     except (csv.Error, UnicodeDecodeError) as error:
@@ -90,12 +119,11 @@ def rows_of_parquet(path: Path) -> Iterator[Row]:
         raise SetupError(
             "Parquet files are read with pyarrow: pip install 'cray-agents[export]'"
         ) from error
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-    for each in files:
+    for each in files_at(path):
         try:
             with pyarrow.parquet.ParquetFile(each) as file:
                 number = 0
-                for batch in file.iter_batches(BATCH):
+                for batch in file.iter_batches(_batch_size(each, file.metadata)):
                     for row in batch.to_pylist():
                         yield f"{each}: row {number}", row
                         number += 1
@@ -105,28 +133,42 @@ def rows_of_parquet(path: Path) -> Iterator[Row]:
             raise BadInput(f"{each}: not a Parquet file: {error}", param="path") from error
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes().removeprefix(BOM)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+def files_at(path: Path) -> list[Path]:
+    """Return the file itself, or the Parquet files in a folder. Raises BadInput."""
+    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
+    return [inside(path, file) for file in files] if path.is_dir() else files
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """Return a path that is in a folder. Raises BadInput for one that leads out of it.
+
+    A link in a snapshot of a Hugging Face cache may lead to that cache's blobs.
+    """
+    root, target = folder.resolve(), path.resolve()
+    caches = [each.parent / "blobs" for each in root.parents if each.name == "snapshots"]
+    if not any(target.is_relative_to(each) for each in (root, *caches)):
+        raise BadInput(f"{path} leads out of the folder {folder}: copy it there", param="path")
+    return path
+
+
+def _batch_size(path: Path, about: Any) -> int:
+    """Return how many rows of a Parquet file are read at once. Raises BadInput.
+
+    A page, and with a dictionary each row, may hold as much as all of its column's chunk.
+    """
+    largest = 1
+    for group in map(about.row_group, range(about.num_row_groups)):
+        chunks = [group.column(n) for n in range(group.num_columns)]
+        size = sum(c.total_uncompressed_size + 8 * c.num_values for c in chunks)
+        if size > max(SMALL, RATIO * sum(c.total_compressed_size for c in chunks)):
+            problem = f"a row group of {size >> 20} MiB, {RATIO} times what it takes on disk"
+            raise BadInput(f"{path} has {problem}: it is damaged, or many rows are equal")
+        largest = max(largest, size)
+    return min(BATCH, max(2, SMALL // largest))
 
 
 def _unreadable(path: Path, error: OSError) -> BadInput:
-    return BadInput(f"cannot read tasks from {path}: {error.strerror or error}", param="path")
-
-
-def _parse_json(content: bytes, location: str) -> Any:
-    try:
-        return from_json(content, allow_inf_nan=False)
-    except ValueError as error:
-        raise BadInput(f"{location}: not JSON: {error}", param="path") from error
-
-
-def _row(value: Any, location: str) -> Row:
-    if not isinstance(value, dict):
-        raise BadInput(f'{location}: not a JSON object such as {{"input": "..."}}', param="path")
-    return location, value
+    return BadInput(f"cannot read {path}: {error.strerror or error}", param="path")
 
 
 TaskLike = Task | Mapping[str, Any] | str

@@ -22,10 +22,12 @@ from cray_agents.tasks.leakage import Dropped, separate_splits, task_key
 from cray_agents.tasks.readers import (
     Columns,
     Row,
+    RowBound,
     TaskLike,
+    files_at,
     make_task,
     rows_of_csv,
-    rows_of_jsonl,
+    rows_of_json,
     rows_of_parquet,
 )
 
@@ -81,9 +83,10 @@ class TaskSet(Sequence[Task]):
     def from_jsonl(cls, path: str | Path, **reading: Unpack[Reading]) -> "TaskSet":
         """Read a file of JSON lines with `input` and the other fields of a Task; see Reading.
 
-        Raises BadInput, with the line's number, for a line that is no task, and for an empty file.
+        It may be one JSON array, and be compressed (.gz, .zst). Raises BadInput, with the line's
+        number, for a line that is no task, and for an empty file.
         """
-        return cls._read(path, rows_of_jsonl(Path(path)), reading)
+        return cls._read(path, rows_of_json(Path(path)), reading)
 
     @classmethod
     def from_csv(
@@ -231,6 +234,7 @@ class TaskSet(Sequence[Task]):
     @classmethod
     def _read(cls, path: str | Path, rows: Iterable[Row], reading: Reading) -> "TaskSet":
         columns, placing = _split_options(reading)
+        rows = RowBound(files_at(Path(path))).checked(rows)
         items = [(location, make_task(row, location, columns)) for location, row in rows]
         if not items:
             raise BadInput(f"{path} holds no tasks", param="path")

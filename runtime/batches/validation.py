@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from cray_agents.errors import Corrupt
+from cray_agents.exact_json import refuse_costly
 from cray_agents.runtime.batches.batch_records import Accepted, BatchEnd, BatchRequest, LineError
 from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.disk import checksums, durable
@@ -182,10 +183,12 @@ def check_line(raw: bytes, endpoint: str) -> tuple[str, str]:
     if len(raw) > MAX_LINE:
         raise Refused("line_too_long", f"This line is longer than {MAX_LINE} bytes.")
     try:
-        line = orjson.loads(raw.removeprefix(BOM_UTF8))
-    except ValueError:
+        line = orjson.loads(refuse_costly(raw.removeprefix(BOM_UTF8)))
+    except orjson.JSONDecodeError:
         message = "This line is not parseable as valid JSON."
         raise Refused("invalid_json_line", message) from None
+    except ValueError as error:
+        raise Refused("line_too_long", f"This line is too large: {error}.") from None
     if not isinstance(line, dict):
         raise Refused("invalid_json_line", "This line is not a JSON object.")
     custom_id = line.get("custom_id")

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cray_agents.errors import BadInput
-from cray_agents.exact_json import load_json, read_arguments
+from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json, read_arguments
 from cray_agents.records import Message
+from cray_agents.tasks.record_source import TooLong, lines_of
 
 Kind = Literal["supervised", "dpo"]
 
@@ -56,14 +57,18 @@ def read_examples(
     parse = parse_example if kind == "supervised" else parse_pair
     examples: list[Example] = []
     problems: list[str] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                examples.append(parse(number, _parse_json(line)))
-            except BadInput as problem:
-                problems.append(f"line {number}: {problem}")
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in lines_of(file):
+                if line.isspace():
+                    continue
+                try:
+                    examples.append(parse(number, _parse_json(line)))
+                except BadInput as problem:
+                    problems.append(f"line {number}: {problem}")
+    except TooLong as problem:  # what follows is not read
+        problems.append(f"line {number + 1}: {problem}")
     if problems:
         raise bad_lines(problems, len(examples) + len(problems), param)
     if not examples:
@@ -83,7 +88,7 @@ def bad_lines(problems: list[str], lines: int, param: str) -> BadExamples:
 
 def _parse_json(line: bytes) -> Any:
     try:
-        return load_json(line, _refuse_half)
+        return parse_json(line, DEEPEST_FOREIGN, _refuse_half)
     except ValueError as error:
         raise BadInput(f"not valid JSON: {error}") from error
 

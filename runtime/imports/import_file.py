@@ -15,8 +15,8 @@ from cray_agents.exact_json import dump_json
 from cray_agents.records import Event
 from cray_agents.runtime.imports import atif, chats, jsonl, openenv, sharegpt
 from cray_agents.runtime.imports.imported_run import Importing, Read
-from cray_agents.runtime.imports.record_source import RecordSource, SourceRecord
 from cray_agents.runtime.store import Store
+from cray_agents.tasks.record_source import RecordSource, SourceRecord
 
 MAX_PROBLEMS = 20  # bad lines after which reading stops
 GROUP = 512  # events appended at once; a run's are not split, so it may be a few more

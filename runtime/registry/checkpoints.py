@@ -320,9 +320,11 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
         message = f"{source} has no *.safetensors; save the model with safetensors first"
         raise BadInput(message, param="checkpoint")
     config, weights = read_config(source), model_files.read_weights(source)
-    for name in _OBJECTS:
-        if name in names:
+    for name in names:
+        if name in _OBJECTS:
             model_files.read_json(source, name)
+        elif not name.endswith(WEIGHTS):
+            model_files.refuse_large(source, name)
     for name in {tensor.file for tensor in weights.values()} - set(names):
         raise BadInput(f"{source / name} is not named by its {MANIFEST}", param="checkpoint")
     stated = own.files if own is not None else {}

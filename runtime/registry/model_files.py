@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import refuse_costly
 from cray_agents.runtime.disk.checksums import FileHash
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"  # maps tensors to files
 WEIGHTS = ".safetensors"
 BLOCK = 8 << 20  # bytes read at a time; a multiple of every dtype's size
-MOST_JSON = 64 << 20  # bytes of a config, an index or a manifest
-MOST_HEADER = 100 << 20  # bytes; safetensors' own limit
+MOST_SETTINGS = 64 << 20  # bytes of an index, a manifest, or a file of a tokenizer
+MOST_CONFIG = 4 << 20  # bytes of those in _CONFIGS, and of a chat template
+MOST_HEADER = 16 << 20  # bytes; a hundred thousand tensors take some 12 MiB
+MOST_TENSORS = 500_000  # of a model
 MOST_FILES = 10_000  # in a directory
+_CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json", "chat_template.json")
 _PART = re.compile(r"-of-(\d{1,6})\.safetensors$")
 BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32}
 BITS |= {"U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8}
@@ -121,16 +125,26 @@ def sha256_file(directory: Path, name: str) -> str:
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
     """Read a JSON file of the directory. Raises BadInput unless it is an object."""
+    refuse_large(directory, name)
     with open_file(directory, name) as file:
-        content = file.read(MOST_JSON + 1)
-    if len(content) > MOST_JSON:
-        raise _bad_file(directory / name, f"is larger than {MOST_JSON >> 20} MiB")
+        content = file.read(MOST_SETTINGS)
     return _parse_object(content, directory / name)
+
+
+def refuse_large(directory: Path, name: str) -> None:
+    """Raise BadInput where a file that is no weights is larger than any of its kind is."""
+    small = name in _CONFIGS or name.endswith(".jinja")
+    most = MOST_CONFIG if small else MOST_SETTINGS
+    with open_file(directory, name) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size > most:
+        why = f"is {size >> 20} MiB large, and at most {most >> 20} MiB are taken in"
+        raise _bad_file(directory / name, why)
 
 
 def _parse_object(content: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(content)
+        value = json.loads(refuse_costly(content))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise _bad_file(path, f"is not JSON: {reason}") from error
@@ -187,6 +201,8 @@ def _read_headers(directory: Path, files: list[str]) -> dict[str, Tensor]:
                 also = tensors[name].file
                 raise _bad_file(directory / file, f"has {name!r}, and {also} has it too")
             tensors[name] = tensor
+        if len(tensors) > MOST_TENSORS:
+            raise _bad_file(directory, f"has more than {MOST_TENSORS:,} tensors")
     return tensors
 
 
@@ -196,7 +212,10 @@ def read_header(directory: Path, file: str) -> dict[str, Tensor]:
     with open_file(directory, file) as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > min(MOST_HEADER, size - 8):
+        if MOST_HEADER < length <= size - 8:
+            most = f"and {MOST_HEADER >> 20} MiB is the most: save the model in more files"
+            raise _bad_file(path, f"has a header of {length >> 20} MiB, {most}")
+        if size < 8 or length > size - 8:
             raise _bad_file(path, "is cut off, or no safetensors file: save or download it again")
         header = _parse_object(opened.read(length), path)
     header.pop("__metadata__", None)
@@ -229,7 +248,7 @@ def _tensor(file: str, entry: dict[str, Any], data: int) -> Tensor:
     shape = tuple(entry["shape"])
     if not isinstance(entry["dtype"], str) or any(type(n) is not int for n in (start, end, *shape)):
         raise TypeError(entry)
-    if min((start, *shape)) < 0 or end < start:
+    if min((start, *shape)) < 0 or end < start or max(end, *shape) >> 63 or len(shape) > 64:
         raise ValueError(entry)
     return Tensor(file, entry["dtype"], shape, data + start, data + end)
 

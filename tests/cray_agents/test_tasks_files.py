@@ -1,5 +1,6 @@
 """TaskSets from CSV, Parquet, dataset folders and generators; columns of other names."""
 
+import gzip
 import json
 import random
 from collections.abc import Iterator
@@ -94,7 +95,7 @@ def test_bad_tables(tmp_path: Path, content: str, message: str) -> None:
     path.write_text(content)
     with pytest.raises(BadInput, match=message):
         TaskSet.from_csv(path)
-    with pytest.raises(BadInput, match=r"cannot read tasks from .*none\.csv: No such file"):
+    with pytest.raises(BadInput, match=r"cannot read .*none\.csv: No such file"):
         TaskSet.from_csv(tmp_path / "none.csv")
 
 
@@ -109,6 +110,12 @@ def test_from_parquet(tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     again.write_text("\n".join(map(json.dumps, ROWS)))
     assert list(whole) == list(TaskSet.from_jsonl(again, **columns))  # ids and splits, too
+    packed = tmp_path / "again.jsonl.gz"
+    packed.write_bytes(gzip.compress(again.read_bytes()))
+    assert list(whole) == list(TaskSet.from_jsonl(packed, **columns))
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(BadInput, match=r"cannot read .*again\.jsonl\.gz"):
+        TaskSet.from_jsonl(packed, **columns)
     with pytest.raises(BadInput, match=r"a\.parquet: row 0: no column 'text'"):
         TaskSet.from_parquet(tmp_path, input="text")
     (tmp_path / "a.parquet").write_text("no")
@@ -191,7 +198,14 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
         (NAMED, {"config": "x"}, "no configuration 'x'; there are main, other"),
         ("configs: [{data_files: gone.csv}]\n", {}, "names 'gone.csv', and no file is that"),
         ("configs: [{data_files: ../t.csv}]\n", {}, "leads out of the folder"),
-        ("configs: [\n", {}, "its front matter is not YAML"),
+        ("configs: [{data_dir: /etc}]\n", {}, "/etc leads out of the folder"),
+        ("configs: [{data_dir: a/../..}]\n", {}, "leads out of the folder"),
+        ("configs: [{data_files: 5}]\n", {}, "names 5, and no file is that"),
+        ("configs: [{data_files: ''}]\n", {}, "names '': Unacceptable pattern"),
+        (f"configs: {'[' * 60}{']' * 60}\n", {}, "nested more than 50 deep"),
+        (f"x: {'1' * 5000}\n", {}, "its front matter is unusable"),
+        ("x" * 2**20, {}, "its front matter is longer than 1 MiB"),
+        ("configs: [\n", {}, "its front matter is unusable"),
         ("", {"config": "x"}, "no configuration 'x'; there are none"),
         ("", {}, "holds no .csv, .json, .jsonl, .parquet, .tsv files"),
     ],
@@ -204,6 +218,34 @@ def test_bad_folders(tmp_path: Path, readme: str, options: Any, message: str) ->
         TaskSet.from_huggingface(folder, input="question", **options)
     with pytest.raises(BadInput, match="no folder"):
         TaskSet.from_huggingface(tmp_path / "none")
+
+
+LINE = '{"question": "secret"}\n'
+
+
+def test_links_out_of_a_folder_are_refused_but_for_those_of_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(LINE)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "t.parquet")
+    for name, target in {"train.jsonl": "../t.jsonl", "README.md": "../t.jsonl",
+                         "x.parquet": "../t.parquet", "data": "."}.items():  # fmt: skip
+        folder = tmp_path / "d"
+        folder.mkdir(exist_ok=True)
+        (folder / "x.csv").write_text("question\nx\n")
+        (folder / name).symlink_to(target if name != "data" else tmp_path)
+        if name == "data":
+            (folder / "README.md").write_text("---\nconfigs: [{data_dir: data}]\n---\n")
+        with pytest.raises(BadInput, match="leads out of the folder"):
+            TaskSet.from_huggingface(folder, input="question")
+        if name == "x.parquet":
+            with pytest.raises(BadInput, match="leads out of the folder"):
+                TaskSet.from_parquet(folder, input="question")
+        (folder / name).unlink()
+    snapshot = tmp_path / "datasets--a--b" / "snapshots" / "0123"
+    (snapshot / "data").mkdir(parents=True)
+    (snapshot.parent.parent / "blobs").mkdir()
+    (snapshot.parent.parent / "blobs" / "abc").write_text(LINE)
+    (snapshot / "data" / "train.jsonl").symlink_to("../../../blobs/abc")
+    assert len(TaskSet.from_huggingface(snapshot, input="question", holdout=0)) == 1
 
 
 def sums(rng: random.Random) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def with_manifest(folder: Path, **says: Any) -> None:
     """A manifest over what is there, as a checkpoint of this project has."""
     files = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".safetensors") and path.name != "manifest.json":
+        if path.suffix in (".json", ".jinja", ".safetensors") and path.name != "manifest.json":
             known = path.is_file() and not path.is_symlink()
             content = path.read_bytes() if known else b"unknown"
             files[path.name] = hashlib.sha256(content).hexdigest()
@@ -253,6 +253,10 @@ CASES: dict[str, Case] = {
     "config is a list": Case(holds("config.json", b"[1]"), "a list and not an object"),
     "config is null": Case(holds("config.json", b"null"), "not an object"),
     "config is deep": Case(holds("config.json", b"[" * 200_000), "is not JSON"),
+    "config is large": Case(holds("config.json", b"{%5242880s}" % b""), "is 5 MiB large, and at"),
+    "template is large": Case(
+        holds("chat_template.jinja", bytes(5 << 20)), "is 5 MiB large, and at"
+    ),
     "no layers": Case(says(num_hidden_layers=0), "num_hidden_layers = 0"),
     "negative heads": Case(says(num_attention_heads=-2), "num_attention_heads = -2"),
     "half a vocabulary": Case(says(vocab_size=31.5), "vocab_size = 31.5"),
@@ -275,6 +279,9 @@ CASES: dict[str, Case] = {
     "weights are cut off": Case(cut(FILE), "it is cut off or damaged"),
     "weights are empty": Case(holds(FILE, b""), "is cut off"),
     "a header longer than the file": Case(holds(FILE, b"\xff" * 64), "is cut off"),
+    "a header without end": Case(
+        holds(FILE, (17 << 20).to_bytes(8, "little") + bytes(17 << 20)), "has a header of 17 MiB"
+    ),
     "a header that is no JSON": Case(holds(FILE, b"\4" + bytes(7) + b"nope"), "is not JSON"),
     "a header that is a list": Case(holds(FILE, b"\2" + bytes(7) + b"[]"), "a list and not"),
     "weights are a pickle": Case(holds(FILE, b"\x80\x04\x95" + bytes(64)), "safetensors"),
@@ -283,6 +290,9 @@ CASES: dict[str, Case] = {
     ),
     "a tensor of less than nothing": Case(
         odd_header(lambda h: h["model.norm.weight"].update(shape=[-16])), "not safetensors'"
+    ),
+    "a shape without end": Case(
+        odd_header(lambda h: h["model.norm.weight"].update(shape=[2**62] * 65)), "not safetensors'"
     ),
     "a shape that is not its bytes": Case(
         odd_header(lambda h: h["model.norm.weight"].update(shape=[10**12])), "does not fit"

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -186,7 +187,9 @@ async def test_without_a_sandbox_they_work(site: Site) -> None:
             "connect over TCP", "send over UDP", "make a file in /tmp",
             "write to memory that others share", "set a semaphore of others",
             "take a message of others", "read an environment variable",
-            "lease a file"}  # fmt: skip
+            "lease a file", "take the host's asynchronous operations", "take a terminal",
+            "pin pages in a pipe", "pin pages in a socket", "pin pages of a file in a socket",
+            "reserve disk"}  # fmt: skip
     with contextlib.suppress(OSError):  # where the system keeps xattrs
         os.setxattr(site.words["open"], "user.y", b"1")
         real.add("set a shared file's xattr")
@@ -222,6 +225,26 @@ async def test_ordinary_programs_work(sandbox: Sandbox) -> None:
     threads += "subprocess.run(['true'], check=True); print(open('/dev/urandom', 'rb').read(1))"
     outcome = await sandbox.run([PYTHON, "-c", threads])
     assert outcome.returncode == 0, outcome
+
+
+async def test_no_file_of_the_platform_is_open(sandbox: Sandbox) -> None:
+    code = "import os\nfor n in range(3, 256):\n try: print(n, os.fstat(n))\n except OSError: 0"
+    assert (await sandbox.run([PYTHON, "-c", code])).text == "[no output]"
+
+
+async def test_what_is_refused_is_done_in_another_way(sandbox: Sandbox) -> None:
+    code = (
+        "import os, shutil, tempfile\n"
+        "with tempfile.TemporaryFile() as file: file.write(b'x')\n"
+        "with open('a', 'wb') as file: os.posix_fallocate(file.fileno(), 0, 9000)\n"
+        "shutil.copyfile('a', 'b'); print(os.path.getsize('b'))\n"
+    )
+    shell = "cat a | tee c | cat > d; cmp a d && cp a e"
+    if sandbox.layer == "bubblewrap":  # Landlock has no /proc
+        shell += " && ls /dev/fd >/dev/null && ls /dev"
+    outcome = await sandbox.run(["bash", "-c", f"python -c {shlex.quote(code)} && {shell}"])
+    assert outcome.stdout.startswith("9000\n") and outcome.returncode == 0, outcome
+    assert "pts" not in outcome.stdout and "ptmx" not in outcome.stdout
 
 
 async def test_no_privileges(sandbox: Sandbox) -> None:
@@ -405,6 +428,8 @@ async def test_disk(sandbox: Sandbox) -> None:
     assert (await little.run(["bash", "-c", many])).limit == "disk"
     hidden = f"mkdir a; cd a; {many.replace('sleep', 'cd ..; mv a b; sleep')}"
     assert (await little.run(["bash", "-c", hidden])).limit == "disk"
+    deleted = 'for i in 5 6 7; do eval "exec $i>a; rm a; head -c 3000000 /dev/zero >&$i"; done'
+    assert (await little.run(["bash", "-c", f"{deleted}; sleep 60"])).limit == "disk"
 
 
 async def test_nothing_is_left_behind(sandbox: Sandbox, tmp_path: Path) -> None:

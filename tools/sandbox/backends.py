@@ -178,8 +178,13 @@ def _bubblewrap(spec: SandboxSpec, program: int) -> list[str]:
     else:
         flags += ["--unshare-user"]
     flags += ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
-    flags += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(SHARED_MEMORY)]
-    flags += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    flags += ["--proc", "/proc", "--perms", "0755", "--tmpfs", "/dev"]
+    for device in _DEVICES:  # no terminals, of which the host has a fixed number
+        flags += ["--dev-bind", device, device]
+    for name, link in {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}.items():
+        flags += ["--symlink", f"/proc/self/{link}", f"/dev/{name}"]
+    flags += ["--perms", "1777", "--size", str(SHARED_MEMORY), "--tmpfs", "/dev/shm"]
+    flags += ["--remount-ro", "/dev"]
     for path in map(Path, _SYSTEM):
         if path.is_symlink():
             flags += ["--symlink", str(path.readlink()), str(path)]

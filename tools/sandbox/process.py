@@ -141,7 +141,8 @@ async def start(
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=pipe, env=dict(env), cwd=spec.work,
-            pass_fds=[program], start_new_session=True, limit=BLOCK,
+            pass_fds=[program] if layer == "bubblewrap" else [],  # Landlock's keeper has its own
+            start_new_session=True, limit=BLOCK,
         )  # fmt: skip
     finally:
         os.close(program)
@@ -174,7 +175,7 @@ async def _watch(
         if usage_monitor.exceeds_memory(pids, spec.memory, inside=first, network=network):
             confined.kill("memory")
         if look % DISK_EVERY == 0 and await asyncio.to_thread(
-            usage_monitor.exceeds_disk, base, disk
+            usage_monitor.exceeds_disk, base, disk, pids[1:]
         ):
             confined.kill("disk")
 

@@ -1,12 +1,13 @@
 """Seccomp: a filter (classic BPF) that refuses system calls of a sandboxed program.
 
 It refuses kernel features that ordinary programs do not need (new namespaces, mounts, BPF,
-io_uring, keys, modules, clocks), memory that belongs to no process and so escapes the limits, and
-sockets. Without namespaces it also refuses the calls that Landlock does not cover: on file
-metadata, on the settings of other processes of the same user, and on objects with guessable numbers
-or names (System V's memory, semaphores and messages, and message queues). The format is that of
-linux/filter.h and linux/seccomp.h. The numbers are those of asm/unistd_64.h and
-asm-generic/unistd.h. Called by backends.py.
+io_uring, keys, modules, clocks), memory and files that belong to no process and so escape the
+limits, asynchronous operations, of which the host has a fixed number, and sockets. Without
+namespaces it also refuses the calls that Landlock does not cover: on file metadata, on the settings
+of other processes of the same user, and on objects with guessable numbers or names (System V's
+memory, semaphores and messages, and message queues). The format is that of linux/filter.h and
+linux/seccomp.h. The numbers are those of asm/unistd_64.h and asm-generic/unistd.h. Called by
+backends.py.
 """
 
 import functools
@@ -18,13 +19,13 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST, _SECOND, _THIRD = 0, 4, 16, 24, 32  # in struct seccomp_data
 _UPPER = 4  # offset in bytes of an argument's upper half
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-_EPERM, _ENOSYS, _EACCES = 1, 38, 13
+_EPERM, _ENOSYS, _EACCES, _EINVAL, _EOPNOTSUPP = 1, 38, 13, 22, 95
 _X32 = 0x40000000  # the second, 32-bit set of numbers on x86_64
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, -CGROUP, -UTS, -IPC, -USER, -PID, -NET, -TIME
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # they simulate input to a terminal
 
-# name: (number on x86_64, number on aarch64)
-_ALWAYS: dict[str, tuple[int | None, int | None]] = {
+_Calls = dict[str, tuple[int | None, int | None]]  # name: number on x86_64, on aarch64
+_ALWAYS: _Calls = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -36,6 +37,8 @@ _ALWAYS: dict[str, tuple[int | None, int | None]] = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
+    "io_setup": (206, 0),
+    "io_submit": (209, 2),
     "keyctl": (250, 219),
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -83,7 +86,16 @@ _ALWAYS: dict[str, tuple[int | None, int | None]] = {
     "msgget": (68, 186),
     "semget": (64, 190),
 }
-_OF_OTHERS: dict[str, tuple[int | None, int | None]] = {
+_PINNING: _Calls = {  # they move pages to where one byte holds a page; programs copy instead
+    "vmsplice": (278, 75),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "sendfile": (40, 71),
+}
+#: They pass their flags in memory, which a filter cannot read. libc falls back to older calls.
+_UNREADABLE: _Calls = {"clone3": (435, 435), "openat2": (437, 437)}
+_RESERVING: _Calls = {"fallocate": (285, 47)}  # faster than any look at the disk; libc writes zeros
+_OF_OTHERS: _Calls = {
     "setpriority": (141, 140),
     "ioprio_set": (251, 30),
     "process_madvise": (440, 440),
@@ -101,16 +113,14 @@ _OF_OTHERS: dict[str, tuple[int | None, int | None]] = {
     "msgctl": (71, 187),
     "mq_unlink": (241, 181),
 }
-_OF_OTHERS_BY_PID: dict[
-    str, tuple[int | None, int | None]
-] = {  # allowed on the process itself, as pid 0
+_OF_OTHERS_BY_PID: _Calls = {  # allowed on the process itself, as pid 0
     "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
 }
-_METADATA: dict[str, tuple[int | None, int | None]] = {
+_METADATA: _Calls = {
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -124,7 +134,7 @@ _METADATA: dict[str, tuple[int | None, int | None]] = {
     "futimesat": (261, None),
     "file_setattr": (469, 469),
 }
-_XATTRS: dict[str, tuple[int | None, int | None]] = {
+_XATTRS: _Calls = {
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
@@ -134,7 +144,8 @@ _XATTRS: dict[str, tuple[int | None, int | None]] = {
     "setxattrat": (463, 463),
     "removexattrat": (466, 466),
 }
-_CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
+_CLONE, _SOCKET, _IOCTL = (56, 220), (41, 198), (16, 29)
+_OPEN, _OPENAT, _UNNAMED = (2, None), (257, 56), 0o20000000  # O_TMPFILE
 _UTIMENSAT, _FCNTL, _SETSOCKOPT = (280, 88), (72, 25), (54, 208)
 _SET_LEASE = 1024  # F_SETLEASE: it makes other processes wait that open the file
 _OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)  # SOL_SOCKET; SO_SNDBUF, SO_RCVBUF, and with force
@@ -175,11 +186,18 @@ def filter_program(*, namespaces: bool, network: bool, owner: bool) -> bytes:
     ]
     if column == 0:
         lines += [_line(_AT_LEAST, _X32, otherwise=1), _line(_RETURN, _KILL)]
-    for numbers in refused.values():
-        if (number := numbers[column]) is not None:
-            lines += [_line(_EQUAL, number, otherwise=1), _line(_RETURN, _ERRNO | _EPERM)]
-    # clone3 passes its flags in memory, which a filter cannot read; libc falls back to clone
-    lines += [_line(_EQUAL, _CLONE3[column], otherwise=1), _line(_RETURN, _ERRNO | _ENOSYS)]
+    for calls, errno in (
+        (refused, _EPERM),
+        (_PINNING, _EINVAL),
+        (_UNREADABLE, _ENOSYS),
+        (_RESERVING, _EOPNOTSUPP),
+    ):
+        for numbers in calls.values():
+            if (number := numbers[column]) is not None:
+                lines += [_line(_EQUAL, number, otherwise=1), _line(_RETURN, _ERRNO | errno)]
+    for pair, flags in ((_OPEN, _SECOND), (_OPENAT, _THIRD)):
+        if (number := pair[column]) is not None:
+            lines += _when(number, flags, [(_ANY_BIT, _UNNAMED)], _EOPNOTSUPP)
     lines += _when(_CLONE[column], _FIRST, [(_ANY_BIT, _NEW_NAMESPACES)], _EPERM)
     lines += _when(_IOCTL[column], _SECOND, [(_EQUAL, _TIOCSTI), (_EQUAL, _TIOCLINUX)], _EPERM)
     lines += _when(_FCNTL[column], _SECOND, [(_EQUAL, _SET_LEASE)], _EPERM)

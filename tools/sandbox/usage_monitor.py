@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import signal
+import stat
 from pathlib import Path
 
 OPEN_FILES = 256  # limit of a process
@@ -82,9 +83,12 @@ def exceeds_memory(pids: list[int], memory: int, *, inside: int | None, network:
     )
 
 
-def exceeds_disk(folder: Path, size: int) -> bool:
-    """Return True if a folder takes more than `size` bytes on disk, or cannot be read."""
-    total = entries = 0
+def exceeds_disk(folder: Path, size: int, pids: list[int]) -> bool:
+    """Return True if a folder takes more than `size` bytes on disk, or cannot be read.
+
+    Files without a name that processes have open count, too.
+    """
+    total, entries = _deleted(pids), 0
     waiting = [str(folder)]
     while waiting:
         try:
@@ -101,6 +105,18 @@ def exceeds_disk(folder: Path, size: int) -> bool:
         except OSError:  # no permission, or a path too long: an attempt to hide data
             return True
     return False
+
+
+def _deleted(pids: list[int]) -> int:
+    sizes = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    at = link.stat()
+                    if stat.S_ISREG(at.st_mode) and not at.st_nlink:
+                        sizes[at.st_dev, at.st_ino] = at.st_blocks * 512
+    return sum(sizes.values())
 
 
 def _exact_memory(pid: int) -> int:

@@ -6,6 +6,7 @@ runtime/datasets/, cray_agents/queries.py.
 
 import json
 import tomllib
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +31,10 @@ from cray_agents.cli.runs.filter_options import (
 from cray_agents.cli.screen import HomeOption, JsonOption, console, progress_bar, root, show, when
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
+from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json
 from cray_agents.processes import leave_out
 from cray_agents.queries import DatasetRecipe
+from cray_agents.tasks.record_source import read_whole
 
 if TYPE_CHECKING:
     from cray_agents.runtime.datasets.draft import OnProgress
@@ -241,9 +244,10 @@ def recipe_of(
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text("utf-8-sig")
-        fields = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:  # raised by both parsers, and by text that is not UTF-8
+        text = read_whole(path).removeprefix(BOM_UTF8)
+        toml = path.suffix == ".toml"
+        fields = tomllib.loads(text.decode()) if toml else parse_json(text, DEEPEST_FOREIGN)
+    except (OSError, ValueError, RecursionError) as error:  # too long, not UTF-8, or not as it says
         raise BadInput(f"{path} is no recipe: {error}", param="recipe") from error
     if not isinstance(fields, dict):
         raise BadInput(f"{path} is no recipe: it holds no object", param="recipe")

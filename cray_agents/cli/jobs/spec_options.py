@@ -13,8 +13,10 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from cray_agents.errors import BadInput, NotFound
+from cray_agents.exact_json import parse_json
 from cray_agents.paths import Home
 from cray_agents.records import StrictRecord
+from cray_agents.tasks.record_source import read_whole
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Way
 
 HYPER = "hyperparameters"
@@ -56,7 +58,7 @@ def put(fields: Fields, key: str, value: Any) -> None:
 
 def _read(file: Path) -> Fields:
     try:
-        fields = json.loads(file.read_text())
+        fields = parse_json(read_whole(file))
     except (OSError, ValueError) as error:
         raise BadInput(f"{file} is no job's spec: {error}", param="spec") from error
     if not isinstance(fields, dict) or not isinstance(fields.get(HYPER, {}), dict):

@@ -13,6 +13,7 @@ from cray_agents.cli.runs.filter_options import FactOptions
 from cray_agents.cli.screen import HomeOption, JsonOption, console, root, show
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
+from cray_agents.tasks.record_source import read_whole
 
 if TYPE_CHECKING:
     from cray_agents.runtime.registry.registry import Registry
@@ -96,8 +97,8 @@ def _training_sets(registry: "Registry", version: str) -> list[str]:
 
 def _read_planted(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_whole(path).decode().split("\n")
+    except (OSError, ValueError) as error:
         raise BadInput(f"--planted {path}: {error}", param="planted") from error
     strings = sorted({line.strip() for line in lines} - {""})
     short = next((each for each in strings if len(each) < LEAST_PLANTED), None)

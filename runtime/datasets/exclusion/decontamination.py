@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import orjson
-
 from cray_agents.errors import BadInput, NotFound
+from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunQuery
 from cray_agents.records import HELD_OUT_ENTRY, HeldOut, Message, Run
@@ -26,6 +25,7 @@ from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.facts import text_of
 from cray_agents.tasks.leakage import task_key
+from cray_agents.tasks.record_source import TooLong, lines_of
 from cray_agents.tasks.text_index import TextIndex
 from cray_agents.text_words import SIMILAR, words_of
 
@@ -198,10 +198,12 @@ def texts_of_file(files: Files, name: str) -> Iterator[HeldText]:
     line = 0
     try:
         with path.open(encoding="utf-8-sig") as lines:
-            for line, content in enumerate(lines, 1):
+            for line, content in lines_of(lines):
                 text = text_in(content)
                 if text:
                     yield HeldText(f"{title}:{line}", text)
+    except TooLong as error:
+        raise BadInput(f"{name}: line {line + 1} is {error}", param=FILES) from error
     except UnicodeDecodeError as error:
         raise BadInput(
             f"{name} is not UTF-8 after line {line}: {error.reason}", param=FILES
@@ -215,7 +217,7 @@ def text_in(line: str) -> str:
     line = line.strip().removeprefix("\ufeff")  # a byte order mark
     if line.startswith("{"):
         try:
-            return _text_of_record(orjson.loads(line)) or line
+            return _text_of_record(parse_json(line, DEEPEST_FOREIGN)) or line
         except ValueError:
             return line
     return line

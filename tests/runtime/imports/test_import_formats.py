@@ -16,6 +16,7 @@ from cray_agents.runtime.imports import FORMATS, Importing
 from cray_agents.runtime.imports.import_file import BadRecords, read_file
 from cray_agents.runtime.store.assembly import assemble
 from cray_agents.runtime.store.segments.line_format import event_in, line_of
+from cray_agents.tasks.record_source import HEAD, RecordSource
 
 TOOL = {
     "type": "function",
@@ -265,8 +266,9 @@ def test_sharegpts_other_turns_are_never_trained_on_and_images_are_refused() -> 
 BIG = 123456789012345678901234567890
 
 
+@pytest.mark.parametrize("array", [False, True], ids=["lines", "array"])
 @pytest.mark.parametrize("form", ["openai", "sharegpt", "atif", "jsonl"])
-def test_numbers_keep_their_digits(form: str, tmp_path: Path) -> None:
+def test_numbers_keep_their_digits(form: str, array: bool, tmp_path: Path) -> None:
     records: dict[str, Any] = {
         "openai": copy.deepcopy(CHAT) | {"n": BIG},
         "sharegpt": {"conversations": [ASK, TOOL_CALLS, {"from": "tool", "value": "r"},
@@ -279,7 +281,7 @@ def test_numbers_keep_their_digits(form: str, tmp_path: Path) -> None:
     records["sharegpt"]["conversations"][1]["tool_calls"][0]["function"]["arguments"] = {"n": BIG}
     records["atif"]["steps"][1]["tool_calls"][0]["arguments"] = {"n": BIG}
     path = tmp_path / "f.jsonl"
-    path.write_text(lines(records[form]))
+    path.write_text(json.dumps([records[form]]) if array else lines(records[form]))
     ((*_, event),) = read_file(path, form)
     text = line_of(event).decode()
     assert text.count(str(BIG)) == (1 if form == "jsonl" else 2)
@@ -530,9 +532,38 @@ def test_bad_arrays_and_files(tmp_path: Path) -> None:
 
 def test_what_cannot_be_stored_is_bad_input(tmp_path: Path) -> None:
     path = tmp_path / "f.json"
-    path.write_text(json.dumps([{**CHAT, "id": 10**30}]))
-    with pytest.raises(BadRecords, match=r"item 1: .* write a record per line"):
+    path.write_text(
+        f'[{{"messages": {json.dumps(CHAT["messages"])}, "x": {"[" * 300}{"]" * 300}}}]'
+    )
+    with pytest.raises(BadRecords, match=r"item 1: not valid JSON: .* nested more than 200"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "words"),
+    [
+        ("[]", 0, ""),
+        ("[1] \n\n", 1, ""),
+        ('["a,]\\\\", {"b": [",", "\\"]"]}]', 2, ""),
+        ("[1, 2,]", 3, "item 3: not valid JSON"),
+        ("[,]", 1, "item 1: not valid JSON"),
+        ("[1 2]", 1, "item 1: not valid JSON"),
+        ("[1, {2]", 2, "item 2: not valid JSON"),
+        ("[1}", 1, "item 1: not valid JSON"),
+        ("[1] 2", 2, "item 2: not valid JSON: there is more"),
+        ("[1", 2, "item 2: not valid JSON: the array is not closed"),
+        ('["a', 1, "item 1: not valid JSON"),
+    ],
+)
+def test_items_of_an_array(text: str, count: int, words: str, tmp_path: Path) -> None:
+    """Also where a block of the file ends at any of their characters."""
+    path = tmp_path / "f.json"
+    for spaces in (0, *range(HEAD - len(text), HEAD)):
+        path.write_text(f"[{' ' * spaces}{text[1:]}")
+        records = list(RecordSource(path).records())
+        assert len(records) == count
+        told = [f"item {record.number}: {record.problem}" for record in records if record.problem]
+        assert "".join(told).startswith(words) and bool(told) == bool(words)
 
 
 def test_a_large_array_is_not_held(tmp_path: Path) -> None:

@@ -87,6 +87,29 @@ def lease() -> None:
     fcntl.fcntl(made, 1024, fcntl.F_RDLCK)  # F_SETLEASE
 
 
+def pin() -> None:
+    _, pipe = os.pipe()
+    page = ctypes.create_string_buffer(1)
+    call(278 if X86 else 75, pipe, struct.pack("@PN", ctypes.addressof(page), 1), 1, 0)
+
+
+def pin_in_a_socket(move: Callable[[int, int], object]) -> None:
+    one, other = socket.socketpair()
+    reading, writing = os.pipe()
+    os.write(writing, b"x")
+    with one, other, Path("/dev/zero").open("rb") as zeros:
+        move(reading if move is not send_file else zeros.fileno(), one.fileno())
+
+
+def send_file(file: int, to: int) -> None:
+    os.sendfile(to, file, None, 1)
+
+
+def reserve() -> None:
+    made = os.open("reserved", os.O_RDWR | os.O_CREAT, 0o600)
+    call(285 if X86 else 47, made, 0, 0, 4096)
+
+
 def hold_a_capability() -> None:
     header, held = struct.pack("=Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
     call(125 if X86 else 90, header, held)
@@ -127,6 +150,16 @@ ATTACKS: dict[str, Callable[[], object]] = {
     "open a vsock": lambda: socket.socket(40, 1, 0).close(),
     "open a crypto socket": lambda: socket.socket(38, 5, 0).close(),
     "start an io_uring": lambda: call(425, 4, buffer),
+    "take the host's asynchronous operations": lambda: call(
+        206 if X86 else 0, 1, ctypes.create_string_buffer(8)
+    ),
+    "take a terminal": os.openpty,
+    "pin pages in a pipe": pin,
+    "pin pages in a socket": lambda: pin_in_a_socket(lambda file, to: os.splice(file, to, 1)),
+    "pin pages of a file in a socket": lambda: pin_in_a_socket(send_file),
+    "double a pipe": lambda: call(276 if X86 else 77, os.pipe()[0], os.pipe()[1], 1, 2),
+    "reserve disk": reserve,
+    "make a file without a name": lambda: os.open(".", os.O_RDWR | os.O_TMPFILE),
     "make hidden memory": lambda: os.close(os.memfd_create("hidden")),
     "make shared memory": share,
     "write to memory that others share": attach,
