@@ -1,4 +1,4 @@
-"""`cray-agents`, and `python -m cray_agents`: the command line, from its first import to its end."""
+"""`cray-agents` and `python -m cray_agents`: the command line, from first import to end."""
 
 import signal
 import sys

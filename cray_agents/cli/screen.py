@@ -6,6 +6,7 @@ pictures: a stored text must not drive the terminal.
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cray_agents.config import load_config
+from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 
 LOG_WIDTH = 120  # columns, where there is no terminal to ask
@@ -42,6 +44,9 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     """Print rows as a table of some columns, or whole as a JSON list."""
     if as_json:
         print(json.dumps(list(rows), indent=2, default=str))
+        return
+    if not rows:
+        errors.print("there are none", style="dim")
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
@@ -118,5 +123,29 @@ def progress_bar(*counts: str | ProgressColumn) -> Progress:
 
 
 def root(home: Path | None) -> Home:
-    """Return the shared root that a command works on."""
-    return load_config({"home": home}).root
+    """Return the root that a command looks at. Raises NotFound if nothing is stored there."""
+    found = load_config({"home": home}).root
+    check_stored(found)
+    return found
+
+
+def check_stored(home: Home) -> None:
+    """Raise NotFound if a root is not there, or holds nothing but other roots, such as a demo's."""
+    inside = [*home.root.iterdir()] if home.root.is_dir() else []
+    others = [path for path in inside if Home(path).segments.is_dir()]
+    if len(others) == len(inside):
+        named = ", ".join(f"--home {shown_path(path)}" for path in sorted(others))
+        there = f"; roots in it: {named}" if others else ""
+        raise NotFound(f"nothing is stored on {home.root}{there}", param="home")
+
+
+def command(words: str, home: Home) -> str:
+    """Return a command of ours as one types it here for this root."""
+    option = "" if load_config().root == home else f" --home {shown_path(home.root)}"
+    return f"cray-agents {words}{option}"
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as one types it here: relative to the working directory, if it lies in it."""
+    folder = Path.cwd()
+    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))

@@ -244,7 +244,7 @@ def load(file: Path) -> ModuleType:
     except SyntaxError as error:
         place = f"{error.filename or file}:{error.lineno or 1}"
         raise BadInput(f"{place}: {error.msg}", param="file") from error
-    except Exception as error:  # noqa: BLE001 - the edge to the author's code
+    except Exception as error:  # the edge to the author's code
         raise BadInput(_describe(error, file), param="file") from error
     return module
 

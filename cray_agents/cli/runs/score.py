@@ -7,7 +7,7 @@ import typer
 
 from cray_agents.cli.platform.platform_process import ask_once, platform_at
 from cray_agents.cli.runs.runs import RunId, runs
-from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line, root, show
+from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line, show
 from cray_agents.platform.client import Platform
 
 
@@ -31,7 +31,7 @@ def score(
         tokens = await platform.views.tokens(run_id, turn - 1, prompt=False)
         return scored, tokens["texts"]
 
-    scored, tokens = ask_once(platform_at(root(home), url), ask)
+    scored, tokens = ask_once(platform_at(home, url), ask)
     if as_json:
         print(json.dumps(scored, indent=2))
         return

