@@ -373,7 +373,7 @@ async def test_it_runs_where_an_event_loop_runs(tmp_path: Path) -> None:
     with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
         loop = make_loop(platform=where)
         assert [generation.version for generation in loop.run(1)] == ["m@1", "m@2"]
-        for generation in loop.run(2):  # left early, and gone on with
+        for _first in loop.run(2):  # left early, and gone on with
             break
         assert [generation.version for generation in loop.run(2)] == ["m@1", "m@2", "m@3"]
 

@@ -63,7 +63,7 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return f"{value:.3f}" if abs(value) < 1e7 else f"{value:.3g}"
     return str(value)
 
 
@@ -117,9 +117,10 @@ def size(count: int) -> str:
 
 
 def progress_bar(*counts: str | ProgressColumn) -> Progress:
-    """Return a bar on stderr that goes when it is done; the counts stand between bar and time."""
+    """Return a bar on stderr, with counts before the time, that goes at its end; none in a log."""
     start = (TextColumn("{task.description}"), BarColumn())
-    return Progress(*start, *counts, TimeRemainingColumn(), console=errors, transient=True)
+    return Progress(*start, *counts, TimeRemainingColumn(), console=errors, transient=True,
+                    disable=not errors.is_terminal)  # fmt: skip
 
 
 def root(home: Path | None) -> Home:

@@ -215,7 +215,7 @@ def _loops(loops: Sequence[dict[str, Any]] | None, now: float) -> RenderableType
 def _jobs(jobs: Sequence[dict[str, Any]] | None) -> RenderableType:
     if not jobs:
         return _none(jobs, "no training job yet")
-    table = _table("job", "state", "steps", "loss", "method")
+    table = _table("job", "state", "steps", "loss")
     for job in islice(jobs, JOBS):
         _add_row(
             table,
@@ -223,7 +223,6 @@ def _jobs(jobs: Sequence[dict[str, Any]] | None) -> RenderableType:
             _state(job.get("state")),
             f"{job.get('step') or 0}/{job.get('steps') or '-'}",
             _number(job.get("loss_last")),
-            str(job.get("method") or "-"),
         )
     return _with_rest(table, len(jobs) - JOBS)
 
