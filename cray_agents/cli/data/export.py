@@ -141,9 +141,13 @@ def export(
             summary = _to_stdout(source, chosen, rules, on_progress)
         else:
             options = exporter.ExportOptions(rules, shard_size or exporter.SHARD_SIZE, restart)
-            summary = exporter.export(
-                source, chosen, output, options=options, on_progress=on_progress
-            )
+            try:
+                summary = exporter.export(
+                    source, chosen, output, options=options, on_progress=on_progress
+                )
+            except OSError as error:  # it names a draft
+                why = error.strerror or error
+                raise BadInput(f"{output} cannot be written: {why}", param="output") from error
     if as_json:
         report = {"format": form, "output": str(output) if output else None, **asdict(summary)}
         print(json.dumps(report, indent=2), file=sys.stdout if output else sys.stderr)

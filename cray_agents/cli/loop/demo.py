@@ -77,9 +77,9 @@ def demo(
         loop.on_progress = screen.progress
         done, info, examples = run_demo(config, loop, most, seed, quick, screen)
     result = summary(seed, control, info, time.monotonic() - started, done)
+    print_results(config, loop, result, done, examples)
     if json_file:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
-    print_results(config, loop, result, done, examples)
 
 
 def claim(path: Path, settings: dict[str, Any]) -> None:
