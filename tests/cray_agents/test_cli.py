@@ -253,3 +253,12 @@ def test_ctrl_c_while_python_imports_is_no_traceback() -> None:
         assert "Traceback" not in rest
         codes.append(process.returncode)
     assert 130 in codes
+
+
+def test_what_to_start_is_named_with_its_root(tmp_path: Path) -> None:
+    (tmp_path / "root" / "segments").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for words in ("events", "batch list", "top", "runs score x m@1", "upload file"):
+        done = cli(*words.split(), "--home", "root", cwd=tmp_path)
+        said = " ".join(done.stderr.split())
+        assert (done.returncode, "`cray-agents up --home root" in said) == (2, True), said
