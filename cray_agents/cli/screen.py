@@ -125,19 +125,19 @@ def progress_bar(*counts: str | ProgressColumn) -> Progress:
 
 def root(home: Path | None) -> Home:
     """Return the root that a command looks at. Raises NotFound if nothing is stored there."""
-    found = load_config({"home": home}).root
-    check_stored(found)
-    return found
+    shared_root = load_config({"home": home}).root
+    check_stored(shared_root)
+    return shared_root
 
 
 def check_stored(home: Home) -> None:
     """Raise NotFound if a root is not there, or holds nothing but other roots, such as a demo's."""
     inside = [*home.root.iterdir()] if home.root.is_dir() else []
-    others = [path for path in inside if Home(path).segments.is_dir()]
-    if len(others) == len(inside):
-        named = ", ".join(f"--home {shown_path(path)}" for path in sorted(others))
-        there = f"; roots in it: {named}" if others else ""
-        raise NotFound(f"nothing is stored on {home.root}{there}", param="home")
+    nested = [path for path in inside if Home(path).segments.is_dir()]
+    if len(nested) == len(inside):
+        named = ", ".join(f"--home {shown_path(path)}" for path in sorted(nested))
+        hint = f"; roots in it: {named}" if nested else ""
+        raise NotFound(f"nothing is stored on {home.root}{hint}", param="home")
 
 
 def command(words: str, home: Home) -> str:

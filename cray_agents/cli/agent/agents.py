@@ -255,7 +255,7 @@ def _describe(error: Exception, file: Path) -> str:
     Raises the error itself if it is a package that a module of ours lacks: the caller knows which.
     """
     ours = str(Path(__file__).parents[2])
-    others = (ours, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    installed = (ours, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -263,7 +263,7 @@ def _describe(error: Exception, file: Path) -> str:
     ]
     if isinstance(error, ModuleNotFoundError) and frames[-1].filename.startswith(ours):
         raise error
-    own = [each for each in frames if not each.filename.startswith(others)] or frames
+    own = [each for each in frames if not each.filename.startswith(installed)] or frames
     lines = "".join(traceback.format_list(own)).rstrip()
     return f"{own[-1].filename}:{own[-1].lineno}: {type(error).__name__}: {error}\n{lines}"
 

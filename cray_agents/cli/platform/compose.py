@@ -124,7 +124,7 @@ def serve(
             say(describe_inheritance(home, control))
         delete_leftovers(home)
         registry = Registry(home, lease.check)
-        version = first_version(registry, model, name, needed=replicas.total > 0)
+        version = first_version(registry, model, name, required=replicas.total > 0)
         gpu = replicas.total > 0 and has_gpu_build()
         servers = replicas.here if gpu else 0  # on GPUs of this host
         with contextlib.closing(configured_scheduler(config, servers)) as scheduler:

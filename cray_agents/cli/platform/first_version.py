@@ -26,11 +26,11 @@ from cray_agents.runtime.registry.registry import Registry
 
 
 def first_version(
-    registry: Registry, model: Path | None, name: str, *, needed: bool = True
+    registry: Registry, model: Path | None, name: str, *, required: bool = True
 ) -> ModelVersion | None:
     """Return the version to serve at first, importing `model` if its name has none.
 
-    Raises BadInput if there is neither version nor model, unless none is `needed`, or if `model`
+    Raises BadInput if there is neither version nor model, unless none is `required`, or if `model`
     would not be served.
     """
     model = model.expanduser().absolute() if model is not None else None
@@ -46,7 +46,7 @@ def first_version(
                     param="model",
                 )
             return promoted
-    if model is None and not needed:
+    if model is None and not required:
         return None
     if model is None:
         names = registry.names()

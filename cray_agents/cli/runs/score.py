@@ -38,10 +38,8 @@ def score(
     """
 
     async def ask(platform: Platform) -> tuple[dict[str, Any], list[str]]:
-        held = {
-            held for replica in await platform.pool(spares=True) for held in replica["versions"]
-        }
-        if "@" in model and model not in held:
+        replicas = await platform.pool(spares=True)
+        if "@" in model and not any(model in replica["versions"] for replica in replicas):
             errors.print(f"a replica loads {model} first, and keeps it as long as it is asked for")
         scored = await platform.views.score(run_id, turn - 1, model)
         tokens = await platform.views.tokens(run_id, turn - 1, prompt=False)

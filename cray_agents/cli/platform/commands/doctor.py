@@ -76,10 +76,10 @@ def packages() -> list[dict[str, Any]]:
     unfit = [name for name in UNFIT if importlib.util.find_spec(name) is not None]
     names = [name for name in IMPORTS if unfit and name in present]
     with errors.status("importing transformers and vLLM"), ThreadPoolExecutor() as threads:
-        said = threads.map(why_not_imported, names)
+        problems = threads.map(why_not_imported, names)
         mend = f"pip uninstall {' '.join(unfit)}: a CPU install needs none of them"
         rows += [check(f"import {name}", not why, why or "works", mend)
-                 for name, why in zip(names, said, strict=True)]  # fmt: skip
+                 for name, why in zip(names, problems, strict=True)]  # fmt: skip
     return rows
 
 
