@@ -118,6 +118,7 @@ def test_files_without_an_agent(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / ".cray-agents" / "segments").mkdir(parents=True)
     assert json.loads(cli("models", "list", "--json", cwd=tmp_path).stdout) == []
     assert json.loads(cli("jobs", "list", "--json", cwd=tmp_path).stdout) == []
     assert json.loads(cli("runs", "list", "--json", cwd=tmp_path).stdout) == []
