@@ -111,7 +111,8 @@ def leave_out(*packages: str) -> None:
     runs other people's code keeps it.
     """
     main = getattr(sys.modules["__main__"], "main", None)
-    if getattr(main, "__module__", None) == "cray_agents.cli":
+    package = getattr(main, "__globals__", {}).get("__package__")
+    if package in ("cray_agents", "cray_agents.cli"):
         hide(*packages)
 
 

@@ -1,8 +1,11 @@
 """`run`, `chat` and `loop` against a platform whose engine is scripted."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +98,26 @@ def test_loop(tmp_path: Path) -> None:
     assert "m means m@2 now (m@1 before)" in table.stdout
     assert f"cray-agents chat agent.py --url {where.url}" in table.stdout
     assert "held-out 1.000" in table.stderr
+
+
+def test_a_dashboard_without_a_platform_starts_one_and_ends_it(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    done = cli("import", "chats.jsonl", "--format", "openai", "--home", "root", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    env = {**os.environ, "CRAY_AGENTS_SCHEDULER": "local"}
+    argv = [sys.executable, "-m", "cray_agents", "dashboard", "--home", "root", "--no-browser"]
+    # a shell that starts tests in the background has it ignored
+    with subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=-1, stderr=-1, text=True,
+                          preexec_fn=lambda: signal.signal(2, signal.default_int_handler)
+                          ) as viewer:  # fmt: skip
+        url = viewer.stdout.readline()
+        assert "/#sign_in=" in url, viewer.stderr.read()
+        with urllib.request.urlopen(url.partition("#")[0], timeout=60) as page:
+            assert page.status == 200
+        second = cli("up", "--home", "root", "--replicas", 0, "--detach", cwd=tmp_path)
+        assert second.returncode == 2 and second.stderr.count("already (pid") == 1
+        assert "`cray-agents down --home root`" in " ".join(second.stderr.split())
+        viewer.send_signal(signal.SIGINT)
+        assert (viewer.wait(120), viewer.stdout.read()) == (0, "")
+    assert "no platform runs" in cli("status", "--home", "root", cwd=tmp_path).stdout

@@ -313,7 +313,7 @@ def test_without_a_platform_it_says_what_works(root: Root, verb: str) -> None:
     journal = root.started(spec(1))
     told = root.refused(verb, journal.job_id)
     assert f"no platform runs on {root.home.root}" in told
-    assert f"nothing trains {journal.job_id} now" in told and "`cray-agents up` goes on" in told
+    assert f"nothing trains {journal.job_id} now" in told and "`cray-agents up --home " in told
     root.home.slurm.mkdir(parents=True)
     argv = [sys.executable, "-c", "input()", "cray-agents jobs submit"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, text=True) as submitting:

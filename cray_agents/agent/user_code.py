@@ -1,8 +1,9 @@
 """User code: calls of tools, rewards and hooks that can neither stall nor kill a run.
 
 Each sync function runs in a daemon thread, so that a hanging one blocks neither the event loop nor
-the end of the process. `wait_for` gives sync callers an event loop that outlives their call.
-Called by agent.py, conversation.py, tool.py and rewards/reward.py.
+the end of the process. `wait_for` gives sync callers an event loop that outlives their call, and
+works beside one that runs, as in a notebook. Called by agent.py, conversation.py, tool.py,
+rewards/reward.py and loop/loop.py.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeVar
@@ -71,11 +73,12 @@ async def shielded(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
+def wait_for(coroutine: Coroutine[Any, Any, T], grace: float = GRACE) -> T:
     """Run a coroutine on the background loop and block for its result.
 
-    The loop is shared by all sync callers of this process, so that their engines keep their
-    connections. Called on that very loop (a sync call inside an async tool), a new one is used.
+    At a KeyboardInterrupt it is cancelled, and has `grace` seconds to end. The loop is shared by
+    all sync callers of this process, so that their engines keep their connections. Called on that
+    very loop (a sync call inside an async tool), a new one is used.
     """
     loop = _background_loop(os.getpid())
     if _running_loop() is loop:
@@ -109,14 +112,15 @@ def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
         return outcome.result()
     except KeyboardInterrupt:  # at any moment: before `begin`, or when the task is under way
         loop.call_soon_threadsafe(cancel)
-        ended.wait(GRACE)
+        ended.wait(grace)
         raise
 
 
-def iterate_sync(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+def iterate_sync(items: AsyncGenerator[T, None], grace: float = GRACE) -> Generator[T, None, None]:
     """Iterate over an async generator in sync code; its items are never None.
 
-    Raises RuntimeError on the background loop itself, which would wait for its own work.
+    `grace`: as in `wait_for`. Raises RuntimeError on the background loop itself, which would wait
+    for its own work.
     """
     if _running_loop() is _background_loop(os.getpid()):
         raise RuntimeError("this is async code that run_sync runs: use `async for` and `stream`")
@@ -125,10 +129,12 @@ def iterate_sync(items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         return await anext(items, None)
 
     try:
-        while (item := wait_for(following())) is not None:
+        while (item := wait_for(following(), grace)) is not None:
             yield item
     finally:
-        wait_for(items.aclose())
+        # while Python ends, the loop's thread is gone; what outlived its grace is running still
+        if not (sys.is_finalizing() or getattr(items, "ag_running", False)):
+            wait_for(items.aclose(), grace)
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:

@@ -111,8 +111,10 @@ def main() -> None:
             raise
         errors.print(f"[bold red]error:[/] {escape(advice)}", soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except OSError as error:  # of a path that was named; without one, of a connection or the disk
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        errors.print(f"[bold red]error:[/] {escape(what)}", soft_wrap=True)
+        sys.exit(2 if error.filename else 1)
 
 
 def _install_advice(error: ModuleNotFoundError) -> str | None:
@@ -123,8 +125,11 @@ def _install_advice(error: ModuleNotFoundError) -> str | None:
         name, extra = re.match(r"[\w.-]+", requirement), re.search(r"extra == .(\w+)", requirement)
         if name and extra and (name[0] == module or name[0].startswith(f"{module}-")):
             extras.add(extra[1])
+    if "learning" in extras:  # a platform needs more than those which some tools have too
+        extras.discard("tools")
     smallest = next((extra for extra in ("export", "tools") if extra in extras), None)
     if not extras:
         return None
     wanted = f"'cray-agents[{smallest}]'" if smallest else "'cray-agents[cpu]' or '…[gpu]'"
+    wanted += "" if smallest else "; see `cray-agents doctor`"
     return f"this command needs {error.name}, which is not installed: pip install {wanted}"

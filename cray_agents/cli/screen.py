@@ -7,6 +7,7 @@ where a command forgets to; before the layout, `disarm` and `one_line` do, so th
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cray_agents.config import load_config
+from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 
 LOG_WIDTH = 120  # columns, where there is no terminal to ask
@@ -72,6 +74,9 @@ def show(
     if as_json:
         print(json.dumps(list(rows), indent=2, default=str))
         return
+    if not rows:
+        errors.print("there are none", style="dim")
+        return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(column)
@@ -87,7 +92,7 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3f}"
+        return f"{value:.3f}" if abs(value) < 1e7 else f"{value:.3g}"
     return str(value)
 
 
@@ -145,11 +150,36 @@ def size(count: int) -> str:
 
 
 def progress_bar(*counts: str | ProgressColumn) -> Progress:
-    """Return a bar on stderr that goes when it is done; the counts stand between bar and time."""
+    """Return a bar on stderr, with counts before the time, that goes at its end; none in a log."""
     start = (TextColumn("{task.description}"), BarColumn())
-    return Progress(*start, *counts, TimeRemainingColumn(), console=errors, transient=True)
+    return Progress(*start, *counts, TimeRemainingColumn(), console=errors, transient=True,
+                    disable=not errors.is_terminal)  # fmt: skip
 
 
 def root(home: Path | None) -> Home:
-    """Return the shared root that a command works on."""
-    return load_config({"home": home}).root
+    """Return the root that a command looks at. Raises NotFound if nothing is stored there."""
+    shared_root = load_config({"home": home}).root
+    check_stored(shared_root)
+    return shared_root
+
+
+def check_stored(home: Home) -> None:
+    """Raise NotFound if a root is not there, or holds nothing but other roots, such as a demo's."""
+    inside = [*home.root.iterdir()] if home.root.is_dir() else []
+    nested = [path for path in inside if Home(path).segments.is_dir()]
+    if len(nested) == len(inside):
+        named = ", ".join(f"--home {shown_path(path)}" for path in sorted(nested))
+        hint = f"; roots in it: {named}" if nested else ""
+        raise NotFound(f"nothing is stored on {home.root}{hint}", param="home")
+
+
+def command(words: str, home: Home) -> str:
+    """Return a command of ours as one types it here for this root."""
+    option = "" if load_config().root == home else f" --home {shown_path(home.root)}"
+    return f"cray-agents {words}{option}"
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as one types it here: relative to the working directory, if it lies in it."""
+    folder = Path.cwd()
+    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))

@@ -374,7 +374,7 @@ def load_config(flags: dict[str, Any] | None = None, directory: Path | None = No
     if file.exists():
         try:
             table = tomllib.loads(file.read_text())
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # no TOML, or no UTF-8
             raise ConfigError(f"{file}: {error}") from error
         values |= _check_keys(table, str(file))
     environment = {

@@ -3,6 +3,8 @@
 import importlib
 import importlib.util
 import sys
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,17 @@ def make_adapter(name: str, environment: str, options: Mapping[str, str]) -> Ada
             f"adapter {name!r} needs the package {package}, and {sys.executable} has none: "
             "name its environment with --venv"
         )
-    made: Adapter = importlib.import_module(f"cray_agents.env_worker.{module}").make(
-        environment, options
-    )
+    make = importlib.import_module(f"cray_agents.env_worker.{module}").make
+    try:
+        made: Adapter = make(environment, options)
+    except UsageError:
+        raise
+    except Exception as error:  # code of the user's
+        library = ("<", sysconfig.get_path("stdlib"))
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [each for each in frames if not each.filename.startswith(library)][-1]
+        why = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        raise UsageError(f"{environment}: {why}") from error
     return made
 
 

@@ -214,7 +214,7 @@ def main(words: list[str]) -> int:
             _log(f"{write_tasks(made, given.tasks)} tasks written to {given.tasks}")
         else:
             _serve_until_stopped(given)
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -45,10 +45,6 @@ def serve(adapter: str, environment: str, options: Mapping[str, str], answers: i
         except UsageError as error:
             _write(out, {"unusable": str(error)})
             return
-        except Exception as error:  # noqa: BLE001 - code of the user's
-            traceback.print_exc()
-            _write(out, {"unusable": f"{environment}: {_message_of(error)}"})
-            return
         _write(out, {"ready": True})
         for line in requests:
             _write(out, _result(made, Rollout(**json.loads(line))))

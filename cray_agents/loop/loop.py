@@ -8,11 +8,13 @@ collector.py (runs), dataset_recipes.py, evaluator.py, stop_rules.py.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from cray_agents.agent import user_code
 from cray_agents.agent.agent import Agent
 from cray_agents.errors import BadInput, EngineUnavailable, JobError, SwapError
 from cray_agents.generation import (
@@ -61,6 +63,8 @@ from cray_agents.records import ModelVersion, ProbeReport, Run, Split
 from cray_agents.rewards.reward import RewardFunction
 from cray_agents.tasks.task_set import TaskSet
 from cray_agents.training_jobs import Hyperparameters, JobStatus, as_hyperparameters
+
+STOP_SECONDS = 30.0  # for an interrupted loop to record the ends of its runs
 
 log = logging.getLogger(__name__)
 
@@ -205,22 +209,24 @@ class Loop:
     def run(self, generations: int = 5) -> Generator[Generation, None, None]:
         """Go on until `generations` are done or the loop stops itself; yield each as it ends.
 
+        It also works where an event loop is running, as in a notebook.
+
         Generations that a previous call finished are yielded too, at once. Raises JobError,
         SwapError and EngineUnavailable from the platform. Raises BadInput for settings that differ
         from those at the loop's start, and after a generation whose runs taught nothing (for grpo
         and dpo, after two in a row). Called again, it goes on.
         """
-        with asyncio.Runner() as runner:
-            steps = self.steps(generations)
+
+        async def alone() -> AsyncGenerator[Generation, None]:
             try:
-                while True:
-                    try:
-                        yield runner.run(_next(steps))
-                    except StopAsyncIteration:
-                        return
+                async with contextlib.aclosing(self.steps(generations)) as steps:
+                    async for generation in steps:
+                        yield generation
             finally:
-                runner.run(steps.aclose())
-                runner.run(self._client.close())
+                self._components = None
+                await self._client.close()
+
+        return user_code.iterate_sync(alone(), STOP_SECONDS)
 
     async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """`run` for those who have an event loop of their own."""
@@ -508,10 +514,6 @@ class Loop:
         return generation.model_copy(update={**measured, "test_version": version.id})
 
 
-async def _next(steps: AsyncGenerator[Generation]) -> Generation:
-    return await anext(steps)
-
-
 def warm_up(loop: Loop, plan: WarmUp | None = None) -> ModelVersion:
     """Warm up the loop's model, from its first version; return the version that came of it.
 
@@ -532,6 +534,7 @@ def warm_up(loop: Loop, plan: WarmUp | None = None) -> ModelVersion:
             return version
         finally:
             await loop.rest()
-            await loop._client.close()  # of this event loop, which ends here
+            loop._components = None
+            await loop._client.close()
 
-    return asyncio.run(alone())
+    return user_code.wait_for(alone(), STOP_SECONDS)

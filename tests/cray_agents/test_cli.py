@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -116,6 +118,7 @@ def test_files_without_an_agent(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / ".cray-agents" / "segments").mkdir(parents=True)
     assert json.loads(cli("models", "list", "--json", cwd=tmp_path).stdout) == []
     assert json.loads(cli("jobs", "list", "--json", cwd=tmp_path).stdout) == []
     assert json.loads(cli("runs", "list", "--json", cwd=tmp_path).stdout) == []
@@ -186,3 +189,77 @@ def test_doctor_says_what_the_trainer_would_use(tmp_path: Path) -> None:
     assert "C compiler" not in rows()
     wrong = rows(**gpus, CRAY_AGENTS_TRAIN_RANKS="5")["training"]
     assert wrong["state"] == "missing" and "it has 4 GPUs" in wrong["to mend it"]
+
+
+def test_doctor_imports_what_packages_beside_torch_may_break(tmp_path: Path) -> None:
+    """As torchvision does whose build is not for the torch that is installed."""
+    (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('nms')\n")
+    about = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n"
+    (tmp_path / "torchvision-0.28.0.dist-info" / "METADATA").write_text(about)
+    argv = [sys.executable, "-m", "cray_agents", "doctor", "--json"]
+    done = subprocess.run(argv, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True)  # fmt: skip
+    rows = {row["check"]: row for row in json.loads(done.stdout)}
+    assert done.returncode == 2 and rows["transformers"]["state"] == "ok"
+    for name in ("import transformers", "import vllm"):
+        assert rows[name]["state"] == "missing", rows
+        assert rows[name]["to mend it"].startswith("pip uninstall torchvision:")
+
+
+READERS = ["runs list", "runs stats", "runs compact", "cost", "goodput", "models list", "jobs list",
+           "dataset list", "keys list", "export", "audit list", "why x", "dashboard"]  # fmt: skip
+
+
+def test_a_mistyped_root_is_said_and_not_made(tmp_path: Path) -> None:
+    for command in READERS:
+        done = cli(*command.split(), "--home", "typo", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, ""), command
+        assert f"nothing is stored on {tmp_path}/typo" in done.stderr.replace("\n", "")
+    assert not any(tmp_path.iterdir())
+    (tmp_path / ".cray-agents" / "demo-0" / "segments").mkdir(parents=True)
+    done = cli("runs", "list", cwd=tmp_path)
+    assert "--home .cray-agents/demo-0" in done.stderr.replace("\n", " ")
+    assert cli("runs", "list", "--home", ".cray-agents/demo-0", cwd=tmp_path).returncode == 0
+
+
+def test_no_path_leads_to_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "root" / "segments").mkdir(parents=True)
+    for command in ("export -o /proc/x.jsonl", "export --format tokens -o /proc/x", "runs list"):
+        done = cli(*command.split(), "--home", "root", cwd=tmp_path)
+        assert done.returncode == (0 if command == "runs list" else 2)
+        assert "draft" not in done.stderr
+    (tmp_path / "cray-agents.toml").write_bytes(b"\xff\xfe")
+    done = cli("runs", "list", "--home", "root", cwd=tmp_path)
+    assert done.returncode == 2 and "cray-agents.toml: 'utf-8' codec" in done.stderr
+    (tmp_path / "cray-agents.toml").unlink()
+    (tmp_path / "cray-agents.toml").mkdir()
+    done = cli("runs", "list", "--home", "root", cwd=tmp_path)
+    assert done.returncode == 2 and "cray-agents.toml: Is a directory" in done.stderr
+
+
+def test_ctrl_c_while_python_imports_is_no_traceback() -> None:
+    codes = []
+    while len(codes) < 30 and 130 not in codes:
+        argv = [sys.executable, "-X", "importtime", "-m", "cray_agents", "--help"]
+        with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                              preexec_fn=lambda: signal.signal(2, signal.default_int_handler)
+                              ) as process:  # fmt: skip
+            for imported in process.stderr:
+                if imported.endswith(" importlib.metadata\n"):
+                    break
+            process.send_signal(signal.SIGINT)
+            rest = process.stderr.read()
+        assert "Traceback" not in rest
+        codes.append(process.returncode)
+    assert 130 in codes
+
+
+def test_what_to_start_is_named_with_its_root(tmp_path: Path) -> None:
+    (tmp_path / "root" / "segments").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    for words in ("events", "batch list", "top", "runs score x m@1", "upload file"):
+        done = cli(*words.split(), "--home", "root", cwd=tmp_path)
+        said = " ".join(done.stderr.split())
+        assert (done.returncode, "`cray-agents up --home root" in said) == (2, True), said

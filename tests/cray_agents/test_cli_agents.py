@@ -250,3 +250,28 @@ def test_what_names_no_task(
     with pytest.raises(BadInput) as error:
         said("run", "room.py", *words)
     assert told in str(error.value)
+
+
+BROKEN = {
+    "import nosuchmodule\n": "agent.py:1: ModuleNotFoundError: No module named 'nosuchmodule'",
+    "import json\n\njson.loads('{')\n": "agent.py:3: JSONDecodeError: Expecting property name",
+    "from cray_agents import Agent\nagent = Agent('a', tools=3)\n": "agent.py:2: BadInput: tools=3",
+    "def f(:\n    pass\n": "agent.py:1: invalid syntax",
+    "text = 'a\0b'\n": "agent.py:1: source code string cannot contain null bytes",
+    "import broken\n": "broken.py:2: ZeroDivisionError: division by zero",
+}
+
+
+@pytest.mark.parametrize(("source", "said"), BROKEN.items(), ids=lambda text: text[:12])
+def test_an_error_of_the_file_names_its_line_and_shows_no_code_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "broken.py").write_text("def f():\n    1 / 0\n\n\nf()\n")
+    (tmp_path / "agent.py").write_text(source)
+    with pytest.raises(BadInput) as error:
+        load_agent(str(tmp_path / "agent.py"))
+    first, _, rest = str(error.value).partition("\n")
+    assert f"{tmp_path}/{said}" in first and ">" not in rest.replace("<module>", "")
+    assert rest.count("File ") == rest.count(str(tmp_path))
+    sys.modules.pop("broken", None)

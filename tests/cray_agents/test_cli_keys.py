@@ -47,6 +47,7 @@ def test_create_list_revoke(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
+    Home(tmp_path).segments.mkdir()
     for words, said in (
         (("create", "ann", "--role", "root"), "use, train, admin"),
         (("create", "a b"), "cannot name a key"),

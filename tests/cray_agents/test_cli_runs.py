@@ -324,6 +324,7 @@ def test_stats(home: Path) -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
+    Home(tmp_path).segments.mkdir()
     for words, said in {
         ("show", "run_x"): "run_x",
         ("diff", "run_x", "run_y"): "run_x",
@@ -337,6 +338,7 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_a_mistake_ends_the_process_with_2(tmp_path: Path) -> None:
+    Home(tmp_path).segments.mkdir()
     done = process("show", "run_[x]", "--home", tmp_path)
     assert (done.returncode, "run_[x]" in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr

@@ -57,7 +57,7 @@ def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
             said = " ".join(done.stderr.split())
             assert done.returncode == 2
             assert "is on host node7 and listens at http://127.0.0.1:" in said
-            assert "`cray-agents up` here takes over once its heartbeat has stood still" in said
+            assert "` here takes over once its heartbeat has stood still" in said
         config = Config.model_validate({"home": home.root, "port": 0, "scheduler": "local"})
         with pytest.raises(SetupError, match="node7"), platform_process.serving(config):
             pass

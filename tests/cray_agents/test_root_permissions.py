@@ -57,7 +57,9 @@ def test_what_commands_write_is_their_users_alone(
     assert mode(tmp_path / "mine.jsonl") == 0o644  # its user named it: the modes are the user's
 
 
-@pytest.mark.parametrize("words", [("keys", "create", "ann"), ("runs", "list"), ("runs", "stats")])
+@pytest.mark.parametrize(
+    "words", [("keys", "create", "ann"), ("import", "/dev/null", "--format", "openai")]
+)
 def test_whichever_command_makes_the_root_makes_it_private(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:

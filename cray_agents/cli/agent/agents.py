@@ -10,6 +10,8 @@ import importlib.util
 import json
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -241,8 +243,30 @@ def load(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise BadInput(f"{error.filename}:{error.lineno}: {error.msg}", param="file") from error
+        place = f"{error.filename or file}:{error.lineno or 1}"
+        raise BadInput(f"{place}: {error.msg}", param="file") from error
+    except Exception as error:  # the edge to the author's code
+        raise BadInput(_describe(error, file), param="file") from error
     return module
+
+
+def _describe(error: Exception, file: Path) -> str:
+    """Tell an error of the author's code, with the line that raised it and those that led there.
+
+    Raises the error itself if it is a package that a module of ours lacks: the caller knows which.
+    """
+    ours = str(Path(__file__).parents[2])
+    installed = (ours, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<")
+    ]
+    if isinstance(error, ModuleNotFoundError) and frames[-1].filename.startswith(ours):
+        raise error
+    own = [each for each in frames if not each.filename.startswith(installed)] or frames
+    lines = "".join(traceback.format_list(own)).rstrip()
+    return f"{own[-1].filename}:{own[-1].lineno}: {type(error).__name__}: {error}\n{lines}"
 
 
 def find(module: ModuleType, name: str, kind: type[T], file: Path) -> T:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import MofNCompleteColumn
 
-from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.platform.platform_process import find_platform, key
 from cray_agents.cli.screen import (
     HomeOption,
     JsonOption,
@@ -19,7 +19,6 @@ from cray_agents.cli.screen import (
     show,
     when,
 )
-from cray_agents.config import load_config
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
 from cray_agents.exact_json import load_json
 from cray_agents.platform.client import Platform
@@ -148,9 +147,9 @@ class Server:
     """An OpenAI client of the platform; its errors are raised as this package's errors."""
 
     def __init__(self, home: Path | None, url: str | None) -> None:
-        info = running(load_config({"home": home}).root) if url is None else None
-        self.url = Platform(url or (info["url"] if info else None)).url
-        secret = key(info or {}) or "none"
+        info = find_platform(home, url)
+        self.url = Platform(info["url"]).url
+        secret = key(info) or "none"
         import openai
 
         self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=secret)
@@ -166,8 +165,8 @@ class Server:
             raise typed_error(error) from error
         if isinstance(error, openai.APIConnectionError):
             raise EngineUnavailable(
-                f"no platform answers at {self.url}: start one with `cray-agents up --model DIR`, "
-                "or name another with --url"
+                f"no platform answers at {self.url}: start one with `cray-agents up`, or name "
+                "another with --url"
             ) from error
 
 

@@ -19,7 +19,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from cray_agents.cli.option_groups import expand_groups
 from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.cli.runs.filter_options import AGE, FilterOptions
-from cray_agents.cli.screen import HomeOption, errors, progress_bar
+from cray_agents.cli.screen import HomeOption, check_stored, errors, progress_bar
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 
@@ -120,6 +120,7 @@ def export(
     chosen = exporter.format_named(form)
     config = load_config({"home": home})
     root = config.root
+    check_stored(root)
     make_private(root.root, config.group)  # the export itself gets the modes of the user's umask
     if dataset is not None:
         _check_alone(filters, "--dataset", "a dataset's runs are chosen when it is built")
@@ -140,9 +141,13 @@ def export(
             summary = _to_stdout(source, chosen, rules, on_progress)
         else:
             options = exporter.ExportOptions(rules, shard_size or exporter.SHARD_SIZE, restart)
-            summary = exporter.export(
-                source, chosen, output, options=options, on_progress=on_progress
-            )
+            try:
+                summary = exporter.export(
+                    source, chosen, output, options=options, on_progress=on_progress
+                )
+            except OSError as error:  # it names a draft
+                why = error.strerror or error
+                raise BadInput(f"{output} cannot be written: {why}", param="output") from error
     if as_json:
         report = {"format": form, "output": str(output) if output else None, **asdict(summary)}
         print(json.dumps(report, indent=2), file=sys.stdout if output else sys.stderr)

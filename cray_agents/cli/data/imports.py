@@ -81,7 +81,7 @@ async def _import(home: Path | None, file: Path, form: str, options: "Importing"
 
     config = load_config({"home": home})
     options = replace(options, reward_limit=config.reward_limit)
-    store = Store(open_root(config), redactor=Redactor.of(config))
+    store = Store(open_root(config, new=True), redactor=Redactor.of(config))
     try:
         with progress_bar(DownloadColumn()) as bar:
             task = bar.add_task("importing", total=None)

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-from cray_agents.cli.platform.platform_process import key, running
+from cray_agents.cli.platform.platform_process import find_platform, key
 from cray_agents.cli.screen import HomeOption, UrlOption, progress_bar
-from cray_agents.config import load_config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.platform.transport import typed_error
 
@@ -59,7 +58,7 @@ def upload(
 
     if not file.is_file():
         raise BadInput(f"{file}: no such file", param="file")
-    info = {"url": url} if url else _find_platform(home)
+    info = find_platform(home, url)
     platform_url = str(info["url"])
     base_url = f"{platform_url.rstrip('/').removesuffix('/v1')}/v1"
     with (
@@ -196,19 +195,6 @@ class Slice(io.RawIOBase):
     def seekable(self) -> bool:
         """Return True."""
         return True
-
-
-def _find_platform(home: Path | None) -> dict[str, Any]:
-    """Return the platform on the root, else the one in CRAY_AGENTS_URL. Raises SetupError."""
-    root = load_config({"home": home}).root
-    if (info := running(root)) is not None:
-        return info
-    if url := os.environ.get("CRAY_AGENTS_URL"):
-        return {"url": url}
-    raise SetupError(
-        f"no platform runs on {root.root}: start one with `cray-agents up --model DIR`, or "
-        "name another with --url or CRAY_AGENTS_URL"
-    )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from cray_agents.cli.platform.platform_process import (
     running,
     submitter,
 )
-from cray_agents.cli.screen import errors, line
+from cray_agents.cli.screen import command, errors, line
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, EngineTimeout, EngineUnavailable, SetupError
 from cray_agents.paths import Home
@@ -52,7 +52,7 @@ def train(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
     if (starting := owner(config.root)) is not None:
         raise SetupError(
             f"a platform (pid {starting['pid']}) claims {config.root.root} but does not answer:"
-            " wait until it has started, or end it with `cray-agents down`"
+            f" wait until it has started, or end it with `{command('down', config.root)}`"
         )
     return _train_without_platform(config, spec, detach=detach)
 
@@ -138,7 +138,7 @@ def _train_without_platform(config: Config, spec: JobSpec, *, detach: bool) -> J
     elif detach:
         raise BadInput(
             "--detach: without a platform, and without a site's Slurm, the job ends with this"
-            " command: leave it out, or start a platform with `cray-agents up`",
+            f" command: leave it out, or start a platform with `{command('up', home)}`",
             param="detach",
         )
     else:
@@ -200,7 +200,7 @@ def _claim_root(home: Home) -> Iterator[None]:
     if not durable.create_file(path, str(os.getpid()).encode()):
         raise SetupError(
             f"another `jobs submit` trains on {home.root}: wait for its end, or start a"
-            " platform with `cray-agents up`, which takes many jobs"
+            f" platform with `{command('up', home)}`, which takes many jobs"
         )
     try:
         yield

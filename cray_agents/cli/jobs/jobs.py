@@ -22,7 +22,17 @@ from cray_agents.cli.jobs.scripts import (
 )
 from cray_agents.cli.jobs.submit import submit
 from cray_agents.cli.platform.platform_process import ask, owner, running, submitter
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, line, root, show, when
+from cray_agents.cli.screen import (
+    HomeOption,
+    JsonOption,
+    command,
+    console,
+    errors,
+    line,
+    root,
+    show,
+    when,
+)
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput, Corrupt, JobError, NotFound, SetupError
 from cray_agents.paths import Home
@@ -55,8 +65,9 @@ def list_jobs(home: HomeOption = None, as_json: JsonOption = False) -> None:
     config = load_config({"home": home})
     from cray_agents.runtime.disk.checksums import list_whole
 
-    rows = list_whole(job_ids(config.root), lambda name: job_row(config.root, name))
-    scripts = script_rows(config, script_jobs(config.root))
+    place = root(home)
+    rows = list_whole(job_ids(place), lambda name: job_row(place, name))
+    scripts = script_rows(config, script_jobs(place))
     damaged = [*rows.damaged, *scripts.damaged]
     show([*rows.rows, *scripts.rows], COLUMNS, as_json=as_json, damaged=damaged)
 
@@ -229,11 +240,11 @@ def _without_platform(home: Home, job_id: str) -> str:
     if site_cluster() is not None and (scheduled := read_handover(JobJournal(home, job_id)).id):
         return (
             f"{job_id} is Slurm's job {scheduled}, which goes on without one: scancel {scheduled} "
-            "ends it for now; start `cray-agents up` to pause, resume or cancel it for good"
+            f"ends it for now; start `{command('up', home)}` to pause, resume or cancel it for good"
         )
     return (
-        f"nothing trains {job_id} now, {at}. `cray-agents up` goes on with it, and then pauses, "
-        "resumes or cancels it"
+        f"nothing trains {job_id} now, {at}. `{command('up', home)}` goes on with it, and then "
+        "pauses, resumes or cancels it"
     )
 
 
@@ -281,7 +292,8 @@ def named_job(home: Home, given: str) -> str:
     if matches:
         raise BadInput(f"{given!r} is short for {', '.join(matches)}: give more", param="job_id")
     known = ", ".join(ids[-10:]) or "none yet"
-    raise NotFound(f"no job {given!r}; there is {known} (`cray-agents jobs list`)", param="job_id")
+    look = command("jobs list", home)
+    raise NotFound(f"no job {given!r}; there is {known} (`{look}`)", param="job_id")
 
 
 def job_ids(home: Home) -> list[str]:

@@ -70,7 +70,7 @@ def submit_script(
 ) -> None:
     """Run a script on the scheduler of the jobs, and follow it to its end."""
     config = load_config({"home": home})
-    open_root(config)
+    open_root(config, new=True)
     slurm = slurm_of(config)
     if slurm is None and detach:
         raise BadInput(

@@ -92,7 +92,7 @@ def submit(
 ) -> None:
     """Train a model: start a job, or find it, and follow it to its end. Ctrl-C saves and stops."""
     config = load_config({"home": home})
-    open_root(config)
+    open_root(config, new=True)
     _check_name(name, detach=detach)
     options = {
         "parent": parent,

@@ -12,7 +12,7 @@ import typer
 
 from cray_agents.cli.jobs.jobs import job_ids, named_job
 from cray_agents.cli.platform.platform_process import describe_controller, fetch, owner, running
-from cray_agents.cli.screen import HomeOption, JsonOption, clock, line, root, when
+from cray_agents.cli.screen import HomeOption, JsonOption, clock, command, line, root, when
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
@@ -88,11 +88,14 @@ def _explain_job(home: Home, job_id: str) -> Answer:
         )
         if running(home) is None:
             sentences.append("No platform runs on this root, so this may be old.")
-            step = "start `cray-agents up`, which starts it again when it ends early"
+            step = f"start `{command('up', home)}`, which starts it again when it ends early"
     elif status.state == "succeeded":
-        step = f"nothing: it is done; `cray-agents jobs show {job_id}` has its figures"
+        step = f"nothing: it is done; `{command(f'jobs show {job_id}', home)}` has its figures"
     elif status.state == "paused":
-        sentences, step = [*sentences, "Somebody paused it."], f"`cray-agents jobs resume {job_id}`"
+        sentences, step = (
+            [*sentences, "Somebody paused it."],
+            f"`{command(f'jobs resume {job_id}', home)}`",
+        )
     elif status.state == "failed":
         sentences.append(f"{_sentence(status.error or 'It left no reason')}")
         cause = verdicts[-1]["cause"] if verdicts else ""
@@ -108,7 +111,7 @@ def _explain_job(home: Home, job_id: str) -> Answer:
                 f"It has written no event for {clock(silent)}: a long step, or a hang, which is"
                 " ended after train_hang_seconds."
             )
-            step = f"`cray-agents jobs logs {job_id}` shows what it does"
+            step = f"`{command(f'jobs logs {job_id}', home)}` shows what it does"
     elif status.state == "cancelled":
         sentences, step = (
             [*sentences, "Somebody cancelled it, for good."],
@@ -214,7 +217,7 @@ def _explain_replica(home: Home, number: int) -> Answer:
     if (info := running(home)) is None:
         sentences = ["No platform runs on this root, so there is no replica."]
         return {"what": "replica", "name": f"{REPLICA}{number}", "state": "none", "why": sentences,
-                "next": "start `cray-agents up`"}  # fmt: skip
+                "next": f"start `{command('up', home)}`"}  # fmt: skip
     pool = fetch(info, "/v1/pool")
     replicas = [*pool["data"], *pool["spares"]]
     if number >= len(replicas):
@@ -254,7 +257,7 @@ def _explain_controller(home: Home) -> Answer:
         controller = fetch(info, "/v1/platform").get("controller")
         words = describe_controller(controller) if controller else "an older version controls it"
         return answer | {"state": "running", "why": [_sentence(words)], "next": "nothing"}
-    step = "start `cray-agents up`"
+    step = f"start `{command('up', home)}`"
     try:
         claim = checksums.read_json(home.platform)
     except FileNotFoundError:

@@ -9,7 +9,6 @@ disk under the home: after a kill, the same command goes on.
 import asyncio
 import importlib.util
 import json
-import shlex
 import sys
 import time
 from dataclasses import replace
@@ -23,7 +22,7 @@ from cray_agents.cli.loop.generation_table import LEGEND, LoopScreen, generation
 from cray_agents.cli.loop.report import write_report
 from cray_agents.cli.platform.platform_process import client, serving
 from cray_agents.cli.platform.root.permissions import make_private
-from cray_agents.cli.screen import clock, console
+from cray_agents.cli.screen import clock, console, shown_path
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.generation import Generation
@@ -78,9 +77,9 @@ def demo(
         loop.on_progress = screen.progress
         done, info, examples = run_demo(config, loop, most, seed, quick, screen)
     result = summary(seed, control, info, time.monotonic() - started, done)
+    print_results(config, loop, result, done, examples)
     if json_file:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
-    print_results(config, loop, result, done, examples)
 
 
 def claim(path: Path, settings: dict[str, Any]) -> None:
@@ -201,17 +200,13 @@ def print_results(
         lines = [f"report: {page}", f"plot:   {png}"]
     command = shown_path(Path(sys.executable).with_name("cray-agents"))
     recipe = shown_path(Path(calculator_loop.__file__).resolve())
-    root = shlex.quote(str(config.home))
+    root = shown_path(config.root.root)
     lines += [
         "",
-        "Chat with the trained agent (ask: What is 472 * 385?), export its runs:",
+        "See every run and decision in a browser, chat with the trained agent (ask: What is "
+        "472 * 385?), export its runs:",
+        f"  {command} dashboard --home {root}",
         f"  {command} chat {recipe} --forget --home {root}",
         f"  {command} export --home {root} --output trajectories.jsonl",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-
-
-def shown_path(path: Path) -> str:
-    """Return a path as one types it here: relative to the working directory, if it lies in it."""
-    folder = Path.cwd()
-    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))

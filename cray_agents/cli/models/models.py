@@ -19,7 +19,17 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from cray_agents.cli.platform.platform_process import ask, fetch, owner, running
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, size, when
+from cray_agents.cli.screen import (
+    HomeOption,
+    JsonOption,
+    command,
+    console,
+    errors,
+    root,
+    show,
+    size,
+    when,
+)
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
@@ -283,7 +293,8 @@ def decide(
             " try again in a moment"
         )
     print_event(offline(Registry(root_home)).model_dump(mode="json"))
-    notice = "no platform runs: `cray-agents up` serves what is promoted, once its probe has passed"
+    up = command("up", root_home)
+    notice = f"no platform runs: `{up}` serves what is promoted, once its probe has passed"
     errors.print(notice, highlight=False, soft_wrap=True)
 
 
@@ -324,7 +335,8 @@ def call_platform(
     root_home = root(home)
     info = running(root_home)
     if info is None:
-        raise SetupError(f"no platform runs on {root_home.root}: start it with `cray-agents up`")
+        up = command("up", root_home)
+        raise SetupError(f"no platform runs on {root_home.root}: start it with `{up}`")
     return ask(info, method)
 
 

@@ -123,7 +123,7 @@ def serve(
             say(describe_inheritance(home, control))
         delete_leftovers(home)
         registry = Registry(home, lease.check)
-        version = first_version(registry, model, name)
+        version = first_version(registry, model, name, required=replicas.total > 0)
         gpu = replicas.total > 0 and has_gpu_build()
         servers = replicas.here if gpu else 0  # on GPUs of this host
         with contextlib.closing(configured_scheduler(config, servers)) as scheduler:
@@ -135,14 +135,15 @@ def serve(
             say(f"trainer: {resources}")
             if host_gpus():
                 say(f"GPUs of this host: {placement}")
-            served = ServedModel.of(version.id, home.checkpoint(version.checkpoint))
-            device = serving_device(config, replicas, gpu=gpu)
-            config, plan = plan_serving(config, served, device)
-            settings = engine_settings(config, sleeps=False) if replicas.total else None
-            if settings is not None:
-                say(f"replicas: {plan}")
-            training = None
-            if placement.turns and isinstance(scheduler, LocalProcesses):
+            settings = training = None
+            if version is not None:
+                served = ServedModel.of(version.id, home.checkpoint(version.checkpoint))
+                device = serving_device(config, replicas, gpu=gpu)
+                config, plan = plan_serving(config, served, device)
+                if replicas.total:
+                    settings = engine_settings(config, sleeps=False)
+                    say(f"replicas: {plan}")
+            if version and placement.turns and isinstance(scheduler, LocalProcesses):
                 check_serving(config, version, placement, resources)
                 training = TrainingSide(home, scheduler)
             if replicas.total:
@@ -162,8 +163,8 @@ def serve(
             )
             rule = replica_rule(config, replicas)
             platform = describe_platform(config, scheduler, resources, settings)
-            jobs = slurm_hosts(config, version.name, replicas.jobs, scheduler, lease)
-            pool = make_pool(config, version.name, replicas.here, placement, jobs)
+            jobs = slurm_hosts(config, name, replicas.jobs, scheduler, lease)
+            pool = make_pool(config, name, replicas.here, placement, jobs)
             threads = [config.threads] * replicas.here
             platform_run = run(
                 config,
@@ -188,7 +189,7 @@ async def run(
     registry: Registry,
     trainer: MegatronTrainer,
     platform: dict[str, Any],
-    version: ModelVersion,
+    version: ModelVersion | None,
     pool: Pool,
     ports: Ports,
     lease: ControllerLease,
@@ -256,7 +257,7 @@ async def run(
         keep("GPU turns", partial(take_turns, pool, training, is_asked, report=say))
     await services.fine_tuning.start()
     try:
-        say(f"gateway: {address(listener)}/v1, starting {version.id}; Ctrl-C ends it")
+        say(f"gateway: {address(listener)}/v1; Ctrl-C ends it")
         await wait_for_end(serving, starting, server)
     finally:
         hands_over = lease.hands_over
@@ -498,16 +499,18 @@ class Gateway(uvicorn.Server):
 
 
 async def start_pool(
-    pool: Pool, home: Home, version: ModelVersion, rule: ServingRule | None = None
+    pool: Pool, home: Home, version: ModelVersion | None, rule: ServingRule | None = None
 ) -> None:
     """Start the replicas on a version and prove it; by a rule only the fewest, at least one."""
-    directory = home.checkpoint(version.checkpoint)
-    manifest = await asyncio.to_thread(read_manifest, directory)
-    await asyncio.to_thread(materialize, home, directory)
-    started = time.monotonic()
-    count = None if rule is None else max(1, rule.least)
-    await pool.start(directory, version.id, manifest.probe, count)
-    if not pool.status():
+    if version is not None:
+        say(f"starting {version.id}")
+        directory = home.checkpoint(version.checkpoint)
+        manifest = await asyncio.to_thread(read_manifest, directory)
+        await asyncio.to_thread(materialize, home, directory)
+        started = time.monotonic()
+        count = None if rule is None else max(1, rule.least)
+        await pool.start(directory, version.id, manifest.probe, count)
+    if version is None or not pool.status():
         say("no replicas, as asked for: requests to models are not answered")
         return
     say(f"ready: {version.id} is served after {time.monotonic() - started:.0f} s")

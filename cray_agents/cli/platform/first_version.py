@@ -25,10 +25,13 @@ from cray_agents.runtime.registry.model_files import read_weights
 from cray_agents.runtime.registry.registry import Registry
 
 
-def first_version(registry: Registry, model: Path | None, name: str) -> ModelVersion:
+def first_version(
+    registry: Registry, model: Path | None, name: str, *, required: bool = True
+) -> ModelVersion | None:
     """Return the version to serve at first, importing `model` if its name has none.
 
-    Raises BadInput if there is neither version nor model, or if `model` would not be served.
+    Raises BadInput if there is neither version nor model, unless none is `required`, or if `model`
+    would not be served.
     """
     model = model.expanduser().absolute() if model is not None else None
     with contextlib.suppress(NotFound):
@@ -43,6 +46,8 @@ def first_version(registry: Registry, model: Path | None, name: str) -> ModelVer
                     param="model",
                 )
             return promoted
+    if model is None and not required:
+        return None
     if model is None:
         names = registry.names()
         known = ", ".join(names) or "none"

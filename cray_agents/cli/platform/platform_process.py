@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from cray_agents.cli.platform.root.permissions import make_private
-from cray_agents.cli.screen import errors, when
+from cray_agents.cli.screen import command, errors, when
 from cray_agents.config import Config, load_config
 from cray_agents.engines.openai_engine import KeySource
 from cray_agents.errors import BadInput, Corrupt, EngineUnavailable, NotFound, SetupError
@@ -60,7 +60,7 @@ def owner(home: Home) -> dict[str, Any] | None:
     except Corrupt as error:  # it may live; a second platform would do harm
         raise SetupError(
             f"{error}. A platform that runs writes it anew within seconds; if none does, "
-            "`cray-agents up` replaces it"
+            f"`{command('up', home)}` replaces it"
         ) from error
     except PermissionError as error:
         raise SetupError(
@@ -111,8 +111,8 @@ def _reach_other_host(home: Home, info: dict[str, Any]) -> dict[str, Any]:
     gone = f"If that host is gone, or nothing of it runs there any more, remove {home.platform}"
     if "beat" in info:
         gone = (
-            "If that host is gone, `cray-agents up` here takes over once its heartbeat has stood "
-            f"still for {info['lease']:g} s; a standby (`up --standby`) does so by itself"
+            f"If that host is gone, `{command('up', home)}` here takes over once its heartbeat has "
+            f"stood still for {info['lease']:g} s; a standby (`up --standby`) does so by itself"
         )
     if url is None:
         raise SetupError(
@@ -191,7 +191,8 @@ def lasting_key(info: dict[str, Any]) -> KeySource | None:
                 secret = holder.get("token", "none")
                 until = time.monotonic() + (FRESH if holder["pid"] else FRESH_ELSEWHERE)
             elif time.monotonic() > deadline:
-                raise EngineUnavailable(f"no platform controls {home.root}: see `cray-agents why`")
+                see = command("why controller", home)
+                raise EngineUnavailable(f"no platform controls {home.root}: see `{see}`")
             else:
                 await asyncio.sleep(FRESH)
         return secret
@@ -204,10 +205,26 @@ def client(info: dict[str, Any]) -> Platform:
     return Platform(info["url"], api_key=lasting_key(info))
 
 
-def platform_at(home: Home, url: str | None) -> Platform:
-    """Return a client of the platform at this URL; without one, of that on the root."""
-    info = (running(home) if url is None else None) or {}
-    return Platform(url or info.get("url"), api_key=lasting_key(info))
+def find_platform(home: Path | None, url: str | None) -> dict[str, Any]:
+    """Return the platform at this URL, else the one on the root, else that of $CRAY_AGENTS_URL.
+
+    Only the root's has more than its `url`. Raises SetupError if there is none.
+    """
+    root = load_config({"home": home}).root
+    if url is None and (info := running(root)) is not None:
+        return info
+    if (url := url or os.environ.get("CRAY_AGENTS_URL")) is None:
+        model = "" if Registry(root).names() else " --model DIR"
+        raise SetupError(
+            f"no platform runs on {root.root}: start one with `{command('up', root)}{model}`, or "
+            "name another with --url or CRAY_AGENTS_URL"
+        )
+    return {"url": url}
+
+
+def platform_at(home: Path | None, url: str | None) -> Platform:
+    """Return a client of what `find_platform` finds."""
+    return client(find_platform(home, url))
 
 
 def ask(info: dict[str, Any], request: Callable[[Platform], Awaitable[T]]) -> T:
@@ -280,6 +297,16 @@ class ReplicaCount:
         )
 
 
+def refuse_second(home: Home, other: dict[str, Any]) -> NoReturn:
+    """Raise SetupError for a platform on a root that another controls."""
+    place = f"pid {other['pid']}" if other["pid"] else f"host {other['host']}"
+    raise SetupError(
+        f"a platform runs on {home.root} already ({place}, {other['url']}): use it, end it with "
+        f"`{command('down', home)}`, wait to follow it with `up --standby`, or choose another root "
+        "with --home"
+    )
+
+
 def start(
     config: Config,
     model: Path | None,
@@ -289,11 +316,17 @@ def start(
     with_parent: bool,
     standby: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Start `up` as a child. With `with_parent` the child dies with this process."""
+    """Start `up` as a child. With `with_parent` the child dies with this process.
+
+    Raises SetupError if a platform runs already, and this is no `standby`.
+    """
     home = config.root
+    if not standby and (other := owner(home)) is not None:
+        refuse_second(home, other)
     umask = make_private(home.root, config.group).umask
     home.logs.mkdir(mode=0o777 & ~umask, exist_ok=True)
-    argv = python("-m", "cray_agents", "up", "--name", name, "--home", str(home.root))
+    argv = python("-m", "cray_agents", "up", "--home", str(home.root))
+    argv += ["--name", name] if name else []  # else the root's only one
     argv += ["--port", str(config.port), "--replicas", str(replicas)]
     argv += ["--scheduler", config.scheduler, "--gateways", str(config.gateways)]
     argv += ["--model", str(model)] if model else []
@@ -360,7 +393,12 @@ def wait_until_ready(home: Home, process: subprocess.Popen[bytes]) -> dict[str, 
 
 @contextmanager
 def serving(
-    config: Config, *, model: Path | None = None, name: str = "default", ready: bool = True
+    config: Config,
+    *,
+    model: Path | None = None,
+    name: str = "default",
+    ready: bool = True,
+    replicas: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Yield the platform on the configured root; if none runs, one that ends with the block.
 
@@ -370,11 +408,13 @@ def serving(
     if info is not None:
         yield info
         return
-    _check_startable(config.root, model, name)
+    if replicas:
+        _check_startable(config.root, model, name)
     free = config.model_copy(update={"port": 0})
-    process = start(free, model, name, ReplicaCount(1), with_parent=True)
+    process = start(free, model, name, ReplicaCount(replicas), with_parent=True)
     try:
-        yield (wait_until_ready if ready else wait_until_live)(config.root, process)
+        waited = wait_until_ready if ready and replicas else wait_until_live
+        yield waited(config.root, process)
     except EngineUnavailable as error:
         if process.poll() is None:
             raise
@@ -415,7 +455,7 @@ def _check_startable(home: Home, model: Path | None, name: str) -> None:
         raise SetupError(
             f"no platform runs on {home.root}, and no version of {name!r} is promoted there to "
             f"start one with (names there: {known}): {alternative}, or start a platform with "
-            f"`cray-agents up --name {name} --model DIR`"
+            f"`{command(f'up --name {name} --model DIR', home)}`"
         )
 
 

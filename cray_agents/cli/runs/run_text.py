@@ -20,7 +20,7 @@ def print_run(run: Run, *, tokens: bool = False) -> None:
     """Print a run; with `tokens`, also the exact tokens of its calls."""
     line(run.id, style="bold")
     for name, value in header(run):
-        line(f"{name:<{LABEL}}{value}", 2, hanging=LABEL)
+        line(f"{name:<{LABEL - 1}} {value}", 2, hanging=LABEL)
     conversation = conversation_of(run)
     _print_conversation(conversation, tokens=tokens)
     if conversation.other_turns:

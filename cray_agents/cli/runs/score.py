@@ -7,7 +7,15 @@ import typer
 
 from cray_agents.cli.platform.platform_process import ask_once, platform_at
 from cray_agents.cli.runs.runs import RunId, runs
-from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line, root, show
+from cray_agents.cli.screen import (
+    HomeOption,
+    JsonOption,
+    UrlOption,
+    console,
+    errors,
+    one_line,
+    show,
+)
 from cray_agents.platform.client import Platform
 
 
@@ -24,14 +32,20 @@ def score(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how likely a turn's sampled tokens are under another version."""
+    """Show how likely a turn's sampled tokens are under another version.
+
+    If no replica holds that version, one loads it first: a spare one, where the platform has any.
+    """
 
     async def ask(platform: Platform) -> tuple[dict[str, Any], list[str]]:
+        replicas = await platform.pool(spares=True)
+        if "@" in model and not any(model in replica["versions"] for replica in replicas):
+            errors.print(f"a replica loads {model} first, and keeps it as long as it is asked for")
         scored = await platform.views.score(run_id, turn - 1, model)
         tokens = await platform.views.tokens(run_id, turn - 1, prompt=False)
         return scored, tokens["texts"]
 
-    scored, tokens = ask_once(platform_at(root(home), url), ask)
+    scored, tokens = ask_once(platform_at(home, url), ask)
     if as_json:
         print(json.dumps(scored, indent=2))
         return

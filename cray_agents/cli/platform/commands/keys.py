@@ -45,7 +45,7 @@ def create(
     """Make a key. Its secret is shown now and never again."""
     from cray_agents.runtime.gateway.http.api_keys import Keys, role_named
 
-    opened = open_root(load_config({"home": home}))
+    opened = open_root(load_config({"home": home}), new=True)
     record, secret = Keys(opened).create(name, role_named(role))
     _note(opened, f"keys create --role {role}", record.id, name, reason)
     if as_json:
@@ -64,7 +64,7 @@ def list_keys(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """List every key that was ever made, without its secret."""
     from cray_agents.runtime.gateway.http.api_keys import Keys
 
-    known = Keys(load_config({"home": home}).root)
+    known = Keys(root(home))
     rows = [
         {
             "id": record.id,

@@ -23,7 +23,7 @@ from cray_agents.cli.platform.platform_process import (
     wait_until_ready,
     wait_until_waiting,
 )
-from cray_agents.cli.screen import HomeOption, JsonOption, console, show, when
+from cray_agents.cli.screen import HomeOption, JsonOption, command, console, show, when
 from cray_agents.config import load_config
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home
@@ -81,16 +81,17 @@ def up(
     count = ReplicaCount.parse(replicas)
     if detach:
         process = start(config, model, name, count, with_parent=False, standby=standby)
+        end = command("down", config.root)
         if standby and wait_until_waiting(config.root, process) is None:
             log = log_file(config.root, standby=True)
             console.print(f"a standby waits (pid {process.pid}); its log is {log}")
             return
         if not count.total:
             info = wait_until_live(config.root, process)
-            console.print(f"{info['url']} is up, without replicas (end it: cray-agents down)")
+            console.print(f"{info['url']} is up, without replicas (end it: {end})")
             return
         info = wait_until_ready(config.root, process)
-        console.print(f"{name} is served at {info['url']}/v1 (end it: cray-agents down)")
+        console.print(f"{name} is served at {info['url']}/v1 (end it: {end})")
         return
     if parent is not None:
         die_with_parent(parent)
@@ -171,7 +172,8 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
     columns = ["versions", "state", "in_flight", "restarts", "host", "pid", "job"]
     if not any(replica["job"] for replica in replicas):
         columns = [column for column in columns if column not in ("host", "job")]
-    show(rows, columns, as_json=False)
+    if rows:
+        show(rows, columns, as_json=False)
     for replica in replicas:
         if (last := replica["last_restart"]) is not None:
             console.print(f"restarted at {when(last['time'])}: {last['why']}", markup=False)

@@ -19,9 +19,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cray_agents.cli.platform.platform_process import key, running
-from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line, root
-from cray_agents.errors import AccessDenied, EngineError, SetupError
+from cray_agents.cli.platform.platform_process import find_platform, key
+from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line
+from cray_agents.errors import AccessDenied, EngineError
 from cray_agents.platform.client import Platform
 
 LOOPS, JOBS, WARNINGS, REPLICAS = 6, 8, 5, 24  # rows of each
@@ -46,14 +46,8 @@ def top(
 
     Without a terminal, with --once or --json it looks once.
     """
-    info = (running(root(home)) if url is None else None) or {}
-    address = url or info.get("url")
-    if address is None:
-        raise SetupError(
-            f"no platform runs on {root(home).root}: start one with `cray-agents up`, or name one "
-            "with --url"
-        )
-    platform = Platform(address, api_key=key(info))
+    info = find_platform(home, url)
+    platform = Platform(info["url"], api_key=key(info))
     once = once or as_json or not (sys.stdin.isatty() and sys.stdout.isatty())
     with suppress(KeyboardInterrupt):
         asyncio.run(_show_once(platform, as_json) if once else _follow(platform, every))
@@ -221,7 +215,7 @@ def _loops(loops: Sequence[dict[str, Any]] | None, now: float) -> RenderableType
 def _jobs(jobs: Sequence[dict[str, Any]] | None) -> RenderableType:
     if not jobs:
         return _none(jobs, "no training job yet")
-    table = _table("job", "state", "steps", "loss", "method")
+    table = _table("job", "state", "steps", "loss")
     for job in islice(jobs, JOBS):
         _add_row(
             table,
@@ -229,7 +223,6 @@ def _jobs(jobs: Sequence[dict[str, Any]] | None) -> RenderableType:
             _state(job.get("state")),
             f"{job.get('step') or 0}/{job.get('steps') or '-'}",
             _number(job.get("loss_last")),
-            str(job.get("method") or "-"),
         )
     return _with_rest(table, len(jobs) - JOBS)
 

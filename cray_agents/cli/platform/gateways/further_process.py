@@ -31,6 +31,7 @@ from cray_agents.cli.platform.gateways.shared_port import listen_together
 from cray_agents.cli.platform.gateways.sockets import address
 from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.cli.platform.root.root_claim import say
+from cray_agents.cli.screen import command
 from cray_agents.config import Config
 from cray_agents.errors import CrayError, SetupError
 from cray_agents.processes import SAFE_IMPORTS, alive
@@ -76,8 +77,8 @@ async def run_further(config: Config, listener: socket.socket, starter: int | No
     if not link.token:
         await link.close()
         raise SetupError(
-            f"no platform runs on {config.root.root}: start it with `cray-agents up`, and further "
-            "gateways then"
+            f"no platform runs on {config.root.root}: start it with "
+            f"`{command('up', config.root)}`, and further gateways then"
         )
     store = await open_store(config)
     services = further_services(config, link, store)

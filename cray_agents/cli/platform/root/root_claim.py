@@ -23,6 +23,7 @@ from cray_agents.cli.platform.platform_process import (
     is_visible,
     owner,
     pid_namespace,
+    refuse_second,
     submitter,
 )
 from cray_agents.cli.screen import errors
@@ -91,7 +92,7 @@ def claim(
         old = watch.claim
         lives = old is not None and is_visible(old) and not is_gone(old)
         if old is not None and (lives or "beat" not in old):
-            _refuse_second(home, owner(home) or old)
+            refuse_second(home, owner(home) or old)
         _wait_for_silence(home, watch)
     lease = ControllerLease.take(home, _who(name, replicas, seconds), watch.term)
     if lease is None:
@@ -113,15 +114,6 @@ def _is_free(home: Home, watch: ClaimWatch) -> bool:
     return is_gone(holder) if holder is not None else watch.missing
 
 
-def _refuse_second(home: Home, other: dict[str, Any]) -> NoReturn:
-    place = f"pid {other['pid']}" if other["pid"] else f"host {other['host']}"
-    raise SetupError(
-        f"a platform runs on {home.root} already ({place}, {other['url']}): "
-        "use it, end it with `cray-agents down`, wait to follow it with `up --standby`, or choose "
-        "another root with --home"
-    )
-
-
 def _wait_for_silence(home: Home, watch: ClaimWatch) -> None:
     """Return when a claim has stood still for its lease. Raises SetupError at a sign of life."""
     first = watch.claim
@@ -131,7 +123,7 @@ def _wait_for_silence(home: Home, watch: ClaimWatch) -> None:
         time.sleep(watch.seconds)
         watch.look()
         if watch.claim is not first and watch.claim is not None and not watch.lapsed:
-            _refuse_second(home, watch.claim | {"pid": None})
+            refuse_second(home, watch.claim | {"pid": None})
 
 
 def _who(name: str, replicas: str, seconds: float) -> dict[str, Any]:
