@@ -361,7 +361,8 @@ def test_no_number_is_cut(platform: Platform, watch: Any, width: int) -> None:
     """Also none of nine digits, which every cell of a table gets here."""
     with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
         one, other, *_ = (each["id"] for each in json.load(answer)["data"])
-    page = watch(platform.url, viewport={"width": width, "height": 800})
+    size = {"width": width, "height": 800}
+    page = watch(platform.url, viewport=size, is_mobile=True)  # which hides bars by itself
     for place in (*SCREENS.values(), f"#/dataset/{one}", f"#/dataset/{one}?against={other}"):
         page.open(place)
         assert page.cut_numbers() == [], place

@@ -98,8 +98,7 @@ def bin_counts(values: Sequence[float], edges: Sequence[float]) -> list[int]:
 def sample_page(home: Home, dataset_id: str, split: str, at: int, limit: int) -> dict[str, Any]:
     """Return a SamplePage without texts as JSON. Raises NotFound, Corrupt.
 
-    Only the row groups that hold these samples are read. Rewards are those of the considered runs:
-    the shards have 0 for those without one.
+    Only the row groups that hold these samples are read. A run without a reward has 0 in them.
     """
     import pyarrow.compute
 

@@ -268,8 +268,7 @@ class StatsRow(Record):
     """Figures of a group of runs. `success`: share of the rewarded runs with a reward of 1 or more.
 
     `last` is the start of the newest run. It has the fields that it is grouped by beside these;
-    `time` is a bucket's beginning. `input`: the head of one run's,
-    in a task's first row.
+    `time` is a bucket's beginning, `input` the head of one run's in the first row of a task.
     """
 
     runs: int

@@ -320,8 +320,7 @@ class Index:
         mean_seconds, seconds, last (start), p50_seconds, p95_seconds. Options: `bucket` groups by
         `time`, the beginning of so many seconds, too; `percentiles` False leaves these two out,
         which takes a fraction of the time; `owner`, runs of this key only; `limit`, groups;
-        `inputs` gives the first row of each task the head of an input. Raises BadInput for another
-        `by`.
+        `inputs`: each task's first row has one. Raises BadInput for another `by`.
         """
         with self._database.reading() as connection:
             return statistics(connection, query, by, **options)

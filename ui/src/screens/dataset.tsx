@@ -66,7 +66,7 @@ function List({ params }: { params: URLSearchParams }) {
       <Loaded of={list}>
         {({ data, has_more }) =>
           data.length === 0 ? (
-            <Empty>No training set was built yet. `cray-agents dataset build` makes one of stored runs.</Empty>
+            <Empty>No training set was built yet. "cray-agents dataset build" makes one of stored runs.</Empty>
           ) : (
             <div class="section">
               <div class="table-box" tabIndex={0} role="region" aria-label="Training sets">
