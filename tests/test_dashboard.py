@@ -28,6 +28,7 @@ from tests.support.dashboard_site import (
     BAD_LINES,
     BATCH_LINES,
     HOSTILE,
+    IMPORTED,
     LONG_RUN,
     LONG_TURNS,
     LOOP,
@@ -129,8 +130,17 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
     page.page.get_by_role("heading", name="Log").wait_for()
     page.page.wait_for_selector("figure canvas")
     assert "3 of 3" in page.text()
+    buttons = [page.page.get_by_role("button", name=name) for name in ("pause", "resume", "cancel")]
+    assert all(button.is_disabled() for button in buttons)
+    page.page.get_by_role("img", name="loss: 3 points").hover(position={"x": 70, "y": 60})
+    page.wait_for("step 1: 2")
+    with urllib.request.urlopen(f"{platform.url}/v1/jobs") as answer:
+        waits = next(each for each in json.load(answer)["data"] if each["state"] == "queued")
+    page.open(f"#/job/{waits['id']}")
+    page.page.get_by_role("heading", name="Log").wait_for()
+    assert [button.is_enabled() for button in buttons] == [True, False, True]
     page.page.get_by_role("button", name="cancel").click()
-    assert f"cray-agents jobs cancel {job['id']}" in page.page.inner_text("dialog")
+    assert f"cray-agents jobs cancel {waits['id']}" in page.page.inner_text("dialog")
 
 
 def test_a_generation_shows_its_evidence_and_each_pair_compares(
@@ -159,7 +169,8 @@ def test_a_generation_shows_its_evidence_and_each_pair_compares(
 
 def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: Any) -> None:
     with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
-        made = [each for each in json.load(answer)["data"] if each["method"] == "sft"][-1]
+        sets = json.load(answer)["data"]
+    made = [each for each in sets if each["method"] == "sft" and each["considered_runs"]][-1]
     page = watch(platform.url)
     page.open("#/dataset")
     page.page.get_by_role("link", name=made["id"]).click()
@@ -178,9 +189,22 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     page.page.wait_for_selector(".token.selected")
 
 
+def test_a_demonstration_is_read_by_its_recipes_tokenizer(platform: Platform, watch: Any) -> None:
+    with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
+        made = next(each for each in json.load(answer)["data"] if not each["considered_runs"])
+    page = watch(platform.url)
+    page.open(f"#/dataset/{made['id']}")
+    page.page.wait_for_selector(".token.trained[data-n]")
+    assert "What is 2 + 2?" in "".join(page.page.locator(".token").all_inner_texts())
+    assert "no reward" in page.text() and "ids are shown" not in page.text()
+    assert page.page.get_by_role("link", name="demonstration").count() == 0
+    assert "all 21" in page.text()  # of the histogram: not 21 – 22
+
+
 def test_two_datasets_are_compared(platform: Platform, watch: Any) -> None:
     with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
-        newer, older = (each for each in json.load(answer)["data"] if each["method"] == "sft")
+        sets = json.load(answer)["data"]
+    newer, older = (each for each in sets if each["method"] == "sft" and each["considered_runs"])
     asked = f"{platform.url}/v1/datasets/diff?a={older['id']}&b={newer['id']}"
     with urllib.request.urlopen(asked) as answer:
         differences = json.load(answer)
@@ -332,6 +356,22 @@ def _own_usage(page: Watched, secret: str) -> None:
     assert page.page.get_by_role("button", name="Revoke").count() == 0
 
 
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_no_number_is_cut(platform: Platform, watch: Any, width: int) -> None:
+    """Also none of nine digits, which every cell of a table gets here."""
+    with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
+        one, other, *_ = (each["id"] for each in json.load(answer)["data"])
+    size = {"width": width, "height": 800}
+    page = watch(platform.url, viewport=size, is_mobile=True)  # which hides bars by itself
+    for place in (*SCREENS.values(), f"#/dataset/{one}", f"#/dataset/{one}?against={other}"):
+        page.open(place)
+        assert page.cut_numbers() == [], place
+        page.page.evaluate(
+            "document.querySelectorAll('td.number').forEach(e => e.textContent = '+123,456,789')"
+        )
+        assert page.cut_numbers() == [], place
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_is_wider_than_the_window(platform: Platform, watch: Any, width: int) -> None:
     page = watch(platform.url, viewport={"width": width, "height": 800})
@@ -415,6 +455,7 @@ def test_the_grid_of_tasks_is_walked_by_keys_and_a_cell_leads_to_its_runs(
     table = page.page.get_by_role("table", name="Success by task")
     assert table.get_by_role("columnheader").count() == 1 + len(versions) > 2
     assert f"{len(tasks)} tasks" in page.text()
+    assert "say 0" in table.inner_text() and "%" not in table.get_by_role("row").first.inner_text()
     page.page.keyboard.press("j")
     page.page.keyboard.press("l")
     page.page.wait_for_function("() => /row=.+col=/.test(location.hash)")
@@ -460,12 +501,41 @@ def test_the_difference_under_another_version_is_scored_by_an_engine(
     platform: Platform, watch: Any
 ) -> None:
     page = watch(platform.url)
-    page.open("#/run/run-5-0?t=1&mode=tokens&color=delta&against=m%401")
+    page.open("#/run/run-5-0?t=1&mode=tokens")
+    page.page.get_by_label("Colour").select_option("delta")
+    page.page.get_by_role("textbox", name="Version").fill("m@1")
+    page.page.get_by_role("button", name="Score").click()
     page.page.wait_for_selector(
         ".token.heat3, .token.cool3, .token.heat1, .token.cool1, .token.heat2"
     )
     page.page.locator(".token").first.click()
     page.wait_for("likeliest")
+
+
+def test_a_run_shows_its_target_its_metadata_and_why_it_was_rewarded(
+    platform: Platform, watch: Any
+) -> None:
+    page = watch(platform.url)
+    page.open("#/run/run-3-0")
+    page.page.wait_for_selector("article .message")
+    assert "target 7" in page.page.inner_text(".run > header")
+    details = page.page.get_by_label("Details").inner_text()
+    assert "level: 3" in details and "expected 7" in details
+
+
+def test_an_imported_run_shows_its_tool_calls_and_no_figure_that_it_lacks(
+    platform: Platform, watch: Any
+) -> None:
+    page = watch(platform.url)
+    page.open(f"#/run/{IMPORTED}")
+    page.page.locator(".message.assistant .call", has_text="lookup").wait_for()
+    assert '"key": "seven"' in page.text() or "key: seven" in page.text()
+    assert "0 tokens" not in page.page.inner_text(".run > header")
+    page.open("#/runs?agent=foreign")
+    page.wait_for("None has a reward.")
+    assert "all 0" in page.text()  # of the histograms: not 0 – 1
+    page.open("#/runs")
+    page.wait_for("with a reward succeed")
 
 
 def test_a_reward_is_given_by_keys_and_stored(platform: Platform, watch: Any) -> None:
@@ -552,6 +622,36 @@ def test_a_killed_gateway_is_followed_again(tmp_path: Path, watch: Any) -> None:
         page.page.wait_for_selector(".connection.waiting")
     with gateway(tmp_path / "home", port=port):
         page.page.wait_for_selector(".connection.live")
+
+
+def test_pages_side_by_side_share_one_stream(platform: Platform, watch: Any) -> None:
+    """A browser has six connections to a host: more pages than these are all told of a change."""
+    watched = watch(platform.url)
+    context = watched.page.context
+    streams: list[str] = []
+    context.on("request", lambda one: streams.append(one.url) if "/v1/events" in one.url else None)
+    reader, *pages = [*(context.new_page() for _ in range(7)), watched.page]
+    for page in (reader, *pages):
+        page.goto(f"{platform.url}/#/overview")
+        page.wait_for_selector(".connection.live")
+    assert len(streams) == 1
+
+    def change(run_id: str) -> None:
+        body = json.dumps({"value": 1, "name": "seen"}).encode()
+        address = f"{platform.url}/v1/trajectories/{run_id}/rewards"
+        headers = {"content-type": "application/json"}
+        urllib.request.urlopen(urllib.request.Request(address, body, headers)).close()
+        for page in pages:
+            page.get_by_text(run_id).first.wait_for()
+
+    change("run-1-0")
+    reader.close()
+    for _ in range(1200):  # another one reads on
+        pages[0].wait_for_timeout(100)
+        if len(streams) == 2:
+            break
+    change("run-1-1")
+    assert len(streams) == 2
 
 
 def test_the_files_are_small_compressed_and_strict(platform: Platform, watch: Any) -> None:

@@ -199,6 +199,7 @@ def test_texts_that_would_end_the_script_stay_within_it(tmp_path: Path, watch: W
     run_id = 'a"b<c>&'
     facts = {"id": run_id, "input": evil, "output": evil, "rewards": [], "tags": [evil]}
     about = {"id": run_id, "run": facts, "rewards": [], "turns": 0, "bytes": 0}
+    about |= {"target": evil, "metadata": {evil: evil}, "error": None}
     about |= {"included": 0, "window": html.WINDOW}
     part = {"turns": [], "tokens": [], "closing": [{"role": "user", "content": evil}]}
     scripts = [

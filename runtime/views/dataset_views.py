@@ -18,7 +18,7 @@ from cray_agents.runtime.views.token_text import Vocabulary
 BATCH = 1024  # rows read at a time
 SAMPLE_COLUMNS = (
     *("input_ids", "loss_mask", "logprobs", "advantages", "version_index", "versions"),
-    *("weight", "reward", "run_id", "task_id"),
+    *("weight", "run_id", "task_id"),
 )
 
 
@@ -80,7 +80,9 @@ def histogram_of(
     if not known:
         return {"edges": [], "counts": [], "missing": missing}
     edges = bin_edges(min(known), max(known), bins, whole=whole)
-    return {"edges": edges, "counts": bin_counts(known, edges), "missing": missing}
+    counts = bin_counts(known, edges)
+    bounds = {"least": min(known), "most": max(known)}
+    return {"edges": edges, "counts": counts, "missing": missing, **bounds}
 
 
 def bin_counts(values: Sequence[float], edges: Sequence[float]) -> list[int]:
@@ -96,8 +98,9 @@ def bin_counts(values: Sequence[float], edges: Sequence[float]) -> list[int]:
 def sample_page(home: Home, dataset_id: str, split: str, at: int, limit: int) -> dict[str, Any]:
     """Return a SamplePage without texts as JSON. Raises NotFound, Corrupt.
 
-    Only the row groups that hold these samples are read.
+    Only the row groups that hold these samples are read. A run without a reward has 0 in them.
     """
+    import pyarrow.compute
 
     manifest = reader.read_dataset(home, dataset_id)
     samples: list[dict[str, Any]] = []
@@ -112,6 +115,11 @@ def sample_page(home: Home, dataset_id: str, split: str, at: int, limit: int) ->
                     rows = table.slice(first - before, limit - len(samples)).to_pylist()
                     samples += [_sample_fields(row, split, first + n) for n, row in enumerate(rows)]
                 before += count
+    lines = reader.considered_table(home, dataset_id, ["run", "reward"])
+    names = pyarrow.array([row["run"] for row in samples], pyarrow.string())
+    lines = lines.filter(pyarrow.compute.is_in(lines["run"], names))
+    rewards = {line["run"]: line["reward"] for line in lines.to_pylist()}
+    samples = [{**sample, "reward": rewards.get(sample["run"])} for sample in samples]
     end = at + len(samples)
     return {
         "id": dataset_id,
@@ -122,11 +130,10 @@ def sample_page(home: Home, dataset_id: str, split: str, at: int, limit: int) ->
     }
 
 
-def add_texts(sample: dict[str, Any], vocabulary: Vocabulary | None) -> None:
-    """Set the texts of a sample's tokens; None without a vocabulary."""
-    if vocabulary is not None:
-        decoded = vocabulary.texts_of(sample["ids"])
-        sample["texts"], sample["bytes"] = decoded.texts, decoded.bytes
+def add_texts(sample: dict[str, Any], vocabulary: Vocabulary) -> None:
+    """Set the texts of a sample's tokens."""
+    decoded = vocabulary.texts_of(sample["ids"])
+    sample["texts"], sample["bytes"] = decoded.texts, decoded.bytes
 
 
 def _sample_fields(row: dict[str, Any], split: str, at: int) -> dict[str, Any]:
@@ -136,7 +143,6 @@ def _sample_fields(row: dict[str, Any], split: str, at: int) -> dict[str, Any]:
         "split": split,
         "run": row["run_id"] or None,
         "task": row["task_id"] or None,
-        "reward": row["reward"],
         "versions": row["versions"],
         "ids": row["input_ids"],
         "texts": None,

@@ -52,6 +52,8 @@ class RunLayout:
     rewards: list[Reward]
     turns: list[TurnLayout]
     closing: bytes  # JSON of the messages after the last turn
+    task: Body = field(default_factory=dict)
+    error: Body | None = None
     state: bytes = b""
 
     @property
@@ -81,6 +83,9 @@ class RunPages:
             "id": facts.pop("run_id"),
             "run": facts,
             "rewards": [reward.model_dump(mode="json") for reward in layout.rewards],
+            "target": layout.task.get("target"),
+            "metadata": layout.task.get("metadata") or {},
+            "error": layout.error,
             "turns": len(marks),
             "bytes": sum(mark.get("bytes", 0) for mark in marks),
             "data": marks[first : first + limit],
@@ -227,7 +232,8 @@ def _described(
         at += 1
     messages = trajectory.get("messages") or []
     closing = messages[_known(messages, last) :] if last is not None else messages
-    return RunLayout(facts, rewards, turns, dump_json(closing))
+    task, error = body.get("task") or {}, body.get("error")
+    return RunLayout(facts, rewards, turns, dump_json(closing), task, error)
 
 
 def _undescribed(

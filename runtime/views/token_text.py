@@ -16,6 +16,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,7 +105,11 @@ class Vocabularies:
 
     def of(self, checkpoint: Path) -> Vocabulary:
         """Return the vocabulary of a checkpoint. Raises NotFound without a file, Corrupt."""
-        sha256 = checkpoints.manifest_of(checkpoint).files.get(FILE)
+        sha256, path = None, checkpoint / FILE
+        with suppress(NotFound):
+            sha256 = checkpoints.manifest_of(checkpoint).files.get(FILE)
+        if sha256 is None and path.is_file():  # a model from elsewhere
+            sha256 = checksums.hash_of(path)
         if sha256 is None:
             raise NotFound(
                 f"checkpoint {checkpoint.name} has no {FILE}: its tokens have no text here",
@@ -114,7 +119,7 @@ class Vocabularies:
         with self._lock:  # also while it is read: several readers would each hold all of it
             known = self._known.get(sha256)
             if known is None:
-                known = self._known[sha256] = _read(checkpoint / FILE, sha256)
+                known = self._known[sha256] = _read(path, sha256)
             self._known.move_to_end(sha256)
             while len(self._known) > CACHED:
                 self._known.popitem(last=False)

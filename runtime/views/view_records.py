@@ -268,7 +268,7 @@ class StatsRow(Record):
     """Figures of a group of runs. `success`: share of the rewarded runs with a reward of 1 or more.
 
     `last` is the start of the newest run. It has the fields that it is grouped by beside these;
-    `time` is a bucket's beginning.
+    `time` is a bucket's beginning, `input` the head of one run's in the first row of a task.
     """
 
     runs: int
@@ -294,6 +294,7 @@ class StatsRow(Record):
     stop_reason: str | None = None
     error: str | None = None
     task: str | None = None
+    input: str | None = None
     day: str | None = None
     time: float | None = None
 
@@ -309,13 +310,15 @@ class Histogram(Record):
     """Counts of values: `counts[i]` are in [edges[i], edges[i + 1]), the last edge included.
 
     `missing` counts what has no value. Without any value both lists are empty. With `every` 10 it
-    counted every tenth run.
+    counted every tenth run. The last edge may lie beyond `most`, the largest value.
     """
 
     edges: list[float]
     counts: list[int]
     missing: int = 0
     every: int = 1
+    least: float | None = None
+    most: float | None = None
 
 
 class RunStats(Record):
@@ -357,11 +360,14 @@ class TurnMark(Record):
 
 
 class RunOutline(Record):
-    """A run without its messages: its facts, its rewards, and a mark for each turn."""
+    """A run without its messages: facts, rewards, its task's target, and a mark for each turn."""
 
     id: str
     run: dict[str, Any]
     rewards: list[Reward]
+    target: Any
+    metadata: dict[str, Any]
+    error: dict[str, Any] | None
     turns: int
     bytes: int
     data: list[TurnMark]

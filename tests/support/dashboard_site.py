@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +15,18 @@ from typing import Any
 
 import openai
 
-from cray_agents import Agent, DatasetRecipe, Hyperparameters, Platform, PromotionTest, Task
+from cray_agents import Agent, DatasetRecipe, Hyperparameters, Platform, PromotionTest, Run, Task
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
+from cray_agents.records import Trajectory
 from cray_agents.runtime.batches.worker import run_worker
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.tools.calculator import calculator
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.runtime.views.test_run_views import Scoring, model_with_tokenizer
 from tests.support.killable_loop import lucky, site_loop, some_tasks
 from tests.support.scripted_platform import platform
@@ -43,6 +46,7 @@ HOSTILE = {
     "prototype": '{"__proto__": {"broken": 1}, "constructor": null, "toString": []}',
 }
 LONG_RUN, LONG_TURNS = "run-long", 120
+IMPORTED = "run-imported"  # without a recorded call, with tool calls, without a reward
 LOOP = "lucky"  # of two generations: the first promotes, the second does not
 BATCH_LINES, BAD_LINES = 12, 2
 
@@ -60,7 +64,8 @@ def answer(request: dict[str, Any]) -> Any:
 
 
 async def _fill(site: Platform, home: Path) -> None:
-    await asyncio.gather(_agents(site), _hostile(site), _long(site))
+    await asyncio.gather(_agents(site), _hostile(site), _long(site), _import(site))
+    await _demonstrations(site, home.parent / "seed")
     await _train(site, Home(home))
     await _batch(site, home)
     for number in range(3):
@@ -88,7 +93,11 @@ async def _agents(site: Platform) -> None:
         max_turns=3,
     )
     for number in range(8):
-        task = Task(input=f"{number} + {number + 1}", target=str(2 * number + 1))
+        task = Task(
+            input=f"{number} + {number + 1}",
+            target=str(2 * number + 1),
+            metadata={"level": number},
+        )
         for attempt in range(2):
             run = await agent.run(
                 task,
@@ -98,17 +107,56 @@ async def _agents(site: Platform) -> None:
                 attempt=attempt,
             )
             right = f" {task.target}." in str(run.output)
-            await site.reward(run.id, float(right and attempt == 0), name="correct")
+            value = float(right and attempt == 0)
+            why = f"expected {task.target}"
+            await site.reward(run.id, value, name="correct", comment=why)
+
+
+async def _import(site: Platform) -> None:
+    """A conversation that was recorded elsewhere."""
+    call = {"name": "lookup", "arguments": '{"key": "seven"}'}
+    said: list[Any] = [
+        {"role": "user", "content": "Look up seven."},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": call}]},
+        {"role": "tool", "tool_call_id": "a", "content": "found"},
+        {"role": "assistant", "content": "It is found."},
+    ]
+    run = Run(
+        id=IMPORTED,
+        agent="foreign",
+        model="foreign",
+        input="Look up seven.",
+        output="It is found.",
+        stop_reason="completed",
+        imported="openai",
+        started=time.time(),
+        trajectory=Trajectory(messages=said),
+    )
+    await site.record([run])
+
+
+async def _demonstrations(site: Platform, tokenizer: Path) -> None:
+    """A dataset of a demonstration alone, rendered with a tokenizer that its recipe names."""
+    said = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
+    make_seed_model(tokenizer, seed=0, corpus=["system user assistant What is 2 + 2? 4"] * 3)
+    recipe = DatasetRecipe(demonstrations=[said], generations=[], tokenizer=str(tokenizer))
+    await site.build_dataset(recipe)
 
 
 async def _train(site: Platform, home: Home) -> None:
-    """A dataset of the runs that succeeded, a job on it, and samples of two nodes with GPUs."""
+    """A dataset of good runs, a job on it with samples of two nodes, and one that still waits."""
     dataset = await site.build_dataset(DatasetRecipe(method="sft", loop="sums"))
     await site.build_dataset(DatasetRecipe(method="sft", loop="sums", generations=[0, 1]))
     steps = Hyperparameters(steps=3)
     job = await site.submit_job(dataset=dataset["id"], parent="m@1", hyperparameters=steps)
     await site.wait_for(job, lambda status: None)
     _sample_hardware(home, job.id)
+    spec = JobJournal(home, job.id).spec()
+    longer = spec.hyperparameters.model_copy(update={"steps": 4})
+    waiting = spec.model_copy(update={"hyperparameters": longer})
+    home.job(waiting.id).mkdir()
+    text = checksums.with_crc(waiting.model_dump_json().encode())
+    (home.job(waiting.id) / "spec.json").write_bytes(text)
 
 
 def _sample_hardware(home: Home, job_id: str) -> None:

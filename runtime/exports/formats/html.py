@@ -81,7 +81,7 @@ class RunPacker:
         if {call.id for call in run.calls} - {mark["call_id"] for mark in outline["data"]}:
             losses.add("other_calls")
         about = {
-            **{key: outline[key] for key in ("id", "rewards", "turns", "bytes")},
+            **{key: outline[key] for key in outline if key not in ("run", "data", "has_more")},
             "run": {**outline["run"], "id": run.id},
             "included": included,
             "window": WINDOW,

@@ -1,6 +1,7 @@
 """Training sets: built once in a process of their own, and named by their content."""
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,8 +253,8 @@ async def read_dataset_histograms(services: Services, request: Request) -> Respo
 async def list_samples(services: Services, request: Request) -> Response:
     """List samples as the trainer reads them, with the text of each token.
 
-    The text comes from the tokenizer of `model`, else of the version that sampled. Without either
-    `texts` is null.
+    The text comes from the tokenizer of `model`, else of the version that sampled, else of the
+    recipe. Without any `texts` is null.
     """
     params = query(request)
     at, limit = number(params, "at", 0), number(params, "limit", 1, MOST_SAMPLES)
@@ -266,14 +267,16 @@ async def list_samples(services: Services, request: Request) -> Response:
     dataset_id = _dataset_id(request)
 
     def read() -> dict[str, Any]:
+        manifest = reader.read_dataset(services.home, dataset_id)
+        tokenizer = (manifest.get("recipe") or {}).get("tokenizer")
         samples = sample_page(services.home, dataset_id, split, at, limit)
         for sample in samples["data"]:
             version = model or next(iter(sample["versions"]), None)
-            try:
-                vocabulary = None if version is None else vocabulary_of(services, version)
-            except NotFound:  # the version was never here, or has no tokenizer
-                vocabulary = None
-            add_texts(sample, vocabulary)
+            with suppress(NotFound):  # the version was never here, or has no tokenizer
+                if version is not None:
+                    add_texts(sample, vocabulary_of(services, version))
+                elif tokenizer is not None:
+                    add_texts(sample, services.vocabularies.of(Path(tokenizer)))
         return samples
 
     return await answer_read(request, read)

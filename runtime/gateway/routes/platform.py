@@ -102,14 +102,14 @@ async def platform(services: Services, request: Request) -> Response:
             "role": {"enum": list(Role.__members__)},
             "home": {"type": ["string", "null"], "description": "The root, for admins."},
             "version": TEXT_OR_NONE,
-            "features": list_of({"enum": ["keys"]}),
+            "features": list_of({"enum": ["keys", "score"]}),
         }
     ),
 )
 async def whoami(services: Services, request: Request) -> Response:
     """Return the caller's key and role, and the platform that answers.
 
-    `features`: `keys`, requests need an API key.
+    `features`: `keys`, requests need an API key; `score`, there are engines to score tokens with.
     """
     caller = caller_of(request)
     key = caller.key_id if caller.key_name else None
@@ -123,7 +123,7 @@ async def whoami(services: Services, request: Request) -> Response:
             "role": caller.role.name,
             "home": str(services.home.root) if caller.role is Role.admin else None,
             "version": services.platform.get("version"),
-            "features": ["keys"] if needs_key else [],
+            "features": ["keys"] * needs_key + ["score"] * bool(services.pool.status()),
         }
     )
 

@@ -111,6 +111,7 @@ async def run_statistics(services: Services, request: Request) -> Response:
         "limit": limit + 1,
     }
     by = names_in(params, "by")
+    options["inputs"] = "task" in by
     whole = not by and options["bucket"] is None  # its one row counts all
     if "key" in by:
         raise BadInput("usage by key is GET /v1/usage", param="by")

@@ -319,8 +319,8 @@ class Index:
         min_reward, max_reward, calls, prompt_tokens, sampled_tokens, errors, infrastructure,
         mean_seconds, seconds, last (start), p50_seconds, p95_seconds. Options: `bucket` groups by
         `time`, the beginning of so many seconds, too; `percentiles` False leaves these two out,
-        which takes a fraction of the time; `owner`, runs of this key only; `limit`, groups. Raises
-        BadInput for another `by`.
+        which takes a fraction of the time; `owner`, runs of this key only; `limit`, groups;
+        `inputs`: each task's first row has one. Raises BadInput for another `by`.
         """
         with self._database.reading() as connection:
             return statistics(connection, query, by, **options)

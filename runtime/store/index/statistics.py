@@ -16,6 +16,7 @@ from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter
 from cray_agents.runtime.store.index.codes import name_code
 from cray_agents.runtime.store.index.filters import SqlCondition, from_rank, match_condition
+from cray_agents.runtime.store.index.pages import facts_in
 
 _NAMED = ("agent", "model", "loop", "split", "stop_reason", "error", "key")  # hold codes
 GROUPS = {
@@ -77,6 +78,7 @@ def statistics(
     percentiles: bool = True,
     owner: str | None = None,
     limit: int | None = None,
+    inputs: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the figures of the matching runs by group; see Index.stats."""
     check_names("by", "group runs", by, GROUPS)
@@ -104,13 +106,18 @@ def statistics(
         [*matching.values, -1 if limit is None else limit],
     ).fetchall()
     names = _names(connection)
-    return [
+    result = [
         {
             **{name: _render_key(name, key, names) for name, key in zip(wanted, row, strict=False)},
             **dict(zip(figures, row[len(wanted) :], strict=True)),
         }
         for row in rows
     ]
+    told = "SELECT id, told FROM runs WHERE shown = 1 AND task = ? LIMIT 1"
+    for task, first in {row["task"]: row for row in reversed(result) if inputs}.items():
+        for found in connection.execute(told, [task]):
+            first["input"] = facts_in(found).input
+    return result
 
 
 def facets(
@@ -158,7 +165,7 @@ def histograms(
     check_names("histograms", "make a histogram of", of, HISTOGRAMS)
     matching = match_condition(connection, query, None)
     if matching is None or not of:
-        return {name: {"edges": [], "counts": [], "missing": 0, "every": 1} for name in of}
+        return {name: {"edges": [], "counts": [], "missing": 0} for name in of}
     rows = _scan(connection, query, matching)
     values = matching.values
     every = 1
@@ -189,6 +196,7 @@ def histograms(
                 counts[at][max(0, min(len(counts[at]) - 1, number))] += runs
     return {
         name: {"edges": edges[at], "counts": counts[at], "missing": missing[at], "every": every}
+        | {"least": flat[2 * at], "most": flat[2 * at + 1]}
         for at, name in enumerate(of)
     }
 

@@ -141,7 +141,7 @@ async def test_keys_are_made_listed_and_revoked(tmp_path: Path) -> None:
         everybody = await get(gateway, "/v1/usage?by=key", headers=boss)
         assert {row["name"] for row in everybody["data"]} == {"user", "boss"}
         assert (await get(gateway, "/v1/whoami", headers=me))["home"] is None
-        assert (await get(gateway, "/v1/whoami", headers=me))["features"] == ["keys"]
+        assert (await get(gateway, "/v1/whoami", headers=me))["features"] == ["keys", "score"]
         listed = await get(gateway, "/v1/keys", headers=boss)
         assert [key["name"] for key in listed["data"]] == ["user", "boss"]
         assert "secret" not in json.dumps(listed) and ShownKey.model_validate(listed["data"][0])

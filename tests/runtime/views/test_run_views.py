@@ -23,6 +23,7 @@ from cray_agents.runtime.views.view_records import (
     TurnWindow,
 )
 from tests.support.bare_models import bare_model
+from tests.support.datasets.dataset_runs import run_events, task
 from tests.support.scripted_gateway import TOOL, Gateway, echo, says, served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -117,6 +118,18 @@ async def test_an_outline_marks_every_turn_in_few_bytes(gateway: Gateway) -> Non
     assert outline["bytes"] == sum(mark["bytes"] for mark in outline["data"])
     middle = await get(gateway, "/v1/trajectories/outlined/outline?from=1&limit=1")
     assert [mark["n"] for mark in middle["data"]] == [1] and middle["has_more"]
+
+
+async def test_an_outline_has_what_was_expected_and_what_failed(gateway: Gateway) -> None:
+    told = {"type": "ToolError", "message": "the disk is full", "infrastructure": False}
+    asked = task("expecting", level=2) | {"target": {"sum": 3}}
+    events = run_events("expecting", loop="told", task=asked, error=told, stop_reason="error")
+    await gateway.store.append(events)
+    outline = await get(gateway, "/v1/trajectories/expecting/outline")
+    assert RunOutline.model_validate(outline).target == {"sum": 3}
+    assert outline["metadata"] == {"level": 2} and outline["error"] == told
+    (row,) = (await get(gateway, "/v1/trajectories/stats?loop=told&by=task,model"))["data"]
+    assert row["task"] == "expecting" and row["input"] == asked["input"]
 
 
 async def test_a_window_has_only_the_messages_that_are_new(gateway: Gateway) -> None:
@@ -274,12 +287,16 @@ async def test_statistics_have_groups_facets_and_histograms(gateway: Gateway) ->
         "counts": [2, 0, 0, 2],
         "missing": 2,
         "every": 1,
+        "least": 0.0,
+        "most": 1.0,
     }
     assert stats["histograms"]["turns"] == {
         "edges": [1.0, 2.0],
         "counts": [6],
         "missing": 0,
         "every": 1,
+        "least": 1,
+        "most": 1,
     }
     sampled = await get(gateway, f"{path}&histograms=turns&sample=3")
     assert sampled["total"] == 6 and sampled["histograms"]["turns"]["every"] == 2

@@ -160,6 +160,8 @@ async def test_histograms_count_everything_once() -> None:
         "edges": [1, 2, 3, 4],
         "counts": [1, 0, 2],
         "missing": 0,
+        "least": 1,
+        "most": 3,
     }
 
 

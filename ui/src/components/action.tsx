@@ -51,7 +51,7 @@ export function Action(props: {
             {props.title}
           </button>
           <button type="button" onClick={props.close}>
-            Cancel
+            Back
           </button>
         </div>
       </form>

@@ -1,8 +1,11 @@
-/** Chart: curves over a common axis, drawn by uPlot on a canvas. Dragging zooms, a double click shows all again. */
+/** Chart: curves over a common axis, drawn by uPlot on a canvas. The value at the pointer stands in its title.
+ *
+ * Dragging zooms, a double click shows all again.
+ */
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { number } from "../lib/format";
+import { brief, number, time } from "../lib/format";
 import { theme } from "../lib/theme";
 
 /** Distances of marks on an axis of steps, generations or tasks. */
@@ -14,6 +17,16 @@ const DAY = 86_400; // seconds
 function alone(points: ChartProps["points"], step: number): { range?: [number, number] } {
   const [x] = points[0] ?? [0];
   return points.length === 1 ? { range: [x - step, x + step] } : {};
+}
+
+/** Return the width of an axis whose longest label is not cut. */
+function widthOf(plot: uPlot, labels: string[] | null): number {
+  const context = plot.ctx;
+  context.save();
+  context.font = plot.axes[1]!.font![0]!;
+  const widest = Math.max(0, ...(labels ?? []).map((label) => context.measureText(label).width));
+  context.restore();
+  return Math.max(60, widest / devicePixelRatio + 16);
 }
 
 export interface ChartProps {
@@ -30,6 +43,8 @@ export interface ChartProps {
 
 export function Chart({ title, points, axis, limit, clock = false, logarithmic }: ChartProps) {
   const box = useRef<HTMLDivElement>(null);
+  const value = useRef<HTMLSpanElement>(null);
+  const last = points.length ? `last ${brief(points.at(-1)![1])}` : "no data";
   const colours = theme.value;
   useEffect(() => {
     const element = box.current;
@@ -48,11 +63,20 @@ export function Chart({ title, points, axis, limit, clock = false, logarithmic }
           { label: "limit", stroke: colour("--good"), width: 1.5, dash: [6, 4], points: { show: false } },
         ].slice(0, limit === undefined ? 2 : 3),
         axes: [
-          clock ? { ...axes, size: 40 } : { ...axes, size: 30, incrs: WHOLE },
-          { ...axes, size: 60 },
+          clock ? { ...axes, size: 40 } : { ...axes, size: 30, incrs: WHOLE, label: axis, labelSize: 16, labelGap: 0 },
+          { ...axes, size: widthOf, values: (_: uPlot, splits: (number | null)[]) => splits.map((y) => (y === null ? "" : number(y))) },
         ],
         legend: { show: false },
         cursor: { drag: { x: true, y: false } },
+        hooks: {
+          setCursor: [
+            ({ cursor: { idx } }: uPlot) => {
+              const point = idx === null || idx === undefined ? undefined : points[idx];
+              const at = point && (clock ? time(point[0]) : `${axis} ${number(point[0])}`);
+              if (value.current) value.current.textContent = point ? `${at}: ${brief(point[1])}` : last;
+            },
+          ],
+        },
       },
       [
         points.map(([x]) => x),
@@ -75,7 +99,7 @@ export function Chart({ title, points, axis, limit, clock = false, logarithmic }
   return (
     <figure style={{ margin: 0 }}>
       <figcaption>
-        <b>{title}</b> <span class="hint">{points.length ? `now ${number(values.at(-1))}` : "no data"}</span>
+        <b>{title}</b> <span class="hint" ref={value}>{last}</span>
       </figcaption>
       <div ref={box} role="img" aria-label={text} />
     </figure>

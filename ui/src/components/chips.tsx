@@ -14,13 +14,25 @@ export function RewardChip({ name, value, source, turn }: NamedValue) {
   const of = turn === null || turn === undefined ? "" : ` of turn ${turn}`;
   return (
     <span class={`chip reward ${tone}`} title={`${plainTitle(name)}${of}, given by ${plainTitle(source ?? "")}`}>
-      {oneLine(name, 30)} {number(value)}
+      <span class="name">{oneLine(name, 30)}</span> <span>{number(value)}</span>
     </span>
   );
 }
 
 export function Tag({ text }: { text: string }) {
   return <span class="chip">{oneLine(text, 40)}</span>;
+}
+
+const JOB_TONES: Record<string, string> = { succeeded: "good", failed: "bad", cancelled: "fair" };
+
+export function JobState({ state }: { state: string }) {
+  return <span class={`chip ${JOB_TONES[state] ?? ""}`}>{oneLine(state, 20)}</span>;
+}
+
+/** What became of a generation's version; without a comparison nobody decided. */
+export function DecisionChip({ record, compared }: { record: { promoted: boolean }; compared: boolean }) {
+  if (!compared) return <span class="chip">no candidate compared</span>;
+  return <span class={`chip ${record.promoted ? "good" : "bad"}`}>{record.promoted ? "promoted" : "rejected"}</span>;
 }
 
 export function Version({ id }: { id: string | null | undefined }) {

@@ -1,14 +1,15 @@
 /** Dataset diff: two training sets side by side: their runs, the reasons, the recipes, the distributions. */
 import { useState } from "preact/hooks";
 import { address, get } from "../lib/api";
-import { compact, NONE, number, oneLine, percent } from "../lib/format";
+import { compact, NONE, number, oneLine, percent, signed } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
 import type { components } from "../lib/openapi";
 import { useResource } from "../lib/resource";
 import { go, href, setParams } from "../lib/route";
+import { openRun } from "../lib/run_list";
 import { CopyAs, quoted } from "./copy_as";
-import { ScreenLink } from "./screen_link";
-import { Empty, Loaded } from "./states";
+import { RunLink, ScreenLink } from "./screen_link";
+import { Empty, Loaded, NotShown } from "./states";
 
 type Differences = components["schemas"]["DatasetDifferences"];
 type Compared = components["schemas"]["ComparedHistogram"];
@@ -132,10 +133,6 @@ function Pairs({ rows }: { rows: PairRow[] }) {
   );
 }
 
-function signed(value: number): string {
-  return value > 0 ? `+${number(value)}` : number(value);
-}
-
 function Reasons({ data }: { data: Differences }) {
   const names = [...new Set([...Object.keys(data.one.rejected), ...Object.keys(data.other.rejected)])].sort();
   if (!names.length) return <Empty>Neither left a run out.</Empty>;
@@ -175,6 +172,7 @@ function Moves({ data }: { data: Differences }) {
           </dd>
         </div>
       ))}
+      <NotShown count={data.moves.length - 100} what="changes" />
     </dl>
   );
 }
@@ -237,7 +235,7 @@ function Runs(props: { one: string; other: string; counts: Differences["runs"]; 
   useKeys({
     j: ["next run", () => setMarked(Math.min(rows.length - 1, marked + 1))],
     k: ["previous run", () => setMarked(Math.max(0, marked - 1))],
-    Enter: ["open the run", () => rows[marked] && go(href(["run", rows[marked].run]))],
+    Enter: ["open the run", () => openRun(rows[marked]?.run)],
   });
   const choose = (name: Change | null) => setParams({ change: name, after: null });
   const words = (state: string) => oneLine(state.replace(/_/g, " "), 60);
@@ -276,7 +274,7 @@ function Runs(props: { one: string; other: string; counts: Differences["runs"]; 
                     {data.map((row, n) => (
                       <tr key={row.run} class={n === marked ? "selected" : ""}>
                         <td class="wrap">
-                          {row.run.startsWith("demonstration/") ? oneLine(row.run, 60) : <ScreenLink to={["run", row.run]}>{oneLine(row.run, 60)}</ScreenLink>}
+                          <RunLink id={row.run} />
                         </td>
                         <td class="wrap">{row.task ? oneLine(row.task, 40) : NONE}</td>
                         <td class="wrap">{words(row.before)}</td>

@@ -2,7 +2,7 @@
 import type { Answer } from "../lib/api";
 import { bytes, number, oneLine, percent, seconds, time } from "../lib/format";
 import { Chart } from "./chart";
-import { Empty } from "./states";
+import { Empty, NotShown } from "./states";
 
 type Hardware = Answer<"/v1/jobs/{job_id}/hardware", "get">;
 type Node = Hardware["nodes"][number];
@@ -59,6 +59,9 @@ export function JobHardware(props: { of: Hardware; node: string; choose: (node: 
           <Empty>No node was sampled: the job has not started, or an older release trained it.</Empty>
         )}
       </section>
+      {chosen && (
+        <NotShown count={Object.keys(chosen.series).length - MOST_CURVES} what="curves" />
+      )}
       {chosen &&
         Object.entries(chosen.series)
           .slice(0, MOST_CURVES)

@@ -5,7 +5,9 @@ import { useState } from "preact/hooks";
 import { Json, parsed } from "./json";
 import { Text } from "./text";
 
-export function MessageView({ message, thinking = true }: { message: Message; thinking?: boolean }) {
+/** `calls`: with the tool calls that it asks for; a turn's answer has them beside their results instead. */
+export function MessageView(props: { message: Message; thinking?: boolean; calls?: boolean }) {
+  const { message, thinking = true, calls = true } = props;
   const reasoning = message.reasoning ?? message.reasoning_content;
   return (
     <div class={`message ${["user", "assistant", "tool"].includes(message.role) ? message.role : ""}`}>
@@ -16,6 +18,7 @@ export function MessageView({ message, thinking = true }: { message: Message; th
       {thinking && typeof reasoning === "string" && reasoning !== "" && <Reasoning text={reasoning} />}
       <Content content={message.content} thinking={thinking} />
       {typeof message.refusal === "string" && <Text text={message.refusal} label="the refusal" />}
+      {calls && callsIn(message).map((call, n) => <CallView key={n} call={call} meta={false} />)}
     </div>
   );
 }
@@ -86,6 +89,15 @@ export interface ShownCall {
   error?: string | null;
   seconds?: number;
   shown?: string | null;
+}
+
+/** Return the tool calls that a message asks for. */
+export function callsIn(message: Message): ShownCall[] {
+  return (message.tool_calls ?? []).map((call) => ({
+    id: call.id,
+    name: call.function?.name ?? "?",
+    arguments: call.function?.arguments ?? "",
+  }));
 }
 
 /** A tool call with its result. */

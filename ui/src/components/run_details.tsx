@@ -1,11 +1,13 @@
 /** Run details: the facts of a run and of its chosen turn, and its rewards. */
 import { href } from "../lib/route";
-import { number, oneLine, seconds, time } from "../lib/format";
+import { number, oneLine, seconds, time, told } from "../lib/format";
 import type { components } from "../lib/openapi";
 import type { RunFacts } from "../lib/records";
 import { RewardChip, Version } from "./chips";
+import { Json } from "./json";
 import type { Outline } from "./run_outline";
 import { ScreenLink } from "./screen_link";
+import { NotShown } from "./states";
 import { Text } from "./text";
 
 export function Details(props: {
@@ -48,8 +50,32 @@ export function Details(props: {
           )}
           <dt>started</dt>
           <dd>{time(facts.started)}</dd>
+          {facts.imported && (
+            <>
+              <dt>imported</dt>
+              <dd>{oneLine(facts.imported, 60)}</dd>
+            </>
+          )}
         </dl>
+        {outline.error && (
+          <>
+            <h3 class="error-text">{oneLine(String(outline.error.type ?? "error"), 60)}</h3>
+            <Text text={String(outline.error.message ?? "")} lines={8} label="the error" />
+          </>
+        )}
       </section>
+      {(outline.target !== null || Object.keys(outline.metadata).length > 0) && (
+        <section class="card">
+          <h2>Task</h2>
+          {outline.target !== null && (
+            <>
+              <h3>target</h3>
+              <Text text={told(outline.target)} lines={8} label="the target" />
+            </>
+          )}
+          {Object.keys(outline.metadata).length > 0 && <Json name="metadata" value={outline.metadata} open />}
+        </section>
+      )}
       {outline.rewards.length > 0 && (
         <section class="card">
           <h2>Rewards</h2>
@@ -65,6 +91,7 @@ export function Details(props: {
               {one.comment && <Text text={one.comment} lines={4} label="the comment" />}
             </div>
           ))}
+          <NotShown count={outline.rewards.length - 50} what="rewards" />
         </section>
       )}
       {turn && mark && (
@@ -108,12 +135,13 @@ export function Details(props: {
           </dl>
           {turn.tools && turn.tools.length > 0 && (
             <details>
-              <summary>{turn.tools.length} tools defined</summary>
+              <summary>tools defined: {turn.tools.length}</summary>
               <ul>
                 {turn.tools.slice(0, 100).map((tool, n) => (
                   <li key={n}>{oneLine(String((tool as { function?: { name?: unknown } }).function?.name ?? "?"), 80)}</li>
                 ))}
               </ul>
+              <NotShown count={turn.tools.length - 100} what="tools" />
             </details>
           )}
         </section>

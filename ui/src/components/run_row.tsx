@@ -1,5 +1,5 @@
 /** Run row: a run in a list of runs, with the row of the columns' names. */
-import { compact, number, oneLine, seconds, time } from "../lib/format";
+import { compact, NONE, number, oneLine, seconds, time } from "../lib/format";
 import type { RunFacts } from "../lib/records";
 import { href } from "../lib/route";
 import { RewardChip } from "./chips";
@@ -19,6 +19,7 @@ export function RunHead() {
 }
 
 export function RunRow({ run, selected, marked = false }: { run: RunFacts; selected: boolean; marked?: boolean }) {
+  const unknown = run.imported !== null && run.calls === 0; // its calls are not here: no 0
   return (
     <a class={`run-row ${selected ? "selected" : ""}`} href={href(["run", run.id])}>
       <span dir="auto">
@@ -33,9 +34,9 @@ export function RunRow({ run, selected, marked = false }: { run: RunFacts; selec
         {!run.rewards.length && <span class="hint">none</span>}
       </span>
       <span class="minor">{oneLine(run.model, 60)}</span>
-      <span class="minor number">{number(run.turns)}</span>
-      <span class="minor number">{compact(run.prompt_tokens + run.sampled_tokens)}</span>
-      <span class="minor number">{seconds(run.seconds)}</span>
+      <span class="minor number">{unknown ? NONE : number(run.turns)}</span>
+      <span class="minor number">{unknown ? NONE : compact(run.prompt_tokens + run.sampled_tokens)}</span>
+      <span class="minor number">{unknown && !run.seconds ? NONE : seconds(run.seconds)}</span>
       <span class="minor">{run.error ? <span class="error-text">{oneLine(run.error, 60)}</span> : time(run.started)}</span>
     </a>
   );

@@ -1,18 +1,18 @@
 /** Run view: outline, conversation and details of one run, with its exact tokens; a reader of any source. */
 import type { ComponentChildren } from "preact";
 import { useEffect } from "preact/hooks";
-import { bytes, compact, number, oneLine, seconds } from "../lib/format";
+import { bytes, compact, number, oneLine, seconds, told } from "../lib/format";
 import { useKeys, type Shortcuts } from "../lib/keyboard";
 import type { components } from "../lib/openapi";
 import type { RunFacts } from "../lib/records";
 import { href, setParams } from "../lib/route";
-import { listed, openNeighbour } from "../lib/run_list";
+import { listed, listedMore, openNeighbour } from "../lib/run_list";
 import { useTurnWindows } from "../lib/turn_windows";
 import { RewardChip, Tag } from "./chips";
 import { MessageView } from "./message";
 import { Details } from "./run_details";
 import { OutlineList, type Outline } from "./run_outline";
-import { Failure } from "./states";
+import { Failure, NotShown } from "./states";
 import { Text } from "./text";
 import { TokenPanel } from "./token_panel";
 import { TurnView, type Shown } from "./turn";
@@ -106,7 +106,7 @@ export function RunView({ outline, params, version = 0, retry, actions, keys }: 
       <section class="middle" style={{ minHeight: 0, minWidth: 0 }}>
         {windows.error && <Failure error={windows.error} retry={retry} />}
         {count === 0 ? (
-          <NoTurns facts={facts} windows={windows} />
+          <NoTurns facts={facts} windows={windows} shown={shown} />
         ) : (
           <VirtualList
             class="conversation"
@@ -137,7 +137,7 @@ export function RunView({ outline, params, version = 0, retry, actions, keys }: 
                   ) : (
                     <TurnView turn={turn} before={n > 0 ? windows.turn(n - 1) : undefined} shown={shown} link={link(n)} />
                   )}
-                  {n === count - 1 && turn && mode === "text" && windows.closing.map((one, m) => <MessageView key={m} message={one} />)}
+                  {n === count - 1 && turn && mode === "text" && windows.closing.map((one, m) => <MessageView key={m} message={one} calls={shown.calls} />)}
                 </article>
               );
             }}
@@ -149,16 +149,22 @@ export function RunView({ outline, params, version = 0, retry, actions, keys }: 
   );
 }
 
-function NoTurns({ facts, windows }: { facts: RunFacts; windows: ReturnType<typeof useTurnWindows> }) {
+const MOST_MESSAGES = 200; // without a turn between them
+
+function NoTurns(props: { facts: RunFacts; windows: ReturnType<typeof useTurnWindows>; shown: Shown }) {
+  const { facts, windows, shown } = props;
   useEffect(() => windows.want(0, 0), []);
   return (
     <div class="conversation" style={{ overflow: "auto", padding: "0.8rem" }} tabIndex={0} role="region" aria-label="Conversation">
       <p class="hint">No model call of this run is recorded.</p>
       {windows.closing.length ? (
-        windows.closing.slice(0, 200).map((one, n) => <MessageView key={n} message={one} />)
+        windows.closing
+          .slice(0, MOST_MESSAGES)
+          .map((one, n) => <MessageView key={n} message={one} thinking={shown.thinking} calls={shown.calls} />)
       ) : (
         <Text text={facts.input} />
       )}
+      <NotShown count={windows.closing.length - MOST_MESSAGES} what="messages" />
     </div>
   );
 }
@@ -180,6 +186,7 @@ function Head(props: { outline: Outline; facts: RunFacts; actions?: ComponentChi
             </button>
             <span class="quiet">
               {place + 1} of {neighbours.length}
+              {listedMore.value && " and more"}
             </span>
             <button disabled={place === neighbours.length - 1} onClick={() => openNeighbour(id, 1)}>
               Next
@@ -195,11 +202,18 @@ function Head(props: { outline: Outline; facts: RunFacts; actions?: ComponentChi
             <RewardChip key={n} name={one.name} value={one.value} source={one.source} />
           ))}
         <span class={`chip ${facts.error ? "bad" : ""}`}>{oneLine(facts.error ?? facts.stop_reason ?? "", 60)}</span>
+        {outline.target !== null && (
+          <span>
+            <span class="quiet">target</span> {oneLine(told(outline.target), 120)}
+          </span>
+        )}
         <span class="quiet">
-          {number(outline.turns)} {outline.turns === 1 ? "turn" : "turns"} · {seconds(facts.seconds)} · {compact(facts.prompt_tokens)} →{" "}
-          {compact(facts.sampled_tokens)} tokens · {bytes(outline.bytes)}
+          {facts.imported && outline.turns === 0
+            ? `imported (${oneLine(facts.imported, 40)}), without its model calls`
+            : `${number(outline.turns)} ${outline.turns === 1 ? "turn" : "turns"} · ${seconds(facts.seconds)} · ${compact(facts.prompt_tokens)} → ${compact(facts.sampled_tokens)} tokens · ${bytes(outline.bytes)}`}
         </span>
         {facts.tags?.slice(0, 8).map((tag) => <Tag key={tag} text={tag} />)}
+        <NotShown count={(facts.tags?.length ?? 0) - 8} what="tags" />
         <span class="spacer" />
         {props.children}
       </div>

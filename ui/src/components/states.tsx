@@ -1,5 +1,6 @@
 /** States: what stands in the place of data that is not there: being loaded, refused, or empty. */
 import type { ComponentChildren } from "preact";
+import { number } from "../lib/format";
 import type { Resource } from "../lib/resource";
 
 export function Loading() {
@@ -21,6 +22,15 @@ export function Failure({ error, retry }: { error: Error; retry?: () => void }) 
 
 export function Empty({ children }: { children: ComponentChildren }) {
   return <p class="state">{children}</p>;
+}
+
+/** What a list leaves out: nothing is cut without a word. */
+export function NotShown({ count, what }: { count: number; what: string }) {
+  return count > 0 ? (
+    <span class="hint">
+      {number(count)} more {what} are not shown.
+    </span>
+  ) : null;
 }
 
 /** Data with its states. A failure to load newer data stands above those of before. */

@@ -4,7 +4,7 @@ import { compact, oneLine, seconds } from "../lib/format";
 import type { Message } from "../lib/records";
 import { RewardChip } from "./chips";
 import { Json } from "./json";
-import { CallView, MessageView, type ShownCall } from "./message";
+import { CallView, callsIn, MessageView, type ShownCall } from "./message";
 
 export type ShownTurn = components["schemas"]["ShownTurn"];
 
@@ -59,9 +59,9 @@ export function TurnView(props: { turn: ShownTurn; before: ShownTurn | undefined
             <p class="hint">{turn.skipped} messages before are those of earlier turns.</p>
           )}
           {added.map((message, n) => (
-            <MessageView key={n} message={message} thinking={shown.thinking} />
+            <MessageView key={n} message={message} thinking={shown.thinking} calls={shown.calls} />
           ))}
-          {answer && <MessageView message={answer} thinking={shown.thinking} />}
+          {answer && <MessageView message={answer} thinking={shown.thinking} calls={false} />}
           {shown.calls && callsOf(turn, answer).map((call, n) => <CallView key={n} call={call} meta={shown.meta} />)}
         </>
       )}
@@ -72,9 +72,5 @@ export function TurnView(props: { turn: ShownTurn; before: ShownTurn | undefined
 /** Return the calls that were carried out, else those that the answer asks for. */
 function callsOf(turn: ShownTurn, answer: Message | null): ShownCall[] {
   if (turn.tool_calls.length) return turn.tool_calls as ShownCall[];
-  return (answer?.tool_calls ?? []).map((call) => ({
-    id: call.id,
-    name: call.function?.name ?? "?",
-    arguments: call.function?.arguments ?? "",
-  }));
+  return answer ? callsIn(answer) : [];
 }

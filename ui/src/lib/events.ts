@@ -1,10 +1,12 @@
 /** Events: the gateway's stream of changes, read by fetch because EventSource cannot send a key.
  *
  * A hidden tab reads nothing. The stream goes on from its cursor when the tab is shown again or the gateway is back.
+ * Of the visible pages one reads, and tells the others: a browser has six connections to a host, and each stream holds
+ * one of them for good. Where the browser has no locks (a page by http from elsewhere) each page reads for itself.
  */
 import { signal } from "@preact/signals";
-import { ApiError, address, request } from "./api";
-import { may } from "./session";
+import { ApiError, address, BASE, request } from "./api";
+import { caller, may } from "./session";
 
 export interface Change {
   kind: string;
@@ -21,6 +23,10 @@ const POLL_MS = 5000;
 const listeners = new Set<Listener>();
 let cursor = "";
 let reading: AbortController | null = null;
+
+/** What the page that reads tells the others, and what these ask it. */
+type Shared = { block: string } | { state: "live" | "waiting" } | { ask: true };
+let channel: BroadcastChannel | null = null;
 
 /** Call a function for each change; returns the function that ends this. */
 export function onChange(listener: Listener): () => void {
@@ -42,7 +48,7 @@ export async function follow(): Promise<void> {
     const controller = (reading = new AbortController());
     try {
       if (!may("train")) throw new ApiError(403, "insufficient_permissions", "The stream is for keys that train.");
-      await readStream(controller.signal);
+      await inTurn(controller.signal);
       wait = 1000;
     } catch (error) {
       if (controller.signal.aborted) continue;
@@ -53,18 +59,49 @@ export async function follow(): Promise<void> {
         continue;
       }
       connection.value = "waiting";
+      channel?.postMessage({ state: "waiting" } satisfies Shared);
       await sleep(wait);
       wait = Math.min(wait * 2, 15_000);
     }
   }
 }
 
+/** Read the stream once no other page of this browser and key does; hear that page until then. */
+async function inTurn(signal: AbortSignal): Promise<void> {
+  if (!navigator.locks) return readStream(signal);
+  const name = `cray-agents events ${BASE} ${caller.peek()?.name} ${caller.peek()?.role}`;
+  const shared = (channel = new BroadcastChannel(name));
+  let leads = false;
+  shared.onmessage = ({ data }: MessageEvent<Shared>) => {
+    if ("ask" in data) {
+      if (leads && connection.peek() === "live") shared.postMessage({ state: "live" } satisfies Shared);
+    } else if ("state" in data) follows(data.state);
+    else take(data.block);
+  };
+  shared.postMessage({ ask: true } satisfies Shared);
+  try {
+    await navigator.locks.request(name, { signal }, () => {
+      leads = true;
+      return readStream(signal);
+    });
+  } finally {
+    shared.close();
+    channel = null;
+  }
+}
+
+/** Take the state of the stream, which this page or another reads. */
+function follows(state: "live" | "waiting"): void {
+  // what changed while nothing was read is not known where the gateway was away
+  if (state === "live" && connection.peek() !== "live") tell({ kind: "*", id: "", change: "reset" });
+  connection.value = state;
+}
+
 async function readStream(signal: AbortSignal): Promise<void> {
   const response = await request("GET", address("/v1/events", {}, { after: cursor }), undefined, signal, "text/event-stream");
   const reader = response.body!.pipeThrough(new TextDecoderStream()).getReader();
-  // what changed while nothing was read is not known where the gateway was away
-  if (connection.peek() !== "live") tell({ kind: "*", id: "", change: "reset" });
-  connection.value = "live";
+  follows("live");
+  channel?.postMessage({ state: "live" } satisfies Shared);
   let buffer = "";
   for (;;) {
     const { value, done } = await reader.read();
@@ -72,7 +109,9 @@ async function readStream(signal: AbortSignal): Promise<void> {
     buffer += value;
     let end: number;
     while ((end = buffer.indexOf("\n\n")) >= 0) {
-      take(buffer.slice(0, end));
+      const block = buffer.slice(0, end);
+      take(block);
+      channel?.postMessage({ block } satisfies Shared);
       buffer = buffer.slice(end + 2);
     }
   }

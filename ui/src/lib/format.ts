@@ -8,7 +8,22 @@ export const NONE = "–";
 export function number(value: number | null | undefined): string {
   if (value === null || value === undefined || Number.isNaN(value)) return NONE;
   if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(1);
-  return NUMBER.format(value);
+  return Math.abs(value) >= 1e12 ? value.toExponential(2) : NUMBER.format(value);
+}
+
+/** Return a measured value with as many digits as are read at a glance; whole numbers have all of theirs. */
+export function brief(value: number | null | undefined): string {
+  return value === null || value === undefined || Number.isInteger(value) ? number(value) : number(Number(value.toPrecision(5)));
+}
+
+/** Return a difference with its sign. */
+export function signed(value: number): string {
+  return value > 0 ? `+${number(value)}` : number(value);
+}
+
+/** Return a value of JSON as a text. */
+export function told(value: unknown): string {
+  return typeof value === "string" ? value : (JSON.stringify(value) ?? "");
 }
 
 export function compact(value: number | null | undefined): string {

@@ -3,6 +3,8 @@
 /** A run as `view=summary` has it: the facts of the index. */
 export interface RunFacts {
   id: string;
+  /** The format of a conversation that this platform did not record. */
+  imported: string | null;
   agent: string;
   model: string;
   models: string[];

@@ -8,6 +8,8 @@ export type Order = (typeof ORDERS)[number];
 
 export interface TaskRow {
   task: string;
+  /** The beginning of what its runs were asked. */
+  input: string;
   cells: (Cell | undefined)[];
   runs: number;
   success: number | null;
@@ -16,9 +18,8 @@ export interface TaskRow {
 }
 
 export interface TaskGrid {
+  /** Without figures of their own: the columns' runs are of different tasks. */
   columns: string[];
-  /** Over all tasks, by column. */
-  totals: { runs: number; success: number | null }[];
   rows: TaskRow[];
   /** Runs without a task, or without a generation where these are the columns. */
   without: number;
@@ -60,8 +61,10 @@ const runsOf = (cells: readonly (Cell | undefined)[]): number => cells.reduce((s
 export function gridOf(groups: readonly Cell[], by: Columns, order: Order, most: number): TaskGrid {
   const byTask = new Map<string, Map<string, Cell>>();
   const names = new Set<string>();
+  const inputs = new Map<string, string>();
   let without = 0;
   for (const cell of groups) {
+    if (cell.task && cell.input) inputs.set(cell.task, cell.input);
     const column = columnOf(cell, by);
     if (!cell.task || column === null) {
       without += cell.runs;
@@ -80,6 +83,7 @@ export function gridOf(groups: readonly Cell[], by: Columns, order: Order, most:
     if (!cells.some(Boolean)) continue; // all of its runs are in columns left out
     rows.push({
       task,
+      input: inputs.get(task) ?? "",
       cells,
       runs: runsOf(cells),
       success: successOf(cells),
@@ -95,10 +99,6 @@ export function gridOf(groups: readonly Cell[], by: Columns, order: Order, most:
     runs: (row) => -row.runs,
   };
   const measure = measures[order];
-  rows.sort((a, b) => measure(a) - measure(b) || compareVersions(a.task, b.task));
-  const totals = columns.map((_, n) => {
-    const cells = rows.map((row) => row.cells[n]);
-    return { runs: runsOf(cells), success: successOf(cells) };
-  });
-  return { columns, totals, rows, without };
+  rows.sort((a, b) => measure(a) - measure(b) || compareVersions(a.input || a.task, b.input || b.task));
+  return { columns, rows, without };
 }

@@ -4,7 +4,7 @@ import { Action } from "../components/action";
 import { CopyAs, quoted } from "../components/copy_as";
 import { Download } from "../components/download";
 import { ScreenLink } from "../components/screen_link";
-import { Empty, Failure, Loaded } from "../components/states";
+import { Empty, Failure, Loaded, NotShown } from "../components/states";
 import { address, get, post } from "../lib/api";
 import { compact, number, oneLine, percent, seconds, time } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
@@ -48,7 +48,7 @@ function List({ params }: { params: URLSearchParams }) {
       <Loaded of={list}>
         {({ data, has_more }) =>
           data.length === 0 ? (
-            <Empty>No batch was submitted yet. `cray-agents batch submit FILE` sends one.</Empty>
+            <Empty>No batch was submitted yet. "cray-agents batch submit FILE" sends one.</Empty>
           ) : (
             <div class="section">
               <div class="table-box" tabIndex={0} role="region" aria-label="Batches">
@@ -138,6 +138,7 @@ function One({ id }: { id: string }) {
                 {oneLine(one.message, 500)}
               </p>
             ))}
+            <NotShown count={(data.errors?.data.length ?? 0) - 5} what="errors" />
             <div class="cards">
               <Progress batch={data} />
               <Facts batch={data} />

@@ -1,7 +1,7 @@
 /** Compare: two runs, turn beside turn, with the words in which they differ. */
 import { useEffect, useState } from "preact/hooks";
 import { CopyAs, quoted } from "../components/copy_as";
-import { Failure, Loaded } from "../components/states";
+import { Failure, Loaded, NotShown } from "../components/states";
 import { VirtualList } from "../components/virtual_list";
 import { get } from "../lib/api";
 import { number, oneLine, plain } from "../lib/format";
@@ -99,6 +99,8 @@ function Turns({ data, at }: { data: Differences; at: number }) {
             {oneLine(String(reward.name), 30)} {number(reward.one as number | null)} → {number(reward.other as number | null)}
           </span>
         ))}
+        <NotShown count={data.fields.length - 8} what="fields" />
+        <NotShown count={data.rewards.length - 6} what="rewards" />
         {first && (
           <span class="chip bad">
             first other token: turn {String(first.turn)}, {oneLine(String(first.list), 20)} {String(first.position)}

@@ -4,8 +4,8 @@ import { CopyAs, quoted } from "../components/copy_as";
 import { DatasetDiff } from "../components/dataset_diff";
 import { Funnel } from "../components/funnel";
 import { Histogram, type HistogramData } from "../components/histogram";
-import { ScreenLink } from "../components/screen_link";
-import { Empty, Failure, Loaded } from "../components/states";
+import { RunLink, ScreenLink } from "../components/screen_link";
+import { Empty, Failure, Loaded, NotShown } from "../components/states";
 import { Text } from "../components/text";
 import { Legend, TokenFacts, Tokens, type Measure, type TurnTokens } from "../components/tokens";
 import { address, get, request } from "../lib/api";
@@ -14,6 +14,7 @@ import { useKeys } from "../lib/keyboard";
 import type { components } from "../lib/openapi";
 import { useResource } from "../lib/resource";
 import { go, href, setParams } from "../lib/route";
+import { openRun } from "../lib/run_list";
 import type { ScreenProps } from ".";
 
 type Sample = components["schemas"]["ShownSample"];
@@ -65,7 +66,7 @@ function List({ params }: { params: URLSearchParams }) {
       <Loaded of={list}>
         {({ data, has_more }) =>
           data.length === 0 ? (
-            <Empty>No training set was built yet. `cray-agents dataset build` makes one of stored runs.</Empty>
+            <Empty>No training set was built yet. "cray-agents dataset build" makes one of stored runs.</Empty>
           ) : (
             <div class="section">
               <div class="table-box" tabIndex={0} role="region" aria-label="Training sets">
@@ -239,6 +240,7 @@ function Versions({ versions, samples }: { versions: Record<string, number>; sam
           </dd>
         </div>
       ))}
+      <NotShown count={list.length - 20} what="versions" />
     </dl>
   );
 }
@@ -313,11 +315,11 @@ function SampleView({ sample, measure, params }: { sample: Sample; measure: Meas
   return (
     <>
       <p class="row quiet">
-        {sample.run ? <ScreenLink to={["run", sample.run]}>the run {oneLine(sample.run, 60)}</ScreenLink> : <span>a demonstration</span>}
-        <span>reward {number(sample.reward)}</span>
+        {sample.run ? <RunLink id={sample.run} /> : <span>a demonstration</span>}
+        <span>{sample.reward === null ? "no reward" : `reward ${number(sample.reward)}`}</span>
         <span>{number(sample.ids.length)} tokens</span>
         <span>{number(sample.trained.filter(Boolean).length)} trained on</span>
-        {sample.texts === null && <span>no tokenizer is here: ids are shown</span>}
+        {sample.texts === null && <span>its tokenizer is not here: ids are shown</span>}
       </p>
       <Tokens tokens={tokens} measure={measure} selected={place} onSelect={(n) => setParams({ tok: n })} />
       {place !== null && <TokenFacts tokens={tokens} place={place} />}
@@ -368,7 +370,7 @@ function Considered({ id, params }: { id: string; params: URLSearchParams }) {
   useKeys({
     j: ["next run", () => setMarked(Math.min(rows.length - 1, marked + 1))],
     k: ["previous run", () => setMarked(Math.max(0, marked - 1))],
-    Enter: ["open the run", () => rows[marked] && go(href(["run", rows[marked].run]))],
+    Enter: ["open the run", () => openRun(rows[marked]?.run)],
   });
   const choose = (show: string) => setParams({ show, reason: null, after: null });
   return (
@@ -408,7 +410,7 @@ function Considered({ id, params }: { id: string; params: URLSearchParams }) {
                     {data.map((one, n) => (
                       <tr key={one.run} class={n === marked ? "selected" : ""}>
                         <td class="wrap">
-                          <ScreenLink to={["run", one.run]}>{oneLine(one.run, 60)}</ScreenLink>
+                          <RunLink id={one.run} />
                         </td>
                         <td class="wrap">{one.task ? oneLine(one.task, 40) : "–"}</td>
                         <td class="number">{number(one.reward)}</td>

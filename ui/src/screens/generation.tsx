@@ -1,7 +1,7 @@
 /** Generation: why its candidate was promoted or rejected, what it was trained on, and where the time went. */
 import { useState } from "preact/hooks";
 import { Chart } from "../components/chart";
-import { Version } from "../components/chips";
+import { DecisionChip, Version } from "../components/chips";
 import { CopyAs } from "../components/copy_as";
 import { Download } from "../components/download";
 import { Funnel } from "../components/funnel";
@@ -9,7 +9,7 @@ import { ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded } from "../components/states";
 import { Timeline, type TraceEvent } from "../components/timeline";
 import { address, get } from "../lib/api";
-import { number, oneLine, percent, time } from "../lib/format";
+import { number, oneLine, percent, signed, time } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
 import type { components } from "../lib/openapi";
 import { useResource } from "../lib/resource";
@@ -20,7 +20,7 @@ type Detail = components["schemas"]["GenerationDetail"];
 type Pair = components["schemas"]["ShownPair"];
 type Outcome = Pair["outcome"];
 const PAGE = 50; // pairs
-const MOST_GROUPS = 1000;
+const MOST_GROUPS = 10_000; // the most that an answer has
 const SHOWN_GROUPS = 30;
 const OUTCOMES: readonly Outcome[] = ["won", "lost", "even"];
 const TONES: Record<Outcome, string> = { won: "good", lost: "bad", even: "" };
@@ -47,7 +47,7 @@ export default function GenerationScreen({ path, params }: ScreenProps) {
         <h1>
           Generation {count} of <ScreenLink to={["loop", loop]}>{oneLine(loop, 80)}</ScreenLink>
         </h1>
-        {detail.data && <OutcomeChip detail={detail.data} />}
+        {detail.data && <DecisionChip record={detail.data.record} compared={compared(detail.data)} />}
         <span class="spacer" />
         <button disabled={count === 0} onClick={() => neighbour(-1)} aria-label="The generation before">
           ←
@@ -70,7 +70,7 @@ export default function GenerationScreen({ path, params }: ScreenProps) {
               <DecisionCard detail={data} />
               <WealthCard detail={data} />
               <GuardsCard detail={data} />
-              <TrainingSet id={data.record.dataset ?? null} />
+              <TrainingSet record={data.record} />
               <Groups loop={loop} generation={count} />
             </div>
             <TimelineCard key={trace} loop={loop} generation={count} idle={data.record.idle_share ?? null} />
@@ -84,14 +84,14 @@ export default function GenerationScreen({ path, params }: ScreenProps) {
   );
 }
 
-function OutcomeChip({ detail }: { detail: Detail }) {
-  if (!compared(detail)) return <span class="chip">no candidate compared</span>;
-  return detail.record.promoted ? <span class="chip good">promoted</span> : <span class="chip bad">rejected</span>;
-}
-
 /** Tell whether a candidate was compared with what was promoted. */
 function compared({ decision, record }: Detail): boolean {
   return decision !== null || (record.evidence !== null && record.evidence !== undefined);
+}
+
+function whyNot(detail: Detail): string {
+  if (compared(detail)) return "no reason is on record";
+  return detail.record.generation === 0 ? "the loop began with it: there was nothing to compare" : "nothing was compared";
 }
 
 function DecisionCard({ detail }: { detail: Detail }) {
@@ -118,6 +118,14 @@ function DecisionCard({ detail }: { detail: Detail }) {
         <dd>
           {record.holdout_tasks ? `${percent(record.holdout_success)} of ${number(record.holdout_tasks)} tasks` : "not evaluated"}
         </dd>
+        {!!record.test_tasks && (
+          <>
+            <dt>test</dt>
+            <dd>
+              {percent(record.test_success)} of {number(record.test_tasks)} tasks, by {oneLine(record.test_version ?? "", 60)}
+            </dd>
+          </>
+        )}
         {numbers && (
           <>
             <dt>difference</dt>
@@ -161,7 +169,7 @@ function DecisionCard({ detail }: { detail: Detail }) {
           </>
         )}
         <dt>why</dt>
-        <dd>{oneLine(decision?.reason || record.note || "no reason is on record", 600)}</dd>
+        <dd>{oneLine(decision?.reason || record.note || whyNot(detail), 600)}</dd>
         {record.stopped && (
           <>
             <dt>the loop ended</dt>
@@ -253,7 +261,8 @@ function GuardsCard({ detail }: { detail: Detail }) {
   );
 }
 
-function TrainingSet({ id }: { id: string | null }) {
+function TrainingSet({ record }: { record: Detail["record"] }) {
+  const id = record.dataset ?? null;
   const histograms = useResource(
     async (signal) => (id ? get("/v1/datasets/{dataset_id}/histograms", { path: { dataset_id: id }, signal }) : null),
     [id],
@@ -266,10 +275,24 @@ function TrainingSet({ id }: { id: string | null }) {
           <p>
             <ScreenLink to={["dataset", id]}>{oneLine(id, 60)}</ScreenLink>
           </p>
-          <Loaded of={histograms}>{(data) => data && <Funnel dataset={id} counts={data.funnel} />}</Loaded>
+          <Loaded of={histograms}>
+            {(data) =>
+              data && (
+                <>
+                  <Funnel dataset={id} counts={data.funnel} />
+                  {data.funnel.considered !== record.runs && (
+                    <p class="hint">
+                      The set considers runs of several generations. Of the {number(record.runs)} of this one{" "}
+                      {number(record.accepted_runs)} were good.
+                    </p>
+                  )}
+                </>
+              )
+            }
+          </Loaded>
         </>
       ) : (
-        <Empty>Nothing was trained in this generation.</Empty>
+        <Empty>{record.job ? "The set of its job is not on record." : "Nothing was trained in this generation."}</Empty>
       )}
     </section>
   );
@@ -293,14 +316,15 @@ function Groups({ loop, generation }: { loop: string; generation: number }) {
           const tried = data.filter((one) => one.rewarded > 1);
           const flat = tried.filter((one) => one.min_reward === one.max_reward);
           if (!data.length) return <Empty>No training run of this generation is stored.</Empty>;
-          if (!tried.length) return <Empty>Each of {number(data.length)} tasks has one rewarded attempt: there are no groups.</Empty>;
+          const seen = has_more ? `the ${number(data.length)} tasks with the most runs` : `${number(data.length)} tasks`;
+          if (!tried.length) return <Empty>Of {seen} none has a second rewarded attempt: there are no groups.</Empty>;
           const order = [...flat, ...tried.filter((one) => !flat.includes(one))].slice(0, SHOWN_GROUPS);
           return (
             <>
               <p>
                 <span class={`chip ${flat.length ? "bad" : "good"}`}>{number(flat.length)} without variance</span> of{" "}
                 {number(tried.length)}
-                {has_more && ` among the first ${number(data.length)} tasks`}
+                {has_more && ` among ${seen}`}
               </p>
               <div class="table-box" tabIndex={0} role="region" aria-label="Groups">
                 <table>
@@ -317,12 +341,14 @@ function Groups({ loop, generation }: { loop: string; generation: number }) {
                       <tr key={one.task}>
                         <td class="wrap">
                           <ScreenLink to={["runs"]} params={{ loop, generation, task: one.task ?? "" }}>
-                            {oneLine(one.task ?? "", 40)}
+                            {oneLine(one.input ?? one.task ?? "no task", 60)}
                           </ScreenLink>
                         </td>
                         <td class="number">{number(one.runs)}</td>
                         <td class="number">
-                          {number(one.min_reward)} – {number(one.max_reward)}
+                          {one.min_reward === one.max_reward
+                            ? number(one.min_reward)
+                            : `${number(one.min_reward)} – ${number(one.max_reward)}`}
                         </td>
                         <td>{flat.includes(one) && <span class="chip bad">all the same</span>}</td>
                       </tr>
@@ -486,8 +512,4 @@ function TimelineCard({ loop, generation, idle }: { loop: string; generation: nu
       )}
     </section>
   );
-}
-
-function signed(value: number): string {
-  return value > 0 ? `+${number(value)}` : number(value);
 }

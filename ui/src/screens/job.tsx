@@ -2,8 +2,10 @@
 import { useState } from "preact/hooks";
 import { Action } from "../components/action";
 import { Chart } from "../components/chart";
+import { JobState, Version } from "../components/chips";
 import { CopyAs, quoted } from "../components/copy_as";
 import { JobHardware, JobNotes } from "../components/job_hardware";
+import { ScreenLink } from "../components/screen_link";
 import { Failure, Loaded } from "../components/states";
 import { Text } from "../components/text";
 import { address, get, post, request } from "../lib/api";
@@ -14,8 +16,11 @@ import type { ScreenProps } from ".";
 
 const ACTS = ["pause", "resume", "cancel"] as const;
 type Act = (typeof ACTS)[number];
+/** What can be done in each state; nothing with a job that ended. */
+const POSSIBLE: Record<string, readonly Act[]> = { queued: ["pause", "cancel"], running: ["pause", "cancel"], paused: ["resume", "cancel"] };
 /** Measures that every job has a place for: one that it does not have says "no data", which is not 0. */
 const CHIEF = { loss: "loss", grad_norm: "gradient norm", tokens_per_second: "tokens/s", mfu: "MFU", communication: "share of communication" };
+const NAMES: Record<string, string> = { lr: "learning rate", memory_gib: "memory, GiB", tokens: "trained tokens", seconds: "seconds of a step" };
 const NO_POINTS: [number, number][] = [];
 
 export default function Job({ path, params }: ScreenProps) {
@@ -25,6 +30,11 @@ export default function Job({ path, params }: ScreenProps) {
   const job = useResource((signal) => get("/v1/jobs/{job_id}", sent(signal)), [id], ["job"]);
   const series = useResource((signal) => get("/v1/jobs/{job_id}/series", sent(signal)), [id], ["job"]);
   const hardware = useResource((signal) => get("/v1/jobs/{job_id}/hardware", sent(signal)), [id], ["job"]);
+  const made = useResource(
+    async (signal) => (await get("/v1/models/lineage", { signal })).data.filter((one) => one.job === id),
+    [id],
+    ["model"],
+  );
   const log = useResource(
     async (signal) =>
       (await request("GET", address("/v1/jobs/{job_id}/logs", { job_id: id }, { tail: 40 }), undefined, signal, "text/plain")).text(),
@@ -38,10 +48,15 @@ export default function Job({ path, params }: ScreenProps) {
         <>
           <div class="row">
             <h1>{oneLine(data.id)}</h1>
-            <span class="chip">{oneLine(data.state)}</span>
+            <JobState state={data.state} />
             <span class="spacer" />
             {ACTS.map((one) => (
-              <button key={one} class={one === "cancel" ? "danger" : ""} onClick={() => setAct(one)}>
+              <button
+                key={one}
+                class={one === "cancel" ? "danger" : ""}
+                disabled={!POSSIBLE[data.state]?.includes(one)}
+                onClick={() => setAct(one)}
+              >
                 {one}
               </button>
             ))}
@@ -76,7 +91,26 @@ export default function Job({ path, params }: ScreenProps) {
                   {oneLine(data.scheduler ?? "")} {oneLine(data.scheduler_job_id ?? "")}
                 </dd>
                 <dt>checkpoint</dt>
-                <dd class="mono">{oneLine(data.checkpoint ?? "none yet")}</dd>
+                <dd class="mono">{oneLine(data.checkpoint ?? (data.state in POSSIBLE ? "none yet" : "none"))}</dd>
+                {made.data?.slice(0, 3).map((one) => (
+                  <div key={one.id} style={{ display: "contents" }}>
+                    <dt>made</dt>
+                    <dd>
+                      <Version id={one.id} />
+                      {one.parent && (
+                        <>
+                          {" "}
+                          of <Version id={one.parent} />
+                        </>
+                      )}
+                      {one.dataset && (
+                        <>
+                          , on <ScreenLink to={["dataset", one.dataset]}>{oneLine(one.dataset, 60)}</ScreenLink>
+                        </>
+                      )}
+                    </dd>
+                  </div>
+                ))}
               </dl>
             </section>
             <Loaded of={series}>
@@ -116,5 +150,5 @@ export default function Job({ path, params }: ScreenProps) {
 /** Further measures, beside the chief ones. */
 function others(curves: Record<string, unknown>): [string, string][] {
   const names = Object.keys(curves).filter((name) => !(name in CHIEF));
-  return names.slice(0, 24).map((name) => [name, name]);
+  return names.map((name) => [name, NAMES[name] ?? name.replace(/_/g, " ")]);
 }

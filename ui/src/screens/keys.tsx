@@ -6,9 +6,10 @@ import { CopyAs, quoted } from "../components/copy_as";
 import { Dialog } from "../components/dialog";
 import { Empty, Loaded } from "../components/states";
 import { address, del, get, post } from "../lib/api";
-import { ago, compact, number, oneLine, seconds, time } from "../lib/format";
+import { ago, compact, number, oneLine, percent, seconds, time } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
 import type { components } from "../lib/openapi";
+import { wholeOf } from "../lib/pages";
 import { useResource } from "../lib/resource";
 import { setParams } from "../lib/route";
 import { caller, features, may, type RoleName } from "../lib/session";
@@ -48,7 +49,8 @@ export default function Keys({ params }: ScreenProps) {
   const since = Math.floor((Date.now() / 1000 - length) / 3600) * 3600;
   const deps = [span, may("admin")];
   const known = useResource(
-    async (signal) => (may("admin") ? (await get("/v1/keys", { query: { limit: 1000 }, signal })).data : []),
+    async (signal) =>
+      may("admin") ? (await wholeOf((after) => get("/v1/keys", { query: { limit: 1000, after }, signal }))).data : [],
     deps,
     ["key"],
   );
@@ -57,9 +59,12 @@ export default function Keys({ params }: ScreenProps) {
     deps,
     ["run"],
   );
-  const costs = useResource((signal) => get("/v1/cost", { query: { by: "key", since }, signal }), deps);
+  const costs = useResource((signal) => wholeOf((after) => get("/v1/cost", { query: { by: "key", since, after }, signal })), deps);
   const curves = useResource(
-    (signal) => get("/v1/cost", { query: { by: "key", since, bucket, ...(chosen === null ? {} : { key: chosen || NO_KEY }) }, signal }),
+    (signal) => {
+      const query = { by: "key", since, bucket, ...(chosen === null ? {} : { key: chosen || NO_KEY }) } as const;
+      return wholeOf((after) => get("/v1/cost", { query: { ...query, after }, signal }));
+    },
     [...deps, chosen],
   );
   const [making, setMaking] = useState(false);
@@ -106,9 +111,14 @@ export default function Keys({ params }: ScreenProps) {
         <section class="card wide">
           <h2>{may("admin") ? "Keys" : "Your key"}</h2>
           <Loaded of={used}>
-            {() => (
+            {({ has_more }) => (
               <Loaded of={known}>
-                {() => <List rows={rows} chosen={chosen} table={costs.data} select={choose} end={setEnding} />}
+                {() => (
+                  <>
+                    <List rows={rows} chosen={chosen} table={costs.data} select={choose} end={setEnding} />
+                    {has_more && <p class="hint">What the keys that used least used is not counted here.</p>}
+                  </>
+                )}
               </Loaded>
             )}
           </Loaded>
@@ -207,15 +217,30 @@ function List(props: {
   );
 }
 
+/** What came of all that was held: docs/cost.md. */
+const USES = {
+  requests: "answered requests",
+  training: "trained",
+  idle: "were idle",
+  unattributed: "answered what is no stored run",
+  asleep: "slept during jobs",
+  lost: "trained what was lost",
+  other: "started, loaded, saved or waited",
+};
+
 /** What was held in this time, and for whom it was not. */
 function Account({ table }: { table: Table }) {
   const whole = devices(table.total, table);
   if (!whole) return <p class="hint">No GPU and no core was held in this time, or nobody wrote it down.</p>;
   const unit = table.total.gpu_seconds ? "GPUs" : "cores";
-  const part = (name: keyof Table["uses"]) => `${Math.round((100 * devices(table.uses[name]!, table)) / whole)} %`;
+  const parts = Object.entries(USES).flatMap(([name, about]) => {
+    const amount = table.uses[name];
+    const held = amount ? devices(amount, table) : 0;
+    return held ? [`${percent(held / whole)} ${about}`] : [];
+  });
   return (
     <p class="hint">
-      Of {seconds(whole)} of {unit}, {part("requests")} answered requests, {part("training")} trained, {part("idle")} were idle.{" "}
+      Of {seconds(whole)} of {unit}, {parts.join(", ")}.{" "}
       {table.currency ? `All of it cost ${number(table.total.cost)} ${oneLine(table.currency, 3)}` : "No [prices] are configured"}
       {table.unpriced.length > 0 && `, without a price for ${table.unpriced.map((one) => oneLine(one, 60)).join(", ")}`}.
     </p>

@@ -1,6 +1,6 @@
 /** Loop: the generations of a loop as rows, and what became of the held-out success. */
 import { Chart } from "../components/chart";
-import { Version } from "../components/chips";
+import { DecisionChip, Version } from "../components/chips";
 import { CopyAs, quoted } from "../components/copy_as";
 import { ScreenLink } from "../components/screen_link";
 import { Empty, Failure, Loaded } from "../components/states";
@@ -54,7 +54,7 @@ export default function Loop({ path }: ScreenProps) {
                   />
                 </section>
                 <section class="card">
-                  <Chart title="accepted runs" axis="generation" points={list.map((one) => [one.generation, one.accepted_runs ?? 0])} />
+                  <Chart title="good runs" axis="generation" points={list.map((one) => [one.generation, one.accepted_runs ?? 0])} />
                 </section>
                 <section class="card">
                   <Chart title="seconds" axis="generation" points={list.map((one) => [one.generation, one.wall ?? 0])} />
@@ -70,14 +70,32 @@ export default function Loop({ path }: ScreenProps) {
   );
 }
 
+const COLUMNS = {
+  generation: "",
+  version: "the candidate",
+  decision: "",
+  "held out": "success at the tasks that decide",
+  test: "success at the tasks that neither train nor decide",
+  pairs: "tasks at which the candidate did better, worse, or the same",
+  evidence: "against: it is not better",
+  runs: "for training",
+  good: "runs of this generation that a training set may take",
+  tokens: "sampled in these runs",
+  job: "",
+  probe: "the largest difference of a log-probability between trainer and engine, in nats",
+  time: "",
+};
+
 function Rows({ list, loop }: { list: Generation[]; loop: string }) {
   return (
     <div class="table-box" tabIndex={0} role="region" aria-label="Generations">
       <table>
         <thead>
           <tr>
-            {["generation", "version", "decision", "held out", "pairs", "evidence", "runs", "good", "tokens", "job", "probe", "time"].map((name) => (
-              <th key={name}>{name}</th>
+            {Object.entries(COLUMNS).map(([name, about]) => (
+              <th key={name} title={about || undefined}>
+                {name}
+              </th>
             ))}
           </tr>
         </thead>
@@ -91,13 +109,25 @@ function Rows({ list, loop }: { list: Generation[]; loop: string }) {
                 <Version id={one.version} />
               </td>
               <td>
-                <span class={`chip ${one.promoted ? "good" : "bad"}`}>{one.promoted ? "promoted" : "rejected"}</span>
+                <DecisionChip record={one} compared={one.evidence !== null && one.evidence !== undefined} />
                 {one.note && <div class="quiet">{oneLine(one.note, 200)}</div>}
                 {one.remarks?.map((remark) => <div key={remark} class="quiet">{oneLine(remark, 200)}</div>)}
                 {one.stopped && <div class="quiet">{oneLine(one.stopped, 200)}</div>}
               </td>
               <td>
                 {percent(one.holdout_success)} <span class="quiet">of {number(one.holdout_tasks)}</span>
+              </td>
+              <td>
+                {one.test_tasks ? (
+                  <>
+                    {percent(one.test_success)} <span class="quiet">
+                      of {number(one.test_tasks)}
+                      {one.test_version !== one.version && `, by ${oneLine(one.test_version ?? "?", 40)}`}
+                    </span>
+                  </>
+                ) : (
+                  "–"
+                )}
               </td>
               <td>
                 {one.wins === null || one.wins === undefined

@@ -1,9 +1,10 @@
 /** Overview: the replicas, the queue, loops and jobs, what changed last, and failures that raise no error. */
 import { useEffect, useState } from "preact/hooks";
+import { JobState } from "../components/chips";
 import { CopyAs } from "../components/copy_as";
 import { ScreenLink } from "../components/screen_link";
 import { Spark } from "../components/spark";
-import { Empty, Loaded } from "../components/states";
+import { Empty, Loaded, NotShown } from "../components/states";
 import { get } from "../lib/api";
 import { onChange, type Change } from "../lib/events";
 import { ago, number, oneLine, percent, seconds } from "../lib/format";
@@ -144,7 +145,8 @@ function Queue() {
                   <span class="chip" key={one.key}>
                     {oneLine(one.name || "this host", 30)} {number(one.waiting)}
                   </span>
-                ))}
+                ))}{" "}
+                <NotShown count={data.keys.length - 5} what="keys" />
               </p>
             )}
           </>
@@ -160,11 +162,12 @@ function Loops() {
     <section class="card">
       <h2>Loops</h2>
       <Loaded of={loops}>
-        {({ data }) =>
+        {({ data, has_more }) =>
           data.length === 0 ? (
-            <Empty>No loop ran yet. `cray-agents demo` shows one.</Empty>
+            <Empty>No loop ran yet. "cray-agents demo" shows one.</Empty>
           ) : (
-            data.map((loop) => (
+            <>
+            {data.map((loop) => (
               <div key={loop.id}>
                 <div class="row">
                   <ScreenLink to={["loop", loop.id]}>{oneLine(loop.id, 40)}</ScreenLink>
@@ -176,7 +179,9 @@ function Loops() {
                 </div>
                 <Spark values={loop.holdout.map((point) => point.success)} label="held-out success by generation" />
               </div>
-            ))
+            ))}
+            {has_more && <p class="hint">These are the {data.length} that changed last; GET /v1/loops lists all.</p>}
+            </>
           )
         }
       </Loaded>
@@ -184,39 +189,30 @@ function Loops() {
   );
 }
 
-interface Job {
-  id: string;
-  state: string;
-  step?: number;
-  steps?: number;
-  [name: string]: unknown;
-}
-
 function Jobs() {
-  const jobs = useResource((signal) => get("/v1/jobs", { signal }), [], ["job"]);
+  const jobs = useResource((signal) => get("/v1/jobs", { query: { limit: 8 }, signal }), [], ["job"]);
   return (
     <section class="card">
       <h2>Jobs</h2>
       <Loaded of={jobs}>
         {(answer) => {
-          const list = ((answer as { data?: unknown[] }).data ?? []) as Job[];
+          const list = answer.data;
           if (!list.length) return <Empty>No training job yet.</Empty>;
           return (
+            <>
             <ul class="palette">
-              {list.slice(-8).map((job) => (
+              {list.map((job) => (
                 <li key={job.id}>
                   <ScreenLink to={["job", job.id]}>{oneLine(job.id, 40)}</ScreenLink>{" "}
-                  <span class={`chip ${job.state === "failed" ? "bad" : job.state === "completed" ? "good" : ""}`}>
-                    {oneLine(String(job.state), 20)}
-                  </span>{" "}
-                  {job.step !== undefined && job.steps !== undefined && (
-                    <span class="quiet">
-                      step {number(job.step)} of {number(job.steps)}
-                    </span>
-                  )}
+                  <JobState state={job.state} />{" "}
+                  <span class="quiet">
+                    step {number(job.step)} of {number(job.steps)}
+                  </span>
                 </li>
               ))}
             </ul>
+            {answer.has_more && <p class="hint">These are the newest {list.length}: "cray-agents jobs list" lists all.</p>}
+            </>
           );
         }}
       </Loaded>

@@ -2,6 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { MessageView } from "../components/message";
 import { ScreenLink } from "../components/screen_link";
+import { NotShown } from "../components/states";
 import { get, request } from "../lib/api";
 import { parseJson } from "../lib/exact_json";
 import { oneLine } from "../lib/format";
@@ -116,6 +117,7 @@ export default function Playground({ params }: ScreenProps) {
           Clear
         </button>
       </div>
+      <NotShown count={messages.length - 100} what="earlier messages" />
       {messages.slice(-100).map((message, n) => (
         <MessageView key={n} message={message} />
       ))}

@@ -11,11 +11,12 @@ import { onChange } from "../lib/events";
 import { asOptions, parseFilter, term, withTerm, type Filter } from "../lib/filter";
 import { compact, number, oneLine, percent } from "../lib/format";
 import { useKeys } from "../lib/keyboard";
+import type { components } from "../lib/openapi";
 import type { RunFacts } from "../lib/records";
 import { useResource } from "../lib/resource";
 import { useSettled } from "../lib/settled";
 import { go, href, setParams } from "../lib/route";
-import { listed } from "../lib/run_list";
+import { listed, listedMore } from "../lib/run_list";
 import type { ScreenProps } from ".";
 
 const PAGE = 200;
@@ -105,11 +106,7 @@ function Side(props: { filter: Filter["query"]; line: string; setLine: (text: st
             <p>
               <b>{number(data.total)}</b> runs{hasText && <span class="hint"> without the search for texts</span>}
             </p>
-            {data.data[0] && (
-              <p class="quiet">
-                {percent(data.data[0].success)} succeed · mean reward {number(data.data[0].mean_reward)}
-              </p>
-            )}
+            {data.data[0] && <Success of={data.data[0]} />}
             {HISTOGRAMS.map((name) => {
               const histogram = data.histograms[name];
               return (
@@ -118,7 +115,9 @@ function Side(props: { filter: Filter["query"]; line: string; setLine: (text: st
                     key={name}
                     name={name}
                     data={histogram}
-                    onRange={(least, most) => setLine(withTerm(line, name, `${name}>=${round(least)} and ${name}<=${round(most)}`))}
+                    onRange={(least, most, last) =>
+                      setLine(withTerm(line, name, `${name}>=${round(least)} and ${name}${last ? "<=" : "<"}${round(most)}`))
+                    }
                   />
                 )
               );
@@ -130,6 +129,19 @@ function Side(props: { filter: Filter["query"]; line: string; setLine: (text: st
         )}
       </Loaded>
     </aside>
+  );
+}
+
+/** How many of the runs with a reward succeed: those without one are in no share and no mean. */
+function Success({ of }: { of: components["schemas"]["StatsRow"] }) {
+  const { runs, rewarded } = of;
+  if (!rewarded) return <p class="quiet">None has a reward.</p>;
+  return (
+    <p class="quiet">
+      {percent(of.success)} of {rewarded < runs ? `the ${number(rewarded)} with a reward` : "them"} succeed · mean reward{" "}
+      {number(of.mean_reward)}
+      {rewarded < runs && ` · ${number(runs - rewarded)} have no reward`}
+    </p>
   );
 }
 
@@ -202,7 +214,10 @@ function Table({ filter, order, at }: { filter: Filter; order: Order; at: string
     };
   }, [times]);
   useEffect(() => onChange(({ kind }) => kind === "run" && setFresh((n) => n + 1)), []);
-  useEffect(() => void (listed.value = rows.map((row) => row.id)), [rows]);
+  useEffect(() => {
+    listed.value = rows.map((row) => row.id);
+    listedMore.value = more;
+  }, [rows, more]);
   const selected = Math.max(0, at ? rows.findIndex((row) => row.id === at) : 0);
   const select = (n: number) => {
     const row = rows[Math.min(rows.length - 1, Math.max(0, n))];

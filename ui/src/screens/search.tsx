@@ -68,6 +68,7 @@ function Hits({ q }: { q: string }) {
     void load([]);
     return () => controller.current.abort();
   }, []);
+  const words = q.replace(/\s+/g, " ").trim(); // the text that is looked for, as a whole
   return (
     <>
       <p role="status" class="quiet">
@@ -78,13 +79,14 @@ function Hits({ q }: { q: string }) {
         {rows.map((run) => (
           <li key={run.id}>
             <a href={href(["run", run.id])} dir="auto">
-              {oneLine(run.input, 120) || oneLine(run.id)}
+              <Marked text={oneLine(run.input, 120) || oneLine(run.id)} words={words} />
             </a>{" "}
             <span class="quiet">
               {oneLine(run.model, 40)} {time(run.started)}
             </span>
             <div class="quiet" dir="auto">
-              {oneLine(run.output, 200)}
+              <Marked text={oneLine(run.output, 200)} words={words} />
+              {!has(`${run.input} ${run.output}`, words) && <i> – the words are further on in it</i>}
             </div>
           </li>
         ))}
@@ -97,4 +99,17 @@ function Hits({ q }: { q: string }) {
       {rows.length >= 400 && <p class="hint">For more, narrow the search in the list of runs.</p>}
     </>
   );
+}
+
+function has(text: string, words: string): boolean {
+  return text.replace(/\s+/g, " ").toLowerCase().includes(words.toLowerCase());
+}
+
+/** A text with the words that were searched marked in it. */
+function Marked({ text, words }: { text: string; words: string }) {
+  const escaped = words.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  if (!escaped) return <>{text}</>;
+  // what is matched stands at the odd places
+  const pieces = text.split(new RegExp(`(${escaped})`, "i"));
+  return <>{pieces.map((piece, n) => (n % 2 ? <mark key={n}>{piece}</mark> : piece))}</>;
 }

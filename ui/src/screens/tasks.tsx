@@ -95,7 +95,7 @@ export default function Tasks({ params }: ScreenProps) {
 }
 
 function Grid({ grid, by, line, params }: { grid: TaskGrid; by: Columns; line: string; params: URLSearchParams }) {
-  const { columns, rows, totals } = grid;
+  const { columns, rows } = grid;
   const row = rows.findIndex((one) => one.task === params.get("row"));
   const column = columns.indexOf(params.get("col") ?? "");
   const select = (toRow: number, toColumn: number) =>
@@ -130,12 +130,11 @@ function Grid({ grid, by, line, params }: { grid: TaskGrid; by: Columns; line: s
             <span role="columnheader">
               task <span class="quiet">· all {number(rows.length)}</span>
             </span>
-            {columns.map((name, n) => (
+            {columns.map((name) => (
               <span key={name} role="columnheader">
                 <a class="name" href={runsOf(undefined, name)} title={oneLine(name, 100)}>
                   {oneLine(name, 40)}
                 </a>
-                <span class={`cell ${toneOf(totals[n]!.success)}`}>{percent(totals[n]!.success)}</span>
               </span>
             ))}
           </div>
@@ -146,8 +145,8 @@ function Grid({ grid, by, line, params }: { grid: TaskGrid; by: Columns; line: s
           return (
             <div class="grid-row" role="presentation">
               <span role="rowheader">
-                <a href={runsOf(one.task)} title={oneLine(one.task, 200)} dir="auto">
-                  {oneLine(one.task, 60)}
+                <a href={runsOf(one.task)} title={oneLine(`${one.input} · ${one.task}`, 300)} dir="auto">
+                  {oneLine(one.input || one.task, 80)}
                 </a>
               </span>
               {columns.map((name, at) => (

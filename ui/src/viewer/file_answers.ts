@@ -17,6 +17,9 @@ export interface FileRun {
   id: string;
   run: RunFacts;
   rewards: Outline["rewards"];
+  target: Outline["target"];
+  metadata: Outline["metadata"];
+  error: Outline["error"];
   turns: number;
   included: number;
   window: number;
@@ -82,8 +85,9 @@ export async function answerFromFile(method: string, template: string, sent: Any
 
 async function outlineOf(run: FileRun): Promise<Outline> {
   const { data } = await part<{ data: Outline["data"] }>(`${run.id}/outline`);
-  const { id, rewards, bytes, included } = run;
-  return { id, rewards, bytes, turns: included, run: run.run as never, data: data.slice(0, included), has_more: false };
+  const { id, rewards, target, metadata, error, bytes, included } = run;
+  const marks = { turns: included, data: data.slice(0, included), has_more: false };
+  return { id, rewards, target, metadata, error, bytes, run: run.run as never, ...marks };
 }
 
 async function windowOf(run: FileRun, from: number, limit: number): Promise<Schemas["TurnWindow"]> {
