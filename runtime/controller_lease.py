@@ -189,23 +189,28 @@ class ControllerLease:
         self._thread.start()
 
     def _keep(self) -> None:
-        silent = False
+        whole = False
         try:
-            while not self._stopped.wait(self.claim["lease"] / BEATS):
-                try:
-                    self.renew()
-                    self._look_at_standbys()
-                    silent = False
-                except Superseded:
-                    return
-                except OSError as error:
-                    if not silent:
-                        log.warning("the heartbeat in %s failed: %s", self._home.platform, error)
-                    silent = True
+            self._beat_on()
+            whole = True
         finally:
-            if not self._stopped.is_set():  # by an error that was not foreseen
+            if not whole:  # an error that was not foreseen
                 log.error("the heartbeat ended", exc_info=True)
                 self._lost(f"{self._home.platform} is renewed no more: this process ends")
+
+    def _beat_on(self) -> None:
+        silent = False
+        while not self._stopped.wait(self.claim["lease"] / BEATS):
+            try:
+                self.renew()
+                self._look_at_standbys()
+                silent = False
+            except Superseded:
+                return
+            except OSError as error:
+                if not silent:
+                    log.warning("the heartbeat in %s failed: %s", self._home.platform, error)
+                silent = True
 
     def renew(self) -> None:
         """Write a heartbeat. Raises OSError; Superseded if another process has a higher term."""

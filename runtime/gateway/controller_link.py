@@ -4,7 +4,7 @@ The claim of that process, `platform.json`, has its address and its key. It is r
 times a second, and whenever the address does not answer: after a takeover another process has
 claimed the root. Requests that a further gateway does not answer itself are forwarded as they are,
 with the caller's own key. Nothing is sent before the other side of the connection has proved to be
-of the platform: runtime/proof.py. Read next: further_gateway.py.
+of the platform: runtime/vllm_plugins/proof.py. Read next: further_gateway.py.
 """
 
 import asyncio

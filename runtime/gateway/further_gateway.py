@@ -29,7 +29,6 @@ from starlette.types import ASGIApp
 from cray_agents.errors import CrayError, NoController, NotFound
 from cray_agents.ports import EngineCall
 from cray_agents.records import ModelVersion
-from cray_agents.runtime import proof
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.gateway.app import declarations, enclose
 from cray_agents.runtime.gateway.controller_link import ControllerLink
@@ -50,6 +49,7 @@ from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
+from cray_agents.runtime.vllm_plugins import proof
 
 if TYPE_CHECKING:
     from cray_agents.runtime.observability.live_traces import LiveTraces

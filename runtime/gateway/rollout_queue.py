@@ -31,6 +31,7 @@ from cray_agents.records import (
     Trajectory,
     new_id,
 )
+from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import MAX_REWARDS
 
@@ -111,6 +112,7 @@ class RolloutQueue:
         # by run: the lease that told its end, if one did
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Event()
+        self._tasks = BackgroundTasks()
         self._watching: asyncio.Task[None] | None = None
 
     async def submit(self, spec: RolloutSpec, owner: str) -> RolloutState:
@@ -135,7 +137,7 @@ class RolloutQueue:
                 self._notify()
         known.wanted_until = time.monotonic() + WANTED
         if self._watching is None or self._watching.done():
-            self._watching = asyncio.create_task(self._watch())
+            self._watching = self._tasks.keep("leases of rollouts", self._watch)
         return "running" if known.lease else "queued"
 
     def _facts(self, run_id: str) -> Any:
@@ -250,9 +252,7 @@ class RolloutQueue:
 
     async def close(self) -> None:
         """Stop looking at leases."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._tasks.close()
 
     async def _watch(self) -> None:
         """End the runs whose worker is silent, and drop those that nobody wants, until none is."""

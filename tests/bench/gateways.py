@@ -22,8 +22,8 @@ from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.pool.published_replicas import PublishedPool, PublishedReplica
-from cray_agents.runtime.proof import proof_of
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.runtime.vllm_plugins.proof import proof_of
 from tests.bench.load import ask
 from tests.bench.rounds import ROUNDS, row
 from tests.support.bare_models import bare_model

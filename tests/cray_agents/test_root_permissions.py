@@ -52,7 +52,7 @@ def test_what_commands_write_is_their_users_alone(
         os.umask(0o022)
         done = cli(*words, "--home", home, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    assert len(list(home.rglob("*"))) >= 5 and any(cache.rglob("index.sqlite"))
+    assert len(list(home.rglob("*"))) >= 5 and any(cache.rglob("index-*.sqlite"))
     assert open_to_others(home) + open_to_others(cache) == []
     assert mode(tmp_path / "mine.jsonl") == 0o644  # its user named it: the modes are the user's
 

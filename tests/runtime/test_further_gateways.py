@@ -31,9 +31,9 @@ from cray_agents.runtime.pool.published_replicas import (
     PublishedReplica,
     ServingLimits,
 )
-from cray_agents.runtime.proof import proof_of
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.vllm_plugins.proof import proof_of
 from tests.support.odd_heads import ODD_HEADS, odd_request
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, says, until
 from tests.support.scripted_pool import checkpoint

@@ -27,7 +27,6 @@ from cray_agents.errors import (
 )
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
-from cray_agents.runtime import proof
 from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.controller_link import ControllerLink
@@ -38,6 +37,7 @@ from cray_agents.runtime.pool.engine.vllm_replica import Replica
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.slurm.supervisor_client import SupervisorClient
 from cray_agents.runtime.scheduler.slurm import node_names, node_states, read_job, read_node
+from cray_agents.runtime.vllm_plugins import proof
 from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import CHAT, served, until
 from tests.support.scripted_server import MALFORMED

@@ -22,7 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime import proof
+from cray_agents.runtime.vllm_plugins import proof
 from cray_agents.runtime.vllm_plugins.lock import (
     EXPECT,
     GUARD,

@@ -31,11 +31,11 @@ from cray_agents.errors import BadInput, Corrupt, EngineUnavailable, NotFound, S
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive, python
-from cray_agents.runtime import proof
 from cray_agents.runtime.controller_lease import standby_notes
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.supervised import boot_id, start_time
+from cray_agents.runtime.vllm_plugins import proof
 
 T = TypeVar("T")
 

@@ -251,7 +251,7 @@ async def _record(
     """
     large = size + call.exchange.size * call.choices > INLINE
     writing = _write(services, call, ticket, make, first, large=large)
-    await (asyncio.shield(asyncio.create_task(writing)) if large else writing)
+    await (asyncio.shield(start_task("record of a call", writing)) if large else writing)
 
 
 async def _write(

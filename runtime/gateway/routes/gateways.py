@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Record
-from cray_agents.runtime import proof
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.bodies import field, json_response, read_json, read_record
 from cray_agents.runtime.gateway.http.routing import Router, query
 from cray_agents.runtime.gateway.http.shapes import REAL, TEXT, object_of
 from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.vllm_plugins import proof
 
 router = Router("Platform")
 

@@ -1,7 +1,7 @@
 """Connectors: connections that lead to the platform's own processes, and to nobody else's.
 
 An engine of this host listens at a Unix socket in a folder that only its user can enter. Where a
-port is needed, who listens there has to prove itself first: runtime/proof.py. Used by vllm_http.py
+port is needed, who listens there has to prove itself first: runtime/vllm_plugins/proof.py. Used by vllm_http.py
 for engines and supervisors, and by gateway/controller_link.py for the controller.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
-from cray_agents.runtime import proof
+from cray_agents.runtime.vllm_plugins import proof
 
 IDLE = 2.0  # seconds; less than the servers' 5, so that this side closes idle connections first
 _FULL = 0.05  # seconds until a socket whose queue is full is tried again

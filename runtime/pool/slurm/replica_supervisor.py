@@ -38,7 +38,6 @@ from aiohttp import web
 
 from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime import proof
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.hardware.energy import EnergyTotal
 from cray_agents.runtime.hardware.nvml import nvml
@@ -69,6 +68,7 @@ from cray_agents.runtime.pool.slurm.job_lease import (
 from cray_agents.runtime.pool.slurm.supervisor_client import SupervisorState
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
+from cray_agents.runtime.vllm_plugins import proof
 from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
 
 _PATIENCE = 20.0  # seconds that the first node may take to answer a further one
