@@ -4,7 +4,7 @@ vLLM's server lets everyone who reaches its port change weights; its own API key
 alone. runtime/pool/engine/vllm_replica.py makes a secret per process and passes it in the
 environment, which only the same user can read. It starts vLLM with `Locked` as the outermost
 middleware, and runtime/pool/engine/vllm_http.py sends the secret with each request. At a port the
-server first proves that it knows the secret (runtime/vllm_plugins/proof.py), for who else may have taken it.
+server first proves that it knows the secret (proof.py), for who else may have taken it.
 
 Several gateways may send requests to one server, and one controller changes its weights. A gateway
 may be late to hear of a change. So each sampling request names the version that it expects, and the

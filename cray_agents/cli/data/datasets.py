@@ -142,7 +142,7 @@ def _build_or_plan(
     from cray_agents.runtime.store import Store
 
     leave_out("torch")
-    root_home = open_root(load_config({"home": home}))
+    root_home = open_root(load_config({"home": home}), new=bool(recipe.demonstrations))
     if recipe.tokenizer is not None:
         folder = Path(recipe.tokenizer).expanduser().absolute()
         tokenizer = folder if folder.is_dir() else Registry(root_home).directory(recipe.tokenizer)

@@ -1,8 +1,8 @@
 """Connectors: connections that lead to the platform's own processes, and to nobody else's.
 
 An engine of this host listens at a Unix socket in a folder that only its user can enter. Where a
-port is needed, who listens there has to prove itself first: runtime/vllm_plugins/proof.py. Used by vllm_http.py
-for engines and supervisors, and by gateway/controller_link.py for the controller.
+port is needed, who listens there has to prove itself first: runtime/vllm_plugins/proof.py. Used by
+vllm_http.py for engines and supervisors, and by gateway/controller_link.py for the controller.
 """
 
 import asyncio
