@@ -69,7 +69,7 @@ KINDS = {
 
 @asynccontextmanager
 async def answering(
-    content: bytes, status: int = 200, headers: dict[str, str] | None = None, proves: str = ""
+    content: bytes, status: int = 200, headers: dict[str, str] | None = None, proves: str = "secret"
 ) -> AsyncIterator[str]:
     """The URL of a server that answers everything so. `proves`: but for the proof of this key."""
 

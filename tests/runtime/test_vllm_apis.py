@@ -31,6 +31,7 @@ from tests.support.fuzz.wire import Reply as WireReply
 from tests.support.fuzz.wire import Wire
 from tests.support.import_server import process_of
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, served, until
+from tests.support.unix_servers import socket_of
 from tests.support.vllm_pool import at_replica, secret_of
 
 pytestmark = [
@@ -595,8 +596,9 @@ async def test_a_schema_that_takes_long_holds_up_no_other(gateway: Gateway) -> N
 
 
 async def test_heads_at_a_replica_are_bounded(gateway: Gateway) -> None:
-    """Whoever reaches its port sends them, without its secret."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.pool.status()[0]["port"])
+    """Whoever reaches its socket sends them, without its secret."""
+    path = socket_of(gateway.pool.status()[0]["pid"])
+    reader, writer = await asyncio.open_unix_connection(path)
     writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 600_000)
     async with asyncio.timeout(100):
         assert b" 431 " in await reader.readuntil(b"\r\n")
@@ -634,7 +636,8 @@ async def test_what_samples_nothing_is_passed_on(
     (call,) = gateway.calls((await gateway.ask(ASK, max_tokens=1)).run_id)
     assert chat["tokens"] == call.prompt_token_ids
     for path in ("/v1/tokenize", "/v1/embeddings"):
-        status, answer = await gateway.call("POST", path, json={"model": "gpt-9", "prompt": "a"})
+        body = {"model": "gpt-9", "prompt": "a", "input": "a"}
+        status, answer = await gateway.call("POST", path, json=body)
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
     assert len(gateway.store.runs()) == runs + 1
 

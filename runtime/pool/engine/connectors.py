@@ -6,7 +6,8 @@ vllm_http.py for engines and supervisors, and by gateway/controller_link.py for 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -34,11 +35,13 @@ class ProvedConnector(aiohttp.BaseConnector):
     ) -> ResponseHandler:
         host, port = req.url.raw_host or "", req.url.port or 80
         try:
-            async with asyncio.timeout(timeout.sock_connect or proof.CONNECT):
+            async with _in_time(timeout):
                 transport, reader = await self._loop.create_connection(_ProofReader, host, port)
             async with asyncio.timeout(timeout.sock_read or proof.SECONDS):
                 await _require_proof(transport, reader, self._key())
-        except OSError as error:  # TimeoutError as well
+        except aiohttp.ConnectionTimeoutError:
+            raise
+        except OSError as error:  # TimeoutError as well: the proof did not come
             raise aiohttp.ClientConnectorError(req.connection_key, error) from error
         protocol = self._factory()
         transport.set_protocol(protocol)
@@ -85,10 +88,22 @@ class SocketConnector(aiohttp.UnixConnector):
     async def _create_connection(
         self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
     ) -> ResponseHandler:
-        while True:
-            try:
-                return await super()._create_connection(req, traces, timeout)
-            except aiohttp.ClientConnectorError as error:
-                if not isinstance(error.os_error, BlockingIOError):
-                    raise
-            await asyncio.sleep(_FULL)
+        async with _in_time(timeout):
+            while True:
+                try:
+                    return await super()._create_connection(req, traces, timeout)
+                except aiohttp.ClientConnectorError as error:
+                    if not isinstance(error.os_error, BlockingIOError):
+                        raise
+                await asyncio.sleep(_FULL)
+
+
+@asynccontextmanager
+async def _in_time(timeout: aiohttp.ClientTimeout) -> AsyncIterator[None]:
+    """Raise ConnectionTimeoutError if a connection takes longer than `timeout` says, or 2 s."""
+    seconds = timeout.sock_connect or proof.CONNECT
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise aiohttp.ConnectionTimeoutError(f"no connection within {seconds:g} s") from error

@@ -148,9 +148,8 @@ class Http:
         except (aiohttp.ClientError, asyncio.IncompleteReadError) as error:
             why = str(error) or type(error).__name__
             message = self._message(path, why, "the connection to it broke off", public_name)
-            late = isinstance(
-                getattr(error, "os_error", None), TimeoutError
-            )  # its proof did not come
+            # its proof did not come
+            late = isinstance(getattr(error, "os_error", None), TimeoutError)
             raise (EngineTimeout if late else EngineUnavailable)(message) from error
         finally:
             self.active -= 1
