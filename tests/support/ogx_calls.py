@@ -27,7 +27,11 @@ def main(url: str) -> dict[str, Any]:
     chat, create = client.chat.completions.create, client.responses.create
     tools: Any = [{"type": "function", "function": FUNCTION}]
     called = chat(model="calc", messages=SAYS, tools=tools, temperature=0).choices[0]
-    chunks = [c for chunk in chat(model="calc", messages=SAYS, stream=True) for c in chunk.choices]
+    chunks = [
+        c
+        for chunk in chat(model="calc", messages=SAYS, stream=True, temperature=0)
+        for c in chunk.choices
+    ]
     scored = chat(model="calc", messages=SAYS, logprobs=True, top_logprobs=2).choices[0]
     asked = create(
         model="calc", input="Hi", tools=[{"type": "function", **FUNCTION}], temperature=0
@@ -35,10 +39,11 @@ def main(url: str) -> dict[str, Any]:
     item = asked.output[0]
     result = {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
     call = {"type": "function_call", **item.to_dict()}
-    again = create(model="calc", input=[{"role": "user", "content": "Hi"}, call, result])
+    turns: Any = [{"role": "user", "content": "Hi"}, call, result]
+    again = create(model="calc", input=turns, temperature=0)
     events = [
         event if isinstance(event, dict) else event.to_dict()
-        for event in create(model="calc", input="Hi", stream=True)
+        for event in create(model="calc", input="Hi", stream=True, temperature=0)
     ]
     completions = client.completions
     # the model may end an answer to what it was not trained on at once
@@ -48,7 +53,7 @@ def main(url: str) -> dict[str, Any]:
     return {
         "python": sys.version_info[:2],
         "models": [model.id for model in client.models.list().actual_instance.data],
-        "chat": chat(model="calc", messages=SAYS).choices[0].message.content,
+        "chat": chat(model="calc", messages=SAYS, temperature=0).choices[0].message.content,
         "tool": called.message.tool_calls[0].function.to_dict(),
         "streamed": "".join(choice.delta.content or "" for choice in chunks),
         "logprobs": [at.logprob for at in scored.logprobs.content],
@@ -60,7 +65,7 @@ def main(url: str) -> dict[str, Any]:
         "events": [event["type"] for event in events],
         "event_text": events[-1]["response"]["output"][0]["content"][0].text,
         "anthropic": messages.message_v1_messages_post(
-            model="calc", max_tokens=20, messages=SAYS
+            model="calc", max_tokens=20, messages=SAYS, temperature=0
         ).content[0].text,
         "counted": messages.message_tokens_v1_messages_count_tokens_post(
             model="calc", messages=SAYS
