@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from cray_agents.errors import JobError
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.training_jobs import Hyperparameters, Layout
 from tests.gpu.report import Report
@@ -168,7 +169,9 @@ class Bench:
         recipe = None if self.on_cpu else ("tests.gpu.bench", [pickled])
         placement = RankPlacement(0, 1, layout.world, "127.0.0.1", 0)
         main = partial(_be_rank, self, work, arguments, layout)
-        run_ranks(placement, self.folder / "logs", main, recipe)
+        outcome = run_ranks(placement, self.folder / "logs", main, recipe)
+        if outcome.code:
+            raise JobError(f"the ranks ended with {outcome.code}: {outcome.refusal}")
 
 
 def rank_main(on_cpu: bool, pickled: str) -> Callable[..., int]:

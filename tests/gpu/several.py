@@ -6,7 +6,6 @@ Both take two GPUs, or two ranks on the CPU, and leave a note where there is one
 import json
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,17 @@ def hang(bench: Bench, stage: str) -> None:
         return
     begun = time.monotonic()
     os.environ[SILENCE_VARIABLE] = LIMIT
+    why: JobError | None = None
     try:
-        with suppress(JobError):
-            bench.in_rank(stop_after_steps, layout=Layout(data=2))
+        bench.in_rank(stop_after_steps, layout=Layout(data=2))
+    except JobError as error:
+        why = error
     finally:
         del os.environ[SILENCE_VARIABLE]
     end = read_end(bench.folder)
     seconds = time.monotonic() - begun
+    if not (bench.folder / "hangs").is_dir():
+        raise Failed(f"no hang was found: {why}; {end}")
     (report,) = (bench.folder / "hangs").iterdir()
     known = "collectives are not known" not in report.read_text()
     how = "" if end is None else end.how

@@ -113,10 +113,10 @@ def statistics(
         }
         for row in rows
     ]
-    told = "SELECT id, told FROM runs WHERE shown = 1 AND task = ? LIMIT 1"
+    statement = "SELECT id, told FROM runs WHERE shown = 1 AND task = ? LIMIT 1"
     for task, first in {row["task"]: row for row in reversed(result) if inputs}.items():
-        for found in connection.execute(told, [task]):
-            first["input"] = facts_in(found).input
+        for run in connection.execute(statement, [task]):
+            first["input"] = facts_in(run).input
     return result
 
 
