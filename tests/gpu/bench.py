@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cray_agents.errors import JobError
+from cray_agents.runtime.disk import durable
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.training_jobs import Hyperparameters, Layout
 from tests.gpu.report import Report
@@ -136,7 +137,8 @@ class Bench:
         """Return the folder with a model's config.json, and what training reads there."""
         folder = self.folder / "models" / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.scale.config(name)))
+        # several ranks write it at once, and read it
+        durable.replace_file(folder / "config.json", json.dumps(self.scale.config(name)).encode())
         return folder, read_architecture(folder)
 
     def build(self, name: str, hyper: Hyperparameters, recompute: str = "none") -> Any:
