@@ -248,7 +248,7 @@ def _tensor(file: str, entry: dict[str, Any], data: int) -> Tensor:
     shape = tuple(entry["shape"])
     if not isinstance(entry["dtype"], str) or any(type(n) is not int for n in (start, end, *shape)):
         raise TypeError(entry)
-    if min((start, *shape)) < 0 or end < start or max(end, *shape) >> 63 or len(shape) > 64:
+    if min((start, *shape)) < 0 or end < start or max((end, *shape)) >> 63 or len(shape) > 64:
         raise ValueError(entry)
     return Tensor(file, entry["dtype"], shape, data + start, data + end)
 
