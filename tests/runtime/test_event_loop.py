@@ -145,7 +145,7 @@ CASES: dict[str, Case] = {
     "a text": ("use", CHAT, text_of_size, bounds.MAX_BODY, 200, "body_too_large"),
     "objects": ("use", CHAT, objects, bounds.MAX_OBJECTS, 200, "body_too_large"),
     "tokens": ("use", COMPLETIONS, values, bounds.MAX_VALUES, 200, "body_too_large"),
-    "texts": ("use", "/v1/embeddings", texts, bounds.MAX_TEXTS, 400, "body_too_large"),  # 400: as prompts
+    "texts": ("use", "/v1/embeddings", texts, bounds.MAX_TEXTS, 400, "body_too_large"),
     "tokens to embed": (
         "use", "/v1/embeddings", lambda n: values(n).replace(b"prompt", b"input", 1),
         bounds.MAX_VALUES, 200, "body_too_large",
