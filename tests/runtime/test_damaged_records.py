@@ -181,8 +181,8 @@ def test_a_damaged_claim_on_the_root_lets_no_second_platform_in(tmp_path: Path) 
     home = Home(tmp_path)
     home.platform.write_bytes(checksums.with_crc(b'{"url":"http://127.0.0.1:1","pid":1}'))
     flip(home.platform, 10)
-    told = r"platform\.json is damaged.*agents up --home .*` replaces it"
-    with pytest.raises(SetupError, match=told):
+    pattern = r"platform\.json is damaged.*agents up --home .*` replaces it"
+    with pytest.raises(SetupError, match=pattern):
         platform_process.owner(home)
 
 
