@@ -85,7 +85,11 @@ def _count_seal(folder: BatchFolder, chunk: int, counted: CountedBatch) -> None:
 
 def _open_results(folder: BatchFolder, known: dict[Path, OpenResults]) -> dict[Path, OpenResults]:
     results: dict[Path, OpenResults] = {}
-    for path in folder.results.glob("*.jsonl"):
+    try:
+        paths = [path for path in folder.results.iterdir() if path.suffix == ".jsonl"]
+    except FileNotFoundError:  # the batch has ended meanwhile
+        return results
+    for path in paths:
         counts = known.get(path, OpenResults())
         try:
             with path.open("rb") as file:

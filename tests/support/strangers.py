@@ -6,7 +6,7 @@ A child of the test's process changes its user. That needs a test that runs as r
 import json
 import os
 import re
-import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -179,7 +179,7 @@ def _take(
     hear: Callable[[bytes], Any],
     tell: Callable[[int], None],
 ) -> None:
-    wanted, mine = list(places), []
+    wanted, mine = list(places), selectors.DefaultSelector()
     while True:
         for place in list(wanted):
             for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
@@ -193,13 +193,12 @@ def _take(
                     continue
                 tell(place[1])
                 wanted.remove(place)
-                mine.append(listener)
+                mine.register(listener, selectors.EVENT_READ, "listener")
                 break
-        for ready in select.select(mine, [], [], 0.002)[0]:
-            if ready.family == socket.AF_INET and ready.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
-                mine.append(ready.accept()[0])
+        for key, _ in mine.select(0.002):
+            ready: Any = key.fileobj
+            if key.data == "listener":
+                mine.register(ready.accept()[0], selectors.EVENT_READ)
                 continue
             request = b""
             with suppress(OSError):
@@ -207,8 +206,8 @@ def _take(
                 ready.sendall(_ANSWER % (len(_FORGED), _FORGED)) if request else None
             hear(request)
             if not request:
+                mine.unregister(ready)
                 ready.close()
-                mine.remove(ready)
 
 
 def wait_until(condition: Callable[[], Any], why: Callable[[], str] = str) -> Any:
