@@ -23,22 +23,11 @@ import random
 import shutil
 from pathlib import Path
 
-from cray_agents import (
-    Agent,
-    DatasetRecipe,
-    Hyperparameters,
-    Message,
-    ModelVersion,
-    Pair,
-    Platform,
-    PromotionTest,
-    Run,
-    Task,
-    decide,
-    local_platform,
-    make_tiny_model,
-)
+from cray_agents import Agent, Message, Platform, PromotionTest, Run, Task, local_platform
+from cray_agents.loop import Pair, decide
+from cray_agents.testing import make_tiny_model
 from cray_agents.tools.calculator import calculator
+from cray_agents.training import DatasetRecipe, Hyperparameters, ModelVersion
 
 agent = Agent(
     name="by-hand",

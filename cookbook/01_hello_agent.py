@@ -7,7 +7,8 @@ With no model at all, its part read from a script:    python cookbook/01_hello_a
 
 import sys
 
-from cray_agents import Agent, ScriptedEngine, tool_call
+from cray_agents import Agent
+from cray_agents.testing import ScriptedEngine, tool_call
 from cray_agents.tools.calculator import calculator
 
 agent = Agent(

@@ -34,25 +34,12 @@ from operator import add, mul, sub
 from pathlib import Path
 from typing import Any, Literal
 
-from cray_agents import (
-    Agent,
-    Curriculum,
-    Hyperparameters,
-    Loop,
-    Message,
-    Policy,
-    Run,
-    Split,
-    Stage,
-    Task,
-    TaskSet,
-    WarmUp,
-    local_platform,
-    make_tiny_model,
-    reward,
-)
-from cray_agents import warm_up as run_warm_up
+from cray_agents import Agent, Loop, Message, Run, Stage, Task, TaskSet, local_platform, reward
+from cray_agents.loop import Curriculum, WarmUp
+from cray_agents.loop import warm_up as run_warm_up
+from cray_agents.testing import make_tiny_model
 from cray_agents.tools.calculator import calculator
+from cray_agents.training import Hyperparameters, Policy, Split
 
 LEVELS, OPERATORS = (1, 2, 3, 4), "+-*"
 KINDS = list(itertools.product(LEVELS, OPERATORS))

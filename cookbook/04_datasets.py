@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cray_agents import make_tiny_model
+from cray_agents.testing import make_tiny_model
 
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 ASK = "Please tell me in one short sentence whether I will need an umbrella in {} tomorrow"

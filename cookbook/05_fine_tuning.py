@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cray_agents import make_tiny_model
+from cray_agents.testing import make_tiny_model
 
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 MONTHS = ["January", "February", "March", "April", "May", "June"]

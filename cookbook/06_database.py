@@ -30,23 +30,22 @@ from typing import Any
 from cray_agents import (
     Agent,
     Environment,
-    Hyperparameters,
     Loop,
     Message,
-    Policy,
     PromotionTest,
     Run,
     RunContext,
     Task,
     TaskSet,
     ToolError,
-    WarmUp,
     local_platform,
-    make_tiny_model,
     reward,
     tool,
 )
+from cray_agents.loop import WarmUp
+from cray_agents.testing import make_tiny_model
 from cray_agents.tools.sandbox import Sandbox
+from cray_agents.training import Hyperparameters, Policy
 
 GOODS = ["tea", "milk", "rice", "salt", "soap", "wine", "corn", "figs"]
 SEEN = "Table items(name, stock)."

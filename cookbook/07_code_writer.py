@@ -23,21 +23,12 @@ recipes make here cannot learn to program.
 import asyncio
 import sys
 
-from cray_agents import (
-    Agent,
-    Hyperparameters,
-    Loop,
-    Lora,
-    Policy,
-    ScriptedEngine,
-    Split,
-    Task,
-    TaskSet,
-    tool_call,
-)
+from cray_agents import Agent, Loop, Task, TaskSet
+from cray_agents.testing import ScriptedEngine, tool_call
 from cray_agents.tools.python import python_tool
 from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.verifier import verifier
+from cray_agents.training import Hyperparameters, Lora, Policy, Split
 
 agent = Agent(
     name="coder",

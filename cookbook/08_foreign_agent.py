@@ -30,19 +30,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cray_agents import (
-    DatasetRecipe,
-    Hyperparameters,
-    Loop,
-    ModelVersion,
-    Pair,
-    Platform,
-    PromotionTest,
-    RunFilter,
-    Task,
-    decide,
-    local_platform,
-)
+from cray_agents import Loop, Platform, PromotionTest, Task, local_platform
+from cray_agents.loop import Pair, decide
+from cray_agents.training import DatasetRecipe, Hyperparameters, ModelVersion, RunFilter
 
 COOKBOOK = Path(__file__).resolve().parent
 PYTHON = COOKBOOK.parent / ".venv-foreign" / "bin" / "python"

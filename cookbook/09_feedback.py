@@ -29,20 +29,19 @@ import openai
 
 from cray_agents import (
     Agent,
-    Hyperparameters,
     Loop,
     Message,
-    Preference,
     PromotionTest,
     Run,
     Task,
     TaskSet,
-    WarmUp,
     Watch,
     local_platform,
-    make_tiny_model,
     reward,
 )
+from cray_agents.loop import WarmUp
+from cray_agents.testing import make_tiny_model
+from cray_agents.training import Hyperparameters, Preference
 
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August"]

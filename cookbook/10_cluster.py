@@ -56,7 +56,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cray_agents import make_tiny_model
+from cray_agents.testing import make_tiny_model
 
 CONFIG = """\
 home = "{home}"  # the shared root: all nodes see it

@@ -15,17 +15,9 @@ from pathlib import Path
 
 import torch
 
-from cray_agents import (
-    Agent,
-    Datum,
-    Hyperparameters,
-    Message,
-    ModelVersion,
-    Platform,
-    Run,
-    local_platform,
-    make_tiny_model,
-)
+from cray_agents import Agent, Message, Platform, Run, local_platform
+from cray_agents.testing import make_tiny_model
+from cray_agents.training import Datum, Hyperparameters, ModelVersion
 
 QUESTION = "Say something."
 agent = Agent(name="e", model="own", instructions="", max_turns=1, max_tokens=12)

@@ -15,14 +15,8 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from cray_agents import (
-    DatasetRecipe,
-    Hyperparameters,
-    Loop,
-    ModelVersion,
-    Platform,
-    local_platform,
-)
+from cray_agents import Loop, Platform, local_platform
+from cray_agents.training import DatasetRecipe, Hyperparameters, ModelVersion
 
 book = import_module("02_calculator_loop")  # the file beside this one
 NAME = book.agent.model

@@ -1,10 +1,26 @@
-"""Helpers for tests of agents: scripted and recorded models, and a guard against real ones.
+"""Helpers for tests of agents: scripted and recorded models, a tiny one, no real ones.
 
 from cray_agents.testing import ScriptedEngine, no_real_models
 """
 
-from cray_agents.engines.no_real_models import no_real_models
-from cray_agents.engines.replay import RecordingEngine, ReplayEngine
-from cray_agents.engines.scripted import ScriptedEngine, tool_call
+from typing import TYPE_CHECKING
 
-__all__ = ["RecordingEngine", "ReplayEngine", "ScriptedEngine", "no_real_models", "tool_call"]
+from cray_agents.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from cray_agents.engines.no_real_models import no_real_models as no_real_models
+    from cray_agents.engines.replay import RecordingEngine as RecordingEngine
+    from cray_agents.engines.replay import ReplayEngine as ReplayEngine
+    from cray_agents.engines.scripted import ScriptedEngine as ScriptedEngine
+    from cray_agents.engines.scripted import tool_call as tool_call
+    from cray_agents.trainers.models.seed_model import make_tiny_model as make_tiny_model
+
+__getattr__, __all__ = lazy_names(
+    __name__,
+    {
+        "engines.no_real_models": ["no_real_models"],
+        "engines.replay": ["RecordingEngine", "ReplayEngine"],
+        "engines.scripted": ["ScriptedEngine", "tool_call"],
+        "trainers.models.seed_model": ["make_tiny_model"],
+    },
+)

@@ -8,10 +8,9 @@ only decide how the job is run stay out of the id. Read next: `trainers/job.py`.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cray_agents.config.job_section import check_options_of_job
-from cray_agents.errors import BadInput
 from cray_agents.records import Record, StrictRecord, digest
 
 MethodName = Literal["sft", "dpo", "kto", "grpo", "distill"]
@@ -72,7 +71,7 @@ class Preference(StrictRecord):
     undesirable: float = Field(1.0, gt=0)
 
 
-class Policy(StrictRecord):
+class PolicyLoss(StrictRecord):
     """The policy loss of grpo (arXiv 2402.03300) and distill on the samples' advantages.
 
     - `objective`: `ppo` clips each token's ratio (arXiv 1707.06347) to 1 - `clip_low` ..
@@ -90,7 +89,6 @@ class Policy(StrictRecord):
     - `importance_cap`: truncated importance sampling. Each token is weighted by
       min(p_trainer / p_engine, cap), which corrects numeric differences of the engine and tokens
       sampled by older versions. The KL is not weighted. None: not corrected.
-    - `temperature` of the sampled runs. Log-probabilities are of that distribution.
     """
 
     objective: Literal["ppo", "cispo", "gspo"] = "ppo"
@@ -101,7 +99,6 @@ class Policy(StrictRecord):
     constant: int = Field(1024, gt=0)
     kl: float = Field(0.0, ge=0)
     importance_cap: float | None = Field(2.0, gt=0)
-    temperature: float = Field(1.0, gt=0)
 
     @property
     def normalized_by(self) -> Literal["token", "sequence", "constant"]:
@@ -121,8 +118,14 @@ class Policy(StrictRecord):
         return self
 
 
-class Hyperparameters(StrictRecord):
-    """Hyperparameters of a training job.
+class Policy(PolicyLoss):
+    """A policy loss, and the `temperature` of the sampled runs, whose log-probabilities count."""
+
+    temperature: float = Field(1.0, gt=0)
+
+
+class TrainingSettings(StrictRecord):
+    """What all methods' training jobs have in common, but for the number of steps.
 
     `batch_size` counts sequences per optimizer step (dpo: pairs), over all ranks. A `learning_rate`
     that is not given follows from the model: see `usual_learning_rate`. At 0 the weights do not
@@ -151,7 +154,6 @@ class Hyperparameters(StrictRecord):
     Megatron-Bridge is installed.
     """
 
-    steps: int = Field(gt=0)
     batch_size: int = Field(16, gt=0)
     learning_rate: float | None = Field(None, ge=0)
     min_learning_rate: float = Field(0.0, ge=0)
@@ -172,6 +174,12 @@ class Hyperparameters(StrictRecord):
     init: Literal["parent", "random"] = "parent"
     way: Way | None = None
     lora: Lora | None = None
+
+
+class Hyperparameters(TrainingSettings):
+    """Hyperparameters of a training job: its settings, its `steps`, and its method's own loss."""
+
+    steps: int = Field(gt=0)
     preference: Preference = Field(default_factory=Preference)
     policy: Policy = Field(default_factory=Policy)
 
@@ -210,25 +218,6 @@ def explain_learning_rate(width: int, method: MethodName, hyper: Hyperparameters
         if given in (None, usual)
         else f"{given:g} as given; the rule says {rule}"
     )
-
-
-def as_hyperparameters(given: Any) -> Hyperparameters:
-    """Return hyperparameters, made of a dict if given one. Raises BadInput.
-
-    A dict may leave `steps` out: they count as not given, and a loop's follow its training sets.
-    """
-    if isinstance(given, Hyperparameters):
-        return given
-    try:
-        if isinstance(given, dict) and "steps" not in given:
-            made = Hyperparameters.model_validate({"steps": 1, **given})
-            made.model_fields_set.discard("steps")
-            return made
-        return Hyperparameters.model_validate(given)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(["hyperparameters", *map(str, first["loc"])])
-        raise BadInput(f"{place}: {first['msg']}", param="hyperparameters") from error
 
 
 class Layout(StrictRecord):

@@ -10,22 +10,16 @@ from typing import Any
 
 import pytest
 
-from cray_agents import (
-    Agent,
-    Hyperparameters,
-    Loop,
-    PromotionTest,
-    ScriptedEngine,
-    Task,
-    TaskSet,
-    WorkerEnvironment,
-)
+from cray_agents import Agent, Loop, PromotionTest, Task, TaskSet
+from cray_agents.agent import WorkerEnvironment
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import EngineUnavailable
 from cray_agents.loop import rollouts
 from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
+from cray_agents.testing import ScriptedEngine
+from cray_agents.training import Hyperparameters
 from tests.support.environments.pythons import venv
 from tests.support.environments.workers import HERE, openenv_server, worker
 from tests.support.scripted_platform import platform

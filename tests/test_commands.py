@@ -9,14 +9,15 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from cray_agents import ScriptedEngine
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
 AGENT = """
-from cray_agents import Agent, Loop, Hyperparameters, Task, TaskSet, reward, tool
+from cray_agents import Agent, Loop, Task, TaskSet, reward, tool
+from cray_agents.training import Hyperparameters
 
 @tool
 def shout(text: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import typer.main
 
-from cray_agents import ScriptedEngine
 from cray_agents.cli import app
+from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
 ROOT = Path(__file__).parents[1]

@@ -12,17 +12,8 @@ from typing import Any
 
 import pytest
 
-from cray_agents import (
-    Agent,
-    Hyperparameters,
-    Loop,
-    Platform,
-    PromotionTest,
-    ScriptedEngine,
-    Task,
-    TaskSet,
-    WorkerEnvironment,
-)
+from cray_agents import Agent, Loop, Platform, PromotionTest, Task, TaskSet
+from cray_agents.agent import WorkerEnvironment
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
 from cray_agents.loop import rollouts
@@ -32,6 +23,8 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
+from cray_agents.training import Hyperparameters
 from tests.support.environments.trl_environments import rows
 from tests.support.environments.workers import TRL, worker
 from tests.support.scripted_platform import platform

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, ScriptedEngine, TaskSet, WorkerEnvironment
+from cray_agents import Agent, TaskSet
+from cray_agents.agent import WorkerEnvironment
 from cray_agents.engines.scripted import tool_call
 from cray_agents.loop import rollouts
 from cray_agents.records import Run, Task
+from cray_agents.testing import ScriptedEngine
 from tests.support.environments.pythons import venv
 from tests.support.environments.workers import HERE, command, openenv_server, worker
 from tests.support.scripted_platform import platform

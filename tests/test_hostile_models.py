@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cray_agents import ScriptedEngine
 from cray_agents.cli import main
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
@@ -21,6 +20,7 @@ from cray_agents.runtime.datasets.samples.demonstrations import Renderer
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from tests.support.hostile_models import CASES, SECRET, Case, whole_model, with_manifest
 from tests.support.scripted_gateway import Gateway, served

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cray_agents import Hyperparameters, ScriptedEngine
 from cray_agents.cli import main
 from cray_agents.cli.platform.platform_process import SUBMITTER
 from cray_agents.paths import Home
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training import Hyperparameters
 from cray_agents.training_jobs import JobSpec, JobStatus, Layout, Policy
 from tests.support.scripted_platform import bare_model, platform
 

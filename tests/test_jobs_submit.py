@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cray_agents import ScriptedEngine
 from cray_agents.cli import main
 from cray_agents.cli.jobs.spec_options import build_spec, read_fields
 from cray_agents.errors import BadInput
@@ -24,6 +23,7 @@ from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.architecture import read_architecture

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
 from cray_agents.engines.openai_engine import run_event
 from cray_agents.paths import Home
 from cray_agents.records import Event
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 
 HIDE = """
 import importlib.machinery, importlib.metadata, re, sys
@@ -30,7 +31,8 @@ class Light(importlib.machinery.PathFinder):
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Light
 """
 RUN = """
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
+from cray_agents.testing import ScriptedEngine
 print(Agent(name="a", engine=ScriptedEngine(["hi"])).run_sync("x").output)
 """
 

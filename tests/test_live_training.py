@@ -17,7 +17,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from cray_agents import Agent, Loop, Platform, PromotionTest, ScriptedEngine, Task, TaskSet, reward
+from cray_agents import Agent, Loop, Platform, PromotionTest, Task, TaskSet, reward
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
 from cray_agents.loop.live.schedule import Daily, Update, Watch, held_back, is_due, quiet_until
@@ -32,6 +32,7 @@ from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import Feedback, give_feedback
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import Hyperparameters
 from tests.support.scripted_gateway import checkpoint, served, until
@@ -524,7 +525,8 @@ async def updates(loop: Loop, count: int) -> list[Generation]:
 # ---- at the terminal
 
 FILE = """
-from cray_agents import Agent, Hyperparameters, Loop, PromotionTest, Run, Task, TaskSet, reward
+from cray_agents import Agent, Loop, PromotionTest, Run, Task, TaskSet, reward
+from cray_agents.training import Hyperparameters
 
 @reward
 def right(run: Run) -> float:

@@ -15,12 +15,10 @@ import pytest
 
 from cray_agents import (
     Agent,
-    Budget,
     Environment,
     Loop,
     PromotionTest,
     RunContext,
-    ScriptedEngine,
     Stage,
     Task,
     TaskSet,
@@ -28,6 +26,7 @@ from cray_agents import (
 )
 from cray_agents.errors import BadInput, JobError, SwapError
 from cray_agents.generation import Generation, LoopProgress
+from cray_agents.loop import Budget
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts, success
 from cray_agents.loop.version_gate import VersionGate
 from cray_agents.paths import Home
@@ -37,6 +36,7 @@ from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.training_jobs import Hyperparameters, Policy
 from tests.support.scripted_platform import platform
 

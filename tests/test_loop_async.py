@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Platform, PromotionTest, ScriptedEngine, TaskSet, tool
+from cray_agents import Agent, Platform, PromotionTest, TaskSet, tool
 from cray_agents.agent.hooks import Hooks
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import SwapError
@@ -20,6 +20,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from tests.support.killable_loop import echo, shape, signed, site_loop, some_tasks
 from tests.support.scripted_platform import platform
 from tests.support.timed_trainer import TimedTrainer

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Curriculum, PromotionTest, ScriptedEngine, Stage
+from cray_agents import PromotionTest, Stage
 from cray_agents.agent.hooks import Hooks
 from cray_agents.errors import HookError, NotFound, SwapError
 from cray_agents.generation import Generation
+from cray_agents.loop import Curriculum
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
@@ -18,6 +19,7 @@ from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.views.generation_evidence import generation_detail, pairs_page
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.killable_loop import echo, lucky, site_loop
 from tests.support.scripted_platform import platform

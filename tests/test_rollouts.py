@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Platform, PromotionTest, ScriptedEngine, Task
+from cray_agents import Agent, Platform, PromotionTest, Task
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import EngineUnavailable, SwapError
 from cray_agents.generation import Generation, LoopProgress
@@ -21,6 +21,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.records import ModelVersion, Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from tests.support.killable_loop import shape, site_loop, some_tasks
 from tests.support.scripted_platform import platform
 from tests.support.scripted_pool import Mortal

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Hyperparameters, Task
+from cray_agents import Agent, Task
 from cray_agents.cli import main
 from cray_agents.cli.platform.platform_process import client, fetch, serving
 from cray_agents.config import load_config
@@ -25,6 +25,7 @@ from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ProbeReport, Run
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
+from cray_agents.training import Hyperparameters
 from cray_agents.training_jobs import JobStatus, Layout, Lora, MethodName, Policy
 
 pytestmark = [

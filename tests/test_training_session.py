@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cray_agents import Hyperparameters, Platform, ScriptedEngine
+from cray_agents import Platform
 from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
@@ -18,11 +18,13 @@ from cray_agents.platform.training_session import TrainingSession
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.session.session_journal import sessions
+from cray_agents.training import Hyperparameters
 from cray_agents.training_commands import Datum, OptimStep
 from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.support.scripted_platform import platform

@@ -12,24 +12,16 @@ from typing import Any
 
 import pytest
 
-from cray_agents import (
-    Agent,
-    Loop,
-    ScriptedEngine,
-    Task,
-    TaskSet,
-    WarmUp,
-    make_tiny_model,
-    reward,
-    warm_up,
-)
+from cray_agents import Agent, Loop, Task, TaskSet, reward
 from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import Generation
+from cray_agents.loop import WarmUp, warm_up
 from cray_agents.loop.warmup import Tried, search
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.testing import ScriptedEngine, make_tiny_model
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cray_agents import ScriptedEngine
 from cray_agents.cli import main
 from cray_agents.cli.jobs.why import explain
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
+from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
 

@@ -23,23 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cray_agents import (
-    Agent,
-    DatasetRecipe,
-    Hyperparameters,
-    Loop,
-    Lora,
-    Message,
-    ModelVersion,
-    Platform,
-    Run,
-    Task,
-    TaskSet,
-    local_platform,
-    make_tiny_model,
-    reward,
-)
+from cray_agents import Agent, Loop, Message, Platform, Run, Task, TaskSet, local_platform, reward
+from cray_agents.testing import make_tiny_model
 from cray_agents.tools.calculator import calculator
+from cray_agents.training import DatasetRecipe, Hyperparameters, Lora, ModelVersion
 
 HERE = Path(__file__).parent
 THOUGHT = "<think>a job for the calculator</think>"

@@ -23,7 +23,7 @@ from sabotage import SHOWN, agent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer, __version__
 
-from cray_agents import make_tiny_model
+from cray_agents.testing import make_tiny_model
 
 STEPS = 4
 Ended = tuple[str, dict[str, Any]]  # how it ended, and the last step's measures

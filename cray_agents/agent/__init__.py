@@ -1,1 +1,37 @@
-"""An agent and one run of it: turns, tools, hooks, handoffs, sessions. Start at agent.py."""
+"""An agent and one run of it: turns, tools, hooks, handoffs, sessions. Start at agent.py.
+
+from cray_agents.agent import Hooks, MemorySession, OpenAIEngine
+"""
+
+from typing import TYPE_CHECKING
+
+from cray_agents.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from cray_agents.agent.agent import Agent as Agent
+    from cray_agents.agent.environment import Environment as Environment
+    from cray_agents.agent.environment import WorkerEnvironment as WorkerEnvironment
+    from cray_agents.agent.hooks import Hooks as Hooks
+    from cray_agents.agent.run_context import RunContext as RunContext
+    from cray_agents.agent.sessions import FileSession as FileSession
+    from cray_agents.agent.sessions import MemorySession as MemorySession
+    from cray_agents.agent.sessions import PlatformSession as PlatformSession
+    from cray_agents.agent.trl_class import as_trl as as_trl
+    from cray_agents.engines.json_tool_calls import ConstrainedEngine as ConstrainedEngine
+    from cray_agents.engines.openai_engine import OpenAIEngine as OpenAIEngine
+    from cray_agents.records import StopReason as StopReason
+
+__getattr__, __all__ = lazy_names(
+    __name__,
+    {
+        "agent.agent": ["Agent"],
+        "agent.environment": ["Environment", "WorkerEnvironment"],
+        "agent.hooks": ["Hooks"],
+        "agent.run_context": ["RunContext"],
+        "agent.sessions": ["FileSession", "MemorySession", "PlatformSession"],
+        "agent.trl_class": ["as_trl"],
+        "engines.json_tool_calls": ["ConstrainedEngine"],
+        "engines.openai_engine": ["OpenAIEngine"],
+        "records": ["StopReason"],
+    },
+)

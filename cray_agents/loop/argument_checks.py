@@ -1,66 +1,68 @@
-"""Checks of a loop's arguments: nonsense is an error before anything runs. Called by loop.py."""
+"""Checks of a loop's settings against each other, before anything runs. Called by loop.py.
 
-import math
-from collections.abc import Mapping, Sequence, Set
+The groups of settings check themselves: methods.py, settings.py.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.errors import BadInput
-from cray_agents.loop.curriculum import Curriculum
-from cray_agents.loop.live.schedule import Watch
-from cray_agents.loop.settings import LoopSettings
-from cray_agents.loop.stages import Planned
-from cray_agents.loop.stop_rules import Budget
+from cray_agents.loop.live.schedule import Live
+from cray_agents.loop.methods import Scheduled
+from cray_agents.loop.settings import Data, LoopSettings, Sampling
+from cray_agents.loop.stop_rules import Stop
 from cray_agents.loop.warmup import WarmUp
 from cray_agents.loop.warmup import check as check_warm_up
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import PromotionTest
 from cray_agents.rewards.reward import check_names
 from cray_agents.tasks.task_set import TaskSet
-from cray_agents.training_jobs import ON_POLICY, Policy
 
-#: Whole numbers of a Loop with their least values, and numbers with their least and largest ones.
-COUNTS = {
-    "attempts": 1,
-    "tasks_per_generation": 1,
-    "evaluate_every": 1,
-    "history": 1,
-    "max_uses": 1,
-    "patience": 1,
-    "staleness": 0,
-    "concurrency": 1,
-    "seed": 0,
+KINDS: dict[str, tuple[type, ...]] = {
+    "sampling": (Sampling,),
+    "data": (Data,),
+    "promotion": (PromotionTest,),
+    "stop": (Stop,),
+    "name": (str,),
+    "warm_up": (WarmUp, type(None)),
+    "live": (Live, type(None)),
+    "platform": (Platform, type(None)),
 }
-NUMBERS = {
-    "min_reward": (-math.inf, math.inf),
-    "balance_power": (0.0, math.inf),
-    "discount": (0.0, 1.0),
-    "resample": (0.0, 10.0),
-    "close_at": (0.0, 1.0),
-    "target": (-math.inf, math.inf),
-    "temperature": (0.0, math.inf),
-    "logprob_limit": (1e-9, math.inf),
+CHOICES = {"changed": ("refuse", "accept"), "control": (None, "shuffled-rewards")}
+#: Where earlier keywords of Loop went.
+MOVED = {
+    "attempts": "method: GRPO(group_size=...)",
+    "tasks_per_generation": "method: GRPO(tasks_per_iteration=...)",
+    "hyperparameters": "method: GRPO(training=Training(...))",
+    "evaluate_every": "method: GRPO(evaluate_every=...)",
+    "teacher": "method: Distill(teacher=...)",
+    "logprob_limit": "method: GRPO(training=Training(logprob_limit=...))",
+    **{
+        name: f"sampling=Sampling({name}=...)"
+        for name in ("temperature", "seed", "seeded", "concurrency")
+    },
+    "staleness": "sampling=Sampling(max_staleness=...)",
+    "close_at": "sampling=Sampling(straggler_quantile=...)",
+    "resample": "sampling=Sampling(dynamic_sampling=...)",
+    **{name: f"data=Data({name}=...)" for name in Data.model_fields},
+    **{name: f"stop=Stop({name}=...)" for name in Stop.model_fields},
+    "watch": "live=Live(...)",
 }
-KINDS: dict[str, type] = {
-    "name": str,
-    "balance_by": str,
-    "curriculum": Curriculum,
-    "promotion": PromotionTest,
-    "budget": Budget,
-    "watch": Watch,
-    "platform": Platform,
-    "warm_up": WarmUp,
-    "seeded": bool,
-    "teacher": str,
-}
-OPTIONAL = {"history", "max_uses", "patience", "min_reward", "target", "balance_by", "watch"}
-OPTIONAL |= {"platform", "warm_up", "teacher", "logprob_limit"}
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def check_types(agent: Any, tasks: Any, rewards: Any, demonstrations: Any) -> None:
-    """Check the kinds of a loop's first arguments. Raises BadInput."""
+def check_keywords(given: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse keywords that a Loop does not have, with the place of earlier ones. BadInput."""
+    for name in given:
+        if name not in known:
+            place = f"it is in {MOVED[name]} now" if name in MOVED else f"give {', '.join(known)}"
+            raise BadInput(f"a Loop has no {name}: {place}", param=name)
+
+
+def check_types(loop: Any) -> None:
+    """Check the kinds of a loop's arguments. Raises BadInput."""
+    agent, tasks, rewards = loop.agent, loop.tasks, loop.rewards
     if not isinstance(agent, Agent):
         raise BadInput(f"agent={agent!r}: give an Agent", param="agent")
     if "@" in agent.model:
@@ -82,71 +84,70 @@ def check_types(agent: Any, tasks: Any, rewards: Any, demonstrations: Any) -> No
         if not callable(function):
             raise BadInput(f"rewards[{place}] is {function!r}: give a function", param="rewards")
     check_names(rewards)
-    _check_demonstrations(demonstrations)
-
-
-def check_kinds(loop: Any) -> None:
-    """Check the kinds of all other fields of a Loop, and the bounds of its numbers.
-
-    Raises BadInput.
-    """
-    for name, least in COUNTS.items():
+    for name, kinds in KINDS.items():
         value = getattr(loop, name)
-        if value is None and name in OPTIONAL:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise BadInput(
-                f"{name}={value!r}: give a whole number of at least {least}"
-                f"{' or None' if name in OPTIONAL else ''}",
-                param=name,
-            )
-    for name, (low, high) in NUMBERS.items():
+        if not isinstance(value, kinds):
+            raise BadInput(f"{name}={value!r}: give a {kinds[0].__name__}", param=name)
+    for name, values in (
+        ("changed", ("refuse", "accept")),
+        ("control", (None, "shuffled-rewards")),
+    ):
         value = getattr(loop, name)
-        if value is None and name in OPTIONAL:
-            continue
-        number = isinstance(value, int | float) and math.isfinite(value)
-        if not number or not low <= value <= high:
-            start = "" if low == -math.inf else f" from {low:g}"
-            end = "" if high == math.inf else f" to {high:g}"
-            raise BadInput(f"{name}={value!r}: give a number{start}{end}", param=name)
-    if loop.changed not in ("refuse", "accept"):
-        raise BadInput(f"changed={loop.changed!r}: give 'refuse' or 'accept'", param="changed")
+        if not isinstance(value, str | None) or value not in values:
+            choices = " or ".join(map(repr, values))
+            raise BadInput(f"{name}={value!r}: give {choices}", param=name)
     if not callable(loop.on_progress):
         message = f"on_progress={loop.on_progress!r}: give a function"
         raise BadInput(message, param="on_progress")
-    for name, kind in KINDS.items():
-        value = getattr(loop, name)
-        if not isinstance(value, kind) and not (value is None and name in OPTIONAL):
-            raise BadInput(f"{name}={value!r}: give a {kind.__name__}", param=name)
 
 
-def _check_demonstrations(given: Any) -> None:
-    if not isinstance(given, Sequence):
-        raise BadInput(f"demonstrations={given!r}: give a list", param="demonstrations")
-    for place, one in enumerate(given):
-        name = f"demonstrations[{place}]"
-        if not (isinstance(one, tuple | list) and len(one) == 2):
-            raise BadInput(
-                f"{name}: give a pair of its messages and its metadata, as in "
-                '([{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}], {})',
-                param="demonstrations",
-            )
-        messages, metadata = one
-        if not isinstance(metadata, Mapping):
-            message = f"{name}: its metadata is {metadata!r}: give a dict, {{}} for none"
-            raise BadInput(message, param="demonstrations")
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            message = f"{name}: its messages are {messages!r}: give a list of dicts"
-            raise BadInput(message, param="demonstrations")
-        for number, message in enumerate(messages):
-            if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-                raise BadInput(
-                    f"{name}: message {number} is {message!r}: give a dict with a `role`, one of "
-                    f"{', '.join(ROLES)}",
-                    param="demonstrations",
-                )
-        if not any(message["role"] == "assistant" for message in messages):
-            raise BadInput(f"{name} has no assistant message to learn from", param="demonstrations")
+def check(loop: LoopSettings) -> None:
+    """Check a loop's settings. Raises BadInput for nonsense, and for what would have no effect."""
+    methods = {one.method.name for one in loop.schedule}
+    own = isinstance(loop.agent.environment, WorkerEnvironment)  # which gives rewards itself
+    if not loop.rewards and not own and (loop.live is None or loop.tasks):
+        raise BadInput("a loop needs at least one reward function", param="rewards")
+    for split in ("train", "holdout"):
+        if loop.live is None and not loop.tasks.split(split):
+            raise BadInput(f"the task set has no {split} tasks", param="tasks")
+    if loop.live is not None:
+        _check_live(loop, methods)
+    _check_keys(loop)
+    least, most = loop.promotion.low, loop.promotion.high
+    target = loop.stop.target
+    if target is not None and not least <= target <= most:
+        raise BadInput(
+            f"target={target!r}: no mean reward reaches it, for rewards are from {least:g} to "
+            f"{most:g}; PromotionTest(high=...) says if they go further",
+            param="target",
+        )
+    if loop.sampling.dynamic_sampling and not any(one.method.compares for one in loop.schedule):
+        message = "dynamic_sampling has no effect without GRPO or DPO"
+        raise BadInput(message, param="dynamic_sampling")
+    if loop.data.history is not None and not methods & {"rft", "dpo", "kto"}:
+        raise BadInput(f"history has no effect with {', '.join(methods)}", param="history")
+    if "sft" in methods and not loop.data.demonstrations:
+        raise BadInput("SFT trains on demonstrations: give some", param="demonstrations")
+    if loop.control is not None:
+        _check_control(loop, methods)
+    for one in loop.schedule:
+        if one.method.on_policy:
+            _check_on_policy(loop, one)
+    if loop.warm_up is not None:
+        check_warm_up(loop)
+
+
+async def check_engine(platform: Platform, schedule: Sequence[Scheduled]) -> None:
+    """Refuse replicas whose rounding no limit is known for, before the first run: BadInput."""
+    flag = (await platform.info()).get("engine", {}).get("quantized")
+    open_ones = [one for one in schedule if one.method.training.logprob_limit is None]
+    if flag and any(one.method.name != "sft" for one in open_ones):
+        raise BadInput(
+            f"the replicas quantise (engine_args: {flag}): their log-probabilities differ from the"
+            " trainer's by more than rounding, and no limit is known. Start the platform without"
+            " that, or say how much is allowed, as in Training(logprob_limit=0.5)",
+            param="logprob_limit",
+        )
 
 
 def _check_keys(loop: LoopSettings) -> None:
@@ -155,7 +156,7 @@ def _check_keys(loop: LoopSettings) -> None:
     of_demonstrations = [metadata for _, metadata in loop.data.demonstrations]
     for name, key, metadata in (
         ("balance_by", loop.data.balance_by, [*of_tasks, *of_demonstrations]),
-        ("curriculum.key", loop.sampling.curriculum.key, of_tasks),
+        ("curriculum.key", loop.data.curriculum.key, of_tasks),
         ("promotion.guard", loop.promotion.guard, of_tasks),
     ):
         known = {key for one in metadata for key in one}
@@ -167,103 +168,45 @@ def _check_keys(loop: LoopSettings) -> None:
             )
 
 
-def check(loop: LoopSettings) -> None:
-    """Check a loop's settings. Raises BadInput for nonsense, and for what would have no effect."""
-    methods = {stage.method for stage in loop.stages}
-    own = isinstance(loop.agent.environment, WorkerEnvironment)  # which gives rewards itself
-    if not loop.rewards and not own and (loop.watch is None or loop.tasks):
-        raise BadInput("a loop needs at least one reward function", param="rewards")
-    for split in ("train", "holdout"):
-        if loop.watch is None and not loop.tasks.split(split):
-            raise BadInput(f"the task set has no {split} tasks", param="tasks")
-    if loop.watch is not None:
-        _check_watch(loop, methods)
-    _check_keys(loop)
-    least, most = loop.promotion.low, loop.promotion.high
-    target = loop.stopping.target
-    if target is not None and not least <= target <= most:
+def _check_control(loop: LoopSettings, methods: set[str]) -> None:
+    if loop.sampling.straggler_quantile < 1:
         raise BadInput(
-            f"target={target!r}: no mean reward reaches it, for rewards are from {least:g} to "
-            f"{most:g}; PromotionTest(high=...) says if they go further",
-            param="target",
+            "a control needs all runs of an iteration: straggler_quantile=1",
+            param="straggler_quantile",
         )
-    if loop.asynchrony.close_at == 0:
-        message = "close_at=0: a generation of no runs has nothing to learn from"
-        raise BadInput(message, param="close_at")
-    if loop.sampling.resample and not methods & {"grpo", "dpo"}:
-        raise BadInput("resample has no effect without a grpo or dpo stage", param="resample")
-    if loop.data.history is not None and not methods & {"rft", "dpo", "kto"}:
-        raise BadInput(f"history has no effect with {', '.join(methods)}", param="history")
-    if loop.sampling.control is not None and (loop.asynchrony.close_at < 1):
-        raise BadInput("a control needs all runs of a generation: close_at=1", param="close_at")
-    if loop.sampling.control not in (None, "shuffled-rewards"):
-        raise BadInput(f"control {loop.sampling.control!r} is not known", param="control")
-    if "sft" in methods and not loop.data.demonstrations:
-        raise BadInput("method 'sft' trains on demonstrations: give some", param="demonstrations")
-    if loop.sampling.control is not None and ("sft" in methods or methods == {"distill"}):
+    if "sft" in methods or methods == {"distill"}:
         unused = min(methods & {"distill", "sft"})
         message = f"a control has no effect with {unused}, which uses no rewards"
         raise BadInput(message, param="control")
-    for stage in loop.stages:
-        if stage.method in ON_POLICY:
-            _check_on_policy(loop, stage)
-    if loop.warm_up is not None:
-        check_warm_up(loop)
 
 
-async def check_engine(
-    platform: Platform, stages: Sequence[Planned], logprob_limit: float | None
-) -> None:
-    """Refuse replicas whose rounding no limit is known for, before the first run: BadInput."""
-    flag = (await platform.info()).get("engine", {}).get("quantized")
-    if flag and logprob_limit is None and {stage.method for stage in stages} != {"sft"}:
-        raise BadInput(
-            f"the replicas quantise (engine_args: {flag}): their log-probabilities differ from the"
-            " trainer's by more than rounding, and no limit is known. Start the platform without"
-            " that, or say how much is allowed, as in Loop(logprob_limit=0.5)",
-            param="logprob_limit",
-        )
-
-
-def _check_watch(loop: LoopSettings, methods: Set[str]) -> None:
+def _check_live(loop: LoopSettings, methods: set[str]) -> None:
     """Refuse settings of a loop's own runs: a loop on live traffic has none."""
-    for name, given in (
-        ("staleness", loop.asynchrony.staleness != 0),
-        ("close_at", loop.asynchrony.close_at != 1.0),
-        ("resample", loop.sampling.resample != 0.0),
-        ("control", loop.sampling.control is not None),
-    ):
-        if given:
-            raise BadInput(f"{name} has no effect on live traffic: watch", param=name)
+    for name in ("max_staleness", "straggler_quantile", "dynamic_sampling"):
+        if getattr(loop.sampling, name) != Sampling.model_fields[name].default:
+            raise BadInput(f"{name} has no effect on live traffic", param=name)
+    if loop.control is not None:
+        raise BadInput("control has no effect on live traffic", param="control")
     if "sft" in methods:
         raise BadInput(
-            "method 'sft' learns from demonstrations alone: watch with rft, and give them to it",
+            "SFT learns from demonstrations alone: take RFT on live traffic, and give them to it",
             param="method",
         )
     if "distill" in methods:
-        raise BadInput(
-            "method 'distill' learns from the loop's own runs: leave watch out", param="method"
-        )
+        raise BadInput("Distill learns from the loop's own runs: leave live out", param="method")
 
 
-def _check_on_policy(loop: LoopSettings, stage: Planned) -> None:
+def _check_on_policy(loop: LoopSettings, one: Scheduled) -> None:
     if loop.sampling.temperature <= 0:
-        uses = "grpo compares them" if stage.method == "grpo" else "distill learns from draws"
+        uses = "GRPO compares them" if one.method.compares else "Distill learns from draws"
         raise BadInput(
             f"temperature={loop.sampling.temperature!r}: greedy runs at a task are all the same, "
             f"and {uses}: give 1.0",
             param="temperature",
         )
-    policy = stage.hyperparameters.policy
-    if loop.asynchrony.staleness and policy.importance_cap is None:
+    if loop.sampling.max_staleness and getattr(one.method, "importance_cap", None) is None:
         raise BadInput(
-            f"staleness={loop.asynchrony.staleness} trains on what older versions sampled: "
-            "policy.importance_cap, which corrects that, must not be None",
-            param="staleness",
-        )
-    if policy.temperature not in (Policy().temperature, loop.sampling.temperature):
-        raise BadInput(
-            f"policy.temperature={policy.temperature:g}, and the runs are sampled at "
-            f"{loop.sampling.temperature:g}: leave it out, the loop fills it in",
-            param="hyperparameters",
+            f"max_staleness={loop.sampling.max_staleness} trains on what older versions sampled: "
+            "importance_cap, which corrects that, must not be None",
+            param="max_staleness",
         )

@@ -17,9 +17,10 @@ from typing import Any
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation, base_version
 from cray_agents.loop.curriculum import AttemptOutcome, Curriculum
+from cray_agents.loop.methods import Method, Scheduled, scheduled_at
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts, accepted, shuffled
-from cray_agents.loop.stages import COMPARING, Planned, stage_of
+from cray_agents.loop.settings import Sampling
 from cray_agents.records import ModelVersion, Run, Task
 from cray_agents.tasks.task_set import TaskSet
 
@@ -56,33 +57,37 @@ class Collected:
 class Collector:
     """Collector of the runs of one loop's generations.
 
-    resample: the share of a generation's runs that may be added to replace groups without variance.
     shuffle: seed of a permutation of the rewards among the runs of a round; None: true rewards.
     """
 
     rollouts: Rollouts
     clock: PhaseTimer
     tasks: TaskSet
-    stages: Sequence[Planned]
+    schedule: Sequence[Scheduled]
     curriculum: Curriculum
-    temperature: float
-    seed: int
-    resample: float = 0.0
-    staleness: int = 0
-    close_at: float = 1.0
+    sampling: Sampling
     shuffle: str | None = None
     _going: dict[int, asyncio.Task[Collected]] = field(default_factory=dict)
     _draws: dict[tuple[int, int], list[Task] | None] = field(default_factory=dict)
     _known: dict[int, list[AttemptOutcome]] = field(default_factory=dict)
 
+    async def begin(self, done: list[Generation]) -> list[Generation]:
+        """The iterations to go on from: all of them."""
+        return done
+
+    async def givers(self, number: int) -> list[str] | None:
+        """The givers whose rewards count in an iteration's training set; None: all."""
+        return None
+
     async def next(self, done: Sequence[Generation], last: int) -> Collected:
         """Collect the runs of the generation after the `done` ones.
 
-        The decisions so far are enough for the next `staleness` generations too. Their runs begin
-        behind this generation's, up to generation `last`, and go on when this returns.
+        The decisions so far are enough for the next `max_staleness` generations too. Their runs
+        begin behind this generation's, up to generation `last`, and go on when this returns.
         """
-        number = len(done)
-        for ahead in range(number, min(number + self.staleness, last) + 1):
+        number, end = len(done), self.schedule[-1].last
+        last = last if end is None else min(last, end)
+        for ahead in range(number, min(number + self.sampling.max_staleness, last) + 1):
             if ahead not in self._going:
                 await self._draw_first(ahead, done)  # in their order: each looks at those before
                 work = self._collect(ahead, tuple(done))
@@ -91,7 +96,7 @@ class Collector:
             collected = await self._going[number]
         finally:
             self._going.pop(number).cancel()
-        if self.close_at == 1 or number == 1:
+        if self.sampling.straggler_quantile == 1 or number == 1:
             return collected
         came = len(await self._rows(number - 1)) - done[-1].runs
         return replace(collected, carried=max(0, came))
@@ -105,28 +110,30 @@ class Collector:
 
     async def _collect(self, number: int, done: Sequence[Generation]) -> Collected:
         """Run the agent on a generation's tasks; stored runs are not run again."""
-        stage, known = stage_of(self.stages, number), self._decided(number, done)
-        if not stage.runs:
+        method = scheduled_at(self.schedule, number).method
+        known = self._decided(number, done)
+        if not method.runs:
             return Collected([])
         version = await self.rollouts.platform.version(base_version(known))
-        if self.close_at < 1 and 1 < number == len(done):
+        if self.sampling.straggler_quantile < 1 and 1 < number == len(done):
             await self._carry_on(number - 1, done)
-        runs, alike, resampled = await self._rounds(number, stage, version, len(known) - 1)
+        runs, alike, resampled = await self._rounds(number, method, version, len(known) - 1)
         await self.rollouts.platform.remember(self.rollouts.loop, f"collected-{number}", {})
         tokens = sum(row["sampled_tokens"] for row in await self._rows(number))
         return Collected(runs, alike, resampled, 0, tokens, version.id)
 
     async def _draw_first(self, number: int, done: Sequence[Generation]) -> None:
-        stage, known = stage_of(self.stages, number), self._decided(number, done)
-        if stage.runs:
-            await self._draw(number, 0, stage.tasks_per_generation, len(known) - 1)
+        method = scheduled_at(self.schedule, number).method
+        known = self._decided(number, done)
+        if method.runs:
+            await self._draw(number, 0, method.tasks_per_iteration, len(known) - 1)
 
     def _decided(self, number: int, done: Sequence[Generation]) -> Sequence[Generation]:
         """The generations that must be decided before this one's runs may begin."""
-        return done[: max(1, number - self.staleness)]
+        return done[: max(1, number - self.sampling.max_staleness)]
 
     async def _rounds(
-        self, number: int, stage: Planned, version: ModelVersion, decided: int
+        self, number: int, method: Method, version: ModelVersion, decided: int
     ) -> tuple[list[Run], int, int]:
         """Return the runs, the number of groups without variance, and the tasks drawn for them.
 
@@ -135,32 +142,32 @@ class Collector:
         """
         runs: list[Run] = []
         alike = resampled = 0
-        count = stage.tasks_per_generation
-        left = int(self.resample * count * stage.attempts)
+        count, size = method.tasks_per_iteration, method.group_size
+        left = int(self.sampling.dynamic_sampling * count * size)
         loop = self.rollouts.loop
         over = await self.rollouts.platform.recall(loop, f"collected-{number}") is not None
         for turn in range(ROUNDS):
             tasks = await self._draw(number, turn, count, decided)
             resampled += len(tasks) if turn else 0
-            requests = _requests(tasks, number, turn, stage.attempts)
+            requests = _requests(tasks, number, turn, size)
             report = self._reporter(number, version, len(runs), len(requests))
             new = await self.rollouts.run(
                 requests,
                 version,
-                self.temperature,
+                self.sampling.temperature,
                 report,
-                close_at=self.close_at,
+                close_at=self.sampling.straggler_quantile,
                 final=over,
             )
             runs += new
-            if stage.method not in COMPARING:
+            if not method.compares:
                 break
-            equal = self._count_alike(number, turn, new, stage.attempts)
+            equal = self._count_alike(number, turn, new, size)
             alike += equal
-            count = min(equal, left // stage.attempts)
+            count = min(equal, left // size)
             if not count or not tasks:
                 break
-            left -= count * stage.attempts
+            left -= count * size
         return runs, alike, resampled
 
     def _reporter(
@@ -174,15 +181,15 @@ class Collector:
 
     async def _carry_on(self, number: int, done: Sequence[Generation]) -> None:
         """Let a closed generation's stragglers go on, also after the loop was killed."""
-        stage = stage_of(self.stages, number)
+        method = scheduled_at(self.schedule, number).method
         version = await self.rollouts.platform.version(base_version(self._decided(number, done)))
         known = {row["id"] for row in await self._rows(number)}
         for turn in range(ROUNDS):
             tasks = await self._on_record(number, turn)
             if tasks is None:
                 return
-            requests = _requests(tasks, number, turn, stage.attempts)
-            self.rollouts.resume(requests, version, self.temperature, known)
+            requests = _requests(tasks, number, turn, method.group_size)
+            self.rollouts.resume(requests, version, self.sampling.temperature, known)
 
     async def _rows(self, number: int) -> list[dict[str, Any]]:
         """The index's rows of a generation's runs."""
@@ -253,7 +260,7 @@ class Collector:
             [task for task in self.tasks.split("train") if task.id not in earlier_rounds],
             earlier,
             count,
-            f"{self.rollouts.loop}/{self.seed}/{number}" + (f"/{turn}" if turn else ""),
+            f"{self.rollouts.loop}/{self.sampling.seed}/{number}" + (f"/{turn}" if turn else ""),
             taken,
         )
         record = {"tasks": [task.id for task in chosen]}

@@ -3,7 +3,7 @@
 The loop is a client of the platform and holds no state of its own. Each step names its result by
 its inputs: run ids from loop, phase, task and attempt; dataset and job ids from their content. Each
 decision is written down before it takes effect. So a loop that was killed is run again by the same
-command and goes on from what exists: nothing is done twice. Read next: stages.py (methods),
+command and goes on from what exists: nothing is done twice. Read next: methods.py,
 collector.py (runs), dataset_recipes.py, evaluator.py, stop_rules.py.
 """
 
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from cray_agents.agent import user_code
@@ -24,34 +24,25 @@ from cray_agents.generation import (
     promoted_holdout_success,
     promoted_version,
 )
-from cray_agents.loop.argument_checks import check, check_engine, check_kinds, check_types
+from cray_agents.loop.argument_checks import check, check_engine, check_keywords, check_types
 from cray_agents.loop.components import LoopComponents
-from cray_agents.loop.curriculum import Curriculum
 from cray_agents.loop.dataset_recipes import (
-    generations_in_window,
     hyperparameters_of,
+    iterations_in_window,
     min_reward_for,
     recipe_of,
     units_in,
 )
 from cray_agents.loop.holdout_journal import hold_out
-from cray_agents.loop.live.schedule import Watch
+from cray_agents.loop.live.schedule import Live
+from cray_agents.loop.methods import RFT, Distill, Method, Scheduled, ended, scheduled, scheduled_at
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.remarks import remarks_on, successes_by_kind
 from cray_agents.loop.rollouts import success
-from cray_agents.loop.settings import (
-    Asynchrony,
-    Control,
-    Demonstration,
-    LoopSettings,
-    Sampling,
-    Stopping,
-    TrainingData,
-)
+from cray_agents.loop.settings import Control, Data, LoopSettings, Sampling
 from cray_agents.loop.settings_record import record_settings, settings_record
-from cray_agents.loop.stages import TRAINED_BY, Method, Stage, ended, planned, stage_of
 from cray_agents.loop.stop_rules import (
-    Budget,
+    Stop,
     check_learned_something,
     record_without_update,
     why_stopped,
@@ -62,7 +53,7 @@ from cray_agents.promotion.sequential_test import PromotionTest
 from cray_agents.records import ModelVersion, ProbeReport, Run, Split
 from cray_agents.rewards.reward import RewardFunction
 from cray_agents.tasks.task_set import TaskSet
-from cray_agents.training_jobs import Hyperparameters, JobStatus, as_hyperparameters
+from cray_agents.training_jobs import JobStatus
 
 STOP_SECONDS = 30.0  # for an interrupted loop to record the ends of its runs
 
@@ -78,120 +69,67 @@ class Loop:
         tasks: with a train and a holdout split; a test split is only ever measured at the ends.
         rewards: functions marked with @reward; their sum is a run's reward. A WorkerEnvironment
             gives rewards itself, to which these are added; there may be none.
-        method: `rft`, `grpo`, `dpo`, `kto`, `sft` or `distill` (see Stage), or a sequence of
-            Stages.
-        attempts: runs per task and generation.
-        tasks_per_generation: how many train tasks a generation draws (see Curriculum).
-        name: names the loop; the same name goes on where it stopped. Default: agent and model.
-        hyperparameters: of each training job; with `lora` each job trains its parent's adapters on.
-            A dict may leave `steps` out, as the default does: each job then sees its set EPOCHS
-            times (dataset_recipes.py).
-        demonstrations: conversations with their metadata. sft trains on them alone; rft keeps them
-            in every training set.
-        warm_up: train on the demonstrations before generation 0, until the model succeeds now and
-            then: see WarmUp. The loop then keeps to the demonstrations of the warm-up.
-        balance_by, balance_power, discount: see DatasetRecipe.
-        history: how many generations of runs stay in the training set; None: all. grpo and distill
-            take their own generation's alone.
-        max_uses: in how many training sets a run may be; None: in any number.
-        min_reward: the least reward of a good run. None: 1 for rft and kto, any for dpo.
+        method: how it learns: RFT, GRPO, DPO, KTO, SFT or Distill, or several one after the other.
+        sampling: how training runs are sampled.
+        data: what a training set is made of.
         promotion: the test by which a candidate is promoted.
-        evaluate_every: see Stage.
-        resample: for grpo and dpo: the share of a generation's runs that may be added to replace
-            tasks whose attempts were all rewarded alike.
-        staleness: generation n samples from the version decided at generation n - 1 - staleness,
-            while earlier jobs train (arXiv 2410.18252). grpo and distill correct for it: see
-            Policy.importance_cap. With one replica, versions take turns on it.
-        close_at: the share of a generation's runs with which it may close (rollouts.py has the
-            rule). Late runs are stored when they end, and enter the next training set.
-        target: stop when held-out success reaches it.
-        patience: stop after so many evaluated candidates in a row of which none was promoted.
-        budget: stop when it is used up.
-        concurrency: runs at a time.
-        temperature: of the training runs; held-out and test runs are greedy.
-        seeded: each training run has a sampling seed made of its id: a killed loop ends like an
-            undisturbed one, as far as a sample does not depend on the rest of its batch. The
-            engine then draws for each request by itself, which costs time in large batches on a
-            GPU.
-        watch: train on live traffic instead of runs of its own: live/traffic.py.
-        changed: `accept` goes on although the settings differ from those at the loop's start.
-        platform: where to run; default: the one at $CRAY_AGENTS_URL.
-        teacher: of distill: see Stage.
-        logprob_limit: how far trainer and engine may lie apart before a job's first step, in nats:
-            see JobSpec. None: by the rounding of both.
-        control: `shuffled-rewards` permutes the rewards among a generation's runs, and leaves the
+        stop: when the loop stops by itself.
+        warm_up: train on the demonstrations before iteration 0, until the model succeeds now and
+            then: see WarmUp. The loop then keeps to the demonstrations of the warm-up.
+        live: train on live traffic instead of runs of its own: live/traffic.py.
+        control: `shuffled-rewards` permutes the rewards among an iteration's runs, and leaves the
             demonstrations out of the training sets. A loop that learns all the same does not learn
             from its rewards.
+        name: names the loop; the same name goes on where it stopped. Default: agent and model.
+        platform: where to run; default: the one at $CRAY_AGENTS_URL.
+        changed: `accept` goes on although the settings differ from those at the loop's start.
+        on_progress: called with each LoopProgress.
+
+    Raises BadInput for settings that cannot be, and for earlier names of settings.
     """
 
     agent: Agent
     tasks: TaskSet
     rewards: Sequence[RewardFunction]
-    method: Method | Sequence[Stage] = "rft"
-    attempts: int = 1
-    tasks_per_generation: int = 512
-    name: str = ""
-    hyperparameters: Hyperparameters = field(default_factory=lambda: as_hyperparameters({}))
-    demonstrations: Sequence[Demonstration] = ()
-    history: int | None = None
-    max_uses: int | None = None
-    min_reward: float | None = None
-    balance_by: str | None = None
-    balance_power: float = 0.0
-    discount: float = 1.0
-    curriculum: Curriculum = field(default_factory=Curriculum)
+    method: Method | Sequence[Method] = field(default_factory=RFT)
+    sampling: Sampling = field(default_factory=Sampling)
+    data: Data = field(default_factory=Data)
     promotion: PromotionTest = field(default_factory=PromotionTest)
-    evaluate_every: int = 1
-    resample: float = 0.0
-    staleness: int = 0
-    close_at: float = 1.0
-    target: float | None = None
-    patience: int | None = None
-    budget: Budget = field(default_factory=Budget)
-    concurrency: int = 64
-    temperature: float = 1.0
-    seed: int = 0
-    seeded: bool = True
-    control: Control | None = None
-    watch: Watch | None = None
-    changed: Literal["refuse", "accept"] = "refuse"
-    platform: Platform | None = None
-    on_progress: Callable[[LoopProgress], None] = lambda progress: None
+    stop: Stop = field(default_factory=Stop)
     warm_up: WarmUp | None = None
-    teacher: str | None = None
-    logprob_limit: float | None = None
+    live: Live | None = None
+    control: Control | None = None
+    name: str = ""
+    platform: Platform | None = None
+    changed: Literal["refuse", "accept"] = "refuse"
+    on_progress: Callable[[LoopProgress], None] = lambda progress: None
+
+    def __new__(cls, *args: Any, **given: Any) -> "Loop":
+        """Refuse earlier keywords by name, with their new place."""
+        check_keywords(list(given), [each.name for each in fields(cls)])
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self.rewards = (self.rewards,) if callable(self.rewards) else self.rewards
-        check_types(self.agent, self.tasks, self.rewards, self.demonstrations)
-        check_kinds(self)
+        check_types(self)
         self.rewards = tuple(self.rewards)
-        self.hyperparameters = as_hyperparameters(self.hyperparameters)
         self.name = self.name or f"{self.agent.name}-{self.agent.model}"
-        # on live traffic others decide how many runs a task has
-        attempts = self.attempts if self.watch is None else max(2, self.attempts)
-        default = Stage("rft", None, self.hyperparameters, attempts,
-                        self.tasks_per_generation, self.evaluate_every,
-                        teacher=self.teacher)  # fmt: skip
-        self.stages = planned(self.method, default)
         self._timer = PhaseTimer(lambda progress: self.on_progress(progress))
         self.settings = LoopSettings(
-            self.name,
-            self.agent,
-            self.tasks,
-            self.rewards,
-            tuple(self.stages),
-            Sampling(self.curriculum, self.resample, self.concurrency, self.temperature,
-                     self.seed, self.seeded, self.control),
-            Asynchrony(self.staleness, self.close_at),
-            TrainingData(self.demonstrations, self.history, self.max_uses, self.min_reward,
-                         self.balance_by, self.balance_power, self.discount),
-            Stopping(self.target, self.patience, self.budget),
-            self.promotion,
-            self.watch,
-            None if self.warm_up is None else self.warm_up.settings(),
-            self.changed == "accept",
-        )  # fmt: skip
+            name=self.name,
+            agent=self.agent,
+            tasks=self.tasks,
+            rewards=self.rewards,
+            schedule=scheduled(self.method),
+            sampling=self.sampling,
+            data=self.data,
+            stop=self.stop,
+            promotion=self.promotion,
+            live=self.live,
+            control=self.control,
+            warm_up=None if self.warm_up is None else self.warm_up.settings(),
+            accept_changes=self.changed == "accept",
+        )
         check(self.settings)
         self._components: LoopComponents | None = None
 
@@ -230,7 +168,7 @@ class Loop:
 
     async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """`run` for those who have an event loop of their own."""
-        await check_engine(self._client, self.stages, self.logprob_limit)
+        await check_engine(self._client, self.settings.schedule)
         await self._warm_first()
         settings = settings_record(self.settings)
         await record_settings(self._client, self.name, settings, self.settings.accept_changes)
@@ -242,7 +180,7 @@ class Loop:
             while len(done) <= generations and not self._why_stopped(done):
                 done.append(await self._generate(done, generations))
                 yield done[-1]
-                if self.watch is None:
+                if self.live is None:
                     check_learned_something(done)
         except (asyncio.CancelledError, EngineUnavailable):
             reachable = False  # it is to end at once, or there is nobody to ask
@@ -290,7 +228,7 @@ class Loop:
     async def _improve(self, done: list[Generation], generations: int) -> Generation:
         """One generation: collect, score, build, train, prove, evaluate, promote or reject."""
         number, gate = len(done), self._running().gate
-        done = await self._running().begin(done)
+        done = await self._running().source.begin(done)
         parent = await self._client.version(base_version(done))
         gate.staying = promoted_version(done)
         if not gate.looked:
@@ -300,14 +238,14 @@ class Loop:
             dataset = await self.build(number)
             job = await self.train(dataset, parent, done, generations)
         except (BadInput, JobError) as error:
-            return record_without_update(made, done, error, live=self.settings.live)
+            return record_without_update(made, done, error, live=self.live is not None)
         candidate = await self._client.register(self.agent.model, job.checkpoint or job.id)
         trained = {
             "dataset": dataset["id"],
             "samples": dataset["samples"],
             "demonstrations": dataset["demonstrations"] or 0,
             "epochs": job.steps
-            * stage_of(self.stages, number).hyperparameters.batch_size
+            * self._scheduled(number).method.training.batch_size
             / units_in(dataset),
             "job": job.id,
             "job_id": job.scheduler_job_id,
@@ -335,34 +273,32 @@ class Loop:
         Stored runs are not run again. Rollouts of the generations up to `last` go on meanwhile and
         afterwards, as far as the bound on staleness lets them begin.
         """
-        stage = stage_of(self.stages, len(done))
+        method = self._scheduled(len(done)).method
         with self._timer.phase("rollouts"):
-            collected = await self._running().collect(done, last)
+            collected = await self._running().source.next(done, last)
         return Generation(
             generation=len(done),
-            method=stage.method,
+            method=method.name,
             holdout_success=0.0,
             holdout_tasks=0,
             version=base_version(done),
             promoted=False,
-            kinds=successes_by_kind(collected.runs, self.settings, stage),
-            **collected.fields(min_reward_for(self.settings.data, stage)),
+            kinds=successes_by_kind(collected.runs, self.settings, method),
+            **collected.fields(min_reward_for(self.settings.data, method)),
         )
 
     async def build(self, number: int) -> dict[str, Any]:
         """Build the training set. Raises BadInput: `empty_dataset` if nothing can be learned."""
-        settings, stage, rewards = self.settings, stage_of(self.stages, number), None
-        if settings.sampling.shuffle is not None:
+        settings, now, rewards = self.settings, self._scheduled(number), None
+        if settings.shuffle is not None:
             collector = self._running().collector
-            window = generations_in_window(
-                settings.data, settings.asynchrony, stage, number, live=settings.live
-            )
+            window = iterations_in_window(settings, now, number)
             outcomes = [outcome for n in window for outcome in await collector.outcomes(n)]
             rewards = {outcome.run: outcome.reward for outcome in outcomes}
         with self._timer.phase("dataset", ""):
             await hold_out(self._client, self.name, self.tasks)
-            recipe = recipe_of(settings, stage, number, rewards)
-            givers = await self._running().givers(number)
+            recipe = recipe_of(settings, now, number, rewards)
+            givers = await self._running().source.givers(number)
             return await self._client.build_dataset(recipe.model_copy(update={"givers": givers}))
 
     async def train(
@@ -374,28 +310,29 @@ class Loop:
     ) -> JobStatus:
         """Submit the training job, or find it, and wait for its end. Raises JobError.
 
-        `dataset`: its summary. `last`: see Stage.evaluates.
+        `dataset`: its summary. `last`: see Scheduled.evaluates.
         """
-        stage = stage_of(self.stages, len(done))
-        evaluates = stage.evaluates(len(done), last)
-        hyperparameters = hyperparameters_of(stage, len(done), self.temperature, dataset)
+        now = self._scheduled(len(done))
+        method, evaluates = now.method, now.evaluates(len(done), last)
+        temperature, staleness = self.sampling.temperature, self.sampling.max_staleness
+        hyperparameters = hyperparameters_of(method, len(done), temperature, dataset)
 
         def report(job: JobStatus) -> None:
             self._timer.report("train", job.step, job.steps, f"job {job.scheduler_job_id}")
             if job.offered:
                 gate = self._running().gate
-                gate.receive(job.id, rollouts=self.staleness > 0, evaluates=evaluates)
+                gate.receive(job.id, rollouts=staleness > 0, evaluates=evaluates)
 
         with self._timer.phase("train"):
             job = await self._client.submit_job(
-                method=TRAINED_BY[stage.method],  # dpo and kto compare with the parent
+                method=method.trained_by,  # dpo and kto compare with the parent
                 dataset=dataset["id"],
                 parent=parent.id,
                 hyperparameters=hyperparameters,
-                teacher=stage.teacher,
+                teacher=method.teacher if isinstance(method, Distill) else None,
                 optimizer_from="parent",
-                logprob_limit=self.logprob_limit,
-                session=None if self.settings.live else self.name,  # live updates are hours apart
+                logprob_limit=method.training.logprob_limit,
+                session=None if self.live else self.name,  # live updates are hours apart
             )
             return await self._client.wait_for(job, report)
 
@@ -403,9 +340,9 @@ class Loop:
         self, candidate: ModelVersion, done: list[Generation], last: int
     ) -> dict[str, Any]:
         """Prove, evaluate and perhaps promote a candidate; return fields of the record."""
-        stage, incumbent = stage_of(self.stages, len(done)), promoted_version(done)
+        now, incumbent = self._scheduled(len(done)), promoted_version(done)
         try:
-            if not stage.evaluates(len(done), last):
+            if not now.evaluates(len(done), last):
                 proof = await self.stage(candidate)
                 self._timer.note_direct(proof.seconds)
                 return {
@@ -415,7 +352,7 @@ class Loop:
                     "onward": candidate.id,
                 }
             before = await self._client.version(incumbent)
-            verdict = await self._running().decide(candidate, before, len(done))
+            verdict = await self._running().judge.judge(candidate, before, len(done))
             self._timer.note_direct(verdict.proof.seconds)
         except SwapError as error:  # the pool has put back what it held
             note = f"not proven: {error}"
@@ -423,14 +360,14 @@ class Loop:
             return {"note": note, "onward": done[-1].onward}
         if verdict.promoted:
             return verdict.fields()
-        if stage.parent == "latest" and not verdict.worse:
+        if now.method.parent == "latest" and not verdict.worse:
             return verdict.fields() | {"onward": candidate.id}
         await self.stage(before)
         return verdict.fields()
 
     async def evaluate(self, version: ModelVersion, split: Split) -> list[Run]:
         """Run the agent greedily on the tasks that measure a split, once a version."""
-        return await self._running().judge.evaluate(version, split)
+        return await self._running().evaluator.evaluate(version, split)
 
     async def rest(self) -> None:
         """Cancel background work; let the pool serve the promoted version."""
@@ -439,7 +376,7 @@ class Loop:
 
     async def is_measured(self, version: ModelVersion, split: Split) -> bool:
         """Tell whether all runs that `evaluate` needs of a version are on record."""
-        return await self._running().judge.is_measured(version, split)
+        return await self._running().evaluator.is_measured(version, split)
 
     async def stage(self, version: ModelVersion) -> ProbeReport:
         """Load and prove a version. Raises SwapError."""
@@ -485,14 +422,15 @@ class Loop:
     def _keep_demonstrations(self, count: int | None) -> None:
         if count is not None:
             kept = self.settings.data.demonstrations[:count]
-            object.__setattr__(self, "demonstrations", kept)
-            data = replace(self.settings.data, demonstrations=kept)
+            data = self.settings.data.model_copy(update={"demonstrations": kept})
+            object.__setattr__(self, "data", data)
             self.settings = replace(self.settings, data=data)
 
     def _why_stopped(self, done: Sequence[Generation]) -> str | None:
-        stopping = self.settings.stopping
-        why = why_stopped(done, stopping.target, stopping.patience, stopping.budget)
-        return why or ended(self.stages, len(done) - 1)
+        return why_stopped(done, self.stop) or ended(self.settings.schedule, len(done) - 1)
+
+    def _scheduled(self, number: int) -> Scheduled:
+        return scheduled_at(self.settings.schedule, number)
 
     async def _promoted(self) -> ModelVersion:
         version = await self._client.promoted(self.agent.model)
@@ -525,7 +463,7 @@ def warm_up(loop: Loop, plan: WarmUp | None = None) -> ModelVersion:
     """
     plan = plan or loop.warm_up
     if plan is None:
-        raise BadInput("say how to warm up: WarmUp(Hyperparameters(steps=100))", param="plan")
+        raise BadInput("say how to warm up: WarmUp(Training(steps=100))", param="plan")
 
     async def alone() -> ModelVersion:
         try:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from cray_agents.generation import Generation
 from cray_agents.loop.dataset_recipes import min_reward_for
+from cray_agents.loop.methods import Method
 from cray_agents.loop.settings import LoopSettings
-from cray_agents.loop.stages import Planned
 from cray_agents.records import Run
 
 SMALL, OFTEN = 64, 10.0  # of fewer samples, and in more epochs, a set is learned by heart
@@ -14,13 +14,13 @@ FEW = 0.1  # of a set: so many demonstrations teach little beside the runs
 MANY = 100  # kinds: a key with more values names tasks
 
 
-def successes_by_kind(runs: Sequence[Run], loop: LoopSettings, stage: Planned) -> dict[str, int]:
+def successes_by_kind(runs: Sequence[Run], loop: LoopSettings, method: Method) -> dict[str, int]:
     """Count the good runs of each kind: each value of the curriculum's, balance's or guard's key.
 
     A good run has the method's least reward; where it has none, more than the least of all.
     """
-    key = loop.sampling.curriculum.key or loop.data.balance_by or loop.promotion.guard
-    least, good = min_reward_for(loop.data, stage), Counter[str]()
+    key = loop.data.curriculum.key or loop.data.balance_by or loop.promotion.guard
+    least, good = min_reward_for(loop.data, method), Counter[str]()
     for run in runs:
         kind = run.task.metadata.get(key) if run.task is not None and key is not None else None
         if kind is not None and run.reward is not None:
@@ -36,8 +36,8 @@ def remarks_on(new: Generation, done: Sequence[Generation], loop: LoopSettings) 
     if new.samples < SMALL or new.epochs > OFTEN:
         remarks.append(
             f"a set of {new.samples} samples, each seen {new.epochs:.3g} times, is rather learned "
-            "by heart: more attempts or tasks bring more good runs, or a lower temperature, such "
-            f"as 0.8 (now {loop.sampling.temperature:g})"
+            "by heart: larger groups or more tasks bring more good runs, or a lower temperature, "
+            f"such as 0.8 (now {loop.sampling.temperature:g})"
         )
     if new.demonstrations > FEW * new.samples:
         remarks.append(
@@ -51,6 +51,6 @@ def remarks_on(new: Generation, done: Sequence[Generation], loop: LoopSettings) 
             f"kinds without any success so far: {never}; they need demonstrations, easier tasks or "
             "a reward for a part"
         )
-    if loop.sampling.control is not None and new.promoted:
+    if loop.control is not None and new.promoted:
         remarks.append("a control was promoted: what the loop gains may be without rewards, too")
     return remarks

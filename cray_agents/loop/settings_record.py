@@ -7,7 +7,7 @@ another. Called by loop.py.
 """
 
 import math
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -18,16 +18,29 @@ from cray_agents.agent.handoffs import handoff_tool
 from cray_agents.agent.tool import Tool
 from cray_agents.errors import BadInput
 from cray_agents.loop.code_record import code_of, fingerprint
+from cray_agents.loop.methods import Method
 from cray_agents.loop.settings import LoopSettings
 from cray_agents.platform.client import Platform
 from cray_agents.records import Task, canonical, digest
 from cray_agents.rewards.llm_judge import LLMJudge
 from cray_agents.rewards.reward import RewardFunction, name_of, options_of
-from cray_agents.training_jobs import Hyperparameters
 
 #: Agent fields recorded verbatim. Temperature is missing because the loop sets it.
 VERBATIM = ("max_turns", "max_total_tokens", "on_limit", "max_tokens", "tool_calls", "retries",
             "parallel_tool_calls", "json_schema", "output_retries")  # fmt: skip
+VERSION = 2
+KEPT = ("parent", "evaluate_every", "teacher")  # names of a method that version 1 had, too
+#: Where the fields of version 1 are: their group, and their name in it.
+MOVED = {
+    **{name: ("data", name) for name in ("history", "max_uses", "min_reward", "balance_by",
+                                         "balance_power", "discount", "demonstrations",
+                                         "curriculum")},
+    "resample": ("sampling", "dynamic_sampling"),
+    "staleness": ("sampling", "max_staleness"),
+    "close_at": ("sampling", "straggler_quantile"),
+    "temperature": ("sampling", "temperature"),
+    "seed": ("sampling", "seed"),
+}  # fmt: skip
 
 
 def settings_record(loop: LoopSettings) -> dict[str, Any]:
@@ -36,50 +49,83 @@ def settings_record(loop: LoopSettings) -> dict[str, Any]:
     Left out are settings that may differ from one invocation to the next: where and how far the
     loop runs, not how it learns.
     """
-    data, sampling = loop.data, loop.sampling
+    data, curriculum = loop.data, loop.data.curriculum
     return {
-        "history": data.history,
-        "max_uses": data.max_uses,
-        "min_reward": data.min_reward,
-        "balance_by": data.balance_by,
-        "balance_power": data.balance_power,
-        "discount": data.discount,
-        "resample": sampling.resample,
-        "staleness": loop.asynchrony.staleness,
-        "close_at": loop.asynchrony.close_at,
-        "temperature": sampling.temperature,
-        "seed": sampling.seed,
-        "control": sampling.control,
+        "version": VERSION,
         "agent": _agent(loop.agent),
         "tasks": _fingerprint([_task(task) for task in loop.tasks]),
         "rewards": [_reward(function) for function in loop.rewards],
         "reward_weights": [options_of(function).weight for function in loop.rewards],
         "reward_code": {name_of(function): fingerprint(function) for function in loop.rewards},
-        "stages": {
-            str(stage.first): {**asdict(stage), "hyperparameters": _hyper(stage.hyperparameters)}
-            | ({"last": None} if stage is loop.stages[-1] else {})  # how far it runs
-            for stage in loop.stages
+        "method": {
+            str(one.first): {"name": one.method.name, **_method(one.method)}
+            | ({"iterations": None} if one is loop.schedule[-1] else {})  # how far it runs
+            for one in loop.schedule
         },
-        "warm_up": loop.warm_up,
-        "demonstrations": _fingerprint([list(pair) for pair in data.demonstrations]),
-        "curriculum": {
-            f.name: getattr(sampling.curriculum, f.name)
-            for f in fields(sampling.curriculum)
-            if f.init
+        "sampling": loop.sampling.model_dump(mode="json", exclude={"concurrency", "seeded"}),
+        "data": data.model_dump(mode="json", exclude={"demonstrations", "curriculum"})
+        | {
+            "demonstrations": _fingerprint([list(pair) for pair in data.demonstrations]),
+            "curriculum": {
+                f.name: getattr(curriculum, f.name) for f in fields(curriculum) if f.init
+            },
         },
         "promotion": loop.promotion.model_dump(mode="json"),
+        "control": loop.control,
+        "warm_up": loop.warm_up,
     }
+
+
+def _method(method: Method) -> dict[str, Any]:
+    return method.model_dump(mode="json", exclude={"training": {"logprob_limit"}})
+
+
+def translated(record: dict[str, Any]) -> dict[str, Any]:
+    """A record in today's names, also if it is older. Raises BadInput for a newer one."""
+    version = record.get("version", 1)
+    if version > VERSION:
+        raise BadInput(
+            f"the loop's settings are a record of version {version}, and this code reads up to "
+            f"{VERSION}: use the version of cray-agents that wrote it, or a newer one"
+        )
+    if version == VERSION:
+        return record
+    moved: dict[str, Any] = {"sampling": {}, "data": {}, "method": {}}
+    for old, value in record.items():
+        group, name = MOVED.get(old, (None, old))
+        (moved if group is None else moved[group])[name] = value
+    for first, stage in moved.pop("stages", {}).items():
+        hyper = dict(stage["hyperparameters"])
+        preference, policy = hyper.pop("preference", {}), hyper.pop("policy", {})
+        last = stage["last"]
+        moved["method"][first] = {
+            **(policy if stage["method"] in ("grpo", "distill") else preference),
+            "name": stage["method"],
+            "iterations": None if last is None else last - int(first) + 1,
+            "group_size": stage["attempts"],
+            "tasks_per_iteration": stage["tasks_per_generation"],
+            "training": hyper,
+            **{
+                name: stage[name]
+                for name in ("parent", "evaluate_every", "teacher")
+                if name in stage
+            },
+        }
+    return moved
 
 
 async def record_settings(
     platform: Platform, loop: str, settings: dict[str, Any], accept: bool
 ) -> None:
-    """Record the settings, or find that they are the recorded ones. Raises BadInput."""
-    number, known = 0, dict[str, Any]()
+    """Record the settings of a loop that begins, and compare those of one that goes on.
+
+    Raises BadInput where they differ, unless the change is accepted: then it is recorded too.
+    """
+    number, newest = 0, None
     while (entry := await platform.recall(loop, f"settings-{number + 1}")) is not None:
-        number, known = number + 1, entry
-    changes = differences(known, settings)
-    if number and not changes:
+        number, newest = number + 1, entry
+    changes = [] if newest is None else differences(translated(newest), settings)
+    if newest is not None and not changes:
         return
     if number and not accept:
         listed = "; ".join(
@@ -163,11 +209,6 @@ def _task(task: Task) -> dict[str, Any]:
 def _output_schema(agent: Agent) -> dict[str, Any]:
     output_type: Any = agent.output_type
     return TypeAdapter(output_type).json_schema()
-
-
-def _hyper(hyperparameters: Hyperparameters) -> dict[str, Any]:
-    given = hyperparameters.model_dump(mode="json")
-    return given if "steps" in hyperparameters.model_fields_set else given | {"steps": None}
 
 
 def _fingerprint(value: Any) -> str:

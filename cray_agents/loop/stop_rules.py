@@ -4,15 +4,17 @@ They look at the generations on record alone, so a restart changes nothing. Call
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from typing import Any
+
+from pydantic import Field
 
 from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import Generation, promoted_holdout_success
-from cray_agents.loop.stages import COMPARING
+from cray_agents.loop.methods import METHODS
+from cray_agents.records import StrictRecord
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(StrictRecord):
     """An amount after which a loop begins no further generation; None: any amount.
 
     Args:
@@ -22,16 +24,10 @@ class Budget:
         trainer_seconds: of its training jobs, by their own clock.
     """
 
-    seconds: float | None = None
-    runs: int | None = None
-    tokens: int | None = None
-    trainer_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            if value is not None and not value > 0:
-                raise BadInput(f"budget: {limit.name}={value!r}: must be above 0", param="budget")
+    seconds: float | None = Field(None, gt=0)
+    runs: int | None = Field(None, gt=0)
+    tokens: int | None = Field(None, gt=0)
+    trainer_seconds: float | None = Field(None, gt=0)
 
     def used_up(self, done: Sequence[Generation]) -> str | None:
         """The limit that is used up, in words, if any."""
@@ -42,16 +38,29 @@ class Budget:
             "trainer_seconds": sum(g.trainer_seconds for g in done),
         }
         for name, amount in used.items():
-            limit = getattr(self, name)
+            limit: Any = getattr(self, name)
             if limit is not None and amount >= limit:
                 return f"budget: {amount:.6g} of {limit:g} {name} are used"
         return None
 
 
-def why_stopped(
-    done: Sequence[Generation], target: float | None, patience: int | None, budget: Budget
-) -> str | None:
+class Stop(StrictRecord):
+    """When a loop stops by itself.
+
+    Args:
+        target: when held-out success reaches it.
+        patience: after so many evaluated candidates in a row of which none was promoted.
+        budget: when it is used up.
+    """
+
+    target: float | None = None
+    patience: int | None = Field(None, ge=1)
+    budget: Budget = Field(default_factory=Budget)
+
+
+def why_stopped(done: Sequence[Generation], stop: Stop) -> str | None:
     """Why no further generation is begun; None: one is."""
+    target, patience = stop.target, stop.patience
     if not done:
         return None
     best = promoted_holdout_success(done)
@@ -61,7 +70,7 @@ def why_stopped(
     stalled = patience is not None and len(judged) > patience
     if stalled and not any(g.promoted for g in judged[-(patience or 0) :]):
         return f"no progress: none of the last {patience} candidates was promoted"
-    return budget.used_up(done)
+    return stop.budget.used_up(done)
 
 
 def record_without_update(
@@ -88,10 +97,10 @@ def check_learned_something(done: Sequence[Generation]) -> None:
         return
     cold = f" ({done[0].note})" if done[0].note else ""
     again = any(g.generation and g.dataset is None for g in before)
-    if newest.method not in COMPARING or again:
+    if not METHODS[newest.method].compares or again:
         raise BadInput(
             f"generation {newest.generation}: {newest.note}{cold}. The same command goes on "
-            "with the next generation's tasks; Loop(temperature=0.8) samples nearer to what the "
-            "model finds likely",
+            "with the next generation's tasks; Sampling(temperature=0.8) samples nearer to what "
+            "the model finds likely",
             code="empty_dataset",
         )

@@ -1,7 +1,8 @@
 """A cold start: imitate a few demonstrations until the model succeeds sometimes, and stop there.
 
-    plan = WarmUp(Hyperparameters(steps=100), band=(0.15, 0.4))
-    Loop(agent, tasks, rewards=[...], demonstrations=[(messages, {}), ...], warm_up=plan)
+    plan = WarmUp(Training(steps=100), band=(0.15, 0.4))
+    data = Data(demonstrations=[(messages, {}), ...])
+    Loop(agent, tasks, rewards=[...], data=data, warm_up=plan)
 
 A model that never succeeds gives a loop nothing to learn from; one that was shown everything gives
 it nothing to do. So training on the demonstrations goes on in small jobs until held-out success
@@ -22,6 +23,7 @@ from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import LoopProgress
 from cray_agents.loop.dataset_recipes import min_reward_for
 from cray_agents.loop.holdout_journal import hold_out
+from cray_agents.loop.methods import Training
 from cray_agents.loop.settings import Demonstration, LoopSettings
 from cray_agents.platform.client import Platform
 from cray_agents.queries import DatasetRecipe
@@ -31,8 +33,9 @@ from cray_agents.training_jobs import Hyperparameters, JobStatus
 SEEDS = 2**31  # a job's seed is below, and not negative
 ENTRY = "warm-up"  # in the loop's journal
 REMEDIES = (
-    "let it imitate demonstrations first, Loop(demonstrations=..., warm_up=WarmUp(...)); begin "
-    "with a model that solves some of these tasks; give easier tasks, or a reward for a part of one"
+    "let it imitate demonstrations first, Loop(data=Data(demonstrations=...), warm_up=WarmUp(...));"
+    " begin with a model that solves some of these tasks; give easier tasks, or a reward for a part"
+    " of one"
 )
 
 log = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ class WarmUp:
     """A plan to warm up: the first job, the jobs after it, and the band to stop in.
 
     Args:
-        first: the first job's hyperparameters; its `steps` are a guess, which need not be good.
+        first: the first job's settings; its `steps` are a guess, which need not be good.
         then: those of the jobs after it, while success is below the band. Default: `first`.
         demonstrations: how many of the loop's the first job sees. Default: all.
         more: how many more each later job sees that goes on below the band.
@@ -53,8 +56,8 @@ class WarmUp:
     Raises BadInput for what cannot be.
     """
 
-    first: Hyperparameters
-    then: Hyperparameters | None = None
+    first: Training
+    then: Training | None = None
     demonstrations: int | None = None
     more: int = 0
     band: tuple[float, float] = (0.15, 0.40)
@@ -63,6 +66,9 @@ class WarmUp:
     def __post_init__(self) -> None:
         if not self.band[0] <= self.band[1]:
             raise BadInput(f"band={self.band!r}: give the lowest success first", param="band")
+        for name, job in (("first", self.first), ("then", self.then or self.first)):
+            if not isinstance(job, Training) or job.steps is None:
+                raise BadInput(f"{name}={job!r}: give Training(steps=...)", param=name)
         for name, value, least in (
             ("demonstrations", 1 if self.demonstrations is None else self.demonstrations, 1),
             ("more", self.more, 0),
@@ -74,7 +80,7 @@ class WarmUp:
     def settings(self) -> dict[str, Any]:
         """The plan as plain data, as a loop's settings have it."""
         jobs = {"first": self.first, "then": self.then}
-        plain = {name: job and job.model_dump(mode="json") for name, job in jobs.items()}
+        plain = {name: job and _job(job).model_dump(mode="json") for name, job in jobs.items()}
         return asdict(self) | plain | {"band": list(self.band)}
 
 
@@ -245,14 +251,15 @@ class WarmUpJobs:
 def cold_start(loop: LoopSettings, runs: Sequence[Run]) -> str:
     """A warning for generation 0 when none of its runs had success; empty if one had.
 
-    The first stage learns from success alone: from a good run, or one with any reward at all. A
+    The first method learns from success alone: from a good run, or one with any reward at all. A
     loop on live traffic learns from people's rewards, whatever these runs got; distill from none.
     """
-    stage, rewards = loop.stages[0], [run.reward for run in runs if run.reward is not None]
-    if loop.live or stage.method in ("sft", "distill") or not rewards:
+    rewards = [run.reward for run in runs if run.reward is not None]
+    method = loop.schedule[0].method
+    if loop.live is not None or method.name in ("sft", "distill") or not rewards:
         return ""
-    least = min_reward_for(loop.data, stage)
-    if least is not None and stage.method != "dpo":
+    least = min_reward_for(loop.data, method)
+    if least is not None and method.name != "dpo":
         if max(rewards) >= least:
             return ""
         missing = f"a reward of {least:g}"
@@ -261,7 +268,7 @@ def cold_start(loop: LoopSettings, runs: Sequence[Run]) -> str:
     else:
         missing = "any reward"
     text = f"cold start: none of {len(rewards)} held-out runs got {missing}"
-    if stage.method == "rft" and loop.data.demonstrations:
+    if method.name == "rft" and loop.data.demonstrations:
         return f"{text}: until some do, it learns from the demonstrations alone. Else {REMEDIES}"
     return f"{text}, and a loop learns from success alone. Remedies: {REMEDIES}"
 
@@ -276,6 +283,11 @@ def check(loop: LoopSettings) -> None:
         )
 
 
+def _job(training: Training) -> Hyperparameters:
+    assert training.steps is not None  # as WarmUp checks
+    return training.job(training.steps)
+
+
 async def search(plan: WarmUp, every: int, attempt: Attempt) -> Tried:
     """Try jobs until a version is in the band; return it, or the nearest. Raises JobError.
 
@@ -287,8 +299,8 @@ async def search(plan: WarmUp, every: int, attempt: Attempt) -> Tried:
     again.
     """
     low, high = plan.band
-    then = plan.then or plan.first
-    now, chosen = plan.first, min(plan.demonstrations or every, every)
+    then = _job(plan.then or plan.first)
+    now, chosen = _job(plan.first), min(plan.demonstrations or every, every)
     below: ModelVersion | None = None
     over: int | None = None
     tried: list[Tried] = []

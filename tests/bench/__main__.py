@@ -10,11 +10,12 @@ from pathlib import Path
 
 import orjson
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.records import Event, ModelCall
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.bench import (
     batches,

@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 
-from cray_agents import OpenAIEngine
+from cray_agents.agent import OpenAIEngine
 from tests.bench.rivals.agent_overhead import scripted_server
 from tests.bench.rounds import side_by_side
 

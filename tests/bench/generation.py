@@ -8,7 +8,7 @@ import statistics
 import time
 from pathlib import Path
 
-from cray_agents import Agent, Hyperparameters, Task
+from cray_agents import Agent, Task
 from cray_agents.cli.platform.platform_process import client, serving
 from cray_agents.config import load_config
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts
@@ -17,6 +17,7 @@ from cray_agents.platform.client import Platform
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ModelVersion, Run
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
+from cray_agents.training import Hyperparameters
 from tests.bench.rounds import row
 
 GENERATIONS = 6  # of each kind; the first starts the session's ranks and is left out

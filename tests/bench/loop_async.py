@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cray_agents import Agent, Loop, PromotionTest, RunContext, ScriptedEngine, tool
+from cray_agents import Agent, Loop, PromotionTest, RunContext, tool
 from cray_agents.agent.hooks import Hooks
 from cray_agents.engines.scripted import tool_call
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
+from cray_agents.testing import ScriptedEngine
 from tests.bench.rounds import row
 from tests.support.killable_loop import echo, signed, site_loop, some_tasks
 from tests.support.scripted_platform import platform

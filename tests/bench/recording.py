@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from cray_agents import Agent, Platform, Run, ScriptedEngine
+from cray_agents import Agent, Platform, Run
 from cray_agents.engines.openai_engine import run_event
 from cray_agents.engines.scripted import tool_call
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.bench.rounds import side_by_side
 from tests.support.scripted_gateway import served

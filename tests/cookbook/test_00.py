@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents import Run, ScriptedEngine
+from cray_agents import Run
 from cray_agents.cli.agent.agents import load
+from cray_agents.testing import ScriptedEngine
 from tests.support.quick_recipe import quick_lines
 
 FILE = Path(__file__).parents[2] / "cookbook" / "00_the_loop_by_hand.py"

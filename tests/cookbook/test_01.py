@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cray_agents import ScriptedEngine
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
 FILE = Path(__file__).parents[2] / "cookbook" / "01_hello_agent.py"

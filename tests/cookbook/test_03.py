@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from cray_agents import ScriptedEngine
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.records import ModelCall, Run
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
 ROOT = Path(__file__).parents[2]

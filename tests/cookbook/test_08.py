@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cray_agents import ScriptedEngine
 from cray_agents.cli.agent.agents import load
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets import dataset_runs, list_datasets
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.scripted_platform import platform
 

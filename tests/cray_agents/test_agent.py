@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cray_agents import Agent, Hooks, Run, StopReason, Task, tool
-from cray_agents.agent import user_code
+from cray_agents import Agent, Run, Task, tool
+from cray_agents.agent import Hooks, StopReason, user_code
 from cray_agents.agent.stream_events import (
     ModelFinished,
     ModelStarted,
@@ -592,7 +592,8 @@ def test_run_sync_in_a_tool_of_run_sync():
 def test_ctrl_c_in_run_sync_records_the_run():
     program = """
         import asyncio, signal
-        from cray_agents import Agent, ScriptedEngine
+        from cray_agents import Agent
+        from cray_agents.testing import ScriptedEngine
 
         # a shell that starts tests in the background has it ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)

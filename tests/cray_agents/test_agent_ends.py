@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Environment, Hooks, Run, RunContext, Task, tool
+from cray_agents import Environment, Run, RunContext, Task, tool
+from cray_agents.agent import Hooks
 from cray_agents.agent.sessions import MemorySession
 from cray_agents.agent.stream_events import ModelFinished
 from cray_agents.engines.no_real_models import no_real_models

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cray_agents import Agent, Environment, Hooks, Run, RunContext, ScriptedEngine, tool
+from cray_agents import Agent, Environment, Run, RunContext, tool
+from cray_agents.agent import Hooks
 from cray_agents.agent.stream_events import Handoff
 from cray_agents.errors import BadInput, EngineUnavailable, StoreError
 from cray_agents.records import ToolCall
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.support.model_scripts import SUM, agent, asks, script
 

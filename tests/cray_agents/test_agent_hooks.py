@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Hooks, Run, RunContext, tool
+from cray_agents import Run, RunContext, tool
+from cray_agents.agent import Hooks
 from cray_agents.records import ModelCall, ToolCall
 from cray_agents.tools.calculator import calculator
 from tests.support.model_scripts import SUM, agent, asks, script

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cray_agents import RunContext, StopReason
+from cray_agents import RunContext
+from cray_agents.agent import StopReason
 from cray_agents.agent.stream_events import LimitReached, RunEnded, TextDelta
 from cray_agents.errors import EngineError, EngineUnavailable
 from cray_agents.tools.calculator import calculator

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cray_agents import Platform, ScriptedEngine
+from cray_agents import Platform
 from cray_agents.cli import app
 from cray_agents.cli.agent.agents import load_agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
+from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
 AGENT = """
 from words import GREETING
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 
 agent = Agent("sums", tools=[calculator], instructions=GREETING, model="m")
@@ -151,7 +153,8 @@ def test_an_error_does_not_end_a_chat(file: str) -> None:
 
 HANGING = """
 import asyncio
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
+from cray_agents.testing import ScriptedEngine
 
 async def reply(request):
     if request["messages"][-1]["content"] == "hang":
@@ -200,7 +203,8 @@ def test_which_agent_of_a_file(file: str, tmp_path: Path) -> None:
 
 
 WORLD = """
-from cray_agents import Agent, Environment, RunContext, ScriptedEngine, Task, TaskSet
+from cray_agents import Agent, Environment, RunContext, Task, TaskSet
+from cray_agents.testing import ScriptedEngine
 
 class Room(Environment):
     def reset(self, task: Task, context: RunContext) -> str:

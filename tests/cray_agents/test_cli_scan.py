@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Run, ScriptedEngine, judge, scanner
+from cray_agents import Run, judge, scanner
 from cray_agents.cli.runs.scan import find_scanner
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
@@ -17,6 +17,7 @@ from cray_agents.rewards.reward import Verdict
 from cray_agents.rewards.scanner import scan, scanner_name
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index.run_merge import RunFacts
+from cray_agents.testing import ScriptedEngine
 from tests.support.command_line import cli
 from tests.support.datasets.dataset_runs import call, made, reasons, run_events, several, stored
 from tests.support.scripted_platform import platform

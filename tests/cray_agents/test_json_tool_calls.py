@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
-from cray_agents import Agent, ConstrainedEngine, ScriptedEngine, tool
+from cray_agents import Agent, tool
+from cray_agents.agent import ConstrainedEngine
 from cray_agents.agent.stream_events import RunEnded, TextDelta
 from cray_agents.agent.tool import as_tool
 from cray_agents.engines.chat_completions import Assembly, tidy
@@ -19,6 +20,7 @@ from cray_agents.engines.json_tool_calls import (
     reply_schema,
 )
 from cray_agents.errors import EngineError
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 
 ASK: dict[str, Any] = {

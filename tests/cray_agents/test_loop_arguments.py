@@ -6,19 +6,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-
-from cray_agents import (
-    Agent,
-    Curriculum,
-    Hyperparameters,
-    Loop,
-    PromotionTest,
-    Run,
-    TaskSet,
-    reward,
-)
-from cray_agents.errors import BadInput
 from cray_agents.loop.stages import Stage
+
+from cray_agents import Agent, Loop, PromotionTest, Run, TaskSet, reward
+from cray_agents.errors import BadInput
+from cray_agents.loop import Curriculum
+from cray_agents.training import Hyperparameters
 
 AGENT = Agent("adder", model="m")
 ROWS = [{"input": f"{n}+1", "target": n + 1, "metadata": {"level": n % 3}} for n in range(30)]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse
 
-from cray_agents import Agent, ConstrainedEngine, OpenAIEngine, ScriptedEngine
+from cray_agents import Agent
+from cray_agents.agent import ConstrainedEngine, OpenAIEngine
 from cray_agents.agent.stream_events import RunEnded
 from cray_agents.agent.tool import as_tool
 from cray_agents.engines.missed_tool_calls import (
@@ -18,6 +19,7 @@ from cray_agents.engines.missed_tool_calls import (
 )
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import EngineError
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 
 TOOLS = [as_tool(calculator).schema]

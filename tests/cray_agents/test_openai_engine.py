@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from cray_agents import Agent, OpenAIEngine
+from cray_agents import Agent
+from cray_agents.agent import OpenAIEngine
 from cray_agents.agent.stream_events import RunEnded, TextDelta
 from cray_agents.engines.openai_engine import WIDTH
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable, StoreError

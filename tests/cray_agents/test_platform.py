@@ -8,12 +8,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from cray_agents import Agent, Hyperparameters, Platform, Run, StopReason
+from cray_agents import Agent, Platform, Run
+from cray_agents.agent import StopReason
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.platform import transport
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from cray_agents.training import Hyperparameters
 from tests.support.scripted_gateway import Gateway, checkpoint, echo, served, until
 
 

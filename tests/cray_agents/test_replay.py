@@ -8,14 +8,8 @@ from typing import Any
 
 import pytest
 
-from cray_agents import (
-    Agent,
-    OpenAIEngine,
-    RecordingEngine,
-    ReplayEngine,
-    ScriptedEngine,
-    no_real_models,
-)
+from cray_agents import Agent
+from cray_agents.agent import OpenAIEngine
 from cray_agents.agent.stream_events import RunEnded
 from cray_agents.config import load_config
 from cray_agents.engines.scripted import tool_call
@@ -28,6 +22,7 @@ from cray_agents.errors import (
     ReplayMismatch,
 )
 from cray_agents.records import Run
+from cray_agents.testing import RecordingEngine, ReplayEngine, ScriptedEngine, no_real_models
 from cray_agents.tools.calculator import calculator
 
 SCRIPT: list[Any] = [tool_call("calculator", expression="2 + 2"), "It is 4, I think."]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cray_agents import Agent, Run, ScriptedEngine, reward
+from cray_agents import Agent, Run, reward
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Redaction, Reward, RunError, Trajectory, Turn
 from cray_agents.rewards.reward import Verdict, needs_scoring, prepare_rescoring, score, score_run
+from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
 RUN = Run(

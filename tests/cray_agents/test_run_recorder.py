@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents import Platform, Run, StopReason
+from cray_agents import Platform, Run
+from cray_agents.agent import StopReason
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.platform.transport import MAX_EVENTS, Event, Recording
 from tests.support.scripted_gateway import served

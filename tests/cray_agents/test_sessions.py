@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, FileSession, MemorySession, PlatformSession, ScriptedEngine
+from cray_agents import Agent
+from cray_agents.agent import FileSession, MemorySession, PlatformSession
 from cray_agents.errors import BadInput, Corrupt, EngineError, StoreError
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.support.model_scripts import SUM, agent, asks, script
 from tests.support.scripted_platform import platform

@@ -13,12 +13,13 @@ import pytest
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
-from cray_agents import Agent, RunContext, ScriptedEngine, tool
+from cray_agents import Agent, RunContext, tool
 from cray_agents.agent.signatures import read_docstring
 from cray_agents.agent.tool import Tool, as_tool, model_text, perform
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, ToolError
 from cray_agents.records import ToolCall
+from cray_agents.testing import ScriptedEngine
 
 
 class Unit(enum.Enum):

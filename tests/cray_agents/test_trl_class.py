@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Environment, RunContext, Task, ToolError, as_trl, tool
+from cray_agents import Environment, RunContext, Task, ToolError, tool
+from cray_agents.agent import as_trl
 from cray_agents.errors import BadInput
 
 

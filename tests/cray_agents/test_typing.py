@@ -7,8 +7,9 @@ from typing import Literal, assert_type
 
 from pydantic import BaseModel
 
-from cray_agents import Agent, Loop, Run, ScriptedEngine, TaskSet, reward
+from cray_agents import Agent, Loop, Run, TaskSet, reward
 from cray_agents.agent.agent import Changes
+from cray_agents.testing import ScriptedEngine
 
 
 class Order(BaseModel):

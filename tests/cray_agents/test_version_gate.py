@@ -9,12 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-
-from cray_agents import Platform, ScriptedEngine
 from cray_agents.loop.stages import Stage
+
+from cray_agents import Platform
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
+from cray_agents.testing import ScriptedEngine
 from cray_agents.training_jobs import JobStatus
 from tests.support.killable_loop import echo, site_loop
 from tests.support.scripted_platform import platform

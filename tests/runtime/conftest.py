@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from cray_agents import ScriptedEngine
 from cray_agents.paths import Home
+from cray_agents.testing import ScriptedEngine
 from tests.support.fine_tuning_site import Site
 from tests.support.scripted_gateway import Gateway, served
 from tests.support.scripted_platform import platform

@@ -9,11 +9,12 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from cray_agents import Agent, Platform, ScriptedEngine, tool
+from cray_agents import Agent, Platform, tool
 from cray_agents.cli import app
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.queries import DatasetRecipe
+from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_gateway import Gateway
 from tests.support.scripted_platform import platform
 

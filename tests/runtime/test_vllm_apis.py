@@ -15,7 +15,8 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
-from cray_agents import Agent, ConstrainedEngine, OpenAIEngine, tool
+from cray_agents import Agent, tool
+from cray_agents.agent import ConstrainedEngine, OpenAIEngine
 from cray_agents.agent.tool import as_tool, perform
 from cray_agents.engines.chat_completions import Assembly, tidy
 from cray_agents.errors import EngineError

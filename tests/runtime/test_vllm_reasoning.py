@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from cray_agents import Agent, OpenAIEngine, StopReason
+from cray_agents import Agent
+from cray_agents.agent import OpenAIEngine, StopReason
 from cray_agents.env_worker.chat import ModelConversation
 from cray_agents.env_worker.rollout import Rollout
 from cray_agents.runtime.exports.conversations.chat_messages import chats_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import openai
 
-from cray_agents import Agent, DatasetRecipe, Hyperparameters, Platform, PromotionTest, Run, Task
+from cray_agents import Agent, Platform, PromotionTest, Run, Task
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
@@ -27,6 +27,7 @@ from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, keep_led
 from cray_agents.tools.calculator import calculator
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
+from cray_agents.training import DatasetRecipe, Hyperparameters
 from tests.runtime.views.test_run_views import Scoring, model_with_tokenizer
 from tests.support.killable_loop import lucky, site_loop, some_tasks
 from tests.support.scripted_platform import platform

@@ -13,8 +13,8 @@ from typing import Any
 
 import openai
 
-from cray_agents import ScriptedEngine
 from cray_agents.paths import Home
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.scripted_platform import PROBE, platform
 

@@ -20,7 +20,6 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from cray_agents import ScriptedEngine
 from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent
@@ -30,6 +29,7 @@ from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.scripted_platform import PROBE, bare_model
 

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import uvloop
 
-from cray_agents import Agent, Loop, PromotionTest, ScriptedEngine, Task, TaskSet, reward
+from cray_agents import Agent, Loop, PromotionTest, Task, TaskSet, reward
 from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.run_context import RunContext
 from cray_agents.errors import NotFound
@@ -36,6 +36,7 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.training_jobs import Hyperparameters
 from tests.support.scripted_platform import bare_model
 from tests.support.timed_trainer import TimedTrainer

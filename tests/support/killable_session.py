@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from cray_agents import Datum, Hyperparameters, Platform, ScriptedEngine
+from cray_agents import Platform
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.paths import Home
 from cray_agents.platform.training_session import TrainingSession, gradient_of
@@ -30,8 +30,10 @@ from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.training import Datum, Hyperparameters
 from cray_agents.training_commands import (
     End,
     ForwardBackward,

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
+from cray_agents.testing import ScriptedEngine
 
 SUM = ("calculator", {"expression": "47 + 385"})
 

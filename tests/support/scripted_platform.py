@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from cray_agents import Platform, ScriptedEngine
+from cray_agents import Platform
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
@@ -23,6 +23,7 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.bare_models import bare_model as bare_model
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
 from cray_agents.agent.tool import perform
 from cray_agents.engines.scripted import tool_call
 from cray_agents.records import ToolCall
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.ask import Question, ask_human_tool
 
 PROGRAM = """

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
 from cray_agents.paths import host_cache
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.documents import Documents, FoundPassage, fuse_rankings
 from cray_agents.tools.documents.passages import SIZE, passages_of
 

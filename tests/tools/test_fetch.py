@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, ToolError
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.fetch import fetch_tool
 from cray_agents.tools.url_policy import Reachable
 

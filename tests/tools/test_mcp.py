@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
 from cray_agents.agent.tool import Tool, perform
 from cray_agents.cli.agent.mcp import serve
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Run, ToolCall
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.from_schema import tool_from_schema
 from cray_agents.tools.mcp_client import McpTools
 
@@ -28,7 +29,8 @@ COMMAND = [sys.executable, SITE]
 
 AGENT = """
 print("a print in the file")
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
+from cray_agents.testing import ScriptedEngine
 from cray_agents.errors import EngineError
 from cray_agents.engines.scripted import tool_call
 from cray_agents.tools.calculator import calculator
@@ -46,7 +48,8 @@ agent = Agent(name="calc bot", description="Knows sums.", tools=[calculator], re
 
 NOISY = """
 import subprocess
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
+from cray_agents.testing import ScriptedEngine
 from cray_agents.engines.scripted import tool_call
 
 def noisy() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
 from cray_agents.agent.tool import as_tool
 from cray_agents.engines.scripted import tool_call
 from cray_agents.processes import alive
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.python import PythonSession, python_tool
 from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.sandbox.usage_monitor import process_tree

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, ScriptedEngine, Task
+from cray_agents import Agent, Task
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.shell import ShellSession, shell_tool
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
 from cray_agents.agent.tool import perform
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, ToolError
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.safe_paths import MAX_DEPTH
 from cray_agents.tools.workspace import MAX_LISTED, MAX_MATCHES, Workspace
 

@@ -9,7 +9,7 @@ matter to the reader of a run:
   the tokens of its first, and one run is one training sequence.
 * Digits are single tokens, hence an unseen number is only an unseen order of known tokens.
 
-`make_tiny_model` makes one for a loop's own demonstrations, also as `cray_agents.make_tiny_model`.
+`make_tiny_model` makes one for a loop's own demonstrations: see `cray_agents.testing`.
 The same seed and corpus give the same bytes. Importing this module is light: functions import
 torch and tokenizers themselves. Read next: `cookbook/02_calculator_loop.py`.
 """

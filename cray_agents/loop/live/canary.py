@@ -11,7 +11,7 @@ from typing import Any
 
 from cray_agents.errors import NotFound
 from cray_agents.loop.evaluator import CandidateVerdict
-from cray_agents.loop.live.schedule import Watch
+from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.version_gate import VersionGate
 from cray_agents.platform.client import Platform
@@ -29,7 +29,7 @@ class Canarying:
     gate: VersionGate
     clock: PhaseTimer
     loop: str
-    watch: Watch
+    watch: Live
     test: PromotionTest
 
     async def judge(

@@ -26,8 +26,8 @@ class Daily(StrictRecord):
     trainer_seconds: float | None = Field(None, gt=0)
 
 
-class Watch(StrictRecord):
-    """Live training: the runs to train on, and its times. `Loop(..., watch=Watch(...))`.
+class Live(StrictRecord):
+    """Live training: the runs to train on, and its times. `Loop(..., live=Live(...))`.
 
     A run counts once it has a reward of one of the `givers`, whenever that came. Runs of loops,
     verdicts of judges, runs on held-out tasks, imported runs and runs without tokens do not count.
@@ -69,7 +69,7 @@ class Watch(StrictRecord):
         return quiet
 
     @model_validator(mode="after")
-    def _ever(self) -> "Watch":
+    def _ever(self) -> "Live":
         if self.runs is None and self.every is None:
             raise ValueError("say when to train: `runs`, or `every` so many seconds")
         if self.runs is not None and self.runs > self.most:
@@ -86,13 +86,13 @@ class Update(NamedTuple):
     trainer_seconds: float
 
 
-def is_due(watch: Watch, runs: int, last: float, now: float) -> bool:
+def is_due(watch: Live, runs: int, last: float, now: float) -> bool:
     """Tell whether so many new runs make an update. `last`: the begin of the previous one."""
     enough = watch.runs is not None and runs >= watch.runs
     return enough or (watch.every is not None and runs > 0 and now >= last + watch.every)
 
 
-def held_back(watch: Watch, begun: Sequence[Update], now: float) -> str | None:
+def held_back(watch: Live, begun: Sequence[Update], now: float) -> str | None:
     """The reason why no update may begin now, in words, if any."""
     until = quiet_until(watch.quiet, datetime.fromtimestamp(now)) if watch.quiet else None
     if until is not None:

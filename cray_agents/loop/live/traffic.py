@@ -1,6 +1,6 @@
 """Live traffic as training runs: a loop learns from rewarded runs of its users.
 
-    Loop(agent, tasks, rewards=[...], method="kto", watch=Watch(runs=64, quiet="08:00-18:00"))
+    Loop(agent, tasks, rewards=[...], method=KTO(), live=Live(runs=64, quiet="08:00-18:00"))
     cray-agents loop FILE --watch
 
 All other steps are the loop's own: build, train, prove, evaluate, promote. `take` waits until an
@@ -26,7 +26,7 @@ from typing import Any
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.generation import Generation, promoted_version
 from cray_agents.loop.collector import Collected
-from cray_agents.loop.live.schedule import Update, Watch, held_back, is_due
+from cray_agents.loop.live.schedule import Live, Update, held_back, is_due
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import Rollouts
 from cray_agents.records import UNSCORED, Record, Run, Task, reward_of_givers
@@ -59,7 +59,7 @@ class LiveTraffic:
 
     rollouts: Rollouts  # names the platform and the loop; nothing is run
     clock: PhaseTimer
-    watch: Watch
+    watch: Live
     judged: bool
     both_sides_of: Callable[[int], float | None]
     _takes: dict[int, UpdateBatch] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class LiveTraffic:
         default_factory=Counter
     )  # rewards left out at the last look, by giver
 
-    async def take(self, done: Sequence[Generation]) -> list[Generation]:
+    async def begin(self, done: Sequence[Generation]) -> list[Generation]:
         """Wait for the next update's runs, and take them; return the generations to go on from.
 
         These are `done`, unless somebody else promoted or rolled back since: then the last one
@@ -79,7 +79,7 @@ class LiveTraffic:
             while (take := await self._recorded(number)) is None:
                 await self._check_judged()
                 begun = time.monotonic()
-                if not await self._begin(number, done):
+                if not await self._record_due(number, done):
                     spent = time.monotonic() - begun
                     await asyncio.sleep(max(self.watch.poll, SLOWER * spent))
         with self.clock.phase("taking runs", ""):
@@ -94,8 +94,9 @@ class LiveTraffic:
         take = await self._recorded(number)
         return take.givers if take is not None else None
 
-    async def collected(self, number: int) -> Collected:
-        """The runs of an update."""
+    async def next(self, done: Sequence[Generation], last: int) -> Collected:
+        """The runs of the update after the `done` ones."""
+        number = len(done)
         runs = await self.rollouts.stored("train", generation=number)
         rows = self.rollouts.platform.summaries(
             loop=self.rollouts.loop, generation=number, split="train"
@@ -105,7 +106,7 @@ class LiveTraffic:
         version = models.pop() if len(models) == 1 else None
         return Collected(runs, tokens=tokens, sampled_from=version)
 
-    async def _begin(self, number: int, done: Sequence[Generation]) -> bool:
+    async def _record_due(self, number: int, done: Sequence[Generation]) -> bool:
         """Write an update down, if one is due."""
         givers = await self._givers()
         runs, now = await self._new(givers), time.time()
@@ -134,7 +135,7 @@ class LiveTraffic:
         runs, every = self.watch.runs, self.watch.every
         left = "" if every is None else f", {max(0.0, every - since):.0f} s to the schedule"
         left += "".join(
-            f"; {count} of {giver}, whom Watch(givers=[...]) does not name, do not count"
+            f"; {count} of {giver}, whom Live(givers=[...]) does not name, do not count"
             for giver, count in sorted(self._unnamed.items())
         )
         if reason is not None:

@@ -64,7 +64,7 @@ def bare(client: AsyncOpenAI) -> Conversation:
 
 def engine_alone(url: str) -> Conversation:
     """The same, of our engine."""
-    from cray_agents import OpenAIEngine
+    from cray_agents.agent import OpenAIEngine
 
     engine = OpenAIEngine(url)
     tools = [{"type": "function", "function": TOOL}]
@@ -91,7 +91,8 @@ def engine_alone(url: str) -> Conversation:
 
 def cray_agents(url: str, client: AsyncOpenAI, turns: int) -> Conversation:
     """Ours."""
-    from cray_agents import Agent, OpenAIEngine
+    from cray_agents import Agent
+    from cray_agents.agent import OpenAIEngine
 
     agent = Agent(
         name="a", model="m", instructions=INSTRUCTIONS, tools=[add],

@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 import pytest
 
-from cray_agents import Agent, ScriptedEngine
+from cray_agents import Agent
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
@@ -16,6 +16,7 @@ from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
 from cray_agents.runtime.exports.formats.huggingface import rows_of
 from cray_agents.runtime.exports.formats.verl import rows_of as verl_rows
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.support.exports.example_runs import called, of_calls
 from tests.support.scripted_platform import platform

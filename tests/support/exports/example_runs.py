@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from cray_agents import Agent, ScriptedEngine, Task, tool
+from cray_agents import Agent, Task, tool
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import CrayError, EngineError, ToolError
 from cray_agents.paths import Home
@@ -24,6 +24,7 @@ from cray_agents.records import (
     Turn,
 )
 from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.support.scripted_platform import platform
 
