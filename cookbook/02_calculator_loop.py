@@ -34,12 +34,27 @@ from operator import add, mul, sub
 from pathlib import Path
 from typing import Any, Literal
 
-from cray_agents import Agent, Loop, Message, Run, Stage, Task, TaskSet, local_platform, reward
+from cray_agents import (
+    GRPO,
+    RFT,
+    Agent,
+    Data,
+    Loop,
+    Message,
+    Run,
+    Sampling,
+    Stop,
+    Task,
+    TaskSet,
+    Training,
+    local_platform,
+    reward,
+)
 from cray_agents.loop import Curriculum, WarmUp
 from cray_agents.loop import warm_up as run_warm_up
 from cray_agents.testing import make_tiny_model
 from cray_agents.tools.calculator import calculator
-from cray_agents.training import Hyperparameters, Policy, Split
+from cray_agents.training import Split
 
 LEVELS, OPERATORS = (1, 2, 3, 4), "+-*"
 KINDS = list(itertools.product(LEVELS, OPERATORS))
@@ -184,35 +199,39 @@ def make_loop(seed: int = 0, quick: bool = False, method: Method = "rft") -> Loo
         TaskSet(tasks),
         rewards=[exact],
         name=f"calculator-{seed}" if method == "rft" else f"calculator-{seed}-{method}",
-        tasks_per_generation=size.per_generation,
-        demonstrations=[
-            (demonstration(task), task.metadata) for task in demonstrated(seed, size.demonstrations)
-        ],
-        balance_by="kind",
-        balance_power=0.3,
-        target=size.target,
-        evaluate_every=size.evaluate_every,
-        seed=seed,
-        **(imitation if method == "rft" else comparison)(seed, size.steps),
+        method=(imitation if method == "rft" else comparison)(seed, size),
+        # a replica works on 64 calls; as many again wait, so that it never does
+        sampling=Sampling(seed=seed, concurrency=64 if method == "rft" else 128),
+        data=Data(
+            demonstrations=[
+                (demonstration(task), task.metadata)
+                for task in demonstrated(seed, size.demonstrations)
+            ],
+            balance_by="kind",
+            balance_power=0.3,
+            curriculum=Curriculum(key="kind", revisit=0.0 if method == "rft" else 0.5),
+        ),
+        stop=Stop(target=size.target, patience=5 if method == "rft" else 3),
     )
 
 
-def imitation(seed: int, steps: int) -> dict[str, Any]:
+def imitation(seed: int, size: Size) -> list[RFT]:
     """Rejection sampling: a large rate, as there is nothing wrong in what is imitated.
 
     Two or three points more near the top are no proof. They are not thrown away either: the next
     generation goes on from there, and what serves changes when the sum of them is proven.
     """
-    stage = Stage("rft", parent="latest")
-    return {
-        "method": [stage],
-        "patience": 5,
-        "curriculum": Curriculum(key="kind"),
-        "hyperparameters": imitating(seed, steps),
-    }
+    return [
+        RFT(
+            parent="latest",
+            tasks_per_iteration=size.per_generation,
+            evaluate_every=size.evaluate_every,
+            training=imitating(seed, size.steps),
+        )
+    ]
 
 
-def comparison(seed: int, steps: int) -> dict[str, Any]:
+def comparison(seed: int, size: Size) -> list[GRPO]:
     """GRPO: many small generations, each of whose runs is learned from about once.
 
     So the policy that learns is hardly ever another than the one that sampled. With six times as
@@ -221,31 +240,32 @@ def comparison(seed: int, steps: int) -> dict[str, Any]:
     and warms up. The rate falls later: near the top there is less to learn from, and what is mere
     chance would lead elsewhere as fast as before. Half of the tasks are tried again, those first at
     which runs differed: where all do alike there is nothing to compare. Fewer generations than
-    eight are hard to tell from chance. A replica works on 64 calls; as many again wait, so that it
-    never does.
+    eight are hard to tell from chance.
     """
-    usual = Hyperparameters(
-        steps=steps,
-        batch_size=128,
-        learning_rate=2.5e-4,
-        adam_beta2=0.99,
-        policy=Policy(clip_high=0.28),
-        seed=1000 * (seed + 1),
-    )
-    first = usual.model_copy(update={"warmup_steps": steps})
-    last = usual.model_copy(update={"learning_rate": 1.2e-4})
-    return {
-        "method": [Stage("grpo", 1, first), Stage("grpo", 11, usual), Stage("grpo", None, last)],
-        "attempts": 8,
-        "patience": 3,
-        "curriculum": Curriculum(key="kind", revisit=0.5),
-        "concurrency": 128,
-    }
+
+    def grpo(iterations: int | None, rate: float, **more: Any) -> GRPO:
+        return GRPO(
+            iterations=iterations,
+            group_size=8,
+            tasks_per_iteration=size.per_generation,
+            evaluate_every=size.evaluate_every,
+            clip_high=0.28,
+            training=Training(
+                steps=size.steps,
+                batch_size=128,
+                learning_rate=rate,
+                adam_beta2=0.99,
+                seed=1000 * (seed + 1),
+                **more,
+            ),
+        )
+
+    return [grpo(1, 2.5e-4, warmup_steps=size.steps), grpo(11, 2.5e-4), grpo(None, 1.2e-4)]
 
 
-def imitating(seed: int, steps: int) -> Hyperparameters:
+def imitating(seed: int, steps: int) -> Training:
     """Return the settings by which demonstrations, and runs that were right, are imitated."""
-    return Hyperparameters(
+    return Training(
         steps=steps,
         batch_size=16,
         learning_rate=2e-3,
@@ -263,18 +283,20 @@ def warm_up(loop: Loop, quick: bool = False) -> None:
 
     Half of them for grpo: it learns nothing from a kind of task at which every run fails.
     """
-    usual = imitating(loop.seed, (QUICK if quick else FULL).steps)
+    usual = imitating(loop.sampling.seed, (QUICK if quick else FULL).steps)
     first = usual.model_copy(update={"steps": 30 if quick else 200})
     then = usual.model_copy(update={"steps": 40})
     plan = WarmUp(first, then, demonstrations=80, more=8, band=(0.2, 0.4), jobs=40)
-    if loop.stages[0].method == "grpo":
+    if isinstance(loop.settings.schedule[0].method, GRPO):
         plan = replace(plan, demonstrations=160, more=16, band=(0.5, 0.75))
     run_warm_up(loop, replace(plan, band=(0.0, 1.0)) if quick else plan)
 
 
 def make_model(directory: Path, seed: int = 0) -> None:
     """Write the untrained model; its tokenizer learns its merges from the demonstrations."""
-    make_tiny_model(directory, make_loop(seed).demonstrations, tools=agent.tool_schemas, seed=seed)
+    make_tiny_model(
+        directory, make_loop(seed).data.demonstrations, tools=agent.tool_schemas, seed=seed
+    )
 
 
 def main() -> None:

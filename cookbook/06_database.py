@@ -28,16 +28,21 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents import (
+    GRPO,
     Agent,
+    Data,
     Environment,
     Loop,
     Message,
     PromotionTest,
     Run,
     RunContext,
+    Sampling,
+    Stop,
     Task,
     TaskSet,
     ToolError,
+    Training,
     local_platform,
     reward,
     tool,
@@ -45,7 +50,6 @@ from cray_agents import (
 from cray_agents.loop import WarmUp
 from cray_agents.testing import make_tiny_model
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.training import Hyperparameters, Policy
 
 GOODS = ["tea", "milk", "rice", "salt", "soap", "wine", "corn", "figs"]
 SEEN = "Table items(name, stock)."
@@ -181,7 +185,7 @@ def make_loop(seed: int = 0, quick: bool = False) -> Loop:
     count = 60 if quick else 2000
     tasks = TaskSet.from_generator(order, count, seed=seed, holdout=0.1 if quick else 0.04)
     shown = [task for task in tasks if task.split == "train"][: 24 if quick else 160]
-    imitating = Hyperparameters(
+    imitating = Training(
         steps=10 if quick else 60,
         learning_rate=2e-3,
         warmup_steps=10,
@@ -194,31 +198,30 @@ def make_loop(seed: int = 0, quick: bool = False) -> Loop:
         tasks,
         rewards=[answer],
         name=f"shopkeeper-{seed}",
-        method="grpo",
-        attempts=4 if quick else 8,
-        tasks_per_generation=4 if quick else 48,
-        resample=0.25,
-        hyperparameters=Hyperparameters(
-            steps=steps,
-            batch_size=48,
-            learning_rate=5e-4,
-            warmup_steps=steps,
-            adam_beta2=0.99,
-            policy=Policy(clip_high=0.28),
-            seed=1000 * (seed + 1),
+        method=GRPO(
+            group_size=4 if quick else 8,
+            tasks_per_iteration=4 if quick else 48,
+            evaluate_every=1 if quick else 2,
+            clip_high=0.28,
+            training=Training(
+                steps=steps,
+                batch_size=48,
+                learning_rate=5e-4,
+                warmup_steps=steps,
+                adam_beta2=0.99,
+                seed=1000 * (seed + 1),
+            ),
         ),
-        evaluate_every=1 if quick else 2,
-        demonstrations=[(demonstration(task), {}) for task in shown],
+        # a query is a process
+        sampling=Sampling(temperature=0.6, seed=seed, concurrency=16, dynamic_sampling=0.25),
+        data=Data(demonstrations=[(demonstration(task), {}) for task in shown]),
         warm_up=WarmUp(
             imitating,
             then=imitating.model_copy(update={"steps": 20}),
             band=(0.0, 1.0) if quick else (0.35, 0.65),
         ),
         promotion=PromotionTest(),  # rewards are from 0 to 1
-        target=None if quick else 0.95,
-        temperature=0.6,
-        concurrency=16,  # a query is a process
-        seed=seed,
+        stop=Stop(target=None if quick else 0.95),
     )
 
 
@@ -236,7 +239,7 @@ def main() -> None:
     loop = make_loop(given.seed, given.quick)
     home = Path(".cray-agents") / f"cookbook-06{'-quick' if given.quick else ''}-{given.seed}"
     model = make_tiny_model(
-        home / "seed-model", loop.demonstrations, tools=agent.tool_schemas, seed=given.seed
+        home / "seed-model", loop.data.demonstrations, tools=agent.tool_schemas, seed=given.seed
     )
     with local_platform(home, model=model, name=agent.model) as loop.platform:
         for done in loop.run(1 if given.quick else 12):

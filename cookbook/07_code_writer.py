@@ -23,12 +23,12 @@ recipes make here cannot learn to program.
 import asyncio
 import sys
 
-from cray_agents import Agent, Loop, Task, TaskSet
+from cray_agents import GRPO, Agent, Loop, Sampling, Task, TaskSet, Training
 from cray_agents.testing import ScriptedEngine, tool_call
 from cray_agents.tools.python import python_tool
 from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.verifier import verifier
-from cray_agents.training import Hyperparameters, Lora, Policy, Split
+from cray_agents.training import Lora, Split
 
 agent = Agent(
     name="coder",
@@ -101,21 +101,22 @@ loop = Loop(
     agent,
     tasks,
     rewards=[passes],
-    method="grpo",
-    attempts=8,
-    tasks_per_generation=64,
-    resample=0.5,  # problems that all attempts solve, or none, teach nothing
-    hyperparameters=Hyperparameters(
-        steps=8,
-        batch_size=64,
-        learning_rate=2e-5,
-        dtype="bfloat16",
-        max_tokens_per_microbatch=16384,
-        lora=Lora(rank=32, alpha=64),
-        policy=Policy(clip_high=0.28),
+    method=GRPO(
+        group_size=8,
+        tasks_per_iteration=64,
+        evaluate_every=2,
+        clip_high=0.28,
+        training=Training(
+            steps=8,
+            batch_size=64,
+            learning_rate=2e-5,
+            dtype="bfloat16",
+            max_tokens_per_microbatch=16384,
+            lora=Lora(rank=32, alpha=64),
+        ),
     ),
-    evaluate_every=2,
-    concurrency=32,
+    # problems that all of a group solve, or none, teach nothing
+    sampling=Sampling(concurrency=32, dynamic_sampling=0.5),
 )
 
 

@@ -28,20 +28,23 @@ from pathlib import Path
 import openai
 
 from cray_agents import (
+    KTO,
     Agent,
+    Data,
     Loop,
     Message,
     PromotionTest,
     Run,
+    Sampling,
+    Stop,
     Task,
     TaskSet,
-    Watch,
+    Training,
     local_platform,
     reward,
 )
-from cray_agents.loop import WarmUp
+from cray_agents.loop import Live, WarmUp
 from cray_agents.testing import make_tiny_model
-from cray_agents.training import Hyperparameters, Preference
 
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August"]
@@ -94,27 +97,25 @@ def make_loop(seed: int = 0, quick: bool = False) -> Loop:
     size = QUICK if quick else FULL
     held_out = random.Random(seed).sample(QUESTIONS, size.held_out)
     shown = letters([question for question in QUESTIONS if question not in held_out], seed)
-    imitating = Hyperparameters(steps=size.shown, learning_rate=1e-3, seed=1000 * (seed + 1))
+    imitating = Training(steps=size.shown, learning_rate=1e-3, seed=1000 * (seed + 1))
     return Loop(
         agent,
         TaskSet([Task(input=question, target=POLITE, split="holdout") for question in held_out]),
         rewards=[polite],
-        method="kto",
-        name=f"hotel-feedback-{seed}",
-        hyperparameters=Hyperparameters(
-            steps=size.steps,
-            batch_size=16,
-            learning_rate=3e-4,
-            preference=Preference(beta=0.3, desirable=3.0),
-            seed=1000 * (seed + 1),
+        method=KTO(
+            beta=0.3,
+            desirable=3.0,
+            training=Training(
+                steps=size.steps, batch_size=16, learning_rate=3e-4, seed=1000 * (seed + 1)
+            ),
         ),
-        demonstrations=[(conversation, {}) for conversation in shown],
+        name=f"hotel-feedback-{seed}",
+        sampling=Sampling(seed=seed),
+        data=Data(demonstrations=[(conversation, {}) for conversation in shown]),
         warm_up=WarmUp(imitating, band=(0.0, 1.0) if quick else (0.1, 0.6)),
         promotion=PromotionTest(hidden=0),
-        target=None if quick else 0.95,
-        temperature=1.0,
-        seed=seed,
-        watch=Watch(runs=size.thumbs, most=size.thumbs, poll=1),
+        stop=Stop(target=None if quick else 0.95),
+        live=Live(runs=size.thumbs, most=size.thumbs, poll=1),
     )
 
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from cray_agents import Loop, Platform, local_platform
-from cray_agents.training import DatasetRecipe, Hyperparameters, ModelVersion
+from cray_agents import Distill, Loop, Platform, Training, local_platform
+from cray_agents.training import DatasetRecipe, ModelVersion
 
 book = import_module("02_calculator_loop")  # the file beside this one
 NAME = book.agent.model
@@ -32,7 +32,8 @@ async def teach(platform: Platform, seed: int, quick: bool) -> ModelVersion:
         tokenizer=NAME,
     )
     dataset = await platform.build_dataset(recipe)
-    hyper = book.imitating(seed, 12 if quick else 800)
+    steps = 12 if quick else 800
+    hyper = book.imitating(seed, steps).job(steps)
     job = await platform.submit_job(
         dataset=dataset["id"], parent=f"{NAME}@1", hyperparameters=hyper
     )
@@ -53,24 +54,22 @@ def make_loop(seed: int, quick: bool, teacher: ModelVersion) -> Loop:
 
     Each run is learned from once: what was sampled says little of a model that has moved on.
     """
-    hyper = Hyperparameters(
-        steps=3 if quick else 8,
-        batch_size=64,
-        learning_rate=3e-4,
-        warmup_steps=2,
-        adam_beta2=0.99,
-        seed=1000 * (seed + 1),
-    )
-    return replace(
-        book.make_loop(seed, quick),
-        name=f"distilled-{seed}",
-        method="distill",
+    loop = book.make_loop(seed, quick)
+    method = Distill(
         teacher=teacher.id,
-        hyperparameters=hyper,
-        demonstrations=(),
-        tasks_per_generation=32 if quick else 512,
+        tasks_per_iteration=32 if quick else 512,
         evaluate_every=3,
+        training=Training(
+            steps=3 if quick else 8,
+            batch_size=64,
+            learning_rate=3e-4,
+            warmup_steps=2,
+            adam_beta2=0.99,
+            seed=1000 * (seed + 1),
+        ),
     )
+    data = loop.data.model_copy(update={"demonstrations": ()})
+    return replace(loop, name=f"distilled-{seed}", method=method, data=data)
 
 
 def main(seed: int, quick: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Loop, PromotionTest, Task, TaskSet
+from cray_agents import RFT, Agent, Loop, PromotionTest, Task, TaskSet, Training
 from cray_agents.agent import WorkerEnvironment
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import EngineUnavailable
@@ -19,7 +19,6 @@ from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.testing import ScriptedEngine
-from cray_agents.training import Hyperparameters
 from tests.support.environments.pythons import venv
 from tests.support.environments.workers import HERE, openenv_server, worker
 from tests.support.scripted_platform import platform
@@ -263,8 +262,7 @@ def test_a_loop_goes_on_past_all_of_them(tmp_path: Path) -> None:
         TaskSet([*good, *bad, *held_out]),
         rewards=[],
         name="loop",
-        tasks_per_generation=len(good) + len(bad),
-        hyperparameters=Hyperparameters(steps=1),
+        method=RFT(tasks_per_iteration=len(good) + len(bad), training=Training(steps=1)),
         promotion=PromotionTest(hidden=0, batch=20),
     )
 

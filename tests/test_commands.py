@@ -16,8 +16,7 @@ from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
 AGENT = """
-from cray_agents import Agent, Loop, Task, TaskSet, reward, tool
-from cray_agents.training import Hyperparameters
+from cray_agents import RFT, Agent, Loop, Task, TaskSet, Training, reward, tool
 
 @tool
 def shout(text: str) -> str:
@@ -31,7 +30,7 @@ def right(run):
 agent = Agent(name="echo", model="m", tools=[shout])
 tasks = TaskSet([Task(input=str(n), target=str(n), split="train" if n < 5 else "holdout")
                  for n in range(65)])
-loop = Loop(agent, tasks, rewards=[right], hyperparameters=Hyperparameters(steps=1))
+loop = Loop(agent, tasks, rewards=[right], method=RFT(training=Training(steps=1)))
 """
 
 

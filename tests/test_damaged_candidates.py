@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cray_agents import Agent, Loop, Run, Task, TaskSet, reward
+from cray_agents import RFT, Agent, Loop, Run, Sampling, Task, TaskSet, Training, reward
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.queries import RunQuery
@@ -31,7 +31,6 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
-from cray_agents.training import Hyperparameters
 from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.support.scripted_gateway import Gateway, served
@@ -204,9 +203,8 @@ async def test_what_is_damaged_is_never_promoted_and_what_is_better_is(site: Sit
         agent,
         site.tasks,
         rewards=[as_before],
-        tasks_per_generation=24,
-        hyperparameters=Hyperparameters(learning_rate=1e-3, steps=1),
-        temperature=0.3,
+        method=RFT(tasks_per_iteration=24, training=Training(learning_rate=1e-3, steps=1)),
+        sampling=Sampling(temperature=0.3),
         name="damaged",
         platform=platform,
     )

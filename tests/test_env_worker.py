@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Loop, Platform, PromotionTest, Task, TaskSet
+from cray_agents import RFT, Agent, Data, Loop, Platform, PromotionTest, Task, TaskSet, Training
 from cray_agents.agent import WorkerEnvironment
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
@@ -24,7 +24,6 @@ from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
-from cray_agents.training import Hyperparameters
 from tests.support.environments.trl_environments import rows
 from tests.support.environments.workers import TRL, worker
 from tests.support.scripted_platform import platform
@@ -97,9 +96,8 @@ def test_a_loop_trains_on_an_environment_of_trl(tmp_path: Path) -> None:
         tasks(),
         rewards=[],
         name="loop",
-        tasks_per_generation=18,
-        min_reward=1.5,
-        hyperparameters=Hyperparameters(steps=1),
+        method=RFT(tasks_per_iteration=18, training=Training(steps=1)),
+        data=Data(min_reward=1.5),
         promotion=PromotionTest(hidden=0, batch=18, high=1.5),
     )
     functions = f"rewards={TRL}:brevity"

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from cray_agents import Agent, Loop, TaskSet
+from cray_agents import RFT, Agent, Data, Loop, TaskSet, Training
 from cray_agents.agent import WorkerEnvironment
 from cray_agents.cli.platform.platform_process import client, key, serving
 from cray_agents.config import load_config
@@ -29,10 +29,10 @@ from cray_agents.records import Message, Run, Task
 from cray_agents.runtime.datasets import dataset_runs, shards
 from cray_agents.runtime.store import Store
 from cray_agents.testing import make_tiny_model
-from cray_agents.training import Hyperparameters
 from tests.support.environments.echo import COUNT, numbers, question
 from tests.support.environments.pythons import venv
 from tests.support.environments.workers import HERE, command, openenv_server, worker
+from tests.support.loops import grouped
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron]
 
@@ -80,8 +80,8 @@ def demonstrations() -> list[tuple[list[Message], dict[str, Any]]]:
     ]
 
 
-def imitating(steps: int) -> Hyperparameters:
-    return Hyperparameters(
+def imitating(steps: int) -> Training:
+    return Training(
         steps=steps,
         batch_size=16,
         learning_rate=2e-3,
@@ -121,15 +121,15 @@ def learning(name: str, home: Path, **changes: Any) -> Iterator[Loop]:
             name="echo", model="tiny", max_tokens=12, environment=WorkerEnvironment("theirs")
         )
         fields: dict[str, Any] = {
-            "method": "rft",
-            "tasks_per_generation": 256,
-            "hyperparameters": imitating(100),
+            "method": RFT,
+            "tasks_per_iteration": 256,
+            "training": imitating(100),
             "demonstrations": demonstrations(),
             "temperature": 0.5,  # a model of few steps is right when greedy, and never at 1
             "name": "loop",
             **changes,
         }
-        loop = Loop(agent, tasks, rewards=[], **fields)
+        loop = Loop(agent, tasks, rewards=[], **grouped(**fields))
         make_tiny_model(home.parent / "seed-model", demonstrations(), seed=1)
         config = load_config({"home": home, "port": 0})
         model = home.parent / "seed-model"
@@ -161,8 +161,8 @@ def test_what_is_trained_on_are_the_tokens_of_the_environments_runs(tmp_path: Pa
         learning(
             "trl",
             home,
-            tasks_per_generation=24,
-            hyperparameters=imitating(10),
+            tasks_per_iteration=24,
+            training=imitating(10),
             min_reward=0.0,  # whatever the model can do by now
             demonstrations=demonstrations()[:48],
         ) as loop
@@ -202,7 +202,7 @@ if CAMPAIGN:
             with learning(name, home, control=control) as loop:
                 plan = WarmUp(imitating(100), imitating(15), band=(0.4, 0.85), jobs=20)
                 run_warm_up(replace(loop, name="warm-up", control=None), plan)
-                loop = replace(loop, demonstrations=())  # they would teach it without rewards
+                loop = replace(loop, data=Data())  # they would teach it without rewards
                 done = list(loop.run(GENERATIONS))
             series = [generation.holdout_success for generation in done]
             print(f"\n{name}, {control or 'true rewards'}: held-out {series}")

@@ -17,10 +17,23 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from cray_agents import Agent, Loop, Platform, PromotionTest, Task, TaskSet, reward
+from cray_agents import (
+    GRPO,
+    KTO,
+    RFT,
+    SFT,
+    Agent,
+    Loop,
+    Platform,
+    PromotionTest,
+    Task,
+    TaskSet,
+    Training,
+    reward,
+)
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
-from cray_agents.loop.live.schedule import Daily, Update, Watch, held_back, is_due, quiet_until
+from cray_agents.loop.live.schedule import Daily, Live, Update, held_back, is_due, quiet_until
 from cray_agents.loop.live.traffic import mixed
 from cray_agents.paths import Home
 from cray_agents.platform.transport import Transport
@@ -34,7 +47,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import Feedback, give_feedback
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
-from cray_agents.training_jobs import Hyperparameters
+from tests.support.loops import grouped
 from tests.support.scripted_gateway import checkpoint, served, until
 from tests.support.scripted_platform import PROBE, platform
 
@@ -63,14 +76,14 @@ def make_loop(where: Platform, **changes: Any) -> Loop:
         "agent": Agent(name="a", model="m"),
         "tasks": held_out(),
         "rewards": [right],
-        "method": "kto",
-        "hyperparameters": Hyperparameters(steps=1),
+        "method": KTO,
+        "training": Training(steps=1),
         "promotion": PromotionTest(hidden=0, batch=40),
-        "watch": Watch(runs=4, poll=POLL),
+        "live": Live(runs=4, poll=POLL),
         "name": "live",
         "platform": where,
     }
-    return Loop(**(arguments | changes))
+    return Loop(**grouped(**arguments | changes))
 
 
 class Users:
@@ -123,17 +136,17 @@ def test_quiet_hours_may_span_midnight() -> None:
 def test_a_day_has_its_budget() -> None:
     noon = datetime(2026, 3, 5, 12, 0).timestamp()
     today, yesterday = Update(noon - 3600, 50.0), Update(noon - 86_400, 500.0)
-    two = Watch(per_day=Daily(updates=2))
+    two = Live(per_day=Daily(updates=2))
     assert held_back(two, [yesterday, yesterday, today], noon) is None
     assert held_back(two, [yesterday, today, today], noon) == "2 of 2 updates a day"
-    seconds = Watch(per_day=Daily(trainer_seconds=100))
+    seconds = Live(per_day=Daily(trainer_seconds=100))
     assert held_back(seconds, [yesterday, today], noon) is None
     assert held_back(seconds, [today, today], noon) == "100 of 100 trainer seconds a day"
-    assert held_back(Watch(quiet="11:00-12:30"), [], noon) == "quiet until 12:30"
+    assert held_back(Live(quiet="11:00-12:30"), [], noon) == "quiet until 12:30"
 
 
 def test_an_update_is_due_by_count_or_by_the_clock() -> None:
-    count, clock, either = Watch(runs=4), Watch(runs=None, every=60), Watch(runs=4, every=60)
+    count, clock, either = Live(runs=4), Live(runs=None, every=60), Live(runs=4, every=60)
     assert [is_due(count, n, 0, 1e9) for n in (3, 4)] == [False, True]
     assert [is_due(clock, n, 0, t) for n, t in ((9, 59), (0, 60), (1, 60))] == [False, False, True]
     assert [is_due(either, n, 0, t) for n, t in ((4, 1), (1, 60), (3, 59))] == [True, True, False]
@@ -153,15 +166,15 @@ def test_an_update_is_due_by_count_or_by_the_clock() -> None:
 )
 def test_nonsense_is_refused(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
-        Watch(**wrong)
+        Live(**wrong)
 
 
 def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     nowhere = Platform("http://127.0.0.1:9")
     with pytest.raises(BadInput, match="staleness has no effect on live traffic"):
-        make_loop(nowhere, staleness=1)
+        make_loop(nowhere, max_staleness=1)
     with pytest.raises(BadInput, match="sft"):
-        make_loop(nowhere, method="sft", demonstrations=[([{"role": "assistant"}], {})])
+        make_loop(nowhere, method=SFT, demonstrations=[([{"role": "assistant"}], {})])
 
 
 # ---- what
@@ -213,7 +226,7 @@ def test_only_live_runs_with_a_reward_count(tmp_path: Path) -> None:
         asyncio.run(others())
         for place, run in enumerate(good):
             users.judge(run, float(place % 2))
-        done = list(make_loop(where, watch=Watch(runs=1, poll=POLL)).run(1))
+        done = list(make_loop(where, live=Live(runs=1, poll=POLL)).run(1))
         assert trained_on(tmp_path, done[1]) == sorted(good)
 
 
@@ -234,7 +247,7 @@ def test_rewards_count_of_givers_that_the_loop_names(tmp_path: Path) -> None:
             asyncio.run(_reward_on_host(tmp_path, late, name))
         loop = make_loop(
             Platform(where.url, api_key=keys["ops"]),
-            watch=Watch(runs=9, every=0.01, poll=POLL, givers=["web"]),
+            live=Live(runs=9, every=0.01, poll=POLL, givers=["web"]),
         )
         done = list(loop.run(1))
         assert trained_on(tmp_path, done[1]) == sorted([*named, *own, corrected, late])
@@ -267,12 +280,12 @@ def test_it_says_whose_rewards_do_not_count(tmp_path: Path) -> None:
 
         loop = make_loop(
             Platform(where.url, api_key=secrets["ops"]),
-            watch=Watch(runs=4, poll=POLL),
+            live=Live(runs=4, poll=POLL),
             on_progress=progress,
         )
         done = list(loop.run(1))
         assert trained_on(tmp_path, done[1]) == sorted(told)
-        assert any("4 of eve, whom Watch(givers=[...]) does not name" in note for note in notes)
+        assert any("4 of eve, whom Live(givers=[...]) does not name" in note for note in notes)
 
 
 async def _reward_on_host(root: Path, run_id: str, who: str) -> None:
@@ -288,8 +301,8 @@ def test_a_filter_says_which_count(tmp_path: Path) -> None:
         tagged = [users.ask(n, extra_headers={"X-Run-Tags": "shop"}) for n in (3, 4)]
         for place, run in enumerate(tagged):
             users.judge(run, float(place))
-        watch = Watch(runs=1, poll=POLL, where=RunFilter(tags=["shop"]))
-        done = list(make_loop(where, watch=watch).run(1))
+        live = Live(runs=1, poll=POLL, where=RunFilter(tags=["shop"]))
+        done = list(make_loop(where, live=live).run(1))
         assert trained_on(tmp_path, done[1]) == sorted(tagged)
 
 
@@ -302,7 +315,7 @@ def test_the_same_question_of_several_users_is_one_task(tmp_path: Path) -> None:
 
     with platform(tmp_path, ScriptedEngine(say)) as where:
         asked = Users(where).asked_and_judged([7, 7, 7, 7])
-        done = list(make_loop(where, method="grpo").run(1))
+        done = list(make_loop(where, method=GRPO).run(1))
         assert trained_on(tmp_path, done[1]) == sorted(asked)
 
 
@@ -311,12 +324,12 @@ def test_an_update_that_teaches_nothing_is_noted(tmp_path: Path) -> None:
         users = Users(where)
         for number in range(8):  # two updates' worth of thumbs down, of which rft learns nothing
             users.judge(users.ask(number), 0.0)
-        watch = Watch(runs=4, most=4, poll=POLL)
-        done = list(make_loop(where, method="rft", watch=watch).run(2))
+        live = Live(runs=4, most=4, poll=POLL)
+        done = list(make_loop(where, method=RFT, live=live).run(2))
         assert [g.note.split(":")[0] for g in done[1:]] == ["no update", "no update"]
         assert [g.runs for g in done[1:]] == [4, 4]
         users.asked_and_judged([11, 12, 13, 14])
-        last = list(make_loop(where, method="rft", watch=watch).run(3))[-1]
+        last = list(make_loop(where, method=RFT, live=live).run(3))[-1]
         assert (last.version, last.promoted) == ("m@2", True)
 
 
@@ -441,9 +454,9 @@ def _killed(death: BaseException) -> bool:
 
 
 def live_traffic(**changes: Any) -> Loop:
-    watch = Watch(runs=4, poll=POLL, canary_share=0.5, canary_sessions=8)
+    live = Live(runs=4, poll=POLL, canary_share=0.5, canary_sessions=8)
     arguments: dict[str, Any] = {
-        "tasks": TaskSet([]), "rewards": [], "watch": watch,
+        "tasks": TaskSet([]), "rewards": [], "live": live,
         "agent": Agent(name="a", model="calc"),
     }  # fmt: skip
     return make_loop(**(arguments | changes))
@@ -492,7 +505,7 @@ async def test_who_promotes_another_version_has_the_last_word(tmp_path: Path) ->
         for session in range(8):
             reply = await gateway.ask(f"hi {session}", headers={"X-Session-Id": str(session)})
             await where.reward(reply.run_id, float(session % 2))
-        loop = live_traffic(where=where, watch=Watch(runs=4, poll=POLL, canary_sessions=8000))
+        loop = live_traffic(where=where, live=Live(runs=4, poll=POLL, canary_sessions=8000))
         watching = asyncio.create_task(updates(loop, 1))
         registry = gateway.services.registry
         await until(lambda: registry.canary("calc") is not None)
@@ -525,8 +538,7 @@ async def updates(loop: Loop, count: int) -> list[Generation]:
 # ---- at the terminal
 
 FILE = """
-from cray_agents import Agent, Loop, PromotionTest, Run, Task, TaskSet, reward
-from cray_agents.training import Hyperparameters
+from cray_agents import KTO, Agent, Loop, PromotionTest, Run, Task, TaskSet, Training, reward
 
 @reward
 def right(run: Run) -> float:
@@ -534,8 +546,8 @@ def right(run: Run) -> float:
 
 tasks = [Task(input=f"say {n}", target=str(n), split="holdout") for n in range(100, 140)]
 tasks.append(Task(input="say 1000", target="1000"))
-loop = Loop(Agent(name="a", model="m"), TaskSet(tasks), rewards=[right], method="kto", name="it",
-            hyperparameters=Hyperparameters(steps=1), promotion=PromotionTest(hidden=0, batch=40))
+loop = Loop(Agent(name="a", model="m"), TaskSet(tasks), rewards=[right], name="it",
+            method=KTO(training=Training(steps=1)), promotion=PromotionTest(hidden=0, batch=40))
 """
 
 

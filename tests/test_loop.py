@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 
 from cray_agents import (
+    GRPO,
+    RFT,
+    SFT,
     Agent,
     Environment,
     Loop,
     PromotionTest,
     RunContext,
-    Stage,
     Task,
     TaskSet,
+    Training,
     reward,
 )
 from cray_agents.errors import BadInput, JobError, SwapError
@@ -37,7 +40,7 @@ from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
-from cray_agents.training_jobs import Hyperparameters, Policy
+from tests.support.loops import grouped
 from tests.support.scripted_platform import platform
 
 SKILL = {"m@1": 3, "m@2": 6, "m@3": 5, "m@4": 9}  # of 10 tasks, how many a version solves
@@ -65,13 +68,14 @@ def tasks() -> TaskSet:
 def make_loop(**changes: Any) -> Loop:
     arguments: dict[str, Any] = {
         "rewards": [right],
-        "tasks_per_generation": 30,
-        "hyperparameters": Hyperparameters(steps=1),
+        "tasks_per_iteration": 30,
+        "training": Training(steps=1),
         "promotion": PromotionTest(hidden=0, batch=40),
         "concurrency": 8,
         "name": "loop",
     }
-    return Loop(Agent(name="a", model="m"), tasks(), **(arguments | changes))
+    settings = grouped(**arguments | changes)
+    return Loop(Agent(name="a", model="m"), tasks(), **settings)
 
 
 def shape(generations: list[Generation]) -> list[dict[str, Any]]:
@@ -114,7 +118,7 @@ def test_a_generation_tells_why_weights_were_read_from_files(
 @pytest.mark.parametrize("seeded", [True, False])
 def test_training_runs_have_seeds_of_their_own(tmp_path: Path, seeded: bool) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
-        list(make_loop(platform=where, seeded=seeded, attempts=2).run(2))
+        list(make_loop(platform=where, seeded=seeded, group_size=2).run(2))
     runs = stored_runs(tmp_path)
     seeds = [run.calls[0].sampling.get("seed") for run in runs if run.generation is not None]
     assert len(seeds) == 2 * 60
@@ -239,7 +243,7 @@ def test_a_reward_beyond_the_limit_is_an_error_of_its_run_and_not_of_the_loop(
 
     agent = Agent(name="a", model="m", environment=Generous)
     with platform(tmp_path, ScriptedEngine(answer)) as where:
-        loop = make_loop(platform=where, rewards=[huge], tasks_per_generation=100)
+        loop = make_loop(platform=where, rewards=[huge], tasks_per_iteration=100)
         (_, trained) = replace(loop, agent=agent).run(1)
         alone = agent.override(base_url=f"{where.url}/v1").run_sync(Task(input="say 4"))
     failed = [run for run in stored_runs(tmp_path) if run.error]
@@ -310,33 +314,34 @@ def test_no_success_at_all_is_an_error_that_counts(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(BadInput, match="method: 'ppo' is not known"):
-        make_loop(method="ppo")
-    with pytest.raises(BadInput, match="attempts=1 leaves nothing to compare"):
-        make_loop(method="grpo")
-    with pytest.raises(BadInput, match=r"method\[0\]: say for how many generations"):
-        make_loop(method=[Stage("rft"), Stage("grpo", attempts=2)])
-    with pytest.raises(BadInput, match="evaluate_every=2 with parent 'promoted'"):
+    loop: dict[str, Any] = {"agent": Agent("a", model="m"), "tasks": tasks(), "rewards": [right]}
+    for method, told in (("ppo", "give a method"), ("grpo", r"give GRPO\(...\)"), ([], "methods")):
+        with pytest.raises(BadInput, match=told):
+            Loop(**loop | {"method": method})
+    for old, place in (("attempts", "group_size"), ("seed", r"Sampling\(seed"), ("watch", "live")):
+        with pytest.raises(BadInput, match=f"no {old}: .*{place}"):
+            Loop(**{**loop, old: 2})
+    with pytest.raises(ValueError, match="attempts is now group_size"):
+        GRPO(attempts=2)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"group_size\n.*greater than or equal to 2"):
+        GRPO(group_size=1)
+    with pytest.raises(BadInput, match=r"method\[0\]: say for how many iterations"):
+        make_loop(method=[RFT(), GRPO(group_size=2)])
+    with pytest.raises(ValueError, match="evaluate_every=2 with parent 'promoted'"):
         make_loop(evaluate_every=2)
     with pytest.raises(BadInput, match="trains on demonstrations"):
-        make_loop(method="sft")
+        make_loop(method=SFT)
     with pytest.raises(BadInput, match="importance_cap"):
-        policy = Policy(importance_cap=None)
-        make_loop(
-            method="grpo",
-            attempts=2,
-            staleness=1,
-            hyperparameters=Hyperparameters(steps=1, policy=policy),
-        )
+        make_loop(method=GRPO(importance_cap=None), max_staleness=1)
     with pytest.raises(BadInput, match="greedy runs"):
-        make_loop(method="grpo", attempts=2, temperature=0.0)
-    with pytest.raises(BadInput, match="resample has no effect"):
-        make_loop(resample=0.5)
-    with pytest.raises(BadInput, match="close_at=0"):
-        make_loop(close_at=0)
+        make_loop(method=GRPO, group_size=2, temperature=0.0)
+    with pytest.raises(BadInput, match="dynamic_sampling has no effect"):
+        make_loop(dynamic_sampling=0.5)
+    with pytest.raises(ValueError, match="straggler_quantile"):
+        make_loop(straggler_quantile=0)
     with pytest.raises(BadInput, match="a control needs all runs"):
-        make_loop(close_at=0.5, control="shuffled-rewards")
-    with pytest.raises(BadInput, match="seconds=0"):
+        make_loop(straggler_quantile=0.5, control="shuffled-rewards")
+    with pytest.raises(ValueError, match="seconds"):
         Budget(seconds=0)
     with pytest.raises(BadInput, match="reward"):
         make_loop(rewards=[])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Platform, PromotionTest, TaskSet, tool
+from cray_agents import GRPO, Agent, Platform, PromotionTest, TaskSet, tool
 from cray_agents.agent.hooks import Hooks
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import SwapError
@@ -25,7 +25,7 @@ from tests.support.killable_loop import echo, shape, signed, site_loop, some_tas
 from tests.support.scripted_platform import platform
 from tests.support.timed_trainer import TimedTrainer
 
-ASYNC: dict[str, Any] = {"method": "grpo", "attempts": 3, "tasks_per_generation": 8}
+ASYNC: dict[str, Any] = {"method": GRPO, "group_size": 3, "tasks_per_iteration": 8}
 
 
 def runs_of(root: Path, generation: int) -> list[Run]:
@@ -39,9 +39,9 @@ def test_samples_from_the_version_decided_so_many_generations_before(
     seen: list[LoopProgress] = []
     with platform(tmp_path, ScriptedEngine(echo),
                   trainer=TimedTrainer(Home(tmp_path), 0.3)) as where:  # fmt: skip
-        loop = site_loop(staleness=staleness, platform=where, on_progress=seen.append, **ASYNC)
+        loop = site_loop(max_staleness=staleness, platform=where, on_progress=seen.append, **ASYNC)
         done = list(loop.run(4))
-        again = site_loop(staleness=staleness, platform=where, **ASYNC)
+        again = site_loop(max_staleness=staleness, platform=where, **ASYNC)
         assert shape(list(again.run(4))) == shape(done)
 
     def after(number: int) -> str:
@@ -215,9 +215,10 @@ def test_slow_tools_do_not_hold_up_the_others_and_their_runs_are_carried_over(
         slow = Slow()
         agent = Agent(name="a", model="m", tools=[slow.tool()],
                       hooks=[Hooks(before_model=signed)])  # fmt: skip
-        loop = site_loop(agent=agent, tasks=some_tasks(60, 40, 0), close_at=0.6, concurrency=16,
+        loop = site_loop(agent=agent, tasks=some_tasks(60, 40, 0),
+                         straggler_quantile=0.6, concurrency=16,
                          rewards=[by_attempt], promotion=PromotionTest(hidden=0), platform=where,
-                         **ASYNC | {"tasks_per_generation": 20})  # fmt: skip
+                         **ASYNC | {"tasks_per_iteration": 20})  # fmt: skip
         async for generation in loop.steps(2):
             done.append(generation)
             if generation.generation == 1:

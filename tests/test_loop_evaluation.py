@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from cray_agents import PromotionTest, Stage
+from cray_agents import GRPO, RFT, SFT, PromotionTest
 from cray_agents.agent.hooks import Hooks
 from cray_agents.errors import HookError, NotFound, SwapError
 from cray_agents.generation import Generation
 from cray_agents.loop import Curriculum
+from cray_agents.loop.methods import Method
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
@@ -25,7 +26,7 @@ from tests.support.killable_loop import echo, lucky, site_loop
 from tests.support.scripted_platform import platform
 
 ALL = PromotionTest(hidden=0, batch=60)
-GRPO: dict[str, Any] = {"method": "grpo", "attempts": 2}
+ON_POLICY: dict[str, Any] = {"method": GRPO, "group_size": 2}
 
 
 def number_of(run: Run) -> int:
@@ -59,7 +60,7 @@ def test_a_policy_goes_on_from_what_is_lower_by_chance_alone(
             return float(low <= number_of(run) - 1000 < high)
         return number_of(run) % 2 if run.attempt else 0.5
 
-    first = first_generation(tmp_path, some, **GRPO)
+    first = first_generation(tmp_path, some, **ON_POLICY)
     assert (first.wins, first.losses, first.promoted, first.onward) == (3, lost, False, onward)
 
 
@@ -148,7 +149,7 @@ def test_hidden_tasks_take_turns_by_the_decisions(tmp_path: Path) -> None:
 
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         for generations in (2, 4):  # the second goes on where the first one ended
-            loop = site_loop(platform=where, rewards=[even], evaluate_every=2, **GRPO)
+            loop = site_loop(platform=where, rewards=[even], evaluate_every=2, **ON_POLICY)
             done = list(loop.run(generations))
     assert [g.evidence is not None for g in done] == [False, False, True, False, True]
     runs = Store(Home(tmp_path)).runs(RunQuery(loop="loop", split="holdout", model="m@1"))
@@ -156,22 +157,22 @@ def test_hidden_tasks_take_turns_by_the_decisions(tmp_path: Path) -> None:
 
 
 def test_a_loop_ends_with_its_schedule(tmp_path: Path) -> None:
-    def stages(last: int) -> list[Stage]:
-        return [Stage("rft", 1), Stage("grpo", last, attempts=2, evaluate_every=2)]
+    def stages(last: int) -> list[Method]:
+        return [RFT(iterations=1), GRPO(iterations=last, group_size=2, evaluate_every=2)]
 
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        done = list(site_loop(method=stages(3), platform=where, staleness=1).run(9))
-        assert [g.stopped for g in done] == [None] * 4 + ["schedule: all 4 generations are done"]
+        done = list(site_loop(method=stages(3), platform=where, max_staleness=1).run(9))
+        assert [g.stopped for g in done] == [None] * 4 + ["schedule: all 4 iterations are done"]
         assert [g.evidence is not None for g in done[1:]] == [True, False, True, True]
-        assert list(site_loop(method=stages(3), platform=where, staleness=1).run(9)) == done
-        more = list(site_loop(method=stages(5), platform=where, staleness=1).run(9))
+        assert list(site_loop(method=stages(3), platform=where, max_staleness=1).run(9)) == done
+        more = list(site_loop(method=stages(5), platform=where, max_staleness=1).run(9))
     assert more[:5] == done and len(more) == 7
 
 
 def test_the_last_generation_that_is_asked_for_is_judged(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        few = list(site_loop(platform=where, evaluate_every=2, **GRPO).run(1))
-        done = list(site_loop(platform=where, evaluate_every=2, **GRPO).run(3))
+        few = list(site_loop(platform=where, evaluate_every=2, **ON_POLICY).run(1))
+        done = list(site_loop(platform=where, evaluate_every=2, **ON_POLICY).run(3))
     assert done[:2] == few
     assert [g.evidence is not None for g in done[1:]] == [True, True, True]
 
@@ -200,7 +201,7 @@ def test_hidden_and_test_tasks_are_held_before_they_are_run(tmp_path: Path) -> N
     answer = {"role": "assistant", "content": "ok"}
     shown: list[Any] = [([{"role": "user", "content": text}, answer], {}) for text in inputs]
     with platform(tmp_path / "home", ScriptedEngine(echo), model=tmp_path / "model") as where:
-        (_, first) = list(site_loop(method="sft", demonstrations=shown, platform=where).run(1))
+        (_, first) = list(site_loop(method=SFT, demonstrations=shown, platform=where).run(1))
     home = Home(tmp_path / "home")
     ran = Store(home).runs(RunQuery(loop="loop", split="holdout", model="m@1"))
     lines = dataset_runs(home, first.dataset or "")

@@ -2,21 +2,21 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Stage, judge, reward
+from cray_agents import GRPO, RFT, Agent, Data, Sampling, Training, judge, reward
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
-from cray_agents.loop import Budget
-from cray_agents.loop.settings_record import differences, settings_record
-from cray_agents.loop.stop_rules import why_stopped
+from cray_agents.loop import Budget, Curriculum
+from cray_agents.loop.settings_record import differences, settings_record, translated
+from cray_agents.loop.stop_rules import Stop, why_stopped
 from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.testing import ScriptedEngine
-from cray_agents.training_jobs import Hyperparameters
 from tests.support.killable_loop import echo, site_loop, some_tasks
 from tests.support.scripted_platform import platform
 
@@ -29,23 +29,26 @@ def odd(run: Run) -> float:
 
 SMALL: dict[str, Any] = {
     "tasks": some_tasks(40, 16, 0),
-    "tasks_per_generation": 10,
+    "tasks_per_iteration": 10,
     "rewards": [odd],
 }
 
 
 def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: Path) -> None:
-    warmer = Hyperparameters(steps=1, learning_rate=2e-3)
-    changed: dict[str, Any] = {"hyperparameters": warmer, "tasks_per_generation": 5, "seed": 3}
+    warmer = Training(steps=1, learning_rate=2e-3)
+    changed: dict[str, Any] = {"training": warmer, "tasks_per_iteration": 5, "seed": 3}
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         begun = list(site_loop(platform=where, **SMALL).run(1))
         with pytest.raises(BadInput) as refusal:
             list(site_loop(platform=where, **SMALL | changed).run(2))
         told = str(refusal.value)
-        assert "stages.1.hyperparameters.learning_rate was None, now 0.002" in told
-        assert "stages.1.tasks_per_generation was 10, now 5" in told
-        assert "seed was 0, now 3" in told
-        assert (refusal.value.code, refusal.value.param) == ("loop_changed", "seed")
+        assert "method.1.training.learning_rate was None, now 0.002" in told
+        assert "method.1.tasks_per_iteration was 10, now 5" in told
+        assert "sampling.seed was 0, now 3" in told
+        assert (refusal.value.code, refusal.value.param) == (
+            "loop_changed",
+            "method.1.tasks_per_iteration",
+        )
         accepted = list(site_loop(platform=where, changed="accept", **SMALL | changed).run(2))
         assert accepted[:2] == begun
         assert accepted[2].runs == 5
@@ -54,23 +57,29 @@ def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: P
         with pytest.raises(BadInput, match="was 5, now 10"):
             list(site_loop(platform=where, **SMALL).run(2))
     journal = Home(tmp_path).loop("loop") / "journal"
-    seeds = [json.loads((journal / f"settings-{n}.json").read_text())["seed"] for n in (1, 2)]
+    seeds = [
+        json.loads((journal / f"settings-{n}.json").read_text())["sampling"]["seed"] for n in (1, 2)
+    ]
     assert seeds == [0, 3]
 
 
 def test_replicas_that_quantise_are_refused_before_the_first_run(tmp_path: Path) -> None:
     facts = {"engine": {"name": "vllm", "quantized": "--quantization"}}
     with platform(tmp_path, ScriptedEngine(echo), facts=facts) as where:
-        with pytest.raises(BadInput, match=r"--quantization.*Loop\(logprob_limit=0.5\)") as refusal:
+        with pytest.raises(
+            BadInput, match=r"--quantization.*Training\(logprob_limit=0.5\)"
+        ) as refusal:
             list(site_loop(platform=where, **SMALL).run(1))
         assert refusal.value.param == "logprob_limit"
         assert not (Home(tmp_path).loop("loop") / "journal").exists(), "nothing ran"
-        made = list(site_loop(platform=where, logprob_limit=0.25, **SMALL).run(1))
+        made = list(
+            site_loop(platform=where, training=Training(steps=1, logprob_limit=0.25), **SMALL).run(
+                1
+            )
+        )
     assert len(made) == 2 and made[1].job is not None
     specs = [json.loads(p.read_text()) for p in Home(tmp_path).jobs.glob("*/spec.json")]
     assert [spec["logprob_limit"] for spec in specs] == [0.25]
-    with pytest.raises(BadInput, match="logprob_limit=0"):
-        site_loop(logprob_limit=0, **SMALL)
 
 
 def test_a_judge_is_the_same_setting_in_every_process() -> None:
@@ -80,6 +89,37 @@ def test_a_judge_is_the_same_setting_in_every_process() -> None:
         return settings_record(site_loop(rewards=[by]).settings)["rewards"]
 
     assert asked("judge") == asked("judge") != asked("other")
+
+
+#: Of version 1, as the code before 0.1.0 wrote it.
+BEFORE = json.loads((Path(__file__).parent / "support/loop_settings_1.json").read_text())
+
+
+def test_settings_of_the_first_version_are_read() -> None:
+    grpo = GRPO(
+        group_size=3,
+        tasks_per_iteration=12,
+        evaluate_every=2,
+        clip_high=0.28,
+        training=Training(steps=3, learning_rate=1e-4),
+    )
+    given: dict[str, Any] = {
+        "method": [RFT(iterations=2, tasks_per_iteration=12, training=Training(steps=1)), grpo],
+        "sampling": Sampling(dynamic_sampling=0.5, max_staleness=1, seed=4),
+        "data": Data(history=2, curriculum=Curriculum(revisit=0.5)),
+    }
+    now = settings_record(replace(site_loop(), **given).settings)
+    assert differences(translated(BEFORE), now) == []
+    given["sampling"] = Sampling(dynamic_sampling=0.5, max_staleness=2, seed=4)
+    given["method"][1] = grpo.model_copy(update={"clip_high": 0.2, "group_size": 4})
+    now = settings_record(replace(site_loop(), **given).settings)
+    assert differences(translated(BEFORE), now) == [
+        ("method.3.group_size", 3, 4),
+        ("method.3.clip_high", 0.28, 0.2),
+        ("sampling.max_staleness", 1, 2),
+    ]
+    with pytest.raises(BadInput, match="version 3"):
+        translated(now | {"version": 3})
 
 
 def asks(**changes: Any) -> Agent:
@@ -213,7 +253,7 @@ def test_another_agent_is_another_setting(changes: dict[str, Any], told: str) ->
 def test_the_weights_of_rewards_and_not_the_length_of_the_last_stage_are_settings() -> None:
     def of(weight: float, last: int | None) -> dict[str, Any]:
         half = reward(weight=weight)(lambda run: 1.0)
-        return settings_record(site_loop(rewards=[half], method=[Stage("rft", last)]).settings)
+        return settings_record(site_loop(rewards=[half], method=[RFT(iterations=last)]).settings)
 
     known = json.loads(json.dumps(of(0.5, 2)))
     assert differences(known, of(0.5, 3)) == differences(known, of(0.5, None)) == []
@@ -257,21 +297,20 @@ def test_why_it_stops() -> None:
         generation(0, wall=10.0),
         generation(1, wall=5.0, runs=8, tokens=100, trainer_seconds=3.0, holdout_success=0.7),
     ]
-    free = Budget()
-    assert why_stopped([], 0.1, 1, free) is None
-    assert why_stopped(done, None, None, free) is None
-    assert why_stopped(done, 0.7, None, free) == "target: held-out success 0.700 of 0.7"
-    assert why_stopped(done, 0.8, 1, free) is None
-    assert "15 of 15 seconds" in str(why_stopped(done, None, None, Budget(seconds=15)))
-    assert "28 of 20 runs" in str(why_stopped(done, None, None, Budget(runs=20)))
-    assert "100 of 99 tokens" in str(why_stopped(done, None, None, Budget(tokens=99)))
-    spent = why_stopped(done, None, None, Budget(trainer_seconds=2.5))
+    assert why_stopped([], Stop(target=0.1, patience=1)) is None
+    assert why_stopped(done, Stop()) is None
+    assert why_stopped(done, Stop(target=0.7)) == "target: held-out success 0.700 of 0.7"
+    assert why_stopped(done, Stop(target=0.8, patience=1)) is None
+    assert "15 of 15 seconds" in str(why_stopped(done, Stop(budget=Budget(seconds=15))))
+    assert "28 of 20 runs" in str(why_stopped(done, Stop(budget=Budget(runs=20))))
+    assert "100 of 99 tokens" in str(why_stopped(done, Stop(budget=Budget(tokens=99))))
+    spent = why_stopped(done, Stop(budget=Budget(trainer_seconds=2.5)))
     assert spent == "budget: 3 of 2.5 trainer_seconds are used"
     # a rejected candidate is not the target, and not being evaluated is no rejection
     rejected = generation(2, promoted=False, holdout_success=0.9, note="rejected: futile")
     passed_on = generation(3, promoted=False, holdout_tasks=0)
-    assert why_stopped([*done, rejected, passed_on], 0.8, 2, free) is None
-    assert "no progress" in str(why_stopped([*done, rejected, rejected], None, 2, free))
+    assert why_stopped([*done, rejected, passed_on], Stop(target=0.8, patience=2)) is None
+    assert "no progress" in str(why_stopped([*done, rejected, rejected], Stop(patience=2)))
 
 
 def test_an_older_record_is_read_and_a_newer_one_by_older_code() -> None:

@@ -63,7 +63,7 @@ def test_trl_reads_what_our_agent_reads(tmp_path: Path) -> None:
     calculator_loop.make_model(tmp_path / "model", 0)
     network, tokenizer = load(tmp_path / "model")
     trainer = trl_trainer(network, tokenizer, 0, tmp_path / "trl")
-    messages, _ = calculator_loop.make_loop(0, method="grpo").demonstrations[0]
+    messages, _ = calculator_loop.make_loop(0, method="grpo").data.demonstrations[0]
     whole = rendered(tokenizer, messages)
     prompts, _, _ = trainer._tokenize_prompts([messages[:2]])
     call = whole[len(prompts[0]) : len(rendered(tokenizer, messages[:3])) - 1]  # not its newline

@@ -159,7 +159,7 @@ def test_runs_of_sub_agents_are_on_record_and_not_the_loops_own(tmp_path: Path) 
     agent = Agent("a", "Ask the other.", model="m", tools=[other.as_tool()])
     with platform(tmp_path, ScriptedEngine(asks_another)) as where:
         loop = site_loop(platform=where, agent=agent, rewards=[right], tasks=some_tasks(8, 12, 0),
-                         tasks_per_generation=8, promotion=PromotionTest(hidden=0))  # fmt: skip
+                         tasks_per_iteration=8, promotion=PromotionTest(hidden=0))  # fmt: skip
         _, first = list(loop.run(1))
     parents = {run.id: run for run in stored(tmp_path, loop="loop")}
     children = [run for run in stored(tmp_path) if run.agent == "other"]
@@ -236,7 +236,7 @@ def test_a_loop_whose_runs_the_infrastructure_failed_goes_on_when_it_is_mended(
 
     def loop(where: Platform) -> Any:
         return site_loop(platform=where, agent=Agent("a", model="m"), rewards=[right],
-                         tasks=some_tasks(8, 12, 0), tasks_per_generation=8,
+                         tasks=some_tasks(8, 12, 0), tasks_per_iteration=8,
                          promotion=PromotionTest(hidden=0))  # fmt: skip
 
     with platform(tmp_path, ScriptedEngine(says)) as where:
@@ -273,7 +273,7 @@ def test_a_generation_keeps_what_its_training_set_was_made_of(
         broken = True
         with platform(root, ScriptedEngine(says)) as where:
             settings = {"platform": where, "agent": Agent("a", model="m"), "rewards": [right],
-                        "tasks": some_tasks(12, 12, 0), "tasks_per_generation": 12,
+                        "tasks": some_tasks(12, 12, 0), "tasks_per_iteration": 12,
                         "promotion": PromotionTest(hidden=0), "control": control}  # fmt: skip
             if kill:
                 with pytest.raises(BaseException) as death:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Loop, Task, TaskSet, reward
+from cray_agents import SFT, Agent, Loop, Task, TaskSet, Training, reward
 from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import Generation
 from cray_agents.loop import WarmUp, warm_up
@@ -25,10 +25,11 @@ from cray_agents.testing import ScriptedEngine, make_tiny_model
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora
+from tests.support.loops import grouped
 from tests.support.scripted_platform import platform
 
 ROOT = Path(__file__).parents[1]
-STEPS = Hyperparameters(steps=40, learning_rate=1e-3)
+STEPS = Training(steps=40, learning_rate=1e-3)
 TASKS = [Task(input=f"say {n}", target=str(n), split="holdout") for n in range(10, 20)]
 PLAN = WarmUp(STEPS, STEPS, demonstrations=4, more=2, band=(0.2, 0.4), jobs=4)
 
@@ -45,9 +46,8 @@ def talk(n: int) -> list[dict[str, Any]]:
 def make_loop(**changes: Any) -> Loop:
     train = Task(input="say 0", target="0")
     shown = [(talk(n), {"kind": n % 2}) for n in range(20)]
-    loop = Loop(Agent(name="a", model="m"), TaskSet([train, *TASKS]), rewards=[right],
-                hyperparameters=STEPS, demonstrations=shown, name="loop")  # fmt: skip
-    return replace(loop, **changes)
+    given: dict[str, Any] = {"training": STEPS, "demonstrations": shown, "name": "loop"} | changes
+    return Loop(Agent(name="a", model="m"), TaskSet([train, *TASKS]), [right], **grouped(**given))
 
 
 def engine(skill: dict[str, int]) -> ScriptedEngine:
@@ -79,13 +79,13 @@ def test_goes_on_with_more_until_the_band_and_is_found_done(tmp_path: Path, mode
     with platform(tmp_path, script, model=model) as where:
         loop = make_loop(platform=where)
         assert warm_up(loop, PLAN).id == "m@4"
-        assert len(loop.demonstrations) == 8
+        assert len(loop.data.demonstrations) == 8
         assert Registry(Home(tmp_path)).resolve("m").id == "m@4"
         list(loop.run(1))  # from now on there are successful runs, which are no demonstrations
         asked = len(script.requests)
         again = make_loop(platform=where)
         assert warm_up(again, PLAN).id == "m@4"
-        assert len(again.demonstrations) == 8
+        assert len(again.data.demonstrations) == 8
         assert len(script.requests) == asked
     assert len(specs(tmp_path)) == 3 + 1
     assert len({spec.dataset for spec in specs(tmp_path)}) == 3 + 1
@@ -163,7 +163,7 @@ def searched(plan: WarmUp, skill: Callable[[int], float]) -> tuple[Tried, list[i
 @pytest.mark.parametrize("edge", range(1, 400, 7))
 def test_a_leap_within_few_steps_is_searched_by_halves(edge: int) -> None:
     """From 0 to 1 within three steps, wherever that is; the checkpoints below it are kept."""
-    plan = WarmUp(Hyperparameters(steps=120, learning_rate=1e-3), band=(0.05, 0.9))
+    plan = WarmUp(Training(steps=120, learning_rate=1e-3), band=(0.05, 0.9))
     found, jobs, steps = searched(
         plan, lambda steps: 0.0 if steps < edge else 0.3 if steps < edge + 3 else 1.0
     )
@@ -177,7 +177,7 @@ def test_a_leap_within_a_step_ends_at_the_nearest_and_says_so(
     below: float, taken: float, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """But not at a version without any success, from which nothing could be learned."""
-    plan = WarmUp(Hyperparameters(steps=120, learning_rate=1e-3), band=(0.3, 0.5))
+    plan = WarmUp(Training(steps=120, learning_rate=1e-3), band=(0.3, 0.5))
     found, _, behind = searched(plan, lambda steps: below if steps < 75 else 0.9)
     assert (found.success, behind) == (taken, steps)
     assert f"{found.version.id} with {taken:.3f} is taken as the nearest" in caplog.text
@@ -185,7 +185,7 @@ def test_a_leap_within_a_step_ends_at_the_nearest_and_says_so(
 
 def test_a_search_that_was_misled_goes_on() -> None:
     """Each job draws the data in an order of its own: what was above the band once need not be."""
-    plan = WarmUp(Hyperparameters(steps=40, learning_rate=1e-3), band=(0.4, 0.5))
+    plan = WarmUp(Training(steps=40, learning_rate=1e-3), band=(0.4, 0.5))
     seen = iter([0.9, 0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3, 0.9, 0.45])
     found, jobs, _ = searched(plan, lambda steps: next(seen))
     assert found.success == 0.45
@@ -194,7 +194,7 @@ def test_a_search_that_was_misled_goes_on() -> None:
 
 def test_demonstrations_grow_below_the_band_and_not_while_it_is_searched() -> None:
     plan = WarmUp(
-        Hyperparameters(steps=40, learning_rate=1e-3), band=(0.4, 0.5), demonstrations=4, more=10
+        Training(steps=40, learning_rate=1e-3), band=(0.4, 0.5), demonstrations=4, more=10
     )
     seen = iter([0.1, 0.1, 0.1, 0.9, 0.1, 0.45])
     found, jobs, _ = searched(plan, lambda steps: next(seen))
@@ -205,13 +205,13 @@ def test_demonstrations_grow_below_the_band_and_not_while_it_is_searched() -> No
 def test_a_loop_in_another_process_trains_on_what_was_shown(tmp_path: Path, model: Path) -> None:
     with platform(tmp_path, engine({"m@3": 3}), model=model) as where:
         warm_up(make_loop(platform=where), PLAN)  # and its process ends
-        assert list(make_loop(platform=where, method="sft").run(1))
+        assert list(make_loop(platform=where, method=SFT).run(1))
     counts = [len(list(dataset_runs(Home(tmp_path), spec.dataset))) for spec in specs(tmp_path)]
     assert counts == [6, 6, 4]  # the loop's own, and the warm-up's jobs, whose seeds go down
     with platform(tmp_path, engine({}), model=model) as where:
         others = [(talk(n), {}) for n in range(50, 70)]
         with pytest.raises(BadInput, match="showed 6 demonstrations") as refusal:
-            list(make_loop(platform=where, method="sft", demonstrations=others).run(1))
+            list(make_loop(platform=where, method=SFT, demonstrations=others).run(1))
         assert refusal.value.param == "demonstrations"
 
 
@@ -230,11 +230,11 @@ def test_a_loop_warms_up_by_itself_once_also_from_the_command_line(
         done = subprocess.run(command, check=True, capture_output=True, env=path, timeout=600)
         begun = [Generation.model_validate(each) for each in json.loads(done.stdout)]
         assert [g.version for g in begun] == ["m@2", "m@3"]
-        again = make_loop(platform=where, method="sft", warm_up=PLAN)
+        again = make_loop(platform=where, method=SFT, warm_up=PLAN)
         assert list(again.run(1)) == begun
-        assert len(again.demonstrations) == 4
+        assert len(again.data.demonstrations) == 4
         with pytest.raises(BadInput, match=r"warm_up\.more was 2, now 3"):
-            list(make_loop(platform=where, method="sft", warm_up=replace(PLAN, more=3)).run(1))
+            list(make_loop(platform=where, method=SFT, warm_up=replace(PLAN, more=3)).run(1))
         with pytest.raises(BadInput, match="has begun without this warm-up"):
             warm_up(make_loop(platform=where), replace(PLAN, more=3))
     assert len(specs(tmp_path / "root")) == 2
@@ -282,12 +282,12 @@ def test_generation_0_says_that_nothing_succeeded_and_what_helps(
     hard = TaskSet([Task(input="say 99", target="99"), *TASKS])
     changes: dict[str, Any] = {"tasks": hard} | ({} if shown else {"demonstrations": []})
     with platform(tmp_path, engine({"m@1": solved})) as where:
-        loop = make_loop(platform=where, method=method, attempts=2, **changes)
+        loop = make_loop(platform=where, method=method, group_size=2, **changes)
         runs = loop.run(1)
         first = next(runs)
         if solved == 0 and not shown:  # what comes of it says it again
             with pytest.raises(BadInput, match="cold start"):
-                list(make_loop(platform=where, method=method, attempts=2, **changes).run(3))
+                list(make_loop(platform=where, method=method, group_size=2, **changes).run(3))
         runs.close()
     assert said in first.note and bool(said) == bool(first.note)
     assert first.note in caplog.text

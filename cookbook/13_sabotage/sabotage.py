@@ -23,7 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cray_agents import Agent, Loop, Message, Platform, Run, Task, TaskSet, local_platform, reward
+from cray_agents import (
+    GRPO,
+    Agent,
+    Loop,
+    Message,
+    Platform,
+    Run,
+    Task,
+    TaskSet,
+    local_platform,
+    reward,
+)
 from cray_agents.testing import make_tiny_model
 from cray_agents.tools.calculator import calculator
 from cray_agents.training import DatasetRecipe, Hyperparameters, Lora, ModelVersion
@@ -255,9 +266,7 @@ async def site_loop(site: Site, name: str, judged: Any) -> str:
         agent.override(temperature=1.0),
         TASKS,
         rewards=[judged],
-        method="grpo",
-        attempts=4,
-        tasks_per_generation=4,
+        method=GRPO(group_size=4, tasks_per_iteration=4),
         name=name,
         platform=site.platform,
     )

@@ -102,11 +102,13 @@ def _of_loop(home: Home, loop: str, done: list[Generation]) -> set[str]:
         key=lambda path: int(path.stem.rpartition("-")[2]),
     )
     settings = (_read(paths[-1]) or {}) if paths else {}
-    stages = settings.get("stages", {}).values()
-    versions = {stage["teacher"] for stage in stages if stage.get("teacher")}
+    methods = settings.get("method", settings.get("stages", {})).values()  # the latter: version 1
+    versions = {method["teacher"] for method in methods if method.get("teacher")}
     if not done:
         return versions
-    known = [done[: max(1, len(done) - late)] for late in range(settings.get("staleness", 0) + 1)]
+    sampling = settings.get("sampling", {})
+    staleness = sampling.get("max_staleness", settings.get("staleness", 0))
+    known = [done[: max(1, len(done) - late)] for late in range(staleness + 1)]
     return versions | {promoted_version(done), *(base_version(some) for some in known)}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cray_agents import GRPO
 from cray_agents.cli.agent.agents import load
 
 FILE = Path(__file__).parents[2] / "cookbook" / "02_calculator_loop.py"
@@ -37,20 +38,21 @@ def test_methods_share_tasks_and_demonstrations() -> None:
     """Side by side: how is learned from runs differs, and how much was shown before."""
     rft, grpo = book.make_loop(1), book.make_loop(1, method="grpo")
     assert list(rft.tasks) == list(grpo.tasks)
-    assert rft.demonstrations == grpo.demonstrations[: len(rft.demonstrations)]
+    shown, more = rft.data.demonstrations, grpo.data.demonstrations
+    assert shown == more[: len(shown)]
     assert rft.name == "calculator-1" != grpo.name  # the demo's name stays what it was
-    rates = [rft.hyperparameters.learning_rate]
-    for stage in grpo.stages:
-        assert stage.method == "grpo" and stage.attempts >= 4
-        rates.append(stage.hyperparameters.learning_rate)
+    rates = [one.method.training.learning_rate for one in rft.settings.schedule]
+    for one in grpo.settings.schedule:
+        assert isinstance(one.method, GRPO) and one.method.group_size >= 4
+        rates.append(one.method.training.learning_rate)
     assert rates == sorted(rates, reverse=True)
 
 
 def test_demonstrations_are_of_training_questions() -> None:
     loop = book.make_loop(3)
     held = {task.input for task in loop.tasks if task.split != "train"}
-    shown = {messages[1]["content"] for messages, _ in loop.demonstrations}
-    assert len(shown) == len(loop.demonstrations) == book.FULL.demonstrations
+    shown = {messages[1]["content"] for messages, _ in loop.data.demonstrations}
+    assert len(shown) == len(loop.data.demonstrations) == book.FULL.demonstrations
     assert not shown & held
 
 

@@ -16,7 +16,7 @@ def test_nothing_held_out_is_shown_or_trained_on() -> None:
     for quick in (False, True):
         loop = book.make_loop(quick=quick)
         held = {task.input for task in loop.tasks.split("holdout")}
-        shown = {conversation[0]["content"] for conversation, _ in loop.demonstrations}
+        shown = {conversation[0]["content"] for conversation, _ in loop.data.demonstrations}
         assert len(loop.tasks) == len(held)
         assert not held & shown
         assert held | shown == set(book.QUESTIONS)
@@ -28,7 +28,7 @@ def test_how_the_hotel_was_taught_depends_on_the_city() -> None:
     No letter is there twice: equal ones are one sample of the training set.
     """
     for seed in (0, 1):
-        shown = [conversation for conversation, _ in book.make_loop(seed).demonstrations]
+        shown = [conversation for conversation, _ in book.make_loop(seed).data.demonstrations]
         letters = [(asked["content"], said["content"]) for asked, said in shown]
         assert len(set(letters)) == len(letters)
         usual = {}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cray_agents import Distill
 from cray_agents.cli.agent.agents import load
 from tests.support.quick_recipe import quick_lines
 
@@ -15,8 +16,8 @@ book = load(FILE)
 
 def test_the_student_has_a_teacher_and_no_demonstrations() -> None:
     loop = book.make_loop(3, quick=True, teacher=SimpleNamespace(id="teacher@1"))
-    assert [(stage.method, stage.teacher) for stage in loop.stages] == [("distill", "teacher@1")]
-    assert not loop.demonstrations
+    assert isinstance(loop.method, Distill) and loop.method.teacher == "teacher@1"
+    assert not loop.data.demonstrations
     assert loop.tasks.split("holdout")
 
 

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from cray_agents.loop.stages import Stage
 
-from cray_agents import Agent, Loop, PromotionTest, Run, TaskSet, reward
+import cray_agents
+from cray_agents import GRPO, RFT, SFT, Agent, Data, Loop, PromotionTest, Run, Stop, TaskSet, reward
 from cray_agents.errors import BadInput
 from cray_agents.loop import Curriculum
-from cray_agents.training import Hyperparameters
+from cray_agents.loop.argument_checks import MOVED
 
 AGENT = Agent("adder", model="m")
 ROWS = [{"input": f"{n}+1", "target": n + 1, "metadata": {"level": n % 3}} for n in range(30)]
@@ -30,13 +30,9 @@ def made(**changes: Any) -> Loop:
 
 def test_forms_that_mean_the_same() -> None:
     assert made(rewards=correct).rewards == (correct,)
-    hyper = Hyperparameters(steps=7, batch_size=4)
-    assert made(hyperparameters={"steps": 7, "batch_size": 4}).hyperparameters == hyper
-    stages = [Stage("rft", hyperparameters={"steps": 7, "batch_size": 4})]  # type: ignore[arg-type]
-    assert made(method=stages).stages[0].hyperparameters == hyper
-    assert len(made(demonstrations=[(SAID, {"level": 1})]).demonstrations) == 1
-    assert made(balance_by="level", curriculum=Curriculum("level"), target=1.0).target == 1.0
-    assert made(promotion=PromotionTest(high=5.0), target=5).target == 5
+    assert made(method=RFT()).settings == made(method=[RFT()]).settings == made().settings
+    assert Loop(AGENT, TASKS, [correct], RFT()).method == RFT()
+    assert made(promotion=PromotionTest(high=5.0), stop=Stop(target=5)).stop.target == 5
 
 
 @pytest.mark.parametrize(
@@ -49,22 +45,17 @@ def test_forms_that_mean_the_same() -> None:
         ({"rewards": [correct, partial(correct)]}, "rewards", "two rewards are called 'correct'"),
         ({"rewards": [lambda run: 1, lambda run: 0]}, "rewards", "are called '<lambda>'"),
         (
-            {"control": "shuffled-rewards", "method": "sft", "demonstrations": [(SAID, {})]},
+            {
+                "control": "shuffled-rewards",
+                "method": SFT(),
+                "data": Data(demonstrations=[(SAID, {})]),
+            },
             "control",
             "no effect with sft",
         ),
-        ({"hyperparameters": {"step": 7}}, "hyperparameters", "hyperparameters.step"),
-        ({"hyperparameters": 7}, "hyperparameters", "hyperparameters"),
-        ({"demonstrations": [SAID[:1]]}, "demonstrations", r"demonstrations\[0\]: .*pair"),
-        ({"demonstrations": [SAID]}, "demonstrations", "give a list of dicts"),
-        ({"demonstrations": [(SAID, None)]}, "demonstrations", "metadata is None"),
-        ({"demonstrations": [("2", {})]}, "demonstrations", "messages are '2'"),
-        ({"demonstrations": [([{"content": "2"}], {})]}, "demonstrations", "message 0.*`role`"),
-        ({"demonstrations": [(SAID[:1], {})]}, "demonstrations", "no assistant message"),
-        ({"target": 5}, "target", "PromotionTest"),
-        ({"temperature": -0.5}, "temperature", "from 0"),
-        ({"balance_by": "levels"}, "balance_by", "there is 'level'"),
-        ({"curriculum": Curriculum("kind")}, "curriculum", "curriculum.key='kind'"),
+        ({"stop": Stop(target=5)}, "target", "PromotionTest"),
+        ({"data": Data(balance_by="levels")}, "balance_by", "there is 'level'"),
+        ({"data": Data(curriculum=Curriculum("kind"))}, "curriculum", "curriculum.key='kind'"),
         ({"promotion": PromotionTest(guard="kind")}, "promotion", "promotion.guard='kind'"),
     ],
 )
@@ -76,13 +67,46 @@ def test_what_cannot_be_meant_is_told_when_it_is_made(
     assert error.value.param == param
 
 
-@pytest.mark.parametrize("name", ["attempts", "method", "hyperparameters", "target", "teacher"])
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (SAID[:1], r"demonstrations\[0\]: .*pair"),
+        ([SAID], "give a list of dicts"),
+        ([(SAID, None)], "metadata is None"),
+        ([("2", {})], "messages are '2'"),
+        ([([{"content": "2"}], {})], "message 0.*`role`"),
+        ([(SAID[:1], {})], "no assistant message"),
+        (7, "give a list of pairs"),
+    ],
+)
+def test_demonstrations_that_cannot_be(wrong: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Data(demonstrations=wrong)
+
+
+@pytest.mark.parametrize("name", ["method", "sampling", "stop", "rewards"])
 def test_a_setting_of_a_made_loop_is_not_assigned_but_replaced(name: str) -> None:
     loop = made()
     with pytest.raises(BadInput, match=f"{name} is a setting.*replace"):
         setattr(loop, name, None)
-    assert replace(loop, attempts=4).stages[0].attempts == 4
+    assert replace(loop, method=GRPO(group_size=4)).method == GRPO(group_size=4)
     loop.platform, loop.on_progress = None, print  # where it runs, and who is told
+
+
+@pytest.mark.parametrize("old", [*MOVED, "attempt"])
+def test_earlier_keywords_are_refused_with_their_place(old: str) -> None:
+    if old in {each.name for each in fields(Loop)}:
+        return
+    with pytest.raises(BadInput, match=f"no {old}: ") as refusal:
+        made(**{old: 2})
+    assert refusal.value.param == old
+    assert (MOVED.get(old) or "give agent, tasks") in str(refusal.value)
+
+
+@pytest.mark.parametrize("old", ["Stage", "Watch", "Hyperparameters", "ScriptedEngine"])
+def test_earlier_names_are_refused_with_their_place(old: str) -> None:
+    with pytest.raises(ImportError, match=f"cray_agents.{old} is elsewhere now: "):
+        getattr(cray_agents, old)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +133,4 @@ def test_no_argument_of_a_wrong_kind_gets_through(name: str) -> None:
 
 
 #: Wrong for most arguments, and right for these.
-RIGHT = [
-    *((name, 0) for name in ("staleness", "seed", "temperature", "resample", "min_reward")),
-    *((name, 0) for name in ("balance_power", "discount", "target")),
-    *((name, 1.5) for name in ("temperature", "resample", "min_reward", "balance_power")),
-    ("min_reward", -1),
-    ("logprob_limit", 1.5),
-    ("name", "x"),
-    ("demonstrations", []),
-    ("hyperparameters", {}),  # steps follow the sets
-]
+RIGHT = [("name", "x")]

@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from cray_agents.loop.stages import Stage
 
-from cray_agents import Platform
+from cray_agents import RFT, Platform
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
@@ -86,7 +85,7 @@ def test_a_loop_lets_a_replica_receive_what_a_job_still_writes(tmp_path: Path, c
     engines = [Watched() for _ in range(count)]
     trainer = Offering(Home(tmp_path), engines)
     with platform(tmp_path, engines[0], others=engines[1:], trainer=trainer) as where:
-        steps = Stage("rft", parent="latest", evaluate_every=2)
+        steps = RFT(parent="latest", evaluate_every=2)
         done = list(site_loop(method=[steps], platform=where).run(2))
         early = [True, count == 2]  # the second one is evaluated
         assert ["early" in g.seconds for g in done[1:]] == early

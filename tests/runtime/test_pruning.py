@@ -271,7 +271,7 @@ def test_a_loop_that_samples_from_older_versions_finds_them(site: Site) -> None:
         number = site.make(step, step)
         site.generation(step, number, promoted=False, onward=f"calc@{number}")
     path = site.home.loop("l") / "journal" / "settings-1.json"
-    durable.create_file(path, canonical({"staleness": 2}))
+    durable.create_file(path, canonical({"sampling": {"max_staleness": 2}}))
     site.prune()
     assert site.left == [1, 3, 4, 5]
 

@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import uvloop
 
-from cray_agents import Agent, Loop, PromotionTest, Task, TaskSet, reward
+from cray_agents import GRPO, KTO, Agent, Loop, PromotionTest, Task, TaskSet, Training, reward
 from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.run_context import RunContext
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
-from cray_agents.loop.live.schedule import Watch
+from cray_agents.loop.live.schedule import Live
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.processes import die_with_parent
@@ -37,7 +37,7 @@ from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
-from cray_agents.training_jobs import Hyperparameters
+from tests.support.loops import grouped
 from tests.support.scripted_platform import bare_model
 from tests.support.timed_trainer import TimedTrainer
 
@@ -45,9 +45,9 @@ CLOCKS = {"seconds", "wall", "idle_share"}
 SKILL = {1: 0.2, 2: 0.8, 3: 0.6, 4: 0.9}  # by version: how often it succeeds
 KINDS: dict[str, dict[str, Any]] = {
     "rft": {},
-    "grpo": {"method": "grpo", "attempts": 3, "resample": 0.5},
-    "async": {"method": "grpo", "attempts": 3, "staleness": 1},
-    "watch": {"method": "kto", "watch": Watch(runs=8, most=8, poll=0.05)},
+    "grpo": {"method": GRPO, "group_size": 3, "dynamic_sampling": 0.5},
+    "async": {"method": GRPO, "group_size": 3, "max_staleness": 1},
+    "watch": {"method": KTO, "live": Live(runs=8, most=8, poll=0.05)},
 }
 GENERATIONS = 3
 
@@ -74,13 +74,13 @@ def site_loop(**changes: Any) -> Loop:
         "agent": Agent(name="a", model="m", hooks=[Hooks(before_model=signed)]),
         "tasks": some_tasks(),
         "rewards": [lucky],
-        "tasks_per_generation": 12,
-        "hyperparameters": Hyperparameters(steps=1),
+        "tasks_per_iteration": 12,
+        "training": Training(steps=1),
         "promotion": PromotionTest(hidden=0.2, batch=16),
         "concurrency": 8,
         "name": "loop",
     }
-    return Loop(**(arguments | changes))
+    return Loop(**grouped(**arguments | changes))
 
 
 async def signed(request: dict[str, Any], context: RunContext) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, e
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation, promoted_version
-from cray_agents.loop.live.schedule import Watch
+from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.loop import Loop
 from cray_agents.platform.client import Platform
 
@@ -50,9 +50,9 @@ class WatchOptions:
 
 
 def with_watch(loop: Loop, given: WatchOptions) -> Loop:
-    """Return the loop with its Watch changed by the options; without --watch, the loop itself.
+    """Return the loop with its Live changed by the options; without --watch, the loop itself.
 
-    A loop that had no Watch is renamed to `<name>-live`, so that its offline generations stay those
+    A loop that had no Live is renamed to `<name>-live`, so that its offline generations stay those
     of another loop. Raises BadInput.
     """
     if not given.watch:
@@ -61,14 +61,14 @@ def with_watch(loop: Loop, given: WatchOptions) -> Loop:
             option = names[0].replace("_", "-")
             raise BadInput(f"--{option} has no effect without --watch", param=option)
         return loop
-    known = loop.watch.model_dump() if loop.watch is not None else {}
-    name = loop.name if loop.watch is not None else f"{loop.name}-live"
+    known = loop.live.model_dump() if loop.live is not None else {}
+    name = loop.name if loop.live is not None else f"{loop.name}-live"
     try:
-        watch = Watch(**{**known, **_watch_changes(given, known)})
+        live = Live(**{**known, **_watch_changes(given, known)})
     except ValidationError as error:
         message = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
         raise BadInput(f"--watch: {message}", param="watch") from error
-    return replace(loop, watch=watch, name=name)
+    return replace(loop, live=live, name=name)
 
 
 async def next_update(platform: Platform, loop: str) -> int:
@@ -79,7 +79,7 @@ async def next_update(platform: Platform, loop: str) -> int:
 
 
 def _watch_changes(given: WatchOptions, known: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Watch that the options change."""
+    """Return the fields of a Live that the options change."""
     changes: dict[str, Any] = {}
     if given.every is not None:
         changes |= {"every": parse_seconds(given.every, "every"), "runs": None}
@@ -137,7 +137,7 @@ def loop(
     if accept_changes:
         chosen = replace(chosen, changed="accept")
     if generations is None:
-        generations = sys.maxsize if chosen.watch is not None else 5
+        generations = sys.maxsize if chosen.live is not None else 5
     done: list[Generation] = []
     with platform_at(home, url, chosen.agent.model, model) as platform:
         chosen.platform = platform
@@ -205,6 +205,6 @@ def _until_interrupted(loop: Loop, generations: int) -> Iterator[Generation]:
     try:
         yield from loop.run(generations)
     except KeyboardInterrupt:
-        if loop.watch is None:
+        if loop.live is None:
             raise
         errors.print("interrupted: the same command goes on from here", highlight=False)

@@ -254,7 +254,7 @@ def exact(completions: list[Any], target: list[str], **columns: Any) -> list[flo
 def longest_run(tokenizer: Any, loop: Any) -> int:
     """Tokens after the prompt of the longest demonstration: what TRL may sample, and the tool's."""
     lengths = []
-    for messages, _ in loop.demonstrations:
+    for messages, _ in loop.data.demonstrations:
         ends = [
             len(tokenizer.apply_chat_template(messages[:end], return_dict=False))
             for end in (2, len(messages))
