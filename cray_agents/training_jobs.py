@@ -125,7 +125,7 @@ class Policy(PolicyLoss):
 
 
 class TrainingSettings(StrictRecord):
-    """What all methods' training jobs have in common, but for the number of steps.
+    """Settings of the training jobs of all methods, but for the number of steps.
 
     `batch_size` counts sequences per optimizer step (dpo: pairs), over all ranks. A `learning_rate`
     that is not given follows from the model: see `usual_learning_rate`. At 0 the weights do not

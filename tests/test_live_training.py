@@ -173,7 +173,7 @@ def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     nowhere = Platform("http://127.0.0.1:9")
     with pytest.raises(BadInput, match="staleness has no effect on live traffic"):
         make_loop(nowhere, max_staleness=1)
-    with pytest.raises(BadInput, match="sft"):
+    with pytest.raises(BadInput, match="SFT learns"):
         make_loop(nowhere, method=SFT, demonstrations=[([{"role": "assistant"}], {})])
 
 

@@ -113,9 +113,9 @@ def test_settings_of_the_first_version_are_read() -> None:
     given["sampling"] = Sampling(dynamic_sampling=0.5, max_staleness=2, seed=4)
     given["method"][1] = grpo.model_copy(update={"clip_high": 0.2, "group_size": 4})
     now = settings_record(replace(site_loop(), **given).settings)
-    assert differences(translated(BEFORE), now) == [
-        ("method.3.group_size", 3, 4),
+    assert sorted(differences(translated(BEFORE), now)) == [
         ("method.3.clip_high", 0.28, 0.2),
+        ("method.3.group_size", 3, 4),
         ("sampling.max_staleness", 1, 2),
     ]
     with pytest.raises(BadInput, match="version 3"):

@@ -16,6 +16,7 @@ from cray_agents import SFT, Agent, Loop, Task, TaskSet, Training, reward
 from cray_agents.errors import BadInput, JobError
 from cray_agents.generation import Generation
 from cray_agents.loop import WarmUp, warm_up
+from cray_agents.loop.methods import METHODS
 from cray_agents.loop.warmup import Tried, search
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, Run
@@ -46,8 +47,9 @@ def talk(n: int) -> list[dict[str, Any]]:
 def make_loop(**changes: Any) -> Loop:
     train = Task(input="say 0", target="0")
     shown = [(talk(n), {"kind": n % 2}) for n in range(20)]
-    given: dict[str, Any] = {"training": STEPS, "demonstrations": shown, "name": "loop"} | changes
-    return Loop(Agent(name="a", model="m"), TaskSet([train, *TASKS]), [right], **grouped(**given))
+    given: dict[str, Any] = {"tasks": TaskSet([train, *TASKS]), "rewards": [right], "name": "loop",
+                             "training": STEPS, "demonstrations": shown} | changes  # fmt: skip
+    return Loop(Agent(name="a", model="m"), **grouped(**given))
 
 
 def engine(skill: dict[str, int]) -> ScriptedEngine:
@@ -220,8 +222,8 @@ def test_a_loop_warms_up_by_itself_once_also_from_the_command_line(
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from tests.test_warmup import PLAN, make_loop\n"
-        "loop = make_loop(method='sft', warm_up=PLAN)\n"
+        "from cray_agents import SFT\nfrom tests.test_warmup import PLAN, make_loop\n"
+        "loop = make_loop(method=SFT, warm_up=PLAN)\n"
     )
     command = [sys.executable, "-m", "cray_agents", "loop", str(file), "--generations", "1"]
     with platform(tmp_path / "root", engine({"m@2": 3}), model=model) as where:
@@ -282,12 +284,17 @@ def test_generation_0_says_that_nothing_succeeded_and_what_helps(
     hard = TaskSet([Task(input="say 99", target="99"), *TASKS])
     changes: dict[str, Any] = {"tasks": hard} | ({} if shown else {"demonstrations": []})
     with platform(tmp_path, engine({"m@1": solved})) as where:
-        loop = make_loop(platform=where, method=method, group_size=2, **changes)
+        changes |= {"platform": where, "method": METHODS[method], "group_size": 2}
+        loop = make_loop(**changes)
         runs = loop.run(1)
         first = next(runs)
         if solved == 0 and not shown:  # what comes of it says it again
             with pytest.raises(BadInput, match="cold start"):
-                list(make_loop(platform=where, method=method, group_size=2, **changes).run(3))
+                list(
+                    make_loop(platform=where, method=METHODS[method], group_size=2, **changes).run(
+                        3
+                    )
+                )
         runs.close()
     assert said in first.note and bool(said) == bool(first.note)
     assert first.note in caplog.text

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class RunSource(Protocol):
-    """Where an iteration's runs come from: the loop's own (Collector), or live traffic."""
+    """The source of an iteration's runs: the loop itself (Collector), or live traffic."""
 
     async def begin(self, done: list[Generation]) -> list[Generation]:
         """The iterations to go on from, once the next one may begin."""
@@ -38,7 +38,7 @@ class RunSource(Protocol):
 
 
 class Judge(Protocol):
-    """Who decides on a candidate: held-out tasks (HoldoutEvaluator), or a canary."""
+    """The judge of a candidate: held-out tasks (HoldoutEvaluator), or a canary."""
 
     async def judge(
         self, candidate: ModelVersion, incumbent: ModelVersion, number: int

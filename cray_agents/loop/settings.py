@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Sampling(StrictRecord):
-    """How training runs are sampled.
+    """Settings of the sampling of training runs.
 
     Args:
         temperature: of the training runs; held-out and test runs are greedy.
@@ -50,7 +50,7 @@ class Sampling(StrictRecord):
 
 
 class Data(StrictRecord):
-    """What a training set is made of.
+    """Settings of the training sets.
 
     Args:
         demonstrations: conversations with their metadata. SFT trains on them alone; RFT keeps them

@@ -45,7 +45,7 @@ class Budget(StrictRecord):
 
 
 class Stop(StrictRecord):
-    """When a loop stops by itself.
+    """Conditions on which a loop stops by itself.
 
     Args:
         target: when held-out success reaches it.
