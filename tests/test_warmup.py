@@ -290,11 +290,7 @@ def test_generation_0_says_that_nothing_succeeded_and_what_helps(
         first = next(runs)
         if solved == 0 and not shown:  # what comes of it says it again
             with pytest.raises(BadInput, match="cold start"):
-                list(
-                    make_loop(platform=where, method=METHODS[method], group_size=2, **changes).run(
-                        3
-                    )
-                )
+                list(make_loop(**changes).run(3))
         runs.close()
     assert said in first.note and bool(said) == bool(first.note)
     assert first.note in caplog.text
