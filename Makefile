@@ -39,7 +39,7 @@ ui: setup
 	@$(PY) ui/build.py
 
 bench: setup
-	@$(PY) -m tests.bench $(ARGS)
+	@$(PY) -m bench $(ARGS)
 
 soak: setup
 	@CRAY_TEST_KILLS=100 CRAY_TEST_LINES=20000 CRAY_TEST_SEEDS=1,2,3 $(PY) -m pytest -s --timeout 3600 tests/test_batch_kills.py

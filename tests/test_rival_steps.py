@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.bench.rivals.step_batches import (
+from bench.rivals.step_batches import (
     ATTEMPTS,
     BATCH,
     GROUPS,
@@ -15,7 +15,7 @@ from tests.bench.rivals.step_batches import (
     round_of,
     write_model,
 )
-from tests.bench.rivals.steps import CLOSE, OF_METHOD, difference, side
+from bench.rivals.steps import CLOSE, OF_METHOD, difference, side
 
 VOCABULARY, LONGEST = 64, 128
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from bench.rivals import held_out, skyrl_side
+from bench.rivals.training import area, cells, reached
+from bench.rivals.training_sides import Learned, Point, exact, trl_trainer
+from bench.rivals.trl_settings import load
 from cray_agents.cli.loop import calculator_loop
-from tests.bench.rivals import held_out, skyrl_side
-from tests.bench.rivals.training import area, cells, reached
-from tests.bench.rivals.training_sides import Learned, Point, exact, trl_trainer
-from tests.bench.rivals.trl_settings import load
 
 
 def way(*points: tuple[float, int, float]) -> Learned:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from bench.rivals.process_tree import kill_tree, memory_of, tree_of
+from bench.rivals.resume_kills import Notes, Outcome, token_rows
 from cray_agents.processes import alive
-from tests.bench.rivals.process_tree import kill_tree, memory_of, tree_of
-from tests.bench.rivals.resume_kills import Notes, Outcome, token_rows
 
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 CHILD = "import time; kept = b'x' * (64 << 20); print('ready', flush=True); time.sleep(600)"

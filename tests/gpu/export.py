@@ -4,8 +4,8 @@ import os
 import shutil
 from typing import Any
 
+from bench.exporting import write_plainly
 from cray_agents.runtime.disk.checksums import BLAKE3, FileHash
-from tests.bench.exporting import write_plainly
 from tests.gpu.bench import Bench, seconds_of
 from tests.gpu.speed import hyperparameters
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from bench.corpus import AGENTS, write_corpus
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.http import bounds
 from cray_agents.runtime.gateway.tinker.protobuf import write_bytes, write_whole
-from tests.bench.corpus import AGENTS, write_corpus
 from tests.support.timed_gateway import TimedGateway, timed_gateway
 
 LONGEST = 0.05  # seconds

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from bench.corpus import AGENTS, START, write_corpus
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.disk.turns import TURN, ReadGivenUp
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import statistics
-from tests.bench.corpus import AGENTS, START, write_corpus
 
 RUNS = 8000
 NAMES = ("reward", "seconds", "turns", "tokens")

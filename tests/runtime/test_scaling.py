@@ -6,6 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench.cluster.comparison import JUST_IN_TIME, compare, rules_for
+from bench.cluster.simulation import Simulation
+from bench.cluster.static_split import StaticSplit, best_split
+from bench.cluster.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
 from cray_agents.errors import BadInput
 from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule, share_nodes
 from cray_agents.runtime.scaling.observed import (
@@ -14,10 +18,6 @@ from cray_agents.runtime.scaling.observed import (
     ServingView,
     TrainingView,
 )
-from tests.support.scaling.comparison import JUST_IN_TIME, compare, rules_for
-from tests.support.scaling.simulation import Simulation
-from tests.support.scaling.static_split import StaticSplit, best_split
-from tests.support.scaling.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
 
 CHAT = ServingRule("chat", slots=10, use=1.0, calm=60.0, empty=120.0)
 

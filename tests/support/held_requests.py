@@ -2,9 +2,9 @@
 
 from collections import Counter
 
+from bench.cluster.simulation import PERIOD, Simulation, _Serving
+from bench.cluster.traces import JobTrace, ServingTrace, Trace
 from cray_agents.runtime.scaling.decision import Scaler, ScalingRules
-from tests.support.scaling.simulation import PERIOD, Simulation, _Serving
-from tests.support.scaling.traces import JobTrace, ServingTrace, Trace
 
 Decisions = list[Counter[tuple[str, str]]]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.rivals.server_process import answers, foreign, free_port, program, wait_until
 from cray_agents import Task
 from cray_agents.records import Reward, ToolCall
 from cray_agents.runtime.exports.export_format import line_of
 from cray_agents.runtime.exports.formats.inspect_eval import EVAL, pack_log
-from tests.bench.rivals.server_process import answers, foreign, free_port, program, wait_until
 from tests.support.environments.pythons import venv
 from tests.support.exports.example_runs import called, of_calls
 from tests.support.watched_pages import CHROMIUM, WAIT, chromium
