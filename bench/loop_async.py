@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rounds import row
-from cray_agents import Agent, Loop, PromotionTest, RunContext, tool
+from cray_agents import GRPO, Agent, Loop, PromotionTest, RunContext, tool
 from cray_agents.agent.hooks import Hooks
 from cray_agents.engines.scripted import tool_call
 from cray_agents.generation import Generation
@@ -32,8 +32,8 @@ GENERATIONS = 6
 ROUNDS = 3
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
-    "staleness 1": {"staleness": 1},
-    "staleness 1, close_at 0.9": {"staleness": 1, "close_at": 0.9},
+    "staleness 1": {"max_staleness": 1},
+    "staleness 1, close_at 0.9": {"max_staleness": 1, "straggler_quantile": 0.9},
 }
 
 
@@ -56,9 +56,9 @@ def loop_of(**mode: Any) -> Loop:
     return site_loop(
         agent=agent,
         tasks=some_tasks(400, 16, 0),
-        method="grpo",
-        attempts=4,
-        tasks_per_generation=12,
+        method=GRPO,
+        group_size=4,
+        tasks_per_iteration=12,
         evaluate_every=GENERATIONS,
         promotion=PromotionTest(hidden=0),
         concurrency=48,
