@@ -28,7 +28,7 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Run, StopReason
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import Feedback, give_feedback

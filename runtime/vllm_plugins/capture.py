@@ -1,7 +1,7 @@
 """Capture: append the sampled tokens, logprobs and weight versions to vLLM's answers.
 
-runtime/pool/engine/vllm_replica.py starts vLLM with `Capture` as a middleware. The header `ASK`
-asks for the samples; runtime/pool/engine/vllm_engine.py sends it, and cuts the samples off the
+runtime/pool/vllm_process.py starts vLLM with `Capture` as a middleware. The header `ASK`
+asks for the samples; runtime/pool/vllm_engine.py sends it, and cuts the samples off the
 answer. All APIs that sample work alike (chat, completions, responses, Anthropic's messages). The
 cost is a fraction of vLLM's own `logprobs` and `return_token_ids`, which build and serialise an
 object per token.

@@ -2,7 +2,7 @@
 
     python -m cray_agents.runtime.vllm_plugins.server PARENT_PID [vLLM's own flags...]
 
-runtime/pool/engine/vllm_replica.py starts it. Plain vLLM leaves its engine core running forever
+runtime/pool/vllm_process.py starts it. Plain vLLM leaves its engine core running forever
 when the API server is killed. Here every process asks the kernel to end it with its parent.
 
 With `VLLM_WORKER_MULTIPROC_METHOD=fork` in the environment the engine core is forked from the API

@@ -12,7 +12,7 @@ from cray_agents import Agent, Hyperparameters, Platform, Run, StopReason
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.platform import transport
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.scripted_gateway import Gateway, checkpoint, echo, served, until
 

@@ -13,7 +13,7 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
 from cray_agents.paths import Home
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.registry.canary import Canary, Side
 from cray_agents.runtime.registry.registry import ModelEvent
 from tests.support.scripted_gateway import Gateway, Reply, checkpoint, served, until

@@ -20,7 +20,7 @@ from cray_agents.paths import CACHE, Home
 from cray_agents.records import Manifest
 from cray_agents.runtime import fsck
 from cray_agents.runtime.disk.durable import OLD, sha256_file
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.deltas import (
     Shadows,

@@ -9,7 +9,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from tests.runtime.test_version_switcher import Slow, change, register, says_version, versions_on
 from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import Gateway, says, served, until

@@ -17,7 +17,7 @@ from cray_agents.runtime.gateway.model_calls.apis.chat import CHAT as CHAT_API
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
-from cray_agents.runtime.pool.engine import vllm_engine
+from cray_agents.runtime.pool import vllm_engine
 from tests.support.scripted_gateway import CHAT, Gateway, says, served
 
 RUN: Any = {"agent": "a", "model": "calc@1", "input": "2+2?", "stop_reason": "completed"}

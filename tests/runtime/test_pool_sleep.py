@@ -9,7 +9,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable, PoolBusy
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from tests.support.scripted_pool import (
     Mortal,

@@ -22,7 +22,7 @@ from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import node_names

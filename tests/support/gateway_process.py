@@ -26,7 +26,7 @@ from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store

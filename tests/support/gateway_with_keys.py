@@ -19,7 +19,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store

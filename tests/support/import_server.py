@@ -74,7 +74,7 @@ def _started(folder: Path, owner: int) -> str:
     """Return the import server's socket."""
     path, log = folder / "import_server", folder / "import_server.log"
     if not path.exists():
-        from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, environment
+        from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
 
         with log.open("wb") as errors:
             started = subprocess.Popen(

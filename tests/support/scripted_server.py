@@ -33,7 +33,7 @@ from cray_agents.runtime.vllm_plugins.lock import (
     refusal_of,
 )
 
-# as in runtime/pool/engine/vllm_engine.py, which imports half a second of numpy and more
+# as in runtime/pool/vllm_engine.py, which imports half a second of numpy and more
 BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
 VERSION, EVENT = "x-cray-version", b"event: cray.samples\ndata: "
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from cray_agents.cli.agent.agents import load
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, command, environment
+from cray_agents.runtime.pool.vllm_process import EngineSettings, command, environment
 from tests.bench.gateway import CHAT
 from tests.bench.rivals.environments import ROOT, Rivals, version_of
 from tests.bench.rivals.process_tree import Peak, kill_tree, memory_of
