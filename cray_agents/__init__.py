@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from cray_agents.agent.tool import tool as tool
     from cray_agents.agent.trl_class import as_trl as as_trl
     from cray_agents.cli.platform.platform_process import local_platform as local_platform
-    from cray_agents.engines.json_tool_calls import ConstrainedEngine as ConstrainedEngine
     from cray_agents.engines.no_real_models import no_real_models as no_real_models
     from cray_agents.engines.openai_engine import OpenAIEngine as OpenAIEngine
     from cray_agents.engines.replay import RecordingEngine as RecordingEngine
     from cray_agents.engines.replay import ReplayEngine as ReplayEngine
     from cray_agents.engines.scripted import ScriptedEngine as ScriptedEngine
     from cray_agents.engines.scripted import tool_call as tool_call
+    from cray_agents.engines.tool_calls import ConstrainedEngine as ConstrainedEngine
     from cray_agents.errors import ToolError as ToolError
     from cray_agents.generation import Generation as Generation
     from cray_agents.loop.curriculum import Curriculum as Curriculum
@@ -66,7 +66,7 @@ _MODULES = {
     "Agent": "agent.agent",
     "as_trl": "agent.trl_class",
     "Budget": "loop.stop_rules",
-    "ConstrainedEngine": "engines.json_tool_calls",
+    "ConstrainedEngine": "engines.tool_calls",
     "Curriculum": "loop.curriculum",
     "decide": "promotion.sequential_test",
     "DatasetRecipe": "queries",

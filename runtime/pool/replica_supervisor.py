@@ -68,7 +68,7 @@ from cray_agents.runtime.pool.vllm_process import (
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.vllm_plugins import proof
-from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
+from cray_agents.runtime.vllm_plugins.wire import HEADER, VARIABLE
 
 _PATIENCE = 20.0  # seconds that the first node may take to answer a further one
 

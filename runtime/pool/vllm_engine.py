@@ -42,16 +42,17 @@ from cray_agents.runtime.pool.weight_transfer import (
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import changes_from
 from cray_agents.runtime.registry.weight_offers import WeightOffer, find_offers
-from cray_agents.runtime.vllm_plugins.lock import EXPECT, GUARD
-
-# these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
-CAPTURE = "x-cray-capture"
-MERGE = "x-cray-merge"
-BODY = "x-cray-body"
-VERSION = "x-cray-version"
-EVENT = b"event: cray.samples\ndata: "
-ABORT = "/cray/abort/"
-PROBE = "cray_agents_probe"  # repeats a constant of vllm_plugins/scheduler.py
+from cray_agents.runtime.vllm_plugins.wire import (
+    ABORT,
+    BODY,
+    CAPTURE,
+    EVENT,
+    EXPECT,
+    GUARD,
+    MERGE,
+    PROBE,
+    VERSION,
+)
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from cray_agents.errors import (
 from cray_agents.exact_json import dump_json
 from cray_agents.runtime.disk.turns import INLINE, off_loop
 from cray_agents.runtime.vllm_plugins import proof
-from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
+from cray_agents.runtime.vllm_plugins.wire import CLOSED, HEADER
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.registry.model_code import may_run
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
-from cray_agents.runtime.vllm_plugins.lock import SOCKET, VARIABLE
+from cray_agents.runtime.vllm_plugins.wire import SOCKET, VARIABLE
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _SOCKET = "http"  # name of the server's socket in its private folder

@@ -22,13 +22,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cray_agents.runtime.vllm_plugins import proof
-
-VARIABLE = "CRAY_AGENTS_REPLICA_SECRET"  # in the server's environment
-SOCKET = "CRAY_AGENTS_REPLICA_SOCKET"  # in the environment: the handle of the socket to listen at
-HEADER = "x-cray-secret"  # in each request
-EXPECT = "x-cray-expect"  # in each request that samples: the `name@N` that is to answer it
-GUARD = "/cray/guard"  # takes the controller's orders
-CLOSED = "VersionClosed"  # type of the error for a version that is not admitted
+from cray_agents.runtime.vllm_plugins.wire import CLOSED, EXPECT, GUARD, HEADER, VARIABLE
 
 _REFUSAL = {"error": {"message": "only the platform that started this server may use it"}}
 

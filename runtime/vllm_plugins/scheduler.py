@@ -26,8 +26,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 
+from cray_agents.runtime.vllm_plugins.wire import PROBE
+
 MARK = "cray_agents_capture"  # in a request's extra_args
-PROBE = "cray_agents_probe"  # in extra_args too; runtime/pool/vllm_engine.py repeats it
 EVERY = 64  # tokens
 COMPILERS = 16  # threads; vLLM has one per two cores, and one slow schema held up all others
 

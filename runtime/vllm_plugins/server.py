@@ -25,8 +25,8 @@ from multiprocessing import parent_process
 from typing import Any
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
-from cray_agents.runtime.vllm_plugins.lock import SOCKET
 from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
+from cray_agents.runtime.vllm_plugins.wire import SOCKET
 
 
 def main() -> None:

@@ -34,10 +34,11 @@ from cray_agents.runtime.gateway.further_gateway import MOST_NOTES, ControllerRe
 from cray_agents.runtime.pool.job_lease import SupervisorClient
 from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_engine import BODY, VllmEngine
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_process import VllmProcess
 from cray_agents.runtime.scheduler.slurm import node_names, node_states, read_job, read_node
 from cray_agents.runtime.vllm_plugins import proof
+from cray_agents.runtime.vllm_plugins.wire import BODY
 from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import CHAT, served, until
 from tests.support.scripted_server import MALFORMED

@@ -23,7 +23,7 @@ from cray_agents.ports import EngineCall
 from cray_agents.records import ModelCall, new_id
 from cray_agents.runtime.gateway.model_calls.relay import KEEP_ALIVE
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.runtime.vllm_plugins.wire import HEADER
 from tests.runtime.conftest import QUESTION, SYSTEM, TOOL
 from tests.support.fuzz.cases import request
 from tests.support.fuzz.sampling import PLAIN, sampling_body

@@ -11,14 +11,8 @@ import uvicorn
 from cray_agents.errors import EngineUnavailable, VersionClosed
 from cray_agents.runtime.pool.vllm_http import Http, to_engine_error
 from cray_agents.runtime.pool.vllm_process import EngineSettings, bind, command
-from cray_agents.runtime.vllm_plugins.lock import (
-    EXPECT,
-    GUARD,
-    HEADER,
-    VARIABLE,
-    Locked,
-    VersionGuard,
-)
+from cray_agents.runtime.vllm_plugins.lock import Locked, VersionGuard
+from cray_agents.runtime.vllm_plugins.wire import EXPECT, GUARD, HEADER, VARIABLE
 
 OPEN = {"type": "opened"}
 SECRET = "s3cret"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
-from cray_agents.runtime.vllm_plugins.lock import SOCKET
+from cray_agents.runtime.vllm_plugins.wire import SOCKET
 
 STARTER = Path(__file__).with_name("forked_starts")
 SERVER = "cray_agents.runtime.vllm_plugins.server"

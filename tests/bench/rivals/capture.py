@@ -27,7 +27,7 @@ from pathlib import Path
 import aiohttp
 
 from cray_agents.cli.agent.agents import load
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.runtime.vllm_plugins.wire import HEADER
 from tests.bench.gateway import CONCURRENT, session
 from tests.bench.gateways import started
 from tests.bench.load import percentile

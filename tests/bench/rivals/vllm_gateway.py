@@ -14,7 +14,7 @@ import aiohttp
 
 from cray_agents import local_platform
 from cray_agents.cli.agent.agents import load
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.runtime.vllm_plugins.wire import HEADER
 from tests.bench.gateway import CHAT, CONCURRENT, PATH, latencies, session, throughput
 from tests.bench.gateways import started
 from tests.bench.rivals.environments import ROOT, make_environments
