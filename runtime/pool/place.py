@@ -49,7 +49,7 @@ class Place(Protocol):
 
 
 class EngineProcess(Protocol):
-    """The process of a replica's engine: `VllmProcess` | `SlurmReplica` | `InProcessEngine`.
+    """The process of a replica's engine: `VllmProcess` | `SlurmReplica`.
 
     `lora_rank`: the largest rank of an adapter that the engine can load; 0: it loads none.
     `taken_over`: true if the last start took over an engine of an earlier platform.
@@ -123,40 +123,3 @@ class LocalPlace:
     async def wait_until_ending(self) -> None:
         """Never return."""
         await asyncio.Event().wait()
-
-
-class InProcessEngine(LocalPlace):
-    """An engine in this process, such as ScriptedEngine. No other process can die."""
-
-    pid: int | None = None
-    port: int | None = None
-
-    def __init__(self, engine: Engine, lora_rank: int = 0) -> None:
-        self.engine = engine
-        self.lora_rank = lora_rank
-
-    async def start(self, checkpoint: Path, version: str) -> None:
-        """Load the checkpoint. Raises what the engine's `load` raises."""
-        await self.engine.load(checkpoint, version)
-
-    async def stop(self) -> None:
-        """Do nothing: there is no process to end."""
-
-    async def check_alive(self) -> None:
-        """Return at once: this process runs."""
-
-    async def wait_until_dead(self) -> None:
-        """Never return."""
-        await asyncio.Event().wait()
-
-    def death_reason(self) -> str:
-        """Return "": no process can die."""
-        return ""
-
-    def missing_resource(self, checkpoint: Path) -> str:
-        """Return "": starting costs nothing."""
-        return ""
-
-    def sleep_level(self, checkpoint: Path) -> int:
-        """Return 1: nothing is kept on a GPU."""
-        return 1

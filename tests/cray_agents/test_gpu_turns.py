@@ -22,7 +22,6 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.pool import vllm_process
-from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_process import VllmProcess
 from cray_agents.runtime.pool.vllm_process import command as vllm_command
@@ -30,6 +29,7 @@ from cray_agents.runtime.scheduler.gpu_placement import place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import platform
 from tests.support.scripted_pool import ask, says_version, serving, until
 

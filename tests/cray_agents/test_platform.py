@@ -12,8 +12,8 @@ from cray_agents import Agent, Hyperparameters, Platform, Run, StopReason
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.platform import transport
-from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, checkpoint, echo, served, until
 
 

@@ -32,7 +32,6 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.further_gateway import MOST_NOTES, ControllerReports
 from cray_agents.runtime.pool.job_lease import SupervisorClient
-from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_process import VllmProcess
@@ -40,6 +39,7 @@ from cray_agents.runtime.scheduler.slurm import node_names, node_states, read_jo
 from cray_agents.runtime.vllm_plugins import proof
 from cray_agents.runtime.vllm_plugins.wire import BODY
 from tests.support.bare_models import bare_model
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import CHAT, served, until
 from tests.support.scripted_server import MALFORMED
 from tests.support.shared_gateways import SETTINGS, TOKEN, shared_site

@@ -15,7 +15,7 @@ from cray_agents.ports import EngineCall
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport
 from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
-from cray_agents.runtime.pool.place import InProcessEngine
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import (
     Mortal,
     ask,

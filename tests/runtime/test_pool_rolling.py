@@ -15,9 +15,9 @@ from cray_agents.errors import EngineUnavailable, Overtaken, SwapError
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.pool import upkeep
-from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool, SwapMode
 from cray_agents.runtime.pool.rolling_swap import most_away
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Paced, echo, served
 from tests.support.scripted_pool import (
     Mortal,

@@ -9,8 +9,8 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable, PoolBusy
-from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import (
     Mortal,
     ask,

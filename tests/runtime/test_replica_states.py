@@ -12,11 +12,11 @@ from cray_agents.errors import CrayError, EngineUnavailable, PoolBusy
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
 from cray_agents.runtime.pool import replica
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
-from cray_agents.runtime.pool.place import InProcessEngine
 from cray_agents.runtime.pool.pool import PoolReplica
 from cray_agents.runtime.pool.published_replicas import State
 from cray_agents.runtime.pool.replica import TRANSITIONS, Event
 from cray_agents.runtime.pool.request_router import ChangeNotifier
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import checkpoint, probe, says_version, until
 
 JOB = "job-1"

@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 
 from cray_agents import Agent, OpenAIEngine, StopReason
+from cray_agents.env_worker.adapters import Rollout
 from cray_agents.env_worker.chat import ModelConversation
-from cray_agents.env_worker.rollout import Rollout
 from cray_agents.runtime.exports.conversations.chat_messages import chats_of
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.runtime.conftest import memorise
