@@ -21,16 +21,15 @@ from aiohttp import web
 from bench.rounds import row
 from cray_agents.paths import Home
 from cray_agents.ports import Command
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
-from cray_agents.runtime.pool.slurm.job_board import JobBoard
-from cray_agents.runtime.pool.slurm.job_lease import (
+from cray_agents.runtime.pool.job_lease import (
     ReplicaSpec,
     create_secret,
     new_attempt,
     read_spec,
 )
-from cray_agents.runtime.pool.slurm.replica_supervisor import ReplicaSupervisor
-from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica
+from cray_agents.runtime.pool.replica_supervisor import ReplicaSupervisor
+from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica
+from cray_agents.runtime.pool.vllm_process import EngineSettings
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import search_path
 from cray_agents.runtime.scheduler.slurm import Slurm

@@ -21,8 +21,8 @@ import orjson
 from bench.rounds import ROUNDS, row
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, new_id
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool, SwapMode
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.runtime.conftest import make_tiny_model
 from tests.support.vllm_pool import CHAT, adapted, golden_probe, manifest_of
 
@@ -147,7 +147,7 @@ async def _traffic(
 ) -> AsyncIterator[Traffic]:
     settings = EngineSettings(threads=1, max_lora_rank=rank)
     logs = [home / f"{mode}-{rank}-{number}.log" for number in range(replicas)]
-    pool = Pool([Replica("m", settings, log) for log in logs], swap_mode=mode)
+    pool = Pool([VllmProcess("m", settings, log) for log in logs], swap_mode=mode)
     await pool.start(models["m@1"].directory, "m@1", models["m@1"].probe)
     try:
         traffic = Traffic(pool, "m@1")

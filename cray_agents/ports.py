@@ -92,7 +92,13 @@ class PromptScore:
 
 
 class Engine(Protocol):
-    """A replica's engine as the pool uses it."""
+    """A replica's engine as the pool uses it.
+
+    `load_note` says why the last load read files, where weights were to come directly; "": no
+    reason.
+    """
+
+    load_note: str
 
     def answer(self, exchange: EngineCall) -> AsyncGenerator[bytes, None]:
         """Yield the answer's bytes: the JSON in one piece, or whole server-sent events.
@@ -158,6 +164,18 @@ class Engine(Protocol):
 
         `checkpoint` and `version` are those that were loaded. Raises EngineError.
         """
+        ...
+
+    async def load_adapter(self, adapter: Path, name: str) -> "Engine":
+        """Load an adapter beside the weights; return the engine that answers with it.
+
+        `adapter` is the folder of a checkpoint with PEFT's files. `name` begins with the version
+        and was never used before. Raises EngineError.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter that has no request in flight. Raises EngineError."""
         ...
 
 

@@ -26,7 +26,7 @@ from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.queries import RunQuery
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
@@ -173,7 +173,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
     folder = tmp_path_factory.mktemp("damaged")
     make_seed_model(folder / "model", seed=0, corpus=QUESTIONS, shape=PEAKED)
     tasks = TaskSet([Task(input=text, split="train") for text in QUESTIONS])
-    host = Replica("calc", EngineSettings(kv_cache_gib=0.125), folder / "replica.log")
+    host = VllmProcess("calc", EngineSettings(kv_cache_gib=0.125), folder / "replica.log")
 
     def trainer(home: Home) -> Damaging:
         return Damaging(home, folder / "model", tasks, TRIES)

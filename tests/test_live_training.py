@@ -41,12 +41,12 @@ from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Run, StopReason
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import Feedback, give_feedback
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.loops import grouped
 from tests.support.scripted_gateway import checkpoint, served, until
 from tests.support.scripted_platform import PROBE, platform

@@ -36,7 +36,6 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
@@ -106,11 +105,10 @@ def test_promotes_what_is_better_and_nothing_else(tmp_path: Path) -> None:
     assert all(call.token_ids for run in runs for call in run.calls)
 
 
-def test_a_generation_tells_why_weights_were_read_from_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(InProcessEngine, "load_note", "weights did not come by nccl: gone")
-    with platform(tmp_path, ScriptedEngine(answer)) as where:
+def test_a_generation_tells_why_weights_were_read_from_files(tmp_path: Path) -> None:
+    engine = ScriptedEngine(answer)
+    engine.load_note = "weights did not come by nccl: gone"
+    with platform(tmp_path, engine) as where:
         done = list(make_loop(platform=where).run(1))
     assert [g.load_note for g in done] == ["", "weights did not come by nccl: gone"]
 

@@ -294,7 +294,7 @@ async def test_all_runs_of_a_loop_share_what_was_found_out_about_the_server(
 ) -> None:
     agent = Agent("a", model="m", tools=[Agent("ask").as_tool()])
     with platform(tmp_path, ScriptedEngine(lambda request: HERMES)) as where:
-        with caplog.at_level(logging.WARNING, "cray_agents.engines.missed_tool_calls"):
+        with caplog.at_level(logging.WARNING, "cray_agents.engines.tool_calls"):
             await carried_out(where, agent, *"abcde")
         assert agent.parser is not None and agent.parser.failures == 5
         assert sum("not understood" in record.getMessage() for record in caplog.records) == 1

@@ -34,7 +34,7 @@ from bench.rivals.server_process import (
 )
 from bench.rivals.site import Site
 from cray_agents.cli.agent.agents import load
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, command, environment
+from cray_agents.runtime.pool.vllm_process import EngineSettings, command, environment
 from tests.support.store.plain_reader import events_of
 
 LINES = int(os.environ.get("CRAY_BENCH_LINES", "1000"))

@@ -35,7 +35,7 @@ from bench.rivals.report import Report
 from bench.rivals.server_process import answers, foreign, free_port, program, wait_until
 from bench.rivals.site import Site
 from cray_agents.cli.agent.agents import load
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.runtime.vllm_plugins.wire import HEADER
 from tests.support.store.plain_reader import events_of
 from tests.support.unix_servers import socket_of
 from tests.support.vllm_pool import secret_of

@@ -20,7 +20,7 @@ from bench.rivals.report import Report
 from bench.rounds import ROUNDS
 from cray_agents import local_platform
 from cray_agents.cli.agent.agents import load
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.runtime.vllm_plugins.wire import HEADER
 from tests.support.unix_servers import socket_of
 from tests.support.vllm_pool import secret_of
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cray_agents.agent.sessions import MemorySession as MemorySession
     from cray_agents.agent.sessions import PlatformSession as PlatformSession
     from cray_agents.agent.trl_class import as_trl as as_trl
-    from cray_agents.engines.json_tool_calls import ConstrainedEngine as ConstrainedEngine
     from cray_agents.engines.openai_engine import OpenAIEngine as OpenAIEngine
+    from cray_agents.engines.tool_calls import ConstrainedEngine as ConstrainedEngine
     from cray_agents.records import StopReason as StopReason
 
 __getattr__, __all__ = lazy_names(
@@ -30,7 +30,7 @@ __getattr__, __all__ = lazy_names(
         "agent.run_context": ["RunContext"],
         "agent.sessions": ["FileSession", "MemorySession", "PlatformSession"],
         "agent.trl_class": ["as_trl"],
-        "engines.json_tool_calls": ["ConstrainedEngine"],
+        "engines.tool_calls": ["ConstrainedEngine"],
         "engines.openai_engine": ["OpenAIEngine"],
         "records": ["StopReason"],
     },

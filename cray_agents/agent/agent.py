@@ -36,7 +36,7 @@ from cray_agents.agent.run_state import (
 )
 from cray_agents.agent.stream_events import AgentEvent, RunEnded
 from cray_agents.agent.tool import Tool, as_tool
-from cray_agents.engines.missed_tool_calls import (
+from cray_agents.engines.tool_calls import (
     ParserCounts,
     ServerCapabilities,
     ToolCalls,

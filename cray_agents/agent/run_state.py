@@ -20,7 +20,7 @@ from cray_agents.agent.run_context import RunContext
 from cray_agents.agent.sessions import FileSession, Session, without_system
 from cray_agents.agent.stream_events import AgentEvent, LimitReached
 from cray_agents.agent.tool import Tool
-from cray_agents.engines.missed_tool_calls import ServerCapabilities
+from cray_agents.engines.tool_calls import ServerCapabilities
 from cray_agents.errors import BadInput, EngineError, HookError
 from cray_agents.ports import ChatEngine
 from cray_agents.records import (

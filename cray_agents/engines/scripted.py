@@ -13,6 +13,7 @@ implements both `ChatEngine` and `Engine` (ports.py).
 """
 
 import asyncio
+import copy
 import functools
 import inspect
 import json
@@ -65,6 +66,7 @@ class ScriptedEngine:
         self.checkpoint: Path | None = None
         self.drift = drift
         self.delay = delay
+        self.load_note = ""
         self.asleep = 0  # the level of its sleep
         self.offered: set[str] = set()
         self.received: list[str] = []
@@ -181,6 +183,15 @@ class ScriptedEngine:
         if self.asleep == 2:
             self.checkpoint, self.version = None, ""
         self.asleep = 0
+
+    async def load_adapter(self, adapter: Path, name: str) -> "ScriptedEngine":
+        """Return a copy of the engine that has loaded the checkpoint and shares all else."""
+        adapted = copy.copy(self)
+        await adapted.load(adapter.parent, name.partition(" ")[0])
+        return adapted
+
+    async def unload_adapter(self, name: str) -> None:
+        """Do nothing: the copy is garbage-collected."""
 
     async def score(self, prompts: list[list[int]]) -> list[PromptScore]:
         """Return the scores of the loaded checkpoint's own probe, with logprobs plus `drift`.

@@ -1,15 +1,21 @@
-"""Adapters: their names, and the modules that are imported for them in the environment's Python."""
+"""Adapters: environments of other frameworks, the runs that they carry out, and their outcomes.
+
+Failures that are not the agent's are exceptions here. leased_runs.py and slot.py carry runs and
+outcomes as JSON. An adapter's module is imported in the environment's Python.
+"""
 
 import importlib
 import importlib.util
+import json
+import math
+import numbers
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from cray_agents.env_worker.rollout import Adapter, UsageError
+from typing import Any, Protocol
 
 #: By name: the module beside this one, and the package that it takes.
 ADAPTERS = {
@@ -18,6 +24,97 @@ ADAPTERS = {
     "verifiers": ("verifiers_taskset", "verifiers"),
     "openenv": ("openenv_environment", "openenv"),
 }
+OUTPUT_CHARS = 1_000_000  # of an outcome's output; the model calls have all of it
+MAX_OBSERVATION = 4_000_000  # characters of one message that the model reads
+MAX_TOOLS = 1000
+
+
+class EnvironmentFailed(Exception):
+    """The environment did something that no model should be trained on."""
+
+
+class UsageError(Exception):
+    """The worker cannot begin: a wrong option, or a package that is not there."""
+
+
+def check_tools(count: int) -> None:
+    """Raise EnvironmentFailed for more than MAX_TOOLS tools."""
+    if count > MAX_TOOLS:
+        raise EnvironmentFailed(f"the environment has {count} tools: at most {MAX_TOOLS}")
+
+
+def check_observation(content: Any, what: str) -> None:
+    """Raise EnvironmentFailed for text, or content as JSON, beyond MAX_OBSERVATION.
+
+    what: how the error begins, such as "reset returned".
+    """
+    size = len(content if isinstance(content, str) else json.dumps(content, default=str))
+    if size > MAX_OBSERVATION:
+        raise EnvironmentFailed(f"{what} {size} characters: at most {MAX_OBSERVATION}")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A run to carry out.
+
+    base_url: of the run, so that each model call is recorded as the run's.
+    model: `name@N`. sampling: fields of the requests, such as temperature, seed and max_tokens.
+    seconds: the run may take.
+    """
+
+    run_id: str
+    task: Mapping[str, Any]
+    model: str
+    sampling: Mapping[str, Any]
+    seconds: float
+    base_url: str
+    api_key: str
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The task's metadata, which name its row, sample or index."""
+        return dict(self.task.get("metadata") or {})
+
+
+@dataclass(frozen=True)
+class RolloutOutcome:
+    """The end of a run: rewards by name, and the answer if there is one."""
+
+    rewards: Mapping[str, float]
+    output: str | None = None
+    tags: tuple[str, ...] = ()
+    stop_reason: str = "completed"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def checked(self) -> dict[str, Any]:
+        """Return the outcome as JSON. Raises EnvironmentFailed for a reward that is no number."""
+        if not self.rewards:
+            raise EnvironmentFailed("the environment gave no reward")
+        for name, value in self.rewards.items():
+            number = isinstance(value, numbers.Real) and math.isfinite(value)
+            if not number:
+                raise EnvironmentFailed(f"reward {name} is {value!r}: must be a finite number")
+        output = self.output
+        return {
+            "rewards": [{"name": n, "value": float(v)} for n, v in self.rewards.items()],
+            "output": output if output is None else output[:OUTPUT_CHARS],
+            "tags": list(self.tags),
+            "stop_reason": self.stop_reason,
+        }
+
+
+class Adapter(Protocol):
+    """A framework's environments: their tasks, and how a run is carried out.
+
+    `run` blocks, in a process where nothing else runs. An exception is a failure of the
+    environment, and never a reward.
+    """
+
+    def tasks(self) -> Iterable[dict[str, Any]]:
+        """Yield the environment's tasks as a TaskSet reads them: input, target, metadata."""
+
+    def run(self, rollout: Rollout) -> RolloutOutcome:
+        """Carry out a run."""
 
 
 def make_adapter(name: str, environment: str, options: Mapping[str, str]) -> Adapter:

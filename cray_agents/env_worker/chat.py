@@ -1,16 +1,83 @@
 """Model conversation: model calls and tool calls in turn, where the framework has no client.
 
-The calls go to the run's own base URL, where the platform records them with their tokens.
+The calls go to the run's own base URL, where the platform records them with their tokens. The
+client takes no package, so that it runs beside any pins: JSON by urllib, with retries. Also used by
+leased_runs.py.
 """
 
+import json
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from typing import Any
 
-from cray_agents.env_worker.http_client import HttpClient, RequestRefused
-from cray_agents.env_worker.rollout import Rollout, check_observation, check_tools
+from cray_agents.env_worker.adapters import Rollout, check_observation, check_tools
 
+RETRIES = 6
+BUSY = (408, 429, 500, 502, 503, 504)
 _KEPT = ("role", "content", "reasoning", "tool_calls")  # of an answer, when it is sent back
 TOO_LONG = ("context length", "context_length", "maximum model length", "longer than")
+
+
+class RequestRefused(Exception):
+    """The server refused a request: `status`, and the `code` of the error's envelope."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(f"{status} {code}: {message}")
+        self.status, self.code, self.message = status, code, message
+
+
+class ServerUnreachable(Exception):
+    """No server answers."""
+
+
+class HttpClient:
+    """JSON requests to one base URL."""
+
+    def __init__(self, base_url: str, api_key: str, timeout: float = 600.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+        self._timeout = timeout
+
+    def post(
+        self, path: str, body: dict[str, Any], *, key: str | None = None, retries: int = RETRIES
+    ) -> dict[str, Any]:
+        """Post JSON; return the answer. Raises RequestRefused, ServerUnreachable.
+
+        key: an Idempotency-Key, under which a repeated request is answered and recorded once.
+        """
+        headers = {**self._headers, **({"idempotency-key": key} if key else {})}
+        data = json.dumps(body).encode()
+        for turn in range(retries + 1):
+            request = urllib.request.Request(self.base_url + path, data, headers, method="POST")
+            try:
+                with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+                    return dict(json.loads(answer.read()))
+            except urllib.error.HTTPError as error:
+                refused = _refused(error)
+                if refused.status not in BUSY or turn == retries:
+                    raise refused from None
+            except (
+                OSError,
+                HTTPException,
+                TypeError,
+                ValueError,
+                RecursionError,
+            ) as error:  # no JSON
+                if turn == retries:
+                    raise ServerUnreachable(f"{self.base_url} does not answer: {error}") from None
+            time.sleep(min(8.0, 0.25 * 2**turn))
+        raise AssertionError
+
+
+def _refused(error: urllib.error.HTTPError) -> RequestRefused:
+    try:
+        envelope = json.loads(error.read())["error"]
+        return RequestRefused(error.code, str(envelope["message"]), str(envelope.get("code")))
+    except (ValueError, KeyError, TypeError, OSError):
+        return RequestRefused(error.code, str(error.reason), "")
 
 
 class ServerFailed(Exception):
@@ -20,7 +87,7 @@ class ServerFailed(Exception):
 class ModelConversation:
     """The messages of a run, and its model.
 
-    Raises EnvironmentFailed for more tools, or a longer observation, than rollout.py allows.
+    Raises EnvironmentFailed for more tools, or a longer observation, than adapters.py allows.
     """
 
     def __init__(

@@ -17,16 +17,16 @@ from inspect_ai.model import get_model, modelapi
 from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
 from inspect_ai.scorer import value_to_float
 
-from cray_agents.env_worker.adapters import load_object
-from cray_agents.env_worker.chat import ServerFailed
-from cray_agents.env_worker.rollout import (
+from cray_agents.env_worker.adapters import (
     EnvironmentFailed,
     Rollout,
     RolloutOutcome,
     UsageError,
     check_observation,
     check_tools,
+    load_object,
 )
+from cray_agents.env_worker.chat import ServerFailed
 
 SERVICE = "cray"  # Inspect's name for the model's server
 SERVER_WORDS = ("APIConnectionError", "APITimeoutError", "InternalServerError", "RateLimitError")
@@ -38,7 +38,7 @@ LIMITS = {"token": "max_tokens", "context": "max_tokens", "message": "max_turns"
 
 
 class BoundedModel(OpenAICompatibleAPI):
-    """Inspect's client of the platform, which sends no more than rollout.py allows.
+    """Inspect's client of the platform, which sends no more than adapters.py allows.
 
     exceeded: what was too much, also where a solver went on.
     """

@@ -18,11 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cray_agents.env_worker.adapters import ADAPTERS, make_adapter
-from cray_agents.env_worker.http_client import HttpClient, RequestRefused, ServerUnreachable
-from cray_agents.env_worker.rollout import UsageError
-from cray_agents.env_worker.slot import serve, write_tasks
-from cray_agents.env_worker.slot_process import LOOK_SECONDS, SlotDied, SlotProcess
+from cray_agents.env_worker.adapters import ADAPTERS, UsageError, make_adapter
+from cray_agents.env_worker.chat import HttpClient, RequestRefused, ServerUnreachable
+from cray_agents.env_worker.slot import LOOK_SECONDS, SlotDied, SlotProcess, serve, write_tasks
 
 URL = "http://127.0.0.1:8000"
 WAIT = 10.0  # seconds that the platform may keep a request for a run waiting

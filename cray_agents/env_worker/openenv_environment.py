@@ -17,8 +17,7 @@ from openenv.core.env_server.mcp_types import CallToolAction
 from openenv.core.generic_client import GenericEnvClient
 from openenv.core.mcp_client import MCPToolClient
 
-from cray_agents.env_worker.chat import ModelConversation
-from cray_agents.env_worker.rollout import (
+from cray_agents.env_worker.adapters import (
     MAX_OBSERVATION,
     EnvironmentFailed,
     Rollout,
@@ -26,6 +25,7 @@ from cray_agents.env_worker.rollout import (
     UsageError,
     check_tools,
 )
+from cray_agents.env_worker.chat import ModelConversation
 
 OPTIONS = ("text", "max_turns", "prompt", "seeds")
 ACT = "act"

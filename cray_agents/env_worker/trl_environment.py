@@ -18,15 +18,15 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from cray_agents.env_worker.adapters import load_object
-from cray_agents.env_worker.chat import ModelConversation
-from cray_agents.env_worker.rollout import (
+from cray_agents.env_worker.adapters import (
     EnvironmentFailed,
     Rollout,
     RolloutOutcome,
     UsageError,
     check_tools,
+    load_object,
 )
+from cray_agents.env_worker.chat import ModelConversation
 
 NO_TOOLS = ("reset", "get_reward")
 

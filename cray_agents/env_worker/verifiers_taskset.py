@@ -24,8 +24,7 @@ from verifiers.v1.interception import server
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-from cray_agents.env_worker.chat import ServerFailed
-from cray_agents.env_worker.rollout import (
+from cray_agents.env_worker.adapters import (
     EnvironmentFailed,
     Rollout,
     RolloutOutcome,
@@ -33,6 +32,7 @@ from cray_agents.env_worker.rollout import (
     check_observation,
     check_tools,
 )
+from cray_agents.env_worker.chat import ServerFailed
 
 KEY_VARIABLE = "CRAY_AGENTS_WORKER_KEY"
 SERVER_STATUS = (408, 429)  # beside 500 and above: the model's server is to blame
@@ -46,7 +46,7 @@ class LimitExceeded(TaskError):
 
 
 class BoundedClient(EvalClient):
-    """Client of verifiers that sends no more than rollout.py allows. Raises LimitExceeded."""
+    """Client of verifiers that sends no more than adapters.py allows. Raises LimitExceeded."""
 
     async def get_response(
         self, dialect: Any, body: dict[str, Any], *rest: Any, **more: Any

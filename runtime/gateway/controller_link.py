@@ -25,7 +25,7 @@ from cray_agents.exact_json import dump_json
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http.middleware import REQUEST_ID
-from cray_agents.runtime.pool.engine.connectors import ProvedConnector
+from cray_agents.runtime.pool.vllm_http import ProvedConnector
 
 LOOK = 0.25  # seconds between two looks at the claim
 _ASCII = bytes(range(0x21, 0x7F))

@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from cray_agents.errors import EngineError
-from cray_agents.runtime.pool.engine.vllm_engine import ReplicaServer
+from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 
 TIMEOUT = 5.0  # seconds for a replica to answer
 LABELS = ("replica", "host", "version")

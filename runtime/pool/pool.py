@@ -2,7 +2,7 @@
 
 The gateway calls `answer`, `stage`, `swap` and `status`. A replica serves a version only after the
 golden probe matched there (golden_probe.py). This module routes requests and decides which replica
-changes when. Read next: rolling_swap.py; replica_slot.py, the change of one replica.
+changes when. Read next: rolling_swap.py; replica.py, the change of one replica.
 """
 
 import asyncio
@@ -24,78 +24,39 @@ from cray_agents.errors import (
     CrayError,
     Displaces,
     NotLoaded,
-    Overtaken,
     PoolBusy,
-    SwapError,
 )
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
-from cray_agents.runtime.pool.engine.engine_host import EngineHost
-from cray_agents.runtime.pool.engine.vllm_engine import ReplicaServer
-from cray_agents.runtime.pool.in_flight import ChangeNotifier
+from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.gpu_sleep import GpuSleep
+from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.published_replicas import PublishedReplica, ServingLimits
-from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
-from cray_agents.runtime.pool.rolling_swap import rolling_swap
-from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
-from cray_agents.runtime.pool.slot.replica_slot import ReplicaSlot
+from cray_agents.runtime.pool.received_weights import ReceivedWeights
+from cray_agents.runtime.pool.replica import Replica
+from cray_agents.runtime.pool.request_router import ChangeNotifier, RequestRouter, Wanted
+from cray_agents.runtime.pool.rolling_swap import (
+    find_free_slots,
+    rolling_swap,
+    stage_on_one_slot,
+)
+from cray_agents.runtime.pool.upkeep import Upkeep
+from cray_agents.runtime.pool.vllm_engine import ReplicaServer
 
 T = TypeVar("T")
 
 
-async def stage_on_one_slot(
-    slots: Sequence[ReplicaSlot],
-    new: LoadedVersion,
-    protected: Collection[str],
-    *,
-    former: str,
-    keep: bool,
-) -> ProbeReport:
-    """Load a candidate on one slot: the least busy that no protected version depends on.
+class PoolReplica(Replica):
+    """A replica with those that change it beside the pool."""
 
-    An adapter over the weights of any slot is loaded there; that keeps the adapter of `former` too.
-    If a slot that served nothing fails to prove the candidate, the next one is tried.
-    Raises SwapError; PoolBusy when no slot is free.
-    """
-    adaptable = sorted(
-        (slot for slot in slots if slot.can_load_as_adapter(new)),
-        key=lambda slot: (slot.version in protected, slot.in_flight),
-    )
-    if adaptable:
-        return await adaptable[0].change(new, protected={former, *protected})
-    untried = [slot for slot in slots if slot.placed]
-    if not untried:
-        raise PoolBusy(f"{new.version} was not loaded: all replicas wait for a place in Slurm")
-    free = find_free_slots(untried, protected)
-    if not free:
-        raise PoolBusy(
-            f"no replica can be spared: each is the only one that serves one of "
-            f"{', '.join(sorted(protected))}. Start the platform with more --replicas, or end the "
-            "canary first"
-        )
-    while True:
-        slot, served = free[0], free[0].versions
-        try:
-            return await slot.change(new, keep=keep)
-        except Overtaken:
-            raise
-        except SwapError:
-            untried.remove(slot)
-            free = find_free_slots(untried, protected)
-            if served or not free:
-                raise
-
-
-def find_free_slots(slots: Sequence[ReplicaSlot], protected: Collection[str]) -> list[ReplicaSlot]:
-    """Return the slots that can change while every protected version stays served, best first.
-
-    Those that hold received weights come first: their job's version is to be staged there.
-    """
-    count = Counter(version for slot in slots for version in slot.versions)
-    used = {slot: [v for v in slot.versions if v in protected] for slot in slots}
-    free = [slot for slot in slots if all(count[v] > 1 for v in used[slot])]
-    return sorted(free, key=lambda s: (bool(used[s]), s.state != "unproven", s.in_flight))
+    def __init__(self, *arguments: Any) -> None:
+        """See `Replica`."""
+        super().__init__(*arguments)
+        self.sleep = GpuSleep(self)
+        self.upkeep = Upkeep(self, self.sleep)
+        self.received = ReceivedWeights(self)
 
 
 SwapMode = Literal["drain", "keep"]  # drain: requests in flight end before weights change
@@ -110,7 +71,7 @@ class Pool:
     """The replicas of a platform, and the routing of requests to them.
 
     Args:
-        engines: one `Replica` each, or an `InProcessEngine` around a scripted engine.
+        engines: a `VllmProcess` or `SlurmReplica` each; in tests an `InProcessEngine`.
         probe_limits: largest allowed logprob differences on a probe, by the engines' dtype.
         wait_timeout: seconds that a request waits for its version.
         slots, start_timeout: of each replica: what further gateways go by.
@@ -142,8 +103,8 @@ class Pool:
     ) -> None:
         self._notifier = ChangeNotifier()
         limits = (probe_limits, drain_timeout, self._notifier)
-        self._slots = [ReplicaSlot(engine, *limits) for engine in engines]
-        self._spares = [ReplicaSlot(engine, *limits) for engine in spares]
+        self._slots = [PoolReplica(engine, *limits) for engine in engines]
+        self._spares = [PoolReplica(engine, *limits) for engine in spares]
         self._all = [*self._slots, *self._spares]
         self._spare_seconds = spare_seconds
         self.swap_mode: SwapMode = swap_mode
@@ -178,13 +139,13 @@ class Pool:
         """
         loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
         self._incumbent = self._candidate = version
-        failed: set[ReplicaSlot] = set()
+        failed: set[PoolReplica] = set()
         try:
             async with asyncio.TaskGroup() as group:
                 for slot in self._slots[:replicas]:
                     group.create_task(self._open(slot, loaded, failed))
                 for slot in self._slots[len(self._slots[:replicas]) :]:
-                    slot.places.stay_away(loaded)
+                    slot.upkeep.stay_away(loaded)
                     self._keep(slot)
         except ExceptionGroup as errors:
             await self.stop()
@@ -194,28 +155,27 @@ class Pool:
             self._tasks.keep("idle spare", partial(self._end_when_idle, slot))
 
     async def _open(
-        self, slot: ReplicaSlot, loaded: LoadedVersion, failed: set[ReplicaSlot]
+        self, slot: PoolReplica, loaded: LoadedVersion, failed: set[PoolReplica]
     ) -> None:
         waits = not slot.placed
         try:
             await slot.open(loaded)
-        except (CrayError, OSError) as error:
+        except (CrayError, OSError):
             failed.add(slot)
             if not waits or len(failed) == len(self._slots) - self.away:
                 raise
-            slot.watch.fail_start(str(error))
         self._keep(slot)
 
-    def _keep(self, slot: ReplicaSlot) -> None:
-        silence = partial(slot.watch.watch_for_silence, self._silence_timeout)
-        self._tasks.keep("replica watch", slot.watch.keep_alive)
+    def _keep(self, slot: PoolReplica) -> None:
+        silence = partial(slot.upkeep.keep_listening, self._silence_timeout)
+        self._tasks.keep("replica watch", slot.upkeep.keep_alive)
         self._tasks.keep("silence watch", silence)
-        self._tasks.keep("place watch", slot.places.keep_place)
+        self._tasks.keep("place watch", slot.upkeep.keep_place)
 
     async def stop(self) -> None:
         """End all replicas; requests in flight fail."""
         await self._tasks.close()
-        await asyncio.gather(*(slot.places.close() for slot in self._all))
+        await asyncio.gather(*(slot.upkeep.close() for slot in self._all))
 
     def wake(self) -> None:
         """Let waiting requests look up their version again: a name's meaning has changed."""
@@ -265,8 +225,8 @@ class Pool:
 
     def call_back(self) -> bool:
         """Start a replica that is away, first one that sleeps. Return False if none is."""
-        slots = sorted(self._slots, key=lambda slot: slot.places.asleep or 3)
-        return any(slot.places.come_back() for slot in slots)
+        slots = sorted(self._slots, key=lambda slot: slot.asleep or 3)
+        return any(slot.upkeep.come_back() for slot in slots)
 
     def give_back(self, *, sleep: bool = False) -> bool:
         """Let the least busy replica end its requests and leave its place; see `call_back`.
@@ -279,11 +239,11 @@ class Pool:
         count = Counter(version for slot in serving for version in slot.versions)
         last = len(serving) == 1 and serving[0].versions == [self._incumbent]
         spared = (slot for slot in serving if last or all(count[v] > 1 for v in slot.versions))
-        free = [slot for slot in spared if slot.places.can_leave]
+        free = [slot for slot in spared if slot.upkeep.can_leave]
         if self.swapping or not free:
             return False
         slot = min(free, key=lambda slot: slot.in_flight)
-        self._tasks.run("replica leave", slot.places.leave(sleep=sleep))
+        self._tasks.run("replica leave", slot.upkeep.leave(sleep=sleep))
         return True
 
     async def _call_back_for_change(self, count: int) -> None:
@@ -331,7 +291,7 @@ class Pool:
         return self._swapping.locked()
 
     def status(self) -> list[dict[str, Any]]:
-        """Return a dict per replica: see `ReplicaSlot.status`."""
+        """Return a dict per replica: see `Replica.status`."""
         return [slot.status() for slot in self._slots]
 
     def spares_status(self) -> list[dict[str, Any]]:
@@ -342,7 +302,7 @@ class Pool:
         """Return the server of each replica, and of each spare one that is started."""
         named = [(str(number), slot) for number, slot in enumerate(self._slots)]
         named += [(f"spare-{number}", slot) for number, slot in enumerate(self._spares)]
-        return [slot.placed_engine(name) for name, slot in named if slot.loaded is not None]
+        return [slot.server(name) for name, slot in named if slot.loaded is not None]
 
     @property
     def turns(self) -> dict[str, float] | None:
@@ -388,7 +348,7 @@ class Pool:
             if slot.state != "serving":
                 await slot.shut_down()
 
-    async def _end_when_idle(self, slot: ReplicaSlot) -> None:
+    async def _end_when_idle(self, slot: PoolReplica) -> None:
         busy, since = -1.0, self._now()
         while True:
             await asyncio.sleep(self._spare_seconds / 10)
@@ -465,7 +425,7 @@ class Pool:
         served when the job offers its weights no more, and when a request needs that version.
         Without `displace` every version that is served stays served. With it, those of `stage` do:
         a single replica is changed. Returns False, with nothing changed, if the job offers no
-        weights. Raises PoolBusy, or as `ReplicaSlot.receive`.
+        weights. Raises PoolBusy, or as `ReceivedWeights.receive`.
         """
         return await self._change(self._receive(job, protected, displace))
 
@@ -535,7 +495,7 @@ class Pool:
             return report
 
     def _check_room(
-        self, slots: Sequence[ReplicaSlot], new: LoadedVersion, protected: Collection[str]
+        self, slots: Sequence[Replica], new: LoadedVersion, protected: Collection[str]
     ) -> None:
         """Raise Displaces where changing these slots would end serving a protected version."""
         changing = {

@@ -22,9 +22,13 @@ from cray_agents.errors import Corrupt, EngineUnavailable
 from cray_agents.ports import EngineCall
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
-from cray_agents.runtime.pool.request_router import RequestRouter, Wanted
+from cray_agents.runtime.pool.request_router import (
+    ChangeNotifier,
+    InFlightRequests,
+    RequestRouter,
+    Wanted,
+)
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
 
 # down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
 # job trains on its GPU; unproven: it holds the weights of a job that has not published them;

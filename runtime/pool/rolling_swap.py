@@ -3,22 +3,25 @@
 The first replica proves the version alone. After that a share of the replicas change side by side,
 and as each one ends the next one begins. Replicas of one host then read a checkpoint while it is
 in the page cache. In drain mode one replica always serves on, unless there is only one. A replica
-that waits for a place in Slurm starts with the new version later. Called by pool.py. Read next:
-replica_slot.py, the change of one replica.
+that waits for a place in Slurm starts with the new version later. A candidate is staged on one.
+Called by pool.py. Read next: replica.py, the change of one replica.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 from cray_agents.errors import Overtaken, PoolBusy, SwapError
 from cray_agents.records import ProbeReport
-from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
-from cray_agents.runtime.pool.slot.replica_slot import ReplicaSlot
+from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.replica import Replica
+
+R = TypeVar("R", bound=Replica)
 
 
 async def rolling_swap(
-    slots: Sequence[ReplicaSlot],
+    slots: Sequence[Replica],
     new: LoadedVersion,
     *,
     keep: bool,
@@ -27,7 +30,7 @@ async def rolling_swap(
 ) -> ProbeReport:
     """Load a version on all slots; slots that serve it are left alone.
 
-    `keep` and `protected`: see `ReplicaSlot.change`. `share`: see `most_away`. Returns the worst
+    `keep` and `protected`: see `Replica.change`. `share`: see `most_away`. Returns the worst
     report; all passed. A replica that fails to prove a version that another has proven is left out.
 
     Raises SwapError if none proved it; each then serves its former version. Raises Overtaken where
@@ -46,8 +49,8 @@ async def rolling_swap(
     # those that serve nothing change first
     changeable = (slot for slot, report in proofs if report is None and slot.placed)
     waiting = deque(sorted(changeable, key=_serves))
-    failed: list[tuple[ReplicaSlot, SwapError]] = []
-    changing: set[ReplicaSlot] = set()
+    failed: list[tuple[Replica, SwapError]] = []
+    changing: set[Replica] = set()
     overtaken: list[Overtaken] = []
 
     async def change_next() -> None:
@@ -63,7 +66,7 @@ async def rolling_swap(
         finally:
             changing.remove(slot)
 
-    def may_change(slot: ReplicaSlot) -> bool:
+    def may_change(slot: Replica) -> bool:
         """Tell whether another one serves meanwhile: some may be down."""
         stay = (one for one in slots if one is not slot and one not in changing)
         return keep or not _serves(slot) or any(map(_serves, stay))
@@ -105,5 +108,59 @@ def most_away(replicas: int, share: float, *, keep: bool) -> int:
     return most if keep else min(most, max(1, replicas - 1))
 
 
-def _serves(slot: ReplicaSlot) -> bool:
+def _serves(slot: Replica) -> bool:
     return bool(slot.versions)
+
+
+async def stage_on_one_slot(
+    slots: Sequence[Replica],
+    new: LoadedVersion,
+    protected: Collection[str],
+    *,
+    former: str,
+    keep: bool,
+) -> ProbeReport:
+    """Load a candidate on one slot: the least busy that no protected version depends on.
+
+    An adapter over the weights of any slot is loaded there; that keeps the adapter of `former` too.
+    If a slot that served nothing fails to prove the candidate, the next one is tried.
+    Raises SwapError; PoolBusy when no slot is free.
+    """
+    adaptable = sorted(
+        (slot for slot in slots if slot.can_load_as_adapter(new)),
+        key=lambda slot: (slot.version in protected, slot.in_flight),
+    )
+    if adaptable:
+        return await adaptable[0].change(new, protected={former, *protected})
+    untried = [slot for slot in slots if slot.placed]
+    if not untried:
+        raise PoolBusy(f"{new.version} was not loaded: all replicas wait for a place in Slurm")
+    free = find_free_slots(untried, protected)
+    if not free:
+        raise PoolBusy(
+            f"no replica can be spared: each is the only one that serves one of "
+            f"{', '.join(sorted(protected))}. Start the platform with more --replicas, or end the "
+            "canary first"
+        )
+    while True:
+        slot, served = free[0], free[0].versions
+        try:
+            return await slot.change(new, keep=keep)
+        except Overtaken:
+            raise
+        except SwapError:
+            untried.remove(slot)
+            free = find_free_slots(untried, protected)
+            if served or not free:
+                raise
+
+
+def find_free_slots(slots: Sequence[R], protected: Collection[str]) -> list[R]:
+    """Return the slots that can change while every protected version stays served, best first.
+
+    Those that hold received weights come first: their job's version is to be staged there.
+    """
+    count = Counter(version for slot in slots for version in slot.versions)
+    used = {slot: [v for v in slot.versions if v in protected] for slot in slots}
+    free = [slot for slot in slots if all(count[v] > 1 for v in used[slot])]
+    return sorted(free, key=lambda s: (bool(used[s]), s.state != "unproven", s.in_flight))

@@ -4,7 +4,7 @@
 directory itself (`modeling_x.Model`), or to another one (`/models/x--modeling_x.Model`).
 Checkpoints hold no code: an import and an export make references to an allowed directory whole, so
 that what runs is always that directory's code. Called by checkpoints.py,
-pool/engine/vllm_replica.py and trainers/models/universal/text_model.py.
+pool/vllm_process.py and trainers/models/universal/text_model.py.
 """
 
 import os

@@ -21,7 +21,7 @@ transfer to one replica; messages are lines of JSON:
 
 `init` and `update` are of vLLM's backend; `init` is null where a rank has no tensors. `gpus` are
 the uuids of the replica's GPUs. Nothing is a pickle. Written by trainers/checkpointing/
-weight_sender.py, read by runtime/pool/engine/weight_transfer.py.
+weight_sender.py, read by runtime/pool/weight_transfer.py.
 """
 
 from contextlib import suppress

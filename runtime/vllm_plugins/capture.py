@@ -1,7 +1,7 @@
 """Capture: append the sampled tokens, logprobs and weight versions to vLLM's answers.
 
-runtime/pool/engine/vllm_replica.py starts vLLM with `Capture` as a middleware. The header `ASK`
-asks for the samples; runtime/pool/engine/vllm_engine.py sends it, and cuts the samples off the
+runtime/pool/vllm_process.py starts vLLM with `Capture` as a middleware. The header `CAPTURE`
+asks for the samples; runtime/pool/vllm_engine.py sends it, and cuts the samples off the
 answer. All APIs that sample work alike (chat, completions, responses, Anthropic's messages). The
 cost is a fraction of vLLM's own `logprobs` and `return_token_ids`, which build and serialise an
 object per token.
@@ -13,29 +13,25 @@ with each step; `VersionedState` records it. Read next: scheduler.py, in the eng
 
 import asyncio
 import contextlib
+import functools
 import time
 from contextvars import ContextVar
 from typing import Any
 
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import output_processor
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
-from cray_agents.runtime.vllm_plugins.adapters import unload_completely
 from cray_agents.runtime.vllm_plugins.scheduler import MARK
+from cray_agents.runtime.vllm_plugins.wire import ABORT, BODY, CAPTURE, EVENT, MERGE, VERSION
 
-ASK = b"x-cray-capture"  # request header; its value names the request for ABORT
-MERGE = b"x-cray-merge"  # request header of a stream whose events may hold several tokens
-BODY = b"x-cray-body"  # response header: bytes of the answer itself; the samples follow them
-VERSION = b"x-cray-version"  # response header of a stream: the version of its first token
-EVENT = b"event: cray.samples\ndata: "  # the last event of a stream
 INTERVAL, LONGEST = 0.02, 0.1  # seconds between two events of a stream: if few, at most
 SENDS = 1000  # a second, of all streams; beyond that the interval grows
-ABORT = "/cray/abort/"  # + name: ends a request as if its client had left, but still answers it
 LAST_LOGPROBS = 1.0  # seconds that an abort waits for those of the tokens sampled so far, at most
 
 UNSATISFIABLE = orjson.dumps(
@@ -198,7 +194,7 @@ class Capture:
         unload_completely()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = _header(scope, ASK)
+        name = _header(scope, CAPTURE)
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(ABORT):
@@ -282,7 +278,7 @@ class _CapturedAnswer:
         """Send a stream's head and its first pieces."""
         assert self._head is not None
         first = [sampled.versions[0][1] for sampled in self.samples if sampled.versions]
-        version = [(VERSION, first[0].encode())] if first else []
+        version = [(VERSION.encode(), first[0].encode())] if first else []
         await self._send({**self._head, "headers": [*self._head["headers"], *version]})
         self._head = None
         self._counted = True
@@ -344,7 +340,7 @@ class _CapturedAnswer:
             return
         headers = [pair for pair in head["headers"] if pair[0] != b"content-length"]
         headers.append((b"content-length", b"%d" % (len(body) + len(tail))))
-        headers.append((BODY, b"%d" % len(body)))
+        headers.append((BODY.encode(), b"%d" % len(body)))
         await self._send({**head, "headers": headers})
         await self._send({"type": "http.response.body", "body": body + tail})
 
@@ -379,9 +375,9 @@ async def _await_logprobs(samples: list[CapturedSequence], client: Any) -> None:
                 await asyncio.sleep(INTERVAL / 4)
 
 
-def _header(scope: Scope, name: bytes) -> str | None:
+def _header(scope: Scope, name: str) -> str | None:
     for key, value in scope.get("headers", ()):
-        if key == name:
+        if key == name.encode():
             return str(value.decode("latin-1"))
     return None
 
@@ -405,3 +401,23 @@ def _disconnect_on(abort: asyncio.Event, receive: Receive) -> Receive:
             aborted.cancel()
 
     return receive_or_disconnect
+
+
+def unload_completely() -> None:
+    """Make the worker drop an adapter when the server does.
+
+    vLLM's server only forgets an unloaded adapter's name. The adapter stays in the worker until the
+    worker has no room. Then the least used one goes, which may be one that is served. vLLM would
+    read it from its file again, without a proof.
+    """
+    original = OpenAIServingModels.unload_lora_adapter
+
+    @functools.wraps(original)
+    async def unload_lora_adapter(models: Any, request: Any) -> Any:
+        loaded = models.lora_requests.get(request.lora_name)
+        answer = await original(models, request)
+        if loaded is not None and request.lora_name not in models.lora_requests:
+            await models.engine_client.remove_lora(loaded.lora_int_id)
+        return answer
+
+    OpenAIServingModels.unload_lora_adapter = unload_lora_adapter

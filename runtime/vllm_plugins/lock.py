@@ -1,16 +1,16 @@
 """Lock and guard: who may use a vLLM server, and which versions it answers with now.
 
 vLLM's server lets everyone who reaches its port change weights; its own API keys protect `/v1`
-alone. runtime/pool/engine/vllm_replica.py makes a secret per process and passes it in the
+alone. runtime/pool/vllm_process.py makes a secret per process and passes it in the
 environment, which only the same user can read. It starts vLLM with `Locked` as the outermost
-middleware, and runtime/pool/engine/vllm_http.py sends the secret with each request. At a port the
+middleware, and runtime/pool/vllm_http.py sends the secret with each request. At a port the
 server first proves that it knows the secret (proof.py), for who else may have taken it.
 
 Several gateways may send requests to one server, and one controller changes its weights. A gateway
 may be late to hear of a change. So each sampling request names the version that it expects, and the
 server refuses those whose version it was not told to admit: the gateway then looks again. The
 server also counts what it answers, for the controller waits for the requests of all gateways.
-runtime/pool/slot/replica_slot.py gives the orders.
+runtime/pool/replica.py gives the orders.
 """
 
 import json
@@ -22,13 +22,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cray_agents.runtime.vllm_plugins import proof
-
-VARIABLE = "CRAY_AGENTS_REPLICA_SECRET"  # in the server's environment
-SOCKET = "CRAY_AGENTS_REPLICA_SOCKET"  # in the environment: the handle of the socket to listen at
-HEADER = "x-cray-secret"  # in each request
-EXPECT = "x-cray-expect"  # in each request that samples: the `name@N` that is to answer it
-GUARD = "/cray/guard"  # takes the controller's orders
-CLOSED = "VersionClosed"  # type of the error for a version that is not admitted
+from cray_agents.runtime.vllm_plugins.wire import CLOSED, EXPECT, GUARD, HEADER, VARIABLE
 
 _REFUSAL = {"error": {"message": "only the platform that started this server may use it"}}
 

@@ -1,9 +1,9 @@
 """Scheduler: key vLLM's prefix cache by the weights, and send captured logprobs in few pieces.
 
-runtime/pool/engine/vllm_replica.py starts vLLM with the factory `scheduler`. All scheduling stays
+runtime/pool/vllm_process.py starts vLLM with the factory `scheduler`. All scheduling stays
 vLLM's.
 
-Weights: runtime/pool/engine/vllm_engine.py announces each change as a weight version. From then on
+Weights: runtime/pool/vllm_engine.py announces each change as a weight version. From then on
 only probes are computed until `/resume`. The keys of the prefix cache contain the version, so a
 block is only reused under the weights that computed it. That holds in memory, in caches that
 outlive a process, and for requests in flight during a change.
@@ -26,8 +26,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 
+from cray_agents.runtime.vllm_plugins.wire import PROBE
+
 MARK = "cray_agents_capture"  # in a request's extra_args
-PROBE = "cray_agents_probe"  # in extra_args too; runtime/pool/engine/vllm_engine.py repeats it
 EVERY = 64  # tokens
 COMPILERS = 16  # threads; vLLM has one per two cores, and one slow schema held up all others
 

@@ -2,7 +2,7 @@
 
     python -m cray_agents.runtime.vllm_plugins.server PARENT_PID [vLLM's own flags...]
 
-runtime/pool/engine/vllm_replica.py starts it. Plain vLLM leaves its engine core running forever
+runtime/pool/vllm_process.py starts it. Plain vLLM leaves its engine core running forever
 when the API server is killed. Here every process asks the kernel to end it with its parent.
 
 With `VLLM_WORKER_MULTIPROC_METHOD=fork` in the environment the engine core is forked from the API
@@ -25,8 +25,8 @@ from multiprocessing import parent_process
 from typing import Any
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
-from cray_agents.runtime.vllm_plugins.lock import SOCKET
 from cray_agents.runtime.vllm_plugins.template_time import limit_all_templates
+from cray_agents.runtime.vllm_plugins.wire import SOCKET
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Worker extension: repair vLLM's worker for weight changes, CPU layers, seeds, cheap logprobs.
 
 vLLM loads it in the engine's process (`--worker-extension-cls`, set by
-runtime/pool/engine/vllm_replica.py). runtime/pool/engine/vllm_engine.py calls it over
+runtime/pool/vllm_process.py). runtime/pool/vllm_engine.py calls it over
 `/collective_rpc`.
 """
 
@@ -181,7 +181,7 @@ class Extension:
             getattr(runner, reset, lambda: None)()
         return {"patched": True}
 
-    # ---- weights from the trainer's ranks; see runtime/pool/engine/weight_transfer.py
+    # ---- weights from the trainer's ranks; see runtime/pool/weight_transfer.py
     def gpu_uuid(self) -> str:
         """Return the name of this worker's GPU; "" without one."""
         import torch

@@ -21,15 +21,15 @@ from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.paths import Home
 from cray_agents.ports import Command
 from cray_agents.records import ModelVersion
-from cray_agents.runtime.pool.engine import vllm_replica
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
-from cray_agents.runtime.pool.engine.vllm_replica import Replica
-from cray_agents.runtime.pool.engine.vllm_replica import command as vllm_command
+from cray_agents.runtime.pool import vllm_process
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_process import VllmProcess
+from cray_agents.runtime.pool.vllm_process import command as vllm_command
 from cray_agents.runtime.scheduler.gpu_placement import place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import platform
 from tests.support.scripted_pool import ask, says_version, serving, until
 
@@ -296,7 +296,7 @@ async def test_a_generation_has_the_seconds_of_its_own_turns(tmp_path: Path) -> 
 def test_a_replica_by_turns_is_started_so_that_it_can_sleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_replica, "has_gpu_build", lambda: True)
+    monkeypatch.setattr(vllm_process, "has_gpu_build", lambda: True)
     monkeypatch.setattr(compose, "has_gpu_build", lambda: True)
     config = load_config({"home": str(tmp_path), "train_gpu": "H100"}, tmp_path)
     for gpus, flags in ((["0"], 1), (["0", "1"], 0)):
@@ -304,7 +304,7 @@ def test_a_replica_by_turns_is_started_so_that_it_can_sleep(
         pool = compose.make_pool(config, "m", 1, placement)
         [slot] = pool._slots
         replica = slot.engine_host
-        assert isinstance(replica, Replica) and replica.devices == "0"
+        assert isinstance(replica, VllmProcess) and replica.devices == "0"
         line = vllm_command(tmp_path, ("m",), replica.settings)
         assert line.count("--enable-sleep-mode") == flags
 

@@ -13,7 +13,7 @@ from cray_agents.agent import ConstrainedEngine
 from cray_agents.agent.stream_events import RunEnded, TextDelta
 from cray_agents.agent.tool import as_tool
 from cray_agents.engines.chat_completions import Assembly, tidy
-from cray_agents.engines.json_tool_calls import (
+from cray_agents.engines.tool_calls import (
     constrain_request,
     describe_tools,
     parse_reply,

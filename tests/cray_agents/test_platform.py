@@ -13,9 +13,9 @@ from cray_agents.agent import StopReason
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.platform import transport
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training import Hyperparameters
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, checkpoint, echo, served, until
 
 

@@ -20,9 +20,9 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import BadInput, PoolBusy
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Paced, echo, served
 from tests.support.scripted_pool import (
     Mortal,
@@ -65,9 +65,9 @@ async def test_a_replica_leaves_after_its_last_request_and_comes_back_proven(
                 await asyncio.sleep(0)
             assert not pool.call_back()  # it has not left yet
         assert await ask(pool, "m@1") == "m@1"
-        await until(lambda: not any(slot.places._gives_back for slot in pool._slots))
+        await until(lambda: not any(slot.upkeep._gives_back for slot in pool._slots))
         assert pool.give_back() and states(pool) == ["away", "away"] and pool.ready
-        await until(lambda: not any(slot.places._gives_back for slot in pool._slots))
+        await until(lambda: not any(slot.upkeep._gives_back for slot in pool._slots))
         waiting = asyncio.create_task(ask(pool, "m@1"))
         assert pool.call_back() and await waiting == "m@1"
         assert [one["restarts"] for one in pool.status()] == [0, 0]
@@ -90,7 +90,7 @@ async def test_a_change_of_versions_calls_back_what_it_needs(tmp_path: Path) -> 
         assert not pool.give_back()
     async with scaled(tmp_path, 1, 1) as (pool, _):
         assert pool.give_back()
-        await until(lambda: not pool._slots[0].places._gives_back)
+        await until(lambda: not pool._slots[0].upkeep._gives_back)
         async with asyncio.timeout(120):  # less than a change waits for a second replica
             await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert await ask(pool, "m@2") == "m@2"
@@ -103,7 +103,7 @@ async def test_what_dies_while_it_is_away_or_leaves_or_comes_is_found_again(tmp_
             host.die()
             await until(lambda: states(pool) == ["serving"])
         pool.give_back()
-        await until(lambda: not pool._slots[0].places._gives_back)
+        await until(lambda: not pool._slots[0].upkeep._gives_back)
         host.broken = True
         pool.call_back()
         await until(lambda: states(pool) == ["down"])

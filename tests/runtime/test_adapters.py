@@ -18,9 +18,9 @@ from cray_agents.errors import SwapError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.peft_adapter import WEIGHTS
 from tests.support.scripted_pool import until
@@ -63,7 +63,7 @@ async def serving(
         models[f"m@{number}"] = adapted(folder / f"m{number}", base, seed=number)
     models["m@5"] = adapted(folder / "m5", models["m@2"], seed=5)
     models["m@6"] = adapted(folder / "m6", models["m@5"], seed=6, rank=9)
-    pool = Pool([Replica("m", EngineSettings(kv_cache_gib=0.125, max_lora_rank=8), log)])
+    pool = Pool([VllmProcess("m", EngineSettings(kv_cache_gib=0.125, max_lora_rank=8), log)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # trl, where it is imported, sets ERROR
         await pool.start(base, "m@1", golden_probe(base))

@@ -13,9 +13,9 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError
 from cray_agents.paths import Home
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry.canary import Canary, Side
 from cray_agents.runtime.registry.registry import ModelEvent
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, Reply, checkpoint, served, until
 
 CANARY = "/v1/models/calc/canary"

@@ -19,10 +19,9 @@ from cray_agents.ports import Command
 from cray_agents.runtime import controller_lease
 from cray_agents.runtime.controller_lease import ClaimWatch, ControllerLease, newest_term
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
-from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec
-from cray_agents.runtime.pool.slurm.replica_supervisor import ReplicaSupervisor
-from cray_agents.runtime.pool.slurm.supervisor_client import SupervisorClient
+from cray_agents.runtime.pool.job_lease import ReplicaSpec, SupervisorClient
+from cray_agents.runtime.pool.replica_supervisor import ReplicaSupervisor
+from cray_agents.runtime.pool.vllm_process import EngineSettings
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from tests.support.bare_models import bare_model

@@ -20,7 +20,7 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles, TinkerModel
-from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal

@@ -20,7 +20,6 @@ from cray_agents.paths import CACHE, Home
 from cray_agents.records import Manifest
 from cray_agents.runtime import fsck
 from cray_agents.runtime.disk.durable import OLD, sha256_file
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.deltas import (
     Shadows,
@@ -34,6 +33,7 @@ from cray_agents.runtime.retention.references import reasons_to_keep
 from cray_agents.runtime.vllm_plugins import delta_codec
 from cray_agents.runtime.vllm_plugins.worker import read_patches
 from tests.support.delta_checkpoints import Words, bfloat16, changed, full, header, with_changes
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import served
 
 ONE = "model.safetensors"

@@ -22,8 +22,6 @@ from cray_agents.config import Config
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import SwapMode
 from cray_agents.runtime.pool.published_replicas import (
     FollowedPool,
@@ -31,6 +29,8 @@ from cray_agents.runtime.pool.published_replicas import (
     PublishedReplica,
     ServingLimits,
 )
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.vllm_plugins.proof import proof_of
@@ -447,7 +447,7 @@ async def test_a_first_replica_is_waited_for_as_long_as_by_the_controller(tmp_pa
 async def test_what_a_lost_node_was_asked_is_asked_of_another_replica(tmp_path: Path) -> None:
     """Nothing comes from the node, not even the end of a connection."""
     settings = EngineSettings(program=PROGRAM, dtype="float32", start_timeout=100)
-    lost, other = (Replica("m", settings, tmp_path / f"log-{n}") for n in (1, 2))
+    lost, other = (VllmProcess("m", settings, tmp_path / f"log-{n}") for n in (1, 2))
     path = tmp_path / "serving.json"
 
     def publish(server: VllmEngine, losses: int) -> None:

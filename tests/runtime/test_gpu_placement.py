@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, environment
+from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
 from cray_agents.runtime.scheduler.gpu_placement import (
     GpuPlacement,
     check_weights_fit,

@@ -9,7 +9,7 @@ import pytest
 from cray_agents.errors import SchedulerError
 from cray_agents.ports import CommandStatus
 from cray_agents.runtime.background import FAILURES
-from cray_agents.runtime.pool.slurm.job_board import JobBoard
+from cray_agents.runtime.pool.slurm_replica import JobBoard
 from cray_agents.runtime.scheduler import slurm as slurm_scheduler
 from cray_agents.runtime.scheduler.slurm import SEPARATOR, Slurm
 

@@ -8,8 +8,8 @@ import pytest
 
 from cray_agents.config import Config
 from cray_agents.errors import SetupError
-from cray_agents.runtime.pool.engine.load_format import AUTO, FAST, PLAIN, load_format
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, command
+from cray_agents.runtime.pool.serving_plan import AUTO, FAST, PLAIN, load_format
+from cray_agents.runtime.pool.vllm_process import EngineSettings, command
 
 
 def installed(*packages: str) -> Callable[[str], bool]:

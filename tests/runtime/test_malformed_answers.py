@@ -31,14 +31,15 @@ from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.further_gateway import MOST_NOTES, ControllerReports
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
-from cray_agents.runtime.pool.engine.vllm_engine import BODY, VllmEngine
-from cray_agents.runtime.pool.engine.vllm_replica import Replica
+from cray_agents.runtime.pool.job_lease import SupervisorClient
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.slurm.supervisor_client import SupervisorClient
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_process import VllmProcess
 from cray_agents.runtime.scheduler.slurm import node_names, node_states, read_job, read_node
 from cray_agents.runtime.vllm_plugins import proof
+from cray_agents.runtime.vllm_plugins.wire import BODY
 from tests.support.bare_models import bare_model
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import CHAT, served, until
 from tests.support.scripted_server import MALFORMED
 from tests.support.shared_gateways import SETTINGS, TOKEN, shared_site
@@ -204,9 +205,9 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
 async def test_after_malformed_answers_to_probes_the_engine_is_started_until_it_behaves(
     tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = Replica("calc", replace(SETTINGS, start_timeout=3), tmp_path / "replica.log")
+    host = VllmProcess("calc", replace(SETTINGS, start_timeout=3), tmp_path / "replica.log")
     async with served(tmp_path, host=host) as gateway:
-        watch = gateway.pool._slots[0].watch
+        watch = gateway.pool._slots[0]
         for route, kind in (
             ("/v1/completions", "no JSON"),
             ("/v1/models", "no choices"),
@@ -232,7 +233,7 @@ async def test_after_malformed_answers_to_probes_the_engine_is_started_until_it_
 async def test_a_malformed_answer_fails_one_request_and_no_other(
     tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    host = Replica("calc", SETTINGS, tmp_path / "replica.log")
+    host = VllmProcess("calc", SETTINGS, tmp_path / "replica.log")
     async with served(tmp_path, host=host) as gateway:
         for kind, content in KINDS.items():
             sent = b"data: " + content + b"\n\ndata: [DONE]\n\n" if stream else content

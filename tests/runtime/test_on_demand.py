@@ -9,9 +9,9 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from tests.runtime.test_version_switcher import Slow, change, register, says_version, versions_on
 from tests.support.bare_models import bare_model
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, says, served, until
 from tests.support.scripted_pool import Mortal, checkpoint, probe
 from tests.support.scripted_pool import serving as pool_serving

@@ -17,7 +17,7 @@ from cray_agents.runtime.gateway.model_calls.apis.chat import CHAT as CHAT_API
 from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
-from cray_agents.runtime.pool.engine import vllm_engine
+from cray_agents.runtime.vllm_plugins import wire
 from tests.support.scripted_gateway import CHAT, Gateway, says, served
 
 RUN: Any = {"agent": "a", "model": "calc@1", "input": "2+2?", "stop_reason": "completed"}
@@ -373,7 +373,7 @@ async def test_a_batchs_runs_are_its_owners(site: Site) -> None:
     assert site.gateway.store.run(run_id).owner == key_id(site, "bob")
 
 
-@pytest.mark.parametrize("mark", [vllm_engine.PROBE, "cray_agents_capture", "cray_agents_new"])
+@pytest.mark.parametrize("mark", [wire.PROBE, "cray_agents_capture", "cray_agents_new"])
 async def test_no_request_carries_the_platforms_marks(site: Site, mark: str) -> None:
     body: Any = {"model": "calc", "messages": says("x"), "prompt": "x", "input": "x"}
     for path in (*(api.path for api in APIS), "/v1/embeddings"):

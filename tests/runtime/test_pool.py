@@ -1,7 +1,6 @@
 """The pool's promises, kept around scripted engines: no vLLM needed."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -15,7 +14,7 @@ from cray_agents.ports import EngineCall
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport
 from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import (
     Mortal,
     ask,
@@ -325,25 +324,6 @@ async def test_a_swap_outlives_its_caller(tmp_path: Path) -> None:
         go.set()
         assert await busy == "m@1"
         assert await ask(pool, "m@2") == "m@2"
-
-
-async def test_status_is_json(tmp_path: Path) -> None:
-    async with serving(tmp_path, InProcessEngine(ScriptedEngine(says_version))) as pool:
-        status = json.loads(json.dumps(pool.status()))[0]
-        assert set(status) == {
-            *(
-                "version",
-                "versions",
-                "state",
-                "in_flight",
-                "busy_seconds",
-                "restarts",
-                "last_restart",
-                "pid",
-                "port",
-            ),
-            *("host", "job", "joules", "probe", "error", "asleep"),
-        }
 
 
 class Stillborn(Mortal):

@@ -9,9 +9,9 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import SwapError
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import Mortal, ask, checkpoint, probe, says_version, serving, until
 
 

@@ -14,10 +14,10 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable, Overtaken, SwapError
 from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
+from cray_agents.runtime.pool import upkeep
 from cray_agents.runtime.pool.pool import Pool, SwapMode
 from cray_agents.runtime.pool.rolling_swap import most_away
-from cray_agents.runtime.pool.slot import slot_watch
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Paced, echo, served
 from tests.support.scripted_pool import (
     Mortal,
@@ -309,7 +309,7 @@ async def test_a_replica_that_cannot_prove_it_is_left_out(
 async def test_a_replica_that_was_left_out_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_watch, "_OUT_BACKOFF", (0.01, 0.02))
+    monkeypatch.setattr(upkeep, "_OUT_BACKOFF", (0.01, 0.02))
     broken = Broken()
     async with serving(tmp_path, *residents(1), broken) as pool:
         await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))

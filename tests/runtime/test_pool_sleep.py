@@ -9,8 +9,8 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable, PoolBusy
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import (
     Mortal,
     ask,
@@ -142,26 +142,21 @@ async def test_a_replica_that_dies_asleep_starts_anew_after_the_sleep(
         assert host.starts == 2 and pool.status()[0]["restarts"] == 1
 
 
-async def test_a_replica_that_does_not_wake_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("with_other_weights", [False, True])
+async def test_a_replica_that_does_not_wake_as_it_was_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_other_weights: bool
 ) -> None:
     host = Sleeper()
     async with serving(tmp_path, host) as pool:
         async with pool.asleep():
-            monkeypatch.setattr(host.engine, "wake", fails("wake"))
-        assert await ask(pool, "m@1") == "m@1"
-        [replica] = pool.status()
-        assert host.starts == 2 and "it did not wake up: no wake" in replica["last_restart"]["why"]
-
-
-async def test_a_replica_that_wakes_with_other_weights_is_restarted(tmp_path: Path) -> None:
-    host = Sleeper()
-    async with serving(tmp_path, host) as pool:
-        async with pool.asleep():
-            host.engine.drift = 0.5
+            if with_other_weights:
+                host.engine.drift = 0.5
+            else:
+                monkeypatch.setattr(host.engine, "wake", fails("wake"))
         assert states(pool) == ["down"]
         host.engine.drift = 0.0
         assert await ask(pool, "m@1") == "m@1"
+        assert "it did not wake up" in pool.status()[0]["last_restart"]["why"]
         assert host.starts == 2
 
 

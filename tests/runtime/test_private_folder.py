@@ -14,13 +14,13 @@ import uvloop
 from aiohttp import web
 
 from cray_agents.errors import EngineUnavailable
-from cray_agents.runtime.pool.engine.private_folder import PrivateFolder
-from cray_agents.runtime.pool.engine.vllm_http import UNIX, Http
+from cray_agents.runtime.pool.private_folder import PrivateFolder
+from cray_agents.runtime.pool.vllm_http import UNIX, Http
 from tests.support.strangers import as_stranger, needs_root
 
 KILLED = """
 import os, signal
-from cray_agents.runtime.pool.engine.private_folder import PrivateFolder
+from cray_agents.runtime.pool.private_folder import PrivateFolder
 print(PrivateFolder().path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -22,7 +22,6 @@ from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
@@ -31,6 +30,7 @@ from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_commands import Publish, Save, TrainingCommand
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.support.command_line import cli
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.killable_loop import KINDS, echo, shape, site_loop
 from tests.support.scripted_gateway import checkpoint, served
 from tests.support.scripted_platform import PROBE, platform

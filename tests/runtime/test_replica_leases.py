@@ -11,8 +11,8 @@ from cray_agents.errors import AccessDenied, Displaces, PoolBusy
 from cray_agents.platform.client import Platform
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from tests.runtime.test_version_switcher import MODELS, change, register, says_version, versions_on
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, served, until
 
 STAGE = f"{MODELS}/versions/2/stage"

@@ -11,21 +11,20 @@ from aiohttp.test_utils import unused_port
 
 from cray_agents.errors import EngineUnavailable, SetupError
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.pool.engine.tls_files import TlsFiles, client_context
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_http import Http
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.published_replicas import (
     FollowedPool,
     PublishedPool,
     PublishedReplica,
     ServingLimits,
 )
-from cray_agents.runtime.pool.slurm.replica_certificates import (
+from cray_agents.runtime.pool.replica_certificates import (
     make_authority,
     server_files,
     tls_folder,
 )
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_http import Http, TlsFiles, client_context
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.support.scripted_pool import checkpoint
 from tests.support.scripted_server import PROGRAM
 from tests.support.slurm_pool import ask
@@ -115,7 +114,7 @@ async def test_a_replica_serves_over_tls_alone(
     assert folder is not None
     tls = server_files(folder, "127.0.0.1", tmp_path / "attempt")
     settings = EngineSettings(program=PROGRAM, dtype="float32", start_timeout=100)
-    replica = Replica("m", settings, tmp_path / "log", address="127.0.0.1", tls=tls)
+    replica = VllmProcess("m", settings, tmp_path / "log", address="127.0.0.1", tls=tls)
     try:
         await replica.start(checkpoint(tmp_path, 1), "m@1")
         assert replica.server is not None and replica.server.url.startswith("https://")

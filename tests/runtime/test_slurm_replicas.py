@@ -18,14 +18,14 @@ from cray_agents.errors import EngineUnavailable
 from cray_agents.ports import Command, EngineCall
 from cray_agents.processes import alive
 from cray_agents.records import ProbePrompt
-from cray_agents.runtime.pool.engine.tls_files import client_context
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, NodeShare, command
-from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
+from cray_agents.runtime.pool.job_lease import attempts
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.slurm.job_lease import attempts
-from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
-from cray_agents.runtime.pool.slurm.slurm_replica import cancel_surplus
+from cray_agents.runtime.pool.replica_certificates import tls_folder
+from cray_agents.runtime.pool.slurm_replica import cancel_surplus
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_http import client_context
+from cray_agents.runtime.pool.vllm_process import EngineSettings, NodeShare, command
+from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import missing_programs

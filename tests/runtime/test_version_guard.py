@@ -10,9 +10,9 @@ import pytest
 from cray_agents.errors import PoolBusy, VersionClosed
 from cray_agents.ports import EngineCall
 from cray_agents.records import new_id
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool, SwapMode
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.scripted_server import PROGRAM
 
@@ -60,7 +60,7 @@ class Shared:
 
 @pytest.fixture
 async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
-    replica = Replica("m", SETTINGS, tmp_path / "replica.log")
+    replica = VllmProcess("m", SETTINGS, tmp_path / "replica.log")
     pool = Pool([replica])
     await pool.start(checkpoint(tmp_path, 1), "m@1", probe(1))
     server = replica.server

@@ -19,8 +19,8 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from tests.support.gateway_process import gateway as gateway_process
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, checkpoint, served, until
 from tests.support.scripted_platform import platform
 

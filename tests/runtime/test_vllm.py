@@ -19,12 +19,12 @@ from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
 from cray_agents.processes import alive
 from cray_agents.records import DeltaOf, new_id
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry.checkpoints import MANIFEST
 from cray_agents.runtime.registry.deltas import Parent, Shadows
 from cray_agents.runtime.vllm_plugins.delta_codec import entries_of
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.runtime.vllm_plugins.wire import HEADER
 from cray_agents.trainers.checkpointing.delta_export import DeltaFile
 from tests.support.import_server import process_of
 from tests.support.strangers import as_stranger, listeners, needs_root, say
@@ -78,7 +78,7 @@ async def serving(
         "m@3": tiny_model(folder / "m3", tie=True, seed=3),
         "m@4": tiny_model(folder / "m4", tie=True, seed=4),
     }
-    pool = Pool([Replica("m", EngineSettings(kv_cache_gib=0.125), folder / "replica.log")])
+    pool = Pool([VllmProcess("m", EngineSettings(kv_cache_gib=0.125), folder / "replica.log")])
     await pool.start(models["m@1"], "m@1", golden_probe(models["m@1"]))
     yield Serving(pool, models)
     await pool.stop()
@@ -176,7 +176,7 @@ async def test_it_sleeps_and_wakes_proven(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
     """vLLM for CPUs has the routes and computes nothing meanwhile, but keeps its memory."""
-    monkeypatch.setattr(Replica, "sleep_level", lambda self, checkpoint: level)
+    monkeypatch.setattr(VllmProcess, "sleep_level", lambda self, checkpoint: level)
     pid, (before, _) = serving.pid, await serving.chat("m@1", GREEDY)
 
     async def sleeps() -> bool:
@@ -427,10 +427,10 @@ async def test_a_killed_platform_leaves_no_vllm_behind(
 PLATFORM = """
 import asyncio, sys
 from pathlib import Path
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 
 async def main():
-    replica = Replica("m", EngineSettings(kv_cache_gib=0.125), Path(sys.argv[2]))
+    replica = VllmProcess("m", EngineSettings(kv_cache_gib=0.125), Path(sys.argv[2]))
     await replica.start(Path(sys.argv[1]), "m@1")
     print(replica.pid, flush=True)
     await asyncio.sleep(600)

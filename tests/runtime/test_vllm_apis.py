@@ -23,8 +23,8 @@ from cray_agents.errors import EngineError
 from cray_agents.ports import EngineCall
 from cray_agents.records import ModelCall, new_id
 from cray_agents.runtime.gateway.model_calls.relay import KEEP_ALIVE
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
-from cray_agents.runtime.vllm_plugins.lock import HEADER
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
+from cray_agents.runtime.vllm_plugins.wire import HEADER
 from tests.runtime.conftest import QUESTION, SYSTEM, TOOL
 from tests.support.fuzz.cases import request
 from tests.support.fuzz.sampling import PLAIN, sampling_body
@@ -68,7 +68,7 @@ async def gateway(
     model = tiny_model(folder / "model", tie=False, seed=1, teach=True)
     template = model / "chat_template.jinja"
     template.write_text(LOOPS_IF_TOLD + template.read_text())
-    host = Replica(
+    host = VllmProcess(
         "calc", EngineSettings(kv_cache_gib=0.125, engine_args=COMPACT), folder / "replica.log"
     )
     async with served(folder, host=host, model=model, keep_alive=60) as gateway:

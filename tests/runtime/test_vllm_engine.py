@@ -16,8 +16,8 @@ from aiohttp import web
 from cray_agents.errors import EngineError, EngineTimeout, EngineUnavailable
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_http import UNIX, to_engine_error
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_http import UNIX, to_engine_error
 from tests.support.delta_checkpoints import bfloat16, changed, full, with_changes
 from tests.support.unix_servers import at_socket
 

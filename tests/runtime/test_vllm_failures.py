@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from cray_agents.errors import EngineError, EngineUnavailable
 from cray_agents.ports import EngineCall
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from tests.support.import_server import process_of
 from tests.support.vllm_pool import CHAT, Serving, children
@@ -35,7 +35,7 @@ async def serving(
     model = tiny_model(folder / "m1", tie=False, seed=1)
     # in bfloat16, where a small model's first request died of SIGILL on a CPU with AMX
     settings = EngineSettings(kv_cache_gib=0.125, dtype="bfloat16")
-    replica = Replica("m", settings, folder / "replica.log")
+    replica = VllmProcess("m", settings, folder / "replica.log")
     pool = Pool([replica], silence_timeout=20, wait_timeout=540)
     await pool.start(model, "m@1", [])
     yield Serving(pool, {"m@1": model})
@@ -51,7 +51,7 @@ async def until_restarted(serving: Serving, times: int) -> dict[str, Any]:
 
 async def test_a_model_that_cannot_produce_a_token_is_not_served(tmp_path: Path) -> None:
     make_seed_model(tmp_path / "model", seed=1, corpus=["hi"], shape=ModelShape(head_size=24))
-    pool = Pool([Replica("m", EngineSettings(kv_cache_gib=0.125), tmp_path / "replica.log")])
+    pool = Pool([VllmProcess("m", EngineSettings(kv_cache_gib=0.125), tmp_path / "replica.log")])
     with pytest.raises(EngineUnavailable, match=r"m@1 cannot be served: .*head_dim=24"):
         await pool.start(tmp_path / "model", "m@1", [])
     assert not pool.ready and pool.status()[0]["pid"] is None

@@ -1,4 +1,4 @@
-"""The lock before a replica's server, set by vllm_replica.py; test_vllm.py asks vLLM itself."""
+"""The lock before a replica's server, set by vllm_process.py; test_vllm.py asks vLLM itself."""
 
 import asyncio
 import json
@@ -9,16 +9,10 @@ import pytest
 import uvicorn
 
 from cray_agents.errors import EngineUnavailable, VersionClosed
-from cray_agents.runtime.pool.engine.vllm_http import Http, to_engine_error
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, bind, command
-from cray_agents.runtime.vllm_plugins.lock import (
-    EXPECT,
-    GUARD,
-    HEADER,
-    VARIABLE,
-    Locked,
-    VersionGuard,
-)
+from cray_agents.runtime.pool.vllm_http import Http, to_engine_error
+from cray_agents.runtime.pool.vllm_process import EngineSettings, bind, command
+from cray_agents.runtime.vllm_plugins.lock import Locked, VersionGuard
+from cray_agents.runtime.vllm_plugins.wire import EXPECT, GUARD, HEADER, VARIABLE
 
 OPEN = {"type": "opened"}
 SECRET = "s3cret"

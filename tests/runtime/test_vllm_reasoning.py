@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from cray_agents import Agent
 from cray_agents.agent import OpenAIEngine, StopReason
+from cray_agents.env_worker.adapters import Rollout
 from cray_agents.env_worker.chat import ModelConversation
-from cray_agents.env_worker.rollout import Rollout
 from cray_agents.runtime.exports.conversations.chat_messages import chats_of
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.runtime.conftest import memorise
 from tests.support.import_server import process_of
 from tests.support.scripted_gateway import Gateway, served
@@ -37,7 +37,7 @@ async def gateway(
     folder = tmp_path_factory.mktemp("thinking")
     model = taught(tiny_model(folder / "model", tie=False, seed=1))
     settings = EngineSettings(kv_cache_gib=0.125, reasoning_parser="qwen3")
-    host = Replica("calc", settings, folder / "replica.log")
+    host = VllmProcess("calc", settings, folder / "replica.log")
     async with served(folder, host=host, model=model) as gateway:
         yield gateway
 

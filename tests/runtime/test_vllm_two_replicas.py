@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.support.boards import PANELS
 from tests.support.promql import used_metrics
 from tests.support.scraped_metrics import labels_of
@@ -42,7 +42,7 @@ async def two(
     for model in models:
         manifest_of(model)
     settings = EngineSettings(kv_cache_gib=0.125, threads=1)
-    hosts = [Replica("calc", settings, folder / f"replica-{n}.log") for n in (1, 2)]
+    hosts = [VllmProcess("calc", settings, folder / f"replica-{n}.log") for n in (1, 2)]
     async with served(folder, host=hosts[0], others=hosts[1:], model=models[0]) as gateway:
         new = {"checkpoint": str(models[1])}
         assert (await gateway.call("POST", "/v1/models/calc/versions", json=new))[0] == 200

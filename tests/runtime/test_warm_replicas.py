@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import node_names
 from tests.runtime.test_pool_sleep import Sleeper, fails
 from tests.support import slurm_pool
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import ask, checkpoint, probe, serving, until
 from tests.support.slurm_pool import Site
 

@@ -22,15 +22,15 @@ from cray_agents.errors import EngineError, SetupError, SwapError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.pool.engine import weight_transfer
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, command
-from cray_agents.runtime.pool.engine.weight_transfer import (
+from cray_agents.runtime.pool import weight_transfer
+from cray_agents.runtime.pool.pool import Pool
+from cray_agents.runtime.pool.vllm_process import EngineSettings, command
+from cray_agents.runtime.pool.weight_transfer import (
     OfferedTensor,
     TransferSettings,
     check_transfer,
     in_chunks,
 )
-from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.runtime.vllm_plugins.worker import Extension

@@ -47,10 +47,8 @@ from cray_agents.runtime.fine_tuning.job_records import (
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.routes import loops
 from cray_agents.runtime.observability.audit_log import AuditLog, read_audit
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
-from cray_agents.runtime.pool.published_replicas import PublishedPool, PublishedReplica
-from cray_agents.runtime.pool.slot.golden_probe import LoadedVersion
-from cray_agents.runtime.pool.slurm.job_lease import (
+from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.job_lease import (
     JobLease,
     ReplicaSpec,
     new_attempt,
@@ -58,6 +56,8 @@ from cray_agents.runtime.pool.slurm.job_lease import (
     read_spec,
     write_lease,
 )
+from cray_agents.runtime.pool.published_replicas import PublishedPool, PublishedReplica
+from cray_agents.runtime.pool.vllm_process import EngineSettings
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.lineage import lineage_of

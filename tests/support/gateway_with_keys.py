@@ -19,11 +19,11 @@ from cray_agents.paths import Home
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import PROBE, bare_model
 
 TOKEN = "sk-platform-of-this-test"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cray_agents.processes import die_with_parent, exit_at_once, importing_much
-from cray_agents.runtime.vllm_plugins.lock import SOCKET
+from cray_agents.runtime.vllm_plugins.wire import SOCKET
 
 STARTER = Path(__file__).with_name("forked_starts")
 SERVER = "cray_agents.runtime.vllm_plugins.server"
@@ -74,7 +74,7 @@ def _started(folder: Path, owner: int) -> str:
     """Return the import server's socket."""
     path, log = folder / "import_server", folder / "import_server.log"
     if not path.exists():
-        from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, environment
+        from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
 
         with log.open("wb") as errors:
             started = subprocess.Popen(

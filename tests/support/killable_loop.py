@@ -31,12 +31,12 @@ from cray_agents.processes import die_with_parent
 from cray_agents.records import Run, digest
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.loops import grouped
 from tests.support.scripted_platform import bare_model
 from tests.support.timed_trainer import TimedTrainer

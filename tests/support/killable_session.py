@@ -24,7 +24,6 @@ from cray_agents.platform.training_session import TrainingSession, gradient_of
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
@@ -44,6 +43,7 @@ from cray_agents.training_commands import (
     TrainingCommand,
 )
 from cray_agents.training_jobs import Layout
+from tests.support.in_process_engine import InProcessEngine
 
 if TYPE_CHECKING:
     import torch

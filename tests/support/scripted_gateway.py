@@ -23,12 +23,13 @@ from cray_agents.ports import Engine, EngineCall, Trainer
 from cray_agents.records import ModelCall
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.engine_host import EngineHost, InProcessEngine
+from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.bare_models import bare_model
+from tests.support.in_process_engine import InProcessEngine
 
 CHAT = "/v1/chat/completions"
 TOOL: Any = {

@@ -18,7 +18,6 @@ from cray_agents.ports import Trainer
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
@@ -26,6 +25,7 @@ from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.bare_models import bare_model as bare_model
+from tests.support.in_process_engine import InProcessEngine
 
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
 

@@ -11,9 +11,9 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineUnavailable
 from cray_agents.ports import EngineCall
 from cray_agents.records import Manifest, ProbePrompt
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.request_router import Wanted
+from tests.support.in_process_engine import InProcessEngine
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "who?"}]}
 

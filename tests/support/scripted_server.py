@@ -23,19 +23,20 @@ from aiohttp import web
 
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.vllm_plugins import proof
-from cray_agents.runtime.vllm_plugins.lock import (
+from cray_agents.runtime.vllm_plugins.lock import VersionGuard, refusal_of
+from cray_agents.runtime.vllm_plugins.wire import (
+    BODY,
+    CAPTURE,
+    EVENT,
     EXPECT,
     GUARD,
     HEADER,
+    PROBE,
     SOCKET,
     VARIABLE,
-    VersionGuard,
-    refusal_of,
+    VERSION,
 )
 
-# as in runtime/pool/engine/vllm_engine.py, which imports half a second of numpy and more
-BODY, CAPTURE, PROBE = "x-cray-body", "x-cray-capture", "cray_agents_probe"
-VERSION, EVENT = "x-cray-version", b"event: cray.samples\ndata: "
 ROOT = Path(__file__).parents[2]
 PROGRAM = ("env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.support.scripted_server")
 NOT_TRAINED = b"not what was trained"

@@ -18,11 +18,12 @@ from aiohttp import web
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import TCPStore
 
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
-from cray_agents.runtime.vllm_plugins.lock import GUARD, VersionGuard
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.weight_transfer import TransferSettings
+from cray_agents.runtime.vllm_plugins.lock import VersionGuard
+from cray_agents.runtime.vllm_plugins.wire import GUARD
 from cray_agents.trainers.checkpointing.weight_links import NcclLink
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.unix_servers import at_socket
 
 Tensors = dict[str, torch.Tensor]

@@ -16,7 +16,7 @@ import aiohttp
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, says, served
 from tests.support.scripted_server import PROGRAM
@@ -65,7 +65,7 @@ class SharedSite:
 
     folder: Path
     controller: Gateway
-    replicas: list[Replica]
+    replicas: list[VllmProcess]
     gateways: list[FurtherGateway] = field(default_factory=list)
 
     @property
@@ -117,7 +117,7 @@ async def shared_site(
     folder: Path, gateways: int = 2, replicas: int = 2
 ) -> AsyncIterator[SharedSite]:
     """As many further gateways as wanted, each at a port of its own."""
-    hosts = [Replica("calc", SETTINGS, folder / f"replica-{n}.log") for n in range(replicas)]
+    hosts = [VllmProcess("calc", SETTINGS, folder / f"replica-{n}.log") for n in range(replicas)]
     async with AsyncExitStack() as stack:
         controller = await stack.enter_async_context(
             served(folder, host=hosts[0], others=hosts[1:], token=TOKEN)

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.ports import Command, EngineCall
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
+from cray_agents.runtime.pool.job_lease import JobLease, ReplicaSpec, attempts, read_lease
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.published_replicas import FollowedPool
 from cray_agents.runtime.pool.request_router import Wanted
-from cray_agents.runtime.pool.slurm.job_board import JobBoard
-from cray_agents.runtime.pool.slurm.job_lease import JobLease, ReplicaSpec, attempts, read_lease
-from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica
+from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica
+from cray_agents.runtime.pool.vllm_process import EngineSettings
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
 from tests.support.scripted_server import PROGRAM

@@ -34,12 +34,12 @@ from cray_agents.processes import die_with_parent
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import PROBE, bare_model
 
 KEYS = {"admin": Role.admin, "one": Role.train, "other": Role.train, "use": Role.use}

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from aiohttp import web
 
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.pool.engine.vllm_http import UNIX
+from cray_agents.runtime.pool.vllm_http import UNIX
 
 
 @asynccontextmanager

@@ -15,8 +15,8 @@ from cray_agents.cli.platform.replica_count import PlatformLoad, ReplicaControll
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.pool.job_lease import JOB_PREFIX
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.slurm.job_lease import JOB_PREFIX
 from cray_agents.runtime.scaling.decision import ScalingRules
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.trainers.job.journal import JobJournal

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cray_agents.errors import EngineError
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, environment
+from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
 from cray_agents.tools.documents import Documents, Embeddings
 from cray_agents.tools.documents.embedding_index import EmbeddingIndex
 from cray_agents.tools.documents.passage_store import PassageStore, digest_of

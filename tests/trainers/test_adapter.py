@@ -76,8 +76,9 @@ async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: 
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-    from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
+    from cray_agents.runtime.pool.vllm_engine import VllmEngine
+    from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
+    from cray_agents.runtime.registry.checkpoints import ADAPTER
     from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 
     parent = tmp_path / "parent"
@@ -100,12 +101,12 @@ async def test_vllm_loads_the_adapter_into_a_running_server(lab: Any, tmp_path: 
     async def score(engine: VllmEngine) -> list[float]:
         return [x for row in await engine.score(PROMPTS) for x in row.logprobs]
 
-    replica = Replica(
+    replica = VllmProcess(
         "m", EngineSettings(kv_cache_gib=0.125, max_lora_rank=8), tmp_path / "replica.log"
     )
     await replica.start(parent, "m@1")
     try:
-        learnt = await replica.load_adapter(checkpoint, "learnt")
+        learnt = await replica.engine.load_adapter(checkpoint / ADAPTER, "learnt")
         with_adapter, without = await score(learnt), await score(replica.engine)
     finally:
         await replica.stop()

@@ -56,15 +56,13 @@ from cray_agents.runtime.gateway.http.protocol import protocol
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
-from cray_agents.runtime.pool.engine.load_format import load_format
-from cray_agents.runtime.pool.engine.serving_plan import ServedModel, plan_serving
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, has_gpu_build
-from cray_agents.runtime.pool.engine.weight_transfer import FILES, TransferSettings, check_transfer
+from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.published_replicas import ServingLimits
-from cray_agents.runtime.pool.slurm.job_board import JobBoard
-from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec, package_version
-from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica, cancel_surplus
+from cray_agents.runtime.pool.serving_plan import ServedModel, load_format, plan_serving
+from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica, cancel_surplus
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess, has_gpu_build
+from cray_agents.runtime.pool.weight_transfer import FILES, TransferSettings, check_transfer
 from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_manifest
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
@@ -332,7 +330,7 @@ def slurm_hosts(
     if not replicas:
         return []
     # late, as cryptography takes a moment to import
-    from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
+    from cray_agents.runtime.pool.replica_certificates import tls_folder
 
     settings = engine_settings(config, sleeps=config.replica_warm > 0)
     command = replica_command(config)
@@ -379,7 +377,7 @@ def make_pool(
     jobs: Sequence[SlurmReplica] = (),
 ) -> Pool:
     """Make the pool of `replicas` on this host, or of `jobs`; no replica is started yet."""
-    hosts: list[Replica] = []
+    hosts: list[VllmProcess] = []
     limits = FLOAT32_PROBE
     if replicas:
         settings = engine_settings(config, sleeps=placement.turns)
@@ -387,7 +385,7 @@ def make_pool(
         if has_gpu_build():
             devices = [",".join(gpus) for gpus in (*placement.replicas, *placement.spares)]
         hosts = [
-            Replica(name, settings, config.root.logs / f"replica-{n}.log", gpus)
+            VllmProcess(name, settings, config.root.logs / f"replica-{n}.log", gpus)
             for n, gpus in enumerate(devices)
         ]
     if replicas or jobs:

@@ -1,6 +1,6 @@
 """Replica devices: the GPUs, cores and memory that each replica of `up` has. Called by compose.py.
 
-Read next: runtime/pool/engine/serving_plan.py, the settings that follow from them.
+Read next: runtime/pool/serving_plan.py, the settings that follow from them.
 """
 
 import os
@@ -14,8 +14,8 @@ from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError
 from cray_agents.ports import Command
 from cray_agents.processes import SAFE_IMPORTS
-from cray_agents.runtime.pool.engine.serving_plan import ServingDevice
-from cray_agents.runtime.pool.engine.vllm_replica import has_gpu_build
+from cray_agents.runtime.pool.serving_plan import ServingDevice
+from cray_agents.runtime.pool.vllm_process import has_gpu_build
 from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.scaling.ledger import HeldDevices
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type, gpus_per_server

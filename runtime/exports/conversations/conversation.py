@@ -188,7 +188,7 @@ def _is_answer(message: Message, turn: Turn) -> bool:
         return bool(call_ids) and call_ids == [call.id for call in turn.tool_calls]
     answer = turn.call.message
     if (written := message.get("written")) is not None and answer.get("content") == written:
-        return True  # a constrained call: the model wrote JSON (engines/json_tool_calls.py)
+        return True  # a constrained call: the model wrote JSON (engines/tool_calls.py)
     if call_ids or answer.get("tool_calls"):
         return call_ids == [call.get("id") for call in answer.get("tool_calls") or ()]
     return (message.get("content") or "") == (answer.get("content") or "")

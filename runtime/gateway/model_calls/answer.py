@@ -55,8 +55,8 @@ from cray_agents.runtime.gateway.model_calls.idempotency import (
 from cray_agents.runtime.gateway.model_calls.relay import EventStream, Piece, StreamRecorder
 from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.vllm_http import well_formed
 from cray_agents.runtime.pool.request_router import Wanted
+from cray_agents.runtime.pool.vllm_http import well_formed
 from cray_agents.runtime.store.conversations import Continuation, chain, chain_before_error
 
 KEY_LENGTH = 255  # characters of an Idempotency-Key

@@ -45,7 +45,7 @@ from cray_agents.runtime.gateway.http.shapes import (
 from cray_agents.runtime.gateway.model_calls.answer import collect_answer
 from cray_agents.runtime.gateway.routes.trajectories import WHICH, one_of, run_query
 from cray_agents.runtime.gateway.services import Services, vocabulary_of
-from cray_agents.runtime.pool.engine.vllm_http import well_formed
+from cray_agents.runtime.pool.vllm_http import well_formed
 from cray_agents.runtime.views.run_differences import differences, turn_pairs
 from cray_agents.runtime.views.turn_score import parse_score, score_request
 from cray_agents.runtime.views.view_records import (

@@ -21,7 +21,7 @@ from cray_agents.ports import SampledSequence
 from cray_agents.runtime.gateway.model_calls.call import Call
 from cray_agents.runtime.gateway.tinker.protobuf import write_bytes, write_whole
 from cray_agents.runtime.gateway.tinker.requests import SampleRequest
-from cray_agents.runtime.pool.engine.vllm_http import well_formed
+from cray_agents.runtime.pool.vllm_http import well_formed
 
 MOST_ENDED = 10_000  # samples that are kept for scripts that may ask once more
 DEFAULT_TOKENS = 16  # sampled where a script names no limit, as for a completion

@@ -323,9 +323,9 @@ import asyncio, os, sys
 from pathlib import Path
 from cray_agents.runtime.hardware.energy import EnergyTotal
 from cray_agents.runtime.hardware.nvml import nvml
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings
-from cray_agents.runtime.pool.slurm.job_lease import ReplicaSpec
-from cray_agents.runtime.pool.slurm.replica_supervisor import ReplicaSupervisor
+from cray_agents.runtime.pool.vllm_process import EngineSettings
+from cray_agents.runtime.pool.job_lease import ReplicaSpec
+from cray_agents.runtime.pool.replica_supervisor import ReplicaSupervisor
 from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, holding, keep_ledger
 
 folder, counter = Path(sys.argv[1]), Path(os.environ["FAKE_NVML_ENERGY"])

@@ -22,7 +22,7 @@ from cray_agents.runtime.observability.live_traces import (
     LiveTraces,
     parse_traceparent,
 )
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store.redaction import Redactor
 from tests.support.bare_models import bare_model

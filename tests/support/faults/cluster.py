@@ -21,7 +21,7 @@ import openai
 
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.pool.slurm.job_lease import JobLease, attempts, read_lease
+from cray_agents.runtime.pool.job_lease import JobLease, attempts, read_lease
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.bare_models import provable_model

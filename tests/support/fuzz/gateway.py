@@ -26,11 +26,11 @@ from cray_agents.processes import die_with_parent
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.protocol import Protocol
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.gateway_process import NAME, first_version
+from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import PROBE, bare_model
 
 ROOT = Path(__file__).parents[3]

@@ -13,8 +13,8 @@ from cray_agents.config import load_config
 from cray_agents.errors import BadInput, ConfigError, EngineUnavailable
 from cray_agents.paths import Home
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica, command
-from cray_agents.runtime.pool.slot.golden_probe import prove
+from cray_agents.runtime.pool.golden_probe import prove
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess, command
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.model_code import VARIABLE, may_run
 from cray_agents.trainers.models.tensors import read_parent
@@ -209,7 +209,7 @@ async def test_vllm_serves_by_the_code(
     child = lab.home.checkpoint(spec.id)
     novel._mark.unlink()
     settings = EngineSettings(max_model_len=256, max_num_seqs=4)
-    replica = Replica("m", settings, tmp_path / "replica.log")
+    replica = VllmProcess("m", settings, tmp_path / "replica.log")
     try:
         monkeypatch.setenv(VARIABLE, "")
         with pytest.raises(EngineUnavailable):

@@ -19,9 +19,9 @@ import pytest
 from cray_agents.errors import CrayError, JobError, SwapError
 from cray_agents.records import ProbePrompt
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
-from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
-from cray_agents.runtime.pool.slot.golden_probe import prove
-from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.runtime.pool.golden_probe import prove
+from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
+from cray_agents.runtime.registry.checkpoints import ADAPTER, read_manifest
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout
 from tests.support.trainers.running_session import RunningSession
@@ -152,7 +152,7 @@ def train(lab: Any, parent: Path) -> tuple[Path, Path, str]:
     return first, second, without
 
 
-def reason(replica: Replica, error: Exception) -> str:
+def reason(replica: VllmProcess, error: Exception) -> str:
     """The first line of the error in vLLM's log that ended it, else the error's."""
     found = replica.death_reason()
     if not found:
@@ -177,7 +177,7 @@ async def serve(
     limits: LogprobLimits = FLOAT32_PROBE if dtype == "float32" else bfloat16_limits()
     settings = replace(settings, dtype=dtype, max_lora_rank=rank)
     log.unlink(missing_ok=True)
-    replica = Replica("m", settings, log)
+    replica = VllmProcess("m", settings, log)
     found: dict[str, Any] = {"dtype": dtype}
     one, two = probe_of(first), probe_of(second)
     try:
@@ -197,7 +197,7 @@ async def serve(
             found["reload"] = reason(replica, error)
         if rank:
             try:
-                engine = await replica.load_adapter(second, "m@2 adapter")
+                engine = await replica.engine.load_adapter(second / ADAPTER, "m@2 adapter")
                 await prove(engine, "m@2", two, limits)
                 found["lora"] = SERVED
             except CrayError as error:

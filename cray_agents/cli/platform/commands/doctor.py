@@ -136,7 +136,7 @@ def sandbox() -> list[dict[str, Any]]:
 def training(config: Config) -> list[dict[str, Any]]:
     """Check the resources of a job that names no layout, and which GPUs here serve and train."""
     try:
-        from cray_agents.runtime.pool.engine.vllm_replica import has_gpu_build
+        from cray_agents.runtime.pool.vllm_process import has_gpu_build
         from cray_agents.runtime.scheduler.choose import site_cluster
         from cray_agents.runtime.scheduler.gpu_placement import host_gpus, place_on_host
         from cray_agents.trainers.planning.cluster_resources import resources_of

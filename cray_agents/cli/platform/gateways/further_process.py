@@ -46,8 +46,8 @@ from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.pool.engine.tls_files import CA, client_context
 from cray_agents.runtime.pool.published_replicas import FollowedPool
+from cray_agents.runtime.pool.vllm_http import CA, client_context
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 
@@ -151,7 +151,7 @@ def replica_tls(config: Config) -> ssl.SSLContext | None:
     if config.replica_tls == "off":
         return None
     # late, as cryptography takes a moment to import
-    from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
+    from cray_agents.runtime.pool.replica_certificates import tls_folder
 
     folder = tls_folder(config.replica_tls, config.root.tls)
     assert folder is not None

@@ -12,7 +12,7 @@ from typing import Any
 from cray_agents.exact_json import dump_json, load_json
 from cray_agents.runtime.disk.turns import off_loop
 from cray_agents.runtime.gateway.model_calls.apis import Body
-from cray_agents.runtime.pool.engine.vllm_http import well_formed
+from cray_agents.runtime.pool.vllm_http import well_formed
 
 # the events that carry a response, an item or a content part; the others are whole as they come
 _CHANGED = tuple(

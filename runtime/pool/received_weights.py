@@ -5,8 +5,8 @@ import time
 from contextlib import suppress
 
 from cray_agents.errors import CrayError, Overtaken, PoolBusy, SwapError
-from cray_agents.runtime.pool.engine.weight_transfer import STUCK
-from cray_agents.runtime.pool.slot.slot_weights import SlotWeights
+from cray_agents.runtime.pool.replica import Replica
+from cray_agents.runtime.pool.weight_transfer import STUCK
 
 log = logging.getLogger(__name__)
 
@@ -15,10 +15,10 @@ _LONGEST_UNPROVEN = 3600.0  # seconds for a job to publish what was received
 
 
 class ReceivedWeights:
-    """The weights of a job that one slot holds while they are unproven."""
+    """The weights of a job that one replica holds while they are unproven."""
 
-    def __init__(self, slot: SlotWeights) -> None:
-        self._slot = slot
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
         self._received = ""  # the job
         self._recalled = False  # a request needs the version that was served before
 
@@ -30,38 +30,38 @@ class ReceivedWeights:
         changed, if the job offers no weights. Raises SwapError, PoolBusy or Overtaken; the former
         version is then served again.
         """
-        async with self._slot.changing:
-            if self._slot.state == "serving" and not await self._slot.engine_host.engine.is_offered(
-                job
-            ):
+        replica = self._replica
+        async with replica.changing:
+            before, loaded = replica.state, replica.loaded
+            if before == "serving" and not await replica.engine_host.engine.is_offered(job):
                 return False
-            before, loaded = self._slot.state, self._slot.loaded
             if before != "serving" or loaded is None:
                 raise PoolBusy(f"the weights of {job} were not received: the replica changed")
-            self._slot.set_state("swapping")
+            replica.take("change")
             try:
-                await self._slot.drain(before, loaded, failing=f"{loaded.version} serves on")
-                await self._slot.adapters.unload()
-                await self._slot.engine_host.engine.receive(job, loaded.checkpoint)
+                await replica.drain(before, loaded, failing=f"{loaded.version} serves on")
+                await replica.adapters.unload()
+                await replica.engine_host.engine.receive(job, loaded.checkpoint)
                 self._received, self._recalled = job, False
-                self._slot.set_state("unproven")
+                replica.take("receive")
             except (Overtaken, PoolBusy):
                 raise
             except (CrayError, OSError) as error:
                 stuck = isinstance(error, CrayError) and error.code == STUCK
-                await self._slot.serve_former(loaded, afresh=stuck)
+                await replica.serve_former(loaded, afresh=stuck)
                 raise SwapError(f"{error}. {loaded.version} was loaded again") from error
             finally:
-                if self._slot.state == "swapping":
-                    self._slot.mark_lost("a transfer of weights was cut off")
+                if replica.state == "swapping":
+                    replica.mark_lost("a transfer of weights was cut off")
             return True
 
     def recall(self, version: str) -> None:
         """Let the replica go back if it could answer with a version, but for received weights."""
-        waits = self._slot.state == "unproven" and not self._recalled
-        if waits and self._slot.loaded is not None and version in self._slot.loaded.versions:
+        replica = self._replica
+        waits = replica.state == "unproven" and not self._recalled
+        if waits and replica.loaded is not None and version in replica.loaded.versions:
             self._recalled = True
-            self._slot.notifier.notify()
+            replica.notifier.notify()
 
     async def go_back_in_time(self, job: str) -> None:
         """Serve the former version again when received weights will not be staged any more.
@@ -69,27 +69,29 @@ class ReceivedWeights:
         That is when they are offered no more, too old, or in the way of a request.
         """
 
+        replica = self._replica
+
         def waits() -> bool:
-            return self._slot.state == "unproven" and self._received == job
+            return replica.state == "unproven" and self._received == job
 
         until = time.monotonic() + _LONGEST_UNPROVEN
         with suppress(CrayError, OSError):
             while waits() and not self._recalled and time.monotonic() < until:
-                if not await self._slot.engine_host.engine.is_offered(job):
+                if not await replica.engine_host.engine.is_offered(job):
                     break
                 with suppress(TimeoutError):
-                    await self._slot.notifier.wait_until(
+                    await replica.notifier.wait_until(
                         lambda: self._recalled or not waits(), _OFFER_CHECK
                     )
-        async with self._slot.changing:
-            if not waits() or self._slot.loaded is None:
+        async with replica.changing:
+            if not waits() or replica.loaded is None:
                 return
             log.warning(
-                "%s is loaded again: the weights of %s were not staged", self._slot.version, job
+                "%s is loaded again: the weights of %s were not staged", replica.version, job
             )
-            self._slot.set_state("swapping")
+            replica.take("change")
             try:
-                await self._slot.serve_former(self._slot.loaded)
+                await replica.serve_former(replica.loaded)
             finally:
-                if self._slot.state == "swapping":
-                    self._slot.mark_lost("a swap was cut off")
+                if replica.state == "swapping":
+                    replica.mark_lost("a swap was cut off")

@@ -1,7 +1,10 @@
-"""HTTP of a vLLM server: one connection pool, and one of our errors for every failure.
+"""HTTP of a vLLM server or a supervisor: connections to our own processes, and to nobody else's.
 
-vllm_engine.py implements the `Engine` port with it. An adapter's engine shares it with the engine
-of the weights.
+An engine of this host listens at a Unix socket in a folder that only its user can enter. Where a
+port is needed, who listens there has to prove itself first (runtime/vllm_plugins/proof.py), or
+shows a certificate of the replicas' CA (replica_certificates.py). Every failure becomes one of our
+errors. vllm_engine.py implements the `Engine` port with this. An adapter's engine shares it with
+the engine of the weights. gateway/controller_link.py uses ProvedConnector for the controller.
 """
 
 import asyncio
@@ -9,25 +12,29 @@ import logging
 import re
 import ssl
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp.client_proto import ResponseHandler
 
 from cray_agents.errors import (
     CrayError,
     EngineError,
     EngineTimeout,
     EngineUnavailable,
+    SetupError,
     VersionClosed,
 )
 from cray_agents.exact_json import dump_json
 from cray_agents.runtime.disk.turns import INLINE, off_loop
-from cray_agents.runtime.pool.engine.connectors import IDLE, ProvedConnector, SocketConnector
-from cray_agents.runtime.vllm_plugins.lock import CLOSED, HEADER
+from cray_agents.runtime.vllm_plugins import proof
+from cray_agents.runtime.vllm_plugins.wire import CLOSED, HEADER
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +50,135 @@ _STATUS = re.compile(r"[1-5][0-9]{2}")
 #: Seconds until a connection must stand: a node that is gone refuses none. With TLS the server's
 #: own process takes part, and that may be busy.
 _CONNECT, _CONNECT_TLS = 2.0, 15.0
+IDLE = 2.0  # seconds; less than the servers' 5, so that this side closes idle connections first
+_FULL = 0.05  # seconds until a socket whose queue is full is tried again
+CA, CA_KEY, CERTIFICATE, KEY = "ca.pem", "ca-key.pem", "cert.pem", "key.pem"
 #: Raised by code that reads an answer which has another form than it takes for granted.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """The files of one replica's servers: whom they trust, what they show, and its key."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """vLLM's flags."""
+        return ("--ssl-certfile", str(self.certificate), "--ssl-keyfile", str(self.key))
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return the context of a server. Raises SetupError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except OSError as error:
+            raise SetupError(f"{self.certificate} and {self.key} cannot be used: {error}") from None
+        return context
+
+
+def client_context(ca: Path) -> ssl.SSLContext:
+    """Return the context of a client that trusts one CA and no other. Raises SetupError."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise SetupError(
+            f"{ca} cannot be used ({error}): replica_tls names a folder with {CA}, and either "
+            f"{CA_KEY} or {CERTIFICATE} and {KEY}"
+        ) from error
+
+
+class ProvedConnector(aiohttp.BaseConnector):
+    """Connections to ports whose owner has proved to know a key, which `key` returns.
+
+    A connection may take `timeout.sock_connect` of the request; without it, 2 s. Its proof may take
+    `timeout.sock_read`; without it, 5 s.
+    """
+
+    def __init__(self, key: Callable[[], str]) -> None:
+        super().__init__(limit=0, keepalive_timeout=IDLE)
+        self._key = key
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        host, port = req.url.raw_host or "", req.url.port or 80
+        try:
+            async with _in_time(timeout):
+                transport, reader = await self._loop.create_connection(_ProofReader, host, port)
+            async with asyncio.timeout(timeout.sock_read or proof.SECONDS):
+                await _require_proof(transport, reader, self._key())
+        except aiohttp.ConnectionTimeoutError:
+            raise
+        except OSError as error:  # TimeoutError as well: the proof did not come
+            raise aiohttp.ClientConnectorError(req.connection_key, error) from error
+        protocol = self._factory()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        return protocol
+
+
+async def _require_proof(transport: asyncio.Transport, answer: "_ProofReader", key: str) -> None:
+    try:
+        challenge = proof.Challenge(key, transport.get_extra_info("peername"))
+        transport.write(challenge.request)
+        challenge.check(await answer.read())
+    except BaseException:
+        transport.abort()
+        raise
+
+
+class _ProofReader(asyncio.Protocol):
+    """Reads what comes until it looks like a whole answer to a challenge, or no more comes."""
+
+    def __init__(self) -> None:
+        self._text = b""
+        self._came = asyncio.Event()
+
+    async def read(self) -> bytes:
+        await self._came.wait()
+        return self._text
+
+    def data_received(self, data: bytes) -> None:
+        self._text += data
+        if self._text.endswith(b"}") or len(self._text) > proof.LONGEST:
+            self._came.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._came.set()
+
+
+class SocketConnector(aiohttp.UnixConnector):
+    """Connections to a Unix socket. Where many come at once, they wait for their turn as TCP's."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, limit=0, keepalive_timeout=IDLE)
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        async with _in_time(timeout):
+            while True:
+                try:
+                    return await super()._create_connection(req, traces, timeout)
+                except aiohttp.ClientConnectorError as error:
+                    if not isinstance(error.os_error, BlockingIOError):
+                        raise
+                await asyncio.sleep(_FULL)
+
+
+@asynccontextmanager
+async def _in_time(timeout: aiohttp.ClientTimeout) -> AsyncIterator[None]:
+    """Raise ConnectionTimeoutError if a connection takes longer than `timeout` says, or 2 s."""
+    seconds = timeout.sock_connect or proof.CONNECT
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise aiohttp.ConnectionTimeoutError(f"no connection within {seconds:g} s") from error
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 
 A job's supervisor makes its key and certificate when it begins, for its address alone. Both of its
 servers show it. The gateway trusts this CA and no other, and compares the address. Who the gateway
-is, the secrets say, as without TLS (vllm_plugins/lock.py). Read next: tls_files.py.
+is, the secrets say, as without TLS (vllm_plugins/lock.py).
 
 Nothing is renewed while it is used: a certificate outlives every job. An operator's own folder is
 used in the same way; with `cert.pem` and `key.pem` in place of `ca-key.pem`, all jobs show these.
@@ -28,7 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cray_agents.errors import SetupError
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.pool.engine.tls_files import CA, CA_KEY, CERTIFICATE, KEY, TlsFiles
+from cray_agents.runtime.pool.vllm_http import CA, CA_KEY, CERTIFICATE, KEY, TlsFiles
 
 CA_DAYS = 20 * 365.0
 DAYS = 5 * 365.0  # of a certificate: longer than any job

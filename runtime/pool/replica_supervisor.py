@@ -1,6 +1,6 @@
 """Replica supervisor: the process of a replica's Slurm job, which runs vLLM as the gateway orders.
 
-    python -m cray_agents.runtime.pool.slurm.replica_supervisor <root>/replicas/<n>/<attempt>
+    python -m cray_agents.runtime.pool.replica_supervisor <root>/replicas/<n>/<attempt>
 
 It writes the lease (job_lease.py) and listens beside vLLM, on the same address. Who wants anything
 of it must send the lease's secret:
@@ -41,35 +41,34 @@ from cray_agents.processes import die_with_parent
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.hardware.energy import EnergyTotal
 from cray_agents.runtime.hardware.nvml import nvml
-from cray_agents.runtime.pool.engine.private_folder import PrivateFolder
-from cray_agents.runtime.pool.engine.tls_files import CA, TlsFiles, client_context
-from cray_agents.runtime.pool.engine.vllm_http import Http
-from cray_agents.runtime.pool.engine.vllm_replica import (
-    NodeShare,
-    Replica,
-    bind,
-    command,
-    end_group,
-    environment,
-)
-from cray_agents.runtime.pool.slurm.job_lease import (
+from cray_agents.runtime.pool.job_lease import (
     HEARTBEAT,
     SECRET,
     STATE_SECONDS,
     TERM_HEADER,
     JobLease,
     ReplicaSpec,
+    SupervisorState,
     create_secret,
     own_address,
     read_lease,
     read_spec,
     write_lease,
 )
-from cray_agents.runtime.pool.slurm.supervisor_client import SupervisorState
+from cray_agents.runtime.pool.private_folder import PrivateFolder
+from cray_agents.runtime.pool.vllm_http import CA, Http, TlsFiles, client_context
+from cray_agents.runtime.pool.vllm_process import (
+    NodeShare,
+    VllmProcess,
+    bind,
+    command,
+    end_group,
+    environment,
+)
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.vllm_plugins import proof
-from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
+from cray_agents.runtime.vllm_plugins.wire import HEADER, VARIABLE
 
 _PATIENCE = 20.0  # seconds that the first node may take to answer a further one
 
@@ -97,7 +96,7 @@ class ReplicaSupervisor:
         self.spec = spec
         self._energy = energy
         log_file = folder / "engine.txt"
-        self.replica = Replica(spec.model, spec.settings, log_file, address=address, tls=tls)
+        self.replica = VllmProcess(spec.model, spec.settings, log_file, address=address, tls=tls)
         self.replica.shielded = True  # a warning of Slurm to all processes would end it at once
         self.ended = asyncio.Event()
         self._folder = folder
@@ -295,7 +294,7 @@ class ReplicaSupervisor:
 
 def own_files(folder: Path, address: str, attempt: Path) -> TlsFiles:
     """Return the certificate and key of this job's servers. Raises SetupError."""
-    from cray_agents.runtime.pool.slurm.replica_certificates import server_files
+    from cray_agents.runtime.pool.replica_certificates import server_files
 
     return server_files(folder, address, attempt)
 

@@ -5,14 +5,20 @@ cli/platform/replica_devices.py describes the device, and `up` says in a line wh
 
 On a CPU bfloat16 and a core more pay from some size on: BENCHMARKS.md, Serving, has the figures of
 SmolLM2-135M. For a toy of 0.4M parameters the calls around the products are the work.
+
+Readers of weights (`--load-format`): names and packages are those of vLLM 0.32, without the formats
+that cannot load again into a running server. The order of FAST follows their makers' figures;
+nothing was run on a GPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from cray_agents.config import Config
-from cray_agents.errors import BadInput
+from cray_agents.errors import BadInput, SetupError
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.registry.model_files import CONFIG, read_json
 from cray_agents.runtime.scheduler.gpu_placement import check_weights_fit, count_gpus
@@ -25,6 +31,17 @@ KV_SHARE = 1 / 8  # of a host's memory, which trainer and programs of agents use
 LEAST_KV_GIB = 1.0  # on a CPU; memory is taken as it is used
 USABLE = 0.85  # of a GPU's memory: vLLM takes 0.92, some of it for activations
 SECONDS_PER_GIB = 5.0  # to read weights from a slow shared filesystem, and to convert them
+
+AUTO = "auto"  # vLLM's own reader of safetensors
+#: Readers for GPUs by their package, fastest first.
+FAST = {
+    "instanttensor": "instanttensor",
+    "fastsafetensors": "fastsafetensors",
+    "runai_streamer": "runai_model_streamer",
+}
+#: Readers that need CUDA; the other one streams to any device.
+_CUDA = {"instanttensor", "fastsafetensors"}
+PLAIN = (AUTO, "safetensors")
 
 
 @dataclass(frozen=True)
@@ -172,3 +189,29 @@ def _on_cpu(
         cache, why = LEAST_KV_GIB, "the least"
     cache = choices.take("kv_cache_gib", cache, "{} GiB of KV cache", why)
     return CPU_REQUESTS, "a CPU", cache, width
+
+
+def _has_package(name: str) -> bool:
+    return find_spec(name) is not None
+
+
+def load_format(
+    wanted: str, *, gpu: bool, has_package: Callable[[str], bool] = _has_package
+) -> str:
+    """Return the format to start vLLM with; "auto" is resolved to the fastest reader there is.
+
+    Raises SetupError for an unknown format, and for one whose package or GPU is missing.
+    """
+    installed = [name for name, package in FAST.items() if has_package(package)]
+    usable = [name for name in installed if gpu or name not in _CUDA]
+    if wanted == AUTO:
+        return usable[0] if gpu and usable else AUTO
+    if wanted in PLAIN or wanted in usable:
+        return wanted
+    if wanted in installed:
+        why = "reads to GPUs alone, and the installed vLLM computes on the CPU"
+    elif wanted in FAST:
+        why = f"needs the package {FAST[wanted]}, which is not installed: pip install it"
+    else:
+        why = f"is none of {', '.join((*PLAIN, *FAST))}"
+    raise SetupError(f"load_format = {wanted!r} {why}. Usable here: {', '.join((*PLAIN, *usable))}")

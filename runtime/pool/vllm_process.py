@@ -1,6 +1,6 @@
 """Replica: run one vLLM server as a child process that cannot outlive this one.
 
-replica_slot.py starts, changes and restarts replicas; in a Slurm job replica_supervisor.py does.
+replica.py starts, changes and restarts replicas; in a Slurm job replica_supervisor.py does.
 This module composes vLLM's command line and
 environment, and finds the reason of its death in the log. Read next:
 runtime/vllm_plugins/server.py, the process itself; vllm_engine.py, its HTTP;
@@ -28,19 +28,17 @@ from cray_agents.paths import host_cache
 from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
-from cray_agents.runtime.pool.engine.engine_host import LocalHost
-from cray_agents.runtime.pool.engine.load_format import AUTO
-from cray_agents.runtime.pool.engine.private_folder import PrivateFolder
-from cray_agents.runtime.pool.engine.tls_files import TlsFiles, client_context
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_http import UNIX
-from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
-from cray_agents.runtime.pool.slot.lora_adapters import MAX_ADAPTERS
-from cray_agents.runtime.registry.checkpoints import ADAPTER
+from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
+from cray_agents.runtime.pool.place import LocalPlace
+from cray_agents.runtime.pool.private_folder import PrivateFolder
+from cray_agents.runtime.pool.serving_plan import AUTO
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_http import UNIX, TlsFiles, client_context
+from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
 from cray_agents.runtime.registry.model_code import may_run
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
-from cray_agents.runtime.vllm_plugins.lock import SOCKET, VARIABLE
+from cray_agents.runtime.vllm_plugins.wire import SOCKET, VARIABLE
 
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 _SOCKET = "http"  # name of the server's socket in its private folder
@@ -69,11 +67,10 @@ class EngineSettings:
     serving_plan.py chooses them for a platform. `max_model_len` 0: the model's, as far as the KV
     cache holds it. `dtype` "auto": float32 on CPU, the checkpoint's own on a GPU. `threads`:
     compute threads on CPU; None leaves one core to the API server. `answer_timeout`: seconds
-    without a byte of an answer. `load_format`: as load_format.py chose. `kv_cache_gib`: on CPU
-    only. `max_lora_rank`: largest rank of an adapter beside the weights; 0: no adapters. `sleeps`:
-    jobs train on the same GPU by turns. `transfer`: how weights come from a training session; None:
-    in files. `program`: starts the server, in place of this Python with vllm_plugins/server.py,
-    with the same arguments.
+    without a byte of an answer. `kv_cache_gib`: on CPU only. `max_lora_rank`: largest rank of an
+    adapter beside the weights; 0: no adapters. `sleeps`: jobs train on the same GPU by turns.
+    `transfer`: how weights come from a training session; None: in files. `program`: starts the
+    server, in place of this Python with vllm_plugins/server.py, with the same arguments.
     """
 
     max_model_len: int = 1024
@@ -156,7 +153,7 @@ class ServerAddress:
 
 
 class VllmHost:
-    """A host whose engine is a VllmEngine, or None while it is down: see `EngineHost`."""
+    """A host whose engine is a VllmEngine, or None while it is down: see `EngineProcess`."""
 
     _engine: VllmEngine | None = None
 
@@ -173,29 +170,16 @@ class VllmHost:
         return self._engine
 
     @property
-    def load_note(self) -> str:
-        """Say why the last load read files: see `EngineHost.load_note`."""
-        return "" if self._engine is None else self._engine.load_note
-
-    @property
     def lora_rank(self) -> int:
-        """The largest rank of an adapter: see `EngineHost.lora_rank`."""
+        """The largest rank of an adapter: see `EngineProcess`."""
         return self.settings.max_lora_rank
 
-    async def load_adapter(self, checkpoint: Path, name: str) -> VllmEngine:
-        """Load a checkpoint's adapter: see `EngineHost.load_adapter`."""
-        return await self.engine.load_adapter(checkpoint / ADAPTER, name)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter: see `EngineHost.unload_adapter`."""
-        await self.engine.unload_adapter(name)
-
     async def check_alive(self) -> None:
-        """Return when the engine core has answered: see `EngineHost.check_alive`."""
+        """Return when the engine core has answered: see `EngineProcess`."""
         await self.engine.check_alive()
 
 
-class Replica(VllmHost, LocalHost):
+class VllmProcess(VllmHost, LocalPlace):
     """A vLLM server in a process of its own. `pid` is None while it is down.
 
     Its output is appended to `log`. `devices` are the GPUs that it sees; None: all. It listens at a
@@ -261,7 +245,7 @@ class Replica(VllmHost, LocalHost):
         return f"memory: it needs about {required / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
 
     def sleep_level(self, checkpoint: Path) -> int:
-        """Return 1 if the weights' copy leaves half of the free host memory: see `EngineHost`."""
+        """Return 1 if the weights' copy leaves half of the free host memory, else 2."""
         free = _free_bytes()
         return 1 if free is None or 2 * rebuilt_bytes(checkpoint) <= free else 2
 

@@ -1,8 +1,8 @@
 """VllmEngine: implement the `Engine` port over the HTTP of a vLLM server.
 
-vllm_replica.py owns one per process. Answers pass through as bytes, except for the model's name.
+vllm_process.py owns one per process. Answers pass through as bytes, except for the model's name.
 vllm_plugins/capture.py, inside vLLM, appends the sampled tokens. Their logprobs are of the
-distribution sampled from, since vllm_replica.py starts vLLM with `processed_logprobs`. Logprobs of
+distribution sampled from, since vllm_process.py starts vLLM with `processed_logprobs`. Logprobs of
 `score` are of the plain softmax, in every mode.
 """
 
@@ -12,8 +12,8 @@ import logging
 import math
 import ssl
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,28 +31,28 @@ from cray_agents.errors import (
 from cray_agents.ports import EngineCall, PromptScore, SampledSequence
 from cray_agents.records import WeightChange
 from cray_agents.runtime.disk.turns import off_loop
-from cray_agents.runtime.pool.engine.vllm_http import MALFORMED, Http, to_engine_error
-from cray_agents.runtime.pool.engine.weight_transfer import (
+from cray_agents.runtime.pool.golden_probe import weights_of
+from cray_agents.runtime.pool.vllm_http import MALFORMED, Http, to_engine_error
+from cray_agents.runtime.pool.weight_transfer import (
     STUCK,
     TransferSettings,
     fetch_weights,
     is_offered,
 )
-from cray_agents.runtime.pool.slot.golden_probe import weights_of
-from cray_agents.runtime.pool.slot.phase_seconds import timed
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import changes_from
 from cray_agents.runtime.registry.weight_offers import WeightOffer, find_offers
-from cray_agents.runtime.vllm_plugins.lock import EXPECT, GUARD
-
-# these repeat constants of vllm_plugins/capture.py, which cannot be imported without vLLM
-CAPTURE = "x-cray-capture"
-MERGE = "x-cray-merge"
-BODY = "x-cray-body"
-VERSION = "x-cray-version"
-EVENT = b"event: cray.samples\ndata: "
-ABORT = "/cray/abort/"
-PROBE = "cray_agents_probe"  # repeats a constant of vllm_plugins/scheduler.py
+from cray_agents.runtime.vllm_plugins.wire import (
+    ABORT,
+    BODY,
+    CAPTURE,
+    EVENT,
+    EXPECT,
+    GUARD,
+    MERGE,
+    PROBE,
+    VERSION,
+)
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,16 @@ _ABORT_TIMEOUT = 5.0  # seconds
 _ADAPTERS_END, _ADAPTERS_LOOK = 30.0, 0.1  # seconds for requests of adapters; between two looks
 _GUARD_TIMEOUT = 10.0  # seconds; the server's own process answers, whatever the engine does
 _NO_SUCH_ROUTE = (404, 405, 501)  # statuses of a route that vLLM lacks for its model
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Record the seconds that the block takes as `seconds[phase]`."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[phase] = time.perf_counter() - started
 
 
 class ReplicaServer(NamedTuple):

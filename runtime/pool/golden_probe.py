@@ -1,6 +1,6 @@
 """Golden probe: prove that a replica serves the weights of a checkpoint.
 
-A probe holds prompts with the logprobs that the trainer computed. replica_slot.py and
+A probe holds prompts with the logprobs that the trainer computed. replica.py and
 lora_adapters.py compare the replica's own with them before a version serves.
 """
 

@@ -2,21 +2,23 @@
 
 The job runs replica_supervisor.py, which starts vLLM there. This module submits the job, finds its
 lease (job_lease.py), and then speaks HTTP: with the supervisor about starts, ends and deaths
-(supervisor_client.py), with vLLM as vllm_engine.py does. Weights are read on the node, by their
+(`SupervisorClient`), with vLLM as vllm_engine.py does. Weights are read on the node, by their
 path on the shared root.
 
 A place is lost when Slurm says that the job has ended, or when its supervisor neither answers nor
 renews its lease. An engine may also die alone: then its successor starts on the same place. A
 platform that was killed leaves its jobs; the next one finds them by their leases and takes them
-over. replica_slot.py proves them before they serve.
+over. replica.py proves them before they serve.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cray_agents.errors import (
     CrayError,
@@ -28,38 +30,100 @@ from cray_agents.errors import (
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.processes import python
 from cray_agents.runtime.background import BackgroundTasks
-from cray_agents.runtime.pool.engine.tls_files import CA, client_context
-from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.engine.vllm_replica import VllmHost
-from cray_agents.runtime.pool.slot.golden_probe import same_shape, weights_of
-from cray_agents.runtime.pool.slurm.job_board import JobBoard
-from cray_agents.runtime.pool.slurm.job_lease import (
+from cray_agents.runtime.controller_lease import unguarded
+from cray_agents.runtime.pool.golden_probe import same_shape, weights_of
+from cray_agents.runtime.pool.job_lease import (
+    ANSWER,
     SECRET,
     STATE_SECONDS,
+    LapseClock,
+    PlacedEngine,
     ReplicaSpec,
+    SupervisorClient,
+    SupervisorState,
     attempts,
     new_attempt,
     read_lease,
     read_spec,
 )
-from cray_agents.runtime.pool.slurm.supervisor_client import (
-    ANSWER,
-    LapseClock,
-    PlacedEngine,
-    SupervisorClient,
-    SupervisorState,
-)
+from cray_agents.runtime.pool.vllm_engine import VllmEngine
+from cray_agents.runtime.pool.vllm_http import CA, client_context
+from cray_agents.runtime.pool.vllm_process import VllmHost
 
+POLL = 2.0  # seconds between two questions to Slurm about all jobs together
 _ANSWERS = 10.0  # of all supervisors in a second, at most, while there is no news
 LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
 DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
-_SUPERVISOR = "cray_agents.runtime.pool.slurm.replica_supervisor"
+_SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
 _LONGEST_SLEEP = 60.0  # seconds until a task sees that its supervisor is lost
 _LOOK = 0.25  # seconds between two looks for a lease
 _GOODBYE = 5.0  # seconds that a supervisor has to answer an order to end
 _LOG_TAIL = 2000  # bytes of a job's log in an error
 
 log = logging.getLogger(__name__)
+
+
+class JobBoard:
+    """The states of all replicas' jobs. Slurm is asked about all of them at once.
+
+    `term`: returns the controller's term, which supervisors are told.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, seconds: float = POLL, term: Callable[[], int] = unguarded
+    ) -> None:
+        self.scheduler, self.term = scheduler, term
+        self.watched = 0  # jobs, at the last poll
+        self._seconds = seconds
+        self._next = 0.0
+        self._waiting: dict[str, list[tuple[asyncio.Future[CommandStatus], Any]]] = {}
+        self._tasks = BackgroundTasks()
+        self._polls = False
+
+    async def status(self, name: str, seen: CommandStatus | None = None) -> CommandStatus:
+        """Return a job's status at the next poll, or when it is no longer the one that was `seen`.
+
+        Raises SchedulerError.
+        """
+        future: asyncio.Future[CommandStatus] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(name, []).append((future, seen))
+        if not self._polls:
+            self._polls = True
+            self._tasks.keep("job board", self._poll)
+        return await future
+
+    async def _poll(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(max(0.0, self._next - time.monotonic()))
+            self._next = time.monotonic() + self._seconds
+            waiting, self._waiting = self._waiting, {}
+            self.watched = len(waiting)
+            answers: dict[str, CommandStatus | Exception] = {}
+            try:
+                answers = await asyncio.to_thread(self._ask, list(waiting))
+            finally:  # who asked in vain asks again at the next poll
+                for name in waiting.keys() - answers.keys():
+                    self._waiting.setdefault(name, []).extend(waiting[name])
+            for name, answer in answers.items():
+                for future, seen in waiting[name]:
+                    if future.done():  # who asked was cancelled
+                        continue
+                    if answer == seen:
+                        self._waiting.setdefault(name, []).append((future, seen))
+                    elif isinstance(answer, CommandStatus):
+                        future.set_result(answer)
+                    else:
+                        future.set_exception(answer)
+        self._polls = False
+
+    def _ask(self, names: list[str]) -> dict[str, CommandStatus | Exception]:
+        answers: dict[str, CommandStatus | Exception] = {}
+        for name in names:
+            try:
+                answers[name] = self.scheduler.status(name)
+            except (CrayError, OSError, ValueError) as error:  # each asker gets it
+                answers[name] = error
+        return answers
 
 
 class SlurmReplica(VllmHost):
@@ -381,16 +445,13 @@ class SlurmReplica(VllmHost):
             else:
                 await self._cancel(attempt)
 
-    async def wait_until_leaving(self) -> None:
-        """Return when the job's time or its place comes to an end: see `EngineHost`."""
-        await self._leaving.wait()
-
     async def wait_until_ending(self) -> None:
         """Return when Slurm is about to kill the job: see `EngineHost`."""
         await self._ending.wait()
 
-    def successor(self) -> "SlurmReplica":
-        """Return the same replica in a job of its own: see `EngineHost.successor`."""
+    async def successor(self) -> "SlurmReplica":
+        """Return the same replica in a job of its own, when this one's time or place ends."""
+        await self._leaving.wait()
         return SlurmReplica(
             self._spec,
             self._folder,

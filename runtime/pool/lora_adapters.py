@@ -1,7 +1,7 @@
 """LoRA adapters: the versions beside a replica's weights, each loaded and proven.
 
 A LoRA job writes a version as an adapter over other weights, and as the two merged.
-replica_slot.py loads the adapter where the replica holds the weights below. Requests in flight then
+replica.py loads the adapter where the replica holds the weights below. Requests in flight then
 go on, nobody waits, and a promotion or a rollback only changes the name that requests are given.
 Elsewhere the merged weights are loaded, as for any version. Read next: golden_probe.py;
 vllm_engine.py, which explains the names.
@@ -24,9 +24,7 @@ from cray_agents.errors import (
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.logprob_limits import LogprobLimits
-from cray_agents.runtime.pool.engine.engine_host import EngineHost
-from cray_agents.runtime.pool.in_flight import ChangeNotifier, InFlightRequests
-from cray_agents.runtime.pool.slot.golden_probe import (
+from cray_agents.runtime.pool.golden_probe import (
     LoadedVersion,
     adapter_base_of,
     adapter_rank,
@@ -35,6 +33,9 @@ from cray_agents.runtime.pool.slot.golden_probe import (
     stored_type,
     weights_of,
 )
+from cray_agents.runtime.pool.place import EngineProcess
+from cray_agents.runtime.pool.request_router import ChangeNotifier, InFlightRequests
+from cray_agents.runtime.registry.checkpoints import ADAPTER
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Adapters:
 
     def __init__(
         self,
-        engine_host: EngineHost,
+        engine_host: EngineProcess,
         probe_limits: LogprobLimits,
         requests: InFlightRequests,
         notifier: ChangeNotifier,
@@ -119,7 +120,7 @@ class Adapters:
         # no name is used twice: vLLM's prefix cache is keyed by it
         name = f"{new.version} {weights_of(new.checkpoint)} {secrets.token_hex(8)}"
         started = time.monotonic()
-        engine = await self._engine_host.load_adapter(new.checkpoint, name)
+        engine = await self._engine_host.engine.load_adapter(new.checkpoint / ADAPTER, name)
         seconds = time.monotonic() - started
         try:
             limits = self._probe_limits.widened_to(new.dtype)
@@ -178,7 +179,7 @@ class Adapters:
 
     async def _unload_adapter(self, name: str) -> None:
         try:
-            await self._engine_host.unload_adapter(name)
+            await self._engine_host.engine.unload_adapter(name)
         except EngineError as error:  # harmless: no later request uses that name
             log.error("an adapter could not be unloaded: %s", error)
 

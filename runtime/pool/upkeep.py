@@ -1,0 +1,322 @@
+"""Upkeep: bring a replica back that is lost or silent, find it places, and let it come and go.
+
+A Slurm job's place ends: a successor is ready before. A replica that is not needed gives its place
+back, or sleeps on it. It is then away: it answers nobody, and takes the newest version when it is
+called back. replica.py has the states; a pool keeps the three `keep_*` tasks running.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+from cray_agents.errors import CrayError, EngineError, EngineTimeout
+from cray_agents.runtime.background import start_task
+from cray_agents.runtime.pool.golden_probe import LoadedVersion
+from cray_agents.runtime.pool.gpu_sleep import GpuSleep
+from cray_agents.runtime.pool.lora_adapters import Adapters
+from cray_agents.runtime.pool.place import EngineHost
+from cray_agents.runtime.pool.replica import Replica
+
+log = logging.getLogger(__name__)
+
+_LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
+_BACKOFF = (0.2, 30.0)  # seconds before the first restart, and at most before any
+_OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
+_OTHERS_LOOK = 0.1  # seconds between two looks if other gateways' requests have ended
+_RETRY = 30.0  # seconds until a successor that did not come is tried again
+_LOST = ("down", "out", "waiting")
+
+
+class Upkeep:
+    """The restarts and places of one replica, and its sleep."""
+
+    def __init__(self, replica: Replica, sleep: GpuSleep) -> None:
+        self._replica = replica
+        self._sleep = sleep
+        self._restarting = False
+        self._successor: EngineHost | None = None  # for the time after the present host's place
+        self._moved = asyncio.Event()  # set when a successor took the host's part
+        self._retiring: dict[asyncio.Task[None], EngineHost] = {}  # that end their last requests
+        self._gives_back = False  # until its place is given back
+        self._called_back = False  # it was away, and is to be started
+
+    # ---- restarts
+    async def keep_alive(self) -> None:
+        """Bring the replica back whenever it is lost or left out. Runs until cancelled."""
+        replica = self._replica
+        while True:
+            if not self._restarting:  # else this task itself had failed
+                await self._wait_until_lost()
+            self._restarting = True
+            called_back, self._called_back = self._called_back, False
+            if not called_back and await self.end_sleep():
+                log.warning("a replica that slept has ended, and stays away")
+                self._restarting = False
+                continue
+            if not called_back:
+                self._note_loss()
+            delay, most = _OUT_BACKOFF if replica.state == "out" else _BACKOFF
+            while True:
+                with suppress(TimeoutError):  # a swap may begin to repair it meanwhile
+                    await replica.notifier.wait_until(
+                        lambda: replica.state not in ("down", "out"), delay
+                    )
+                delay = min(delay * 2, most)
+                if not await self._find_place():
+                    continue
+                async with replica.changing:
+                    if replica.state not in _LOST or replica.loaded is None:
+                        break  # a swap has put a fresh process there
+                    replica.restarts += not called_back
+                    await replica.restore(replica.loaded, self._sleep.wake_or_start)
+                    if not called_back:
+                        self._note_restart()
+                    called_back = False
+            self._restarting = False
+
+    async def _wait_until_lost(self) -> None:
+        """Return when the process has died, or when the replica was marked lost."""
+        while True:
+            moved = asyncio.create_task(self._moved.wait())
+            waits = {
+                asyncio.create_task(self._replica.engine_host.wait_until_dead()),
+                asyncio.create_task(self._replica.lost.wait()),
+                moved,
+            }
+            try:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waits:
+                    task.cancel()
+            if done != {moved}:
+                return
+
+    def _note_loss(self) -> None:
+        replica = self._replica
+        death_reason = replica.engine_host.death_reason()
+        reasons = [replica.error] if replica.lost.is_set() and replica.error else []
+        if death_reason and death_reason not in str(replica.error):
+            reasons.append(death_reason)
+        replica.why_lost = ": ".join(reasons) or "its process ended"
+        replica.losses += 1
+        replica.last_restart = {"time": time.time(), "why": replica.why_lost, "seconds": None}
+        if replica.state in ("serving", "leaving", "unproven", "away"):
+            replica.error = replica.why_lost
+            replica.take("lose")
+        replica.notifier.notify()
+        if replica.loaded is not None and replica.state != "out":
+            log.warning("the replica of %s is lost: %s", replica.loaded.version, replica.why_lost)
+
+    def _note_restart(self) -> None:
+        replica = self._replica
+        if replica.loaded is None or replica.last_restart is None:
+            return
+        version = replica.loaded.version
+        if replica.state != "serving":
+            log.warning("restart %d of %s failed: %s", replica.restarts, version, replica.error)
+            return
+        seconds = replica.last_restart["seconds"] = time.time() - replica.last_restart["time"]
+        log.warning(
+            "restart %d: a replica serves %s again after %.1f s", replica.restarts, version, seconds
+        )
+
+    async def keep_listening(self, silence: float) -> None:
+        """Restart a serving replica that was silent for `silence` seconds. Runs until cancelled.
+
+        The engine is checked several times, whether or not it answers requests. A moment in which
+        this process itself stood still then does not count as silence.
+        """
+        replica, silent, pause = self._replica, 0, silence / _LIVENESS_CHECKS
+        while True:
+            await asyncio.sleep(0 if silent else pause)
+            since, began = replica.losses, time.monotonic()
+            if replica.state != "serving":
+                silent = 0
+                await asyncio.sleep(pause)
+                continue
+            try:
+                async with asyncio.timeout(pause):
+                    await replica.engine_host.check_alive()
+                silent = 0
+            except (TimeoutError, EngineTimeout):
+                silent += 1
+            except EngineError as error:
+                if isinstance(error.__cause__, TimeoutError):  # it takes no connection
+                    silent += 1
+                    await asyncio.sleep(began + pause - time.monotonic())
+                else:
+                    silent = 0
+                if error.status >= 500:  # without a status the process has ended: see keep_alive
+                    replica.fail(since, str(error))
+            if silent == _LIVENESS_CHECKS - 1:
+                silent = 0
+                replica.fail(since, f"it said nothing for {silence:g} s (silence_timeout)")
+
+    # ---- places
+    async def _find_place(self) -> bool:
+        """Wait for a place where the replica has none. Return False if none is to be had yet."""
+        replica = self._replica
+        async with replica.changing:  # a successor may be starting
+            if replica.engine_host.placed or replica.loaded is None or replica.state not in _LOST:
+                return True
+            if self._successor is not None:  # it waits for a place already
+                self._move_to(self._successor, replica.adapters_of(self._successor))
+            replica.take("wait")
+        try:
+            await replica.engine_host.allocate()
+        except (CrayError, OSError) as error:
+            log.warning("the replica of %s has no place: %s", replica.version, error)
+            replica.mark_lost(str(error))
+            return False
+        return True
+
+    async def keep_place(self) -> None:
+        """Have a successor ready before each place is left. Runs until cancelled."""
+        while True:
+            host = self._replica.engine_host
+            successor = asyncio.create_task(host.successor())
+            moved = asyncio.create_task(self._moved.wait())
+            ending = start_task("ending place", self._drain_ending_place(host))
+            try:
+                await asyncio.wait({successor, moved}, return_when=asyncio.FIRST_COMPLETED)
+                if not moved.done():
+                    await self._hand_over(host, self._successor or successor.result())
+            except (CrayError, OSError) as error:
+                log.warning("%s has no successor yet: %s", self._replica.version, error)
+                await asyncio.sleep(_RETRY)
+            finally:
+                for task in (successor, moved, ending):
+                    task.cancel()
+
+    async def _hand_over(self, host: EngineHost, successor: EngineHost) -> None:
+        """Start and prove a successor, send it all further requests, and release the host.
+
+        The host answers until then, and ends what it has begun.
+        """
+        replica = self._replica
+        if replica.state == "away":
+            await self.end_sleep()
+            return
+        self._successor = successor
+        await successor.allocate()
+        async with replica.changing:
+            if replica.engine_host is not host or replica.loaded is None:
+                return  # its place was lost, and keep_alive starts on the successor's
+            loaded, adapters = replica.loaded, replica.adapters_of(successor)
+            try:
+                await successor.start(loaded.checkpoint, loaded.version)
+                report = await replica.prove_on(successor.engine, loaded, {})
+                await adapters.restore(loaded.beside, report)
+            except BaseException:
+                await successor.stop()
+                raise
+            self._move_to(successor, adapters)
+            replica.accept(loaded, report)
+
+    async def _drain_ending_place(self, host: EngineHost) -> None:
+        """Send no more requests to a place that is about to be lost, so that its last ones end."""
+        await host.wait_until_ending()
+        replica = self._replica
+        async with replica.changing:
+            if replica.engine_host is host and replica.state == "serving":
+                replica.error = "its place is about to be taken away"
+                replica.take("end")
+                await replica.refuse()
+
+    def _move_to(self, successor: EngineHost, adapters: Adapters) -> None:
+        """Let a successor take the host's part."""
+        replica = self._replica
+        former, replica.engine_host, self._successor = replica.engine_host, successor, None
+        replica.adapters = adapters
+        self._moved.set()
+        self._moved = asyncio.Event()
+        task = start_task("release of a place", former.release(drain=True))
+        self._retiring[task] = former
+        task.add_done_callback(lambda done: self._retiring.pop(done, None))
+
+    async def close(self) -> None:
+        """End the replica, and give its places back."""
+        self._replica.take("close")
+        hosts = [self._replica.engine_host, *self._retiring.values()]
+        hosts += [self._successor] if self._successor is not None else []
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await asyncio.gather(*(host.release() for host in hosts))
+
+    # ---- away while it is not needed
+    def stay_away(self, loaded: LoadedVersion) -> None:
+        """Take no place until `come_back`; the version is the one to start with then."""
+        self._replica.expect(loaded)
+        self._replica.take("leave")
+
+    @property
+    def can_leave(self) -> bool:
+        """True if the replica serves, and neither changes nor is about to move."""
+        replica = self._replica
+        changes = replica.changing.locked() or self._successor is not None
+        return replica.state == "serving" and not changes
+
+    def leave(self, *, sleep: bool = False) -> Coroutine[Any, Any, None]:
+        """Answer no more requests; the coroutine gives the place back when the last one has ended.
+
+        With `sleep` the replica then sleeps on its place, or gives it back if it cannot. Only for
+        one that `can_leave`. A replica that dies meanwhile is brought back as ever, and then keeps
+        its place.
+        """
+        self._gives_back = True
+        self._replica.take("leave")
+        return self._leave(sleep)
+
+    async def _leave(self, sleep: bool) -> None:
+        replica = self._replica
+        try:
+            while replica.in_flight and replica.state == "away":
+                await replica.notifier.wait()
+            async with replica.changing:
+                if replica.state == "away" and not (sleep and await self._fall_asleep()):
+                    await self._give_back()
+        finally:
+            self._gives_back = False
+
+    async def _give_back(self) -> None:
+        self._sleep.forget()
+        self._replica.adapters.clear()
+        await self._replica.engine_host.release()
+        self._replica.notifier.notify()
+
+    async def _fall_asleep(self) -> bool:
+        replica, loaded = self._replica, self._replica.loaded
+        if loaded is None:
+            return False
+        try:
+            while await replica.refuse():  # noqa: ASYNC110 - other gateways' requests
+                await asyncio.sleep(_OTHERS_LOOK)
+            await self._sleep.free_gpu(loaded)
+        except (CrayError, OSError) as error:
+            log.warning("the replica of %s leaves, it does not sleep: %s", loaded.version, error)
+            return False
+        replica.notifier.notify()
+        return True
+
+    async def end_sleep(self) -> bool:
+        """Give back the place of a replica that sleeps. Return False if it does not sleep."""
+        if not self._replica.asleep:  # what else changes it may hold `changing` for long
+            return False
+        async with self._replica.changing:
+            if not self._replica.asleep:
+                return False
+            await self._give_back()
+            return True
+
+    def come_back(self) -> bool:
+        """Start again, on a new place. Return False if the replica is not away, or not yet."""
+        if self._replica.state != "away" or self._gives_back:
+            return False
+        self._called_back = True
+        self._replica.take("call back")
+        self._replica.lost.set()
+        return True
