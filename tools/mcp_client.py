@@ -19,9 +19,8 @@ from pydantic import ValidationError
 
 from cray_agents.agent.tool import TIMEOUT, Tool
 from cray_agents.errors import BadInput, SetupError, ToolError
-from cray_agents.tools.from_schema import tool_from_schema
+from cray_agents.tools.from_schema import MAX_CHARS, SchemaCheck, tool_from_schema
 from cray_agents.tools.mcp_connection import McpConnection
-from cray_agents.tools.schema_checks import MAX_CHARS, SchemaChecks
 
 MAX_PAGES = 100  # pages of a server's list of tools
 MAX_TOOLS = 1000  # tools of a server; a model chooses well among a few dozen
@@ -46,8 +45,8 @@ class McpTools:
         headers: headers for the URL, such as Authorization.
         options: options of each Tool, such as `approve` or `max_chars`.
 
-    A server is not trusted: its list is limited (MAX_TOOLS, and the size of a schema), and its
-    schemas are applied in another process (schema_checks.py).
+    A server is not trusted: its list is limited (MAX_TOOLS, and the size of a schema), and so is
+    the time of a check by its schemas (from_schema.py).
 
     Opening raises SetupError when the server does not start, or lists too much; BadInput for
     invalid tools.
@@ -82,7 +81,6 @@ class McpTools:
         )
         self._start_timeout = start_timeout
         self._connection: McpConnection | None = None
-        self._checks: SchemaChecks | None = None
 
     def open(self) -> "McpTools":
         """Connect, until `close` or the end of the process."""
@@ -91,7 +89,6 @@ class McpTools:
             atexit.register(connection.close)
             try:
                 listed = connection.run_blocking(_list_tools(connection, self._start_timeout))
-                self._checks = SchemaChecks()
                 self.tools = self._choose_tools(listed)
             except (SetupError, BadInput):
                 self.close()
@@ -104,9 +101,6 @@ class McpTools:
             self._connection = None
             atexit.unregister(connection.close)
             connection.close()
-        if (checks := self._checks) is not None:
-            self._checks = None
-            checks.close()
 
     def __enter__(self) -> "McpTools":
         return self.open()
@@ -140,17 +134,15 @@ class McpTools:
         return tools
 
     def _tool(self, entry: Any) -> Tool:
-        checks = self._checks
-        assert checks is not None
-        output = entry.output_schema and checks.text_of(entry.name, entry.output_schema)
+        output = SchemaCheck(entry.name, entry.output_schema) if entry.output_schema else None
 
         async def call(arguments: dict[str, Any]) -> Any:
             if self._connection is None:
                 raise ToolError(f"the connection to the MCP server of {entry.name} was closed")
             work = self._connection.call(entry.name, arguments)
             result = await self._connection.await_on_loop(work)
-            if output and not result.is_error:
-                problem = await checks.problem(output, result.structured_content)
+            if output is not None and not result.is_error:
+                problem = await output.problem(result.structured_content)
                 if problem is not None:
                     raise ToolError(f"the MCP server gave {entry.name} a wrong answer: {problem}")
             return read_result(result)
@@ -162,9 +154,7 @@ class McpTools:
                 f"tool {name!r} has a description of {len(description):,} characters: "
                 f"at most {MAX_CHARS:,} are taken"
             )
-        return tool_from_schema(
-            name, description, entry.input_schema, call, checks=checks, **self._options
-        )
+        return tool_from_schema(name, description, entry.input_schema, call, **self._options)
 
 
 async def _list_tools(connection: McpConnection, seconds: float) -> list[Any]:
