@@ -222,7 +222,7 @@ OWN_TASKS = {
     "runtime/pool/slot/slot_watch.py": {"_wait_until_lost"},
     "runtime/pool/slurm/slurm_replica.py": {"_wait_for_place"},
     "runtime/vllm_plugins/capture.py": {"_disconnect_on", "_send_later", "receive_or_disconnect"},
-    "tools/mcp_connection.py": {"_connect_once", "client"},
+    "tools/mcp_client.py": {"_connect_once", "client"},
     "tools/sandbox/process.py": {"start"},
     "tools/sandbox/sandbox.py": {"run"},
 }

@@ -22,7 +22,7 @@ from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.engine.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
 from cray_agents.runtime.vllm_plugins.lock import GUARD, VersionGuard
-from cray_agents.trainers.checkpointing.weight_links import NcclLink
+from cray_agents.trainers.checkpointing.weight_sender import NcclLink
 from tests.support.unix_servers import at_socket
 
 Tensors = dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
 from cray_agents.paths import host_cache
 from cray_agents.tools.documents import Documents, FoundPassage, fuse_rankings
-from cray_agents.tools.documents.passages import SIZE, passages_of
+from cray_agents.tools.passages import SIZE, passages_of
 
 REFUNDS = """# Refunds
 

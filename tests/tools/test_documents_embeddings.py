@@ -14,9 +14,8 @@ import pytest
 
 from cray_agents.errors import EngineError
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, environment
-from cray_agents.tools.documents import Documents, Embeddings
-from cray_agents.tools.documents.embedding_index import EmbeddingIndex
-from cray_agents.tools.documents.passage_store import PassageStore, digest_of
+from cray_agents.tools.documents import Documents, Embeddings, MeaningIndex
+from cray_agents.tools.passages import PassageStore, digest_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forked_servers")]
 
@@ -105,7 +104,7 @@ def test_hybrid_search_and_what_it_keeps(embedder: str, folder: Path) -> None:
     passages = list(shelf.all())
     first, second = (digest_of(one.text) for _, one in passages[:2])
     shelf.keep_vectors("minds", {first: vectors[second], second: vectors[first]})
-    meanings = EmbeddingIndex(minds, shelf)
+    meanings = MeaningIndex(minds, shelf)
     meanings.index(passages)
     nearest = {one.text: dict(passages)[meanings.rank(one.text, 1)[0]].text for _, one in passages}
     assert sum(text != found for text, found in nearest.items()) == 2

@@ -19,8 +19,8 @@ from cray_agents.trainers.models.attention import (
     packed_sequences,
     token_positions,
 )
-from cray_agents.trainers.models.kernel_trial import confirm, grouped_problem, varlen_problem
 from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
+from cray_agents.trainers.models.model import confirm, grouped_problem, varlen_problem
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 
 choose = partial(choose_layers, gpu=True, transformer_engine=False)
@@ -210,8 +210,7 @@ def product_of_experts(folder: Path, out: Path, rank: int, store: Any, stop: Any
     """One rank: a layer's experts, one after the other and all at once."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from cray_agents.trainers.models.experts import grouped_experts
-    from cray_agents.trainers.models.model import build_model
+    from cray_agents.trainers.models.model import build_model, grouped_experts
     from cray_agents.trainers.training.parallel_groups import join_ranks
     from cray_agents.training_jobs import Hyperparameters
 

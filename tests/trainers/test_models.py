@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.trainers.models.architecture import read_architecture
+from cray_agents.trainers.models.architecture import VARIANTS, read_architecture, rope_frequencies
 from cray_agents.trainers.models.head import padded_vocab
-from cray_agents.trainers.models.rope import VARIANTS, rope_frequencies
 from cray_agents.trainers.models.seed_model import (
     CHAT_TEMPLATE,
     ModelShape,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cray_agents.errors import Corrupt, JobError
+from cray_agents.errors import Corrupt, JobError, StoreError
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import JobSpec, Layout
 
@@ -318,6 +318,19 @@ def test_moments_of_other_weights_are_refused_by_name(lab: Any, tmp_path: Path) 
     ):
         run(lora, wrong)
     assert weights_sha256(lab.models("qwen3")) == lora.parent_sha256
+
+
+@pytest.mark.parametrize("version", [{}, {"version": 1}, {"version": 2}, {"version": "x"}])
+def test_a_point_of_a_newer_version_is_refused(version: dict[str, Any], tmp_path: Path) -> None:
+    """One without a number is of the first."""
+    from cray_agents.trainers.checkpointing import resume
+
+    (tmp_path / "point.json").write_text(json.dumps({"step": 2, "common": {"a": 1}, **version}))
+    if version.get("version", 1) == 1:
+        assert resume.read_common(tmp_path) == {"a": 1}
+    else:
+        with pytest.raises(StoreError, match="reads versions 1 to 1: use the cray-agents that"):
+            resume.read_common(tmp_path)
 
 
 def test_a_point_with_a_gap_is_not_sealed(tmp_path: Path) -> None:
