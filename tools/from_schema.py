@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, create_model, model_validator
 from pydantic_core import SchemaError, SchemaValidator, core_schema
@@ -28,6 +28,7 @@ MAX_CHARS = 100_000  # length of a schema as JSON
 MAX_MESSAGE = 300  # characters of a problem
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def tool_from_schema(
@@ -95,9 +96,11 @@ class SchemaCheck:
                     f"at most {MAX_CHARS:,} are taken"
                 )
             kind = validator_for(schema, default=Draft202012Validator)
-            if (problem := _within_time(kind(kind.META_SCHEMA), schema)) is not None:
+            check = functools.partial(_problem, kind(kind.META_SCHEMA), schema)
+            if (problem := _within_time(check)) is not None:
                 raise BadInput(f"tool {name!r} has a broken JSON schema: {problem}")
-            plain = json.loads(text, object_hook=functools.partial(_prepare, name))
+            prepare = functools.partial(_prepare, name)
+            plain = _within_time(lambda: json.loads(text, object_hook=prepare))
         except (ValueError, TypeError, RecursionError, ToolError) as error:
             if isinstance(error, BadInput):
                 raise
@@ -106,14 +109,12 @@ class SchemaCheck:
 
     async def problem(self, value: Any) -> str | None:
         """Return the problem of a value in words for a model, or None. Raises ToolError."""
-        return await asyncio.to_thread(_within_time, self._validator, value)
+        check = functools.partial(_problem, self._validator, value)
+        return await asyncio.to_thread(_within_time, check)
 
 
-def _within_time(validator: Any, value: Any) -> str | None:
-    """Return the problem of a value. Raises ToolError if that takes too long, or is too deep."""
-    from jsonschema.exceptions import best_match
-    from referencing.exceptions import Unresolvable
-
+def _within_time(work: Callable[[], T]) -> T:
+    """Return what some work with a schema returns. Raises ToolError if it takes too long."""
     end = time.thread_time() + SECONDS
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
@@ -127,13 +128,22 @@ def _within_time(validator: Any, value: Any) -> str | None:
     before = sys.getprofile()
     sys.setprofile(look)
     try:
-        error = best_match(validator.iter_errors(value))
-    except Unresolvable as unresolved:
-        return f"its schema refers to {unresolved.ref!r}, which is not in it"
+        return work()
     except RecursionError as error:
         raise ToolError("its JSON schema cannot be checked: nested too deeply") from error
     finally:
         sys.setprofile(before)
+
+
+def _problem(validator: Any, value: Any) -> str | None:
+    """Return the problem of a value in words for a model, or None."""
+    from jsonschema.exceptions import best_match
+    from referencing.exceptions import Unresolvable
+
+    try:
+        error = best_match(validator.iter_errors(value))
+    except Unresolvable as unresolved:
+        return f"its schema refers to {unresolved.ref!r}, which is not in it"
     if error is None:
         return None
     place = "".join(f"{part}: " for part in error.absolute_path)

@@ -262,6 +262,9 @@ async def test_patterns_are_matched_in_linear_time_or_left(
     assert await schema.problem({"nn": "1"}) == "nn: '1' is not of type 'integer'"
     assert await schema.problem({"pattern": "12"}) == "pattern: '12' does not match '^[0-9]{3}$'"
     assert await schema.problem({"mmm": "p"}) is None  # "(?=x)" may mean it
+    large = {f"p{n}": {"pattern": "(((a{50}){50}){50})" + "a" * n} for n in range(300)}
+    with pytest.raises(BadInput, match="takes more than 1 s to check"):
+        SchemaCheck("t", {"properties": large})
 
 
 HOSTILE = str(Path(__file__).parents[1] / "support/tools/hostile_mcp_server.py")

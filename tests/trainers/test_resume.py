@@ -15,6 +15,7 @@ import pytest
 from cray_agents.errors import Corrupt, JobError, StoreError
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import JobSpec, Layout
+from tests.support.trainers.forked_ranks import run_forked
 
 pytestmark = pytest.mark.megatron
 
@@ -93,17 +94,11 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
 
 def run(spec: JobSpec, course: Course) -> list[float]:
     """The losses of the steps so far."""
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
-    load_megatron()
     course.folder.mkdir(parents=True)
-    place = find_placement(spec.layout.world, spec.id)
-    outcome = run_ranks(place, course.folder / "logs", partial(sail, spec, course))
-    if outcome.refusal is not None:
-        raise ValueError(outcome.refusal)
-    assert outcome.code == 0
+    work = partial(sail, spec, course)
+    if (refusal := run_forked(spec.layout.world, course.folder / "logs", work)) is not None:
+        raise ValueError(refusal)
     losses: list[float] = json.loads((course.folder / "told-0.json").read_bytes())[1]
     return losses
 
