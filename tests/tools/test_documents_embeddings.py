@@ -36,18 +36,9 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
     argv = [sys.executable, "-m", "cray_agents.runtime.vllm_plugins.server", str(os.getpid())]
-    argv += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--model",
-        str(place / "model"),
-        "--served-model-name",
-        "minds",
-    ]
-    argv += ["--runner", "pooling", "--max-model-len", "512", "--max-num-seqs", "8"]
-    argv += ["--dtype", "float32", "--enforce-eager"]
+    argv += ["--host", "127.0.0.1", "--port", port, "--model", str(place / "model")]
+    argv += ["--served-model-name", "minds", "--runner", "pooling", "--max-model-len", "512"]
+    argv += ["--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager"]
     argv += ["--kv-cache-memory-bytes", str(2**27)]
     url = f"http://127.0.0.1:{port}"
     with (place / "log").open("wb") as log:
