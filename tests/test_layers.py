@@ -223,7 +223,7 @@ OWN_TASKS = {
     "runtime/pool/upkeep.py": {"_wait_until_lost", "keep_place"},
     "runtime/pool/weight_transfer.py": {"_next_line", "during"},
     "runtime/vllm_plugins/capture.py": {"_disconnect_on", "_send_later", "receive_or_disconnect"},
-    "tools/mcp_connection.py": {"_connect_once", "client"},
+    "tools/mcp_client.py": {"_connect_once", "client"},
     "tools/sandbox/process.py": {"start"},
     "tools/sandbox/sandbox.py": {"run"},
 }

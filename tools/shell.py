@@ -17,7 +17,7 @@ from cray_agents.agent.tool import tool
 from cray_agents.errors import SetupError
 from cray_agents.records import Task
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.sandbox.folders import remove, write_files
+from cray_agents.tools.sandbox.sandbox import remove, write_files
 
 
 def shell_tool(

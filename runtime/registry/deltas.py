@@ -10,7 +10,7 @@ A delta checkpoint is a checkpoint directory without its files of weights:
 `materialize` adds the files of weights to the directory; nothing else changes then. `shadow` makes
 a whole copy on this host's own disk, to be served. Both write the parent's tensors with the changes
 put in, and compare the hash of each file with the manifest. Written by the trainer's
-delta_export.py. The platform makes a version whole before it is promoted or trained from. Read
+weight_files.py. The platform makes a version whole before it is promoted or trained from. Read
 next: runtime/vllm_plugins/delta_codec.py.
 """
 

@@ -7,7 +7,7 @@ A block covers STEP elements of a tensor; a block without a change is left out. 
 its distance from the place before. Numbers are stored byte by byte (all lowest bytes first, and so
 on), which zstd packs better. The values are the new ones, as stored. Nothing is verified here: the
 manifest has the hash of each packed file and of each full one. Used inside vLLM (worker.py), by the
-trainer's delta_export.py, and by runtime/registry/deltas.py.
+trainer's weight_files.py, and by runtime/registry/deltas.py.
 """
 
 import json

@@ -143,7 +143,7 @@ class Bench:
 
     def build(self, name: str, hyper: Hyperparameters, recompute: str = "none") -> Any:
         """Build the `Training` of a model whose random weights are made on the device."""
-        from cray_agents.trainers.models.initial import InitialWeights
+        from cray_agents.trainers.models.weights import InitialWeights
         from cray_agents.trainers.training.train_step import Training
 
         parent, model = self.model(name)

@@ -65,7 +65,7 @@ def measure(bench: Bench, stage: str, name: str) -> None:
 
 def size_of_export(training: Any) -> int:
     """Return the bytes of the stored weights."""
-    from cray_agents.trainers.models.initial import InitialWeights
+    from cray_agents.trainers.models.weights import InitialWeights
     from cray_agents.trainers.planning.arithmetic import count_weights
 
     stored = InitialWeights(training.model, 0).dtype("any")

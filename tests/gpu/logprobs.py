@@ -54,8 +54,7 @@ def main(bench: Bench, stage: str, name: str) -> None:
 def score(bench: Bench, name: str, dtype: Dtype, path: str, out: Path) -> None:
     """In a rank: write log-probabilities and likeliest tokens, [2, tokens], by attention."""
     from cray_agents.trainers.data.samples import Samples
-    from cray_agents.trainers.models.initial import InitialWeights
-    from cray_agents.trainers.models.weights import round_weights
+    from cray_agents.trainers.models.weights import InitialWeights, round_weights
 
     _, model = bench.model(name)
     scale = bench.scale

@@ -202,7 +202,7 @@ def plain_loop(bench: Bench, name: str, known: Any, limit: int) -> dict[str, Any
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from cray_agents.trainers.job.rank import memory_gib
-    from cray_agents.trainers.models.initial import InitialWeights
+    from cray_agents.trainers.models.weights import InitialWeights
 
     folder, model = bench.model(name)
     with torch.device(bench.device):

@@ -25,7 +25,7 @@ from cray_agents.runtime.registry.checkpoints import MANIFEST
 from cray_agents.runtime.registry.deltas import Parent, Shadows
 from cray_agents.runtime.vllm_plugins.delta_codec import entries_of
 from cray_agents.runtime.vllm_plugins.wire import HEADER
-from cray_agents.trainers.checkpointing.delta_export import DeltaFile
+from cray_agents.trainers.checkpointing.weight_files import DeltaFile
 from tests.support.import_server import process_of
 from tests.support.strangers import as_stranger, listeners, needs_root, say
 from tests.support.unix_servers import socket_of

@@ -35,8 +35,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.runtime.vllm_plugins.worker import Extension
 from cray_agents.trainers.checkpointing import weight_sender
-from cray_agents.trainers.checkpointing.weight_links import NcclLink
-from cray_agents.trainers.checkpointing.weight_sender import WeightSender
+from cray_agents.trainers.checkpointing.weight_sender import NcclLink, WeightSender
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.scripted_pool import until
 from tests.support.scripted_vllm import (

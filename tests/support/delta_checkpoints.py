@@ -13,7 +13,7 @@ from cray_agents.records import DeltaOf, Manifest
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.deltas import Parent
-from cray_agents.trainers.checkpointing.delta_export import DeltaFile
+from cray_agents.trainers.checkpointing.weight_files import DeltaFile
 
 Words = npt.NDArray[Any]
 NAMES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}  # stored types by their bytes

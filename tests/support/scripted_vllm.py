@@ -22,7 +22,7 @@ from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.vllm_plugins.lock import VersionGuard
 from cray_agents.runtime.vllm_plugins.wire import GUARD
-from cray_agents.trainers.checkpointing.weight_links import NcclLink
+from cray_agents.trainers.checkpointing.weight_sender import NcclLink
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.unix_servers import at_socket
 

@@ -13,7 +13,7 @@ from cray_agents.errors import BadInput
 from cray_agents.paths import host_cache
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.documents import Documents, FoundPassage, fuse_rankings
-from cray_agents.tools.documents.passages import SIZE, passages_of
+from cray_agents.tools.passages import SIZE, passages_of
 
 REFUNDS = """# Refunds
 

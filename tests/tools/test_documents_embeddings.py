@@ -14,9 +14,8 @@ import pytest
 
 from cray_agents.errors import EngineError
 from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
-from cray_agents.tools.documents import Documents, Embeddings
-from cray_agents.tools.documents.embedding_index import EmbeddingIndex
-from cray_agents.tools.documents.passage_store import PassageStore, digest_of
+from cray_agents.tools.documents import Documents, Embeddings, MeaningIndex
+from cray_agents.tools.passages import PassageStore, digest_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forked_servers")]
 
@@ -37,18 +36,9 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
     argv = [sys.executable, "-m", "cray_agents.runtime.vllm_plugins.server", str(os.getpid())]
-    argv += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--model",
-        str(place / "model"),
-        "--served-model-name",
-        "minds",
-    ]
-    argv += ["--runner", "pooling", "--max-model-len", "512", "--max-num-seqs", "8"]
-    argv += ["--dtype", "float32", "--enforce-eager"]
+    argv += ["--host", "127.0.0.1", "--port", port, "--model", str(place / "model")]
+    argv += ["--served-model-name", "minds", "--runner", "pooling", "--max-model-len", "512"]
+    argv += ["--max-num-seqs", "8", "--dtype", "float32", "--enforce-eager"]
     argv += ["--kv-cache-memory-bytes", str(2**27)]
     url = f"http://127.0.0.1:{port}"
     with (place / "log").open("wb") as log:
@@ -105,7 +95,7 @@ def test_hybrid_search_and_what_it_keeps(embedder: str, folder: Path) -> None:
     passages = list(shelf.all())
     first, second = (digest_of(one.text) for _, one in passages[:2])
     shelf.keep_vectors("minds", {first: vectors[second], second: vectors[first]})
-    meanings = EmbeddingIndex(minds, shelf)
+    meanings = MeaningIndex(minds, shelf)
     meanings.index(passages)
     nearest = {one.text: dict(passages)[meanings.rank(one.text, 1)[0]].text for _, one in passages}
     assert sum(text != found for text, found in nearest.items()) == 2

@@ -12,8 +12,7 @@ from cray_agents import Agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, ToolError
 from cray_agents.testing import ScriptedEngine
-from cray_agents.tools.fetch import fetch_tool
-from cray_agents.tools.url_policy import Reachable
+from cray_agents.tools.fetch import Reachable, fetch_tool
 
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 PAGE = """<!doctype html><html><head><title>A page</title><style>p {color: red}</style>

@@ -21,7 +21,7 @@ from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Run, ToolCall
 from cray_agents.testing import ScriptedEngine
-from cray_agents.tools.from_schema import tool_from_schema
+from cray_agents.tools.from_schema import SchemaCheck, tool_from_schema
 from cray_agents.tools.mcp_client import McpTools
 
 SITE = str(Path(__file__).parents[1] / "support/tools/mcp_server.py")
@@ -239,13 +239,35 @@ def test_schemas_are_held_and_never_followed_out() -> None:
     assert "'{x}' was unexpected" in asyncio.run(told('{"{x}": 1}'))
     assert "should be an object" in asyncio.run(told("[1]"))
     assert "bad arguments" in asyncio.run(told("{"))
-    with pytest.raises(BadInput, match="broken JSON schema"):
+    with pytest.raises(BadInput, match="broken JSON schema: type: 'objekt'"):
         tool_from_schema("t", "", {"type": "objekt"}, print)
     with pytest.raises(BadInput, match="cannot be called 'a b'"):
         tool_from_schema("a b", "", {}, print)
     away = tool_from_schema("t", "", {"properties": {"a": {"$ref": "http://127.0.0.1:9/s"}}}, print)
     call = perform({"t": away}, {"id": "c", "function": {"name": "t", "arguments": '{"a": 1}'}})
     assert "which is not in it" in asyncio.run(call).error
+
+
+async def test_patterns_are_matched_in_linear_time_or_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    schema = SchemaCheck(
+        "t",
+        {
+            "patternProperties": {"^(n+)+$": {"type": "integer"}, "(?=x)": False},
+            "properties": {"ahead": {"pattern": "^(?!b)a"}, "pattern": {"pattern": "^[0-9]{3}$"}},
+            "additionalProperties": {"pattern": "^o"},
+        },
+    )
+    assert [one.args[1] for one in caplog.records] == ["^(?!b)a", "(?=x)"]  # type: ignore[index]
+    assert await schema.problem({"nnn": 1, "n" * 50 + "!": "o", "pattern": "012"}) is None
+    assert await schema.problem({"ahead": "b"}) is None  # whoever takes it looks
+    assert await schema.problem({"nn": "1"}) == "nn: '1' is not of type 'integer'"
+    assert await schema.problem({"pattern": "12"}) == "pattern: '12' does not match '^[0-9]{3}$'"
+    assert await schema.problem({"mmm": "p"}) is None  # "(?=x)" may mean it
+    large = {f"p{n}": {"pattern": "(((a{50}){50}){50})" + "a" * n} for n in range(300)}
+    with pytest.raises(BadInput, match="takes more than 1 s to check"):
+        SchemaCheck("t", {"properties": large})
 
 
 HOSTILE = str(Path(__file__).parents[1] / "support/tools/hostile_mcp_server.py")
@@ -261,12 +283,25 @@ async def ticks(work: asyncio.Task[Any]) -> int:
     return count
 
 
-@pytest.mark.parametrize("tool", ["pattern", "names", "doubling", "answer"])
-async def test_a_schema_that_takes_for_ever_holds_only_its_own_call(tool: str) -> None:
+@pytest.mark.parametrize(
+    ("tool", "problem"),
+    [
+        ("pattern", "does not match '^(a+)+$'"),
+        ("names", "does not match '^(a+)+$'"),
+        ("answer", "does not match '^(a+)+$'"),
+        ("doubling", "its JSON schema takes more than 1 s to check"),
+        ("meta", "its JSON schema takes more than 1 s to check"),
+    ],
+)
+async def test_a_schema_that_takes_for_ever_holds_only_its_own_call(
+    tool: str, problem: str
+) -> None:
+    arguments: dict[str, Any] = {"a": [{"n": n} for n in range(20_000)]}
     async with McpTools(command=[sys.executable, HOSTILE]) as server:
-        call = asyncio.create_task(ask(server, tool, json.dumps(TAKES_LONG)))
-        assert await ticks(call) > 5
-        assert "its JSON schema takes more than 1 s to check" in call.result().error
+        given = json.dumps(arguments if tool == "meta" else TAKES_LONG)
+        call = asyncio.create_task(ask(server, tool, given))
+        assert await ticks(call) > (5 if "more than" in problem else 0)
+        assert problem in call.result().error
         assert (await ask(server, "pattern", '{"a": "aaa"}')).result == "done"
 
 

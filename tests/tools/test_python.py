@@ -14,7 +14,7 @@ from cray_agents.processes import alive
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.python import PythonSession, python_tool
 from cray_agents.tools.sandbox import Sandbox
-from cray_agents.tools.sandbox.usage_monitor import process_tree
+from cray_agents.tools.sandbox.process import process_tree
 
 
 @contextlib.asynccontextmanager

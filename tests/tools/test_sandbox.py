@@ -25,8 +25,8 @@ import pytest
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.processes import alive
 from cray_agents.tools.sandbox import Sandbox, backends
-from cray_agents.tools.sandbox.folders import remove
-from cray_agents.tools.sandbox.usage_monitor import process_tree
+from cray_agents.tools.sandbox.process import process_tree
+from cray_agents.tools.sandbox.sandbox import remove
 from tests.support.tools.shared_resources import Shared
 
 ATTACKS = Path(__file__).parents[1] / "support/tools/sandbox_attacks.py"

@@ -12,6 +12,7 @@ from cray_agents.trainers.data.context_parallel import share
 from cray_agents.trainers.data.packer import Packed, pack
 from cray_agents.trainers.data.samples import Samples
 from cray_agents.training_jobs import JobSpec, Layout
+from tests.support.trainers.forked_ranks import run_forked
 
 STEPS = 3
 LENGTHS = [7, 31, 1, 16, 4]
@@ -104,18 +105,12 @@ def learnt(lab: Any, tmp_path: Path, name: str, **layout: Any) -> tuple[Any, dic
     """(what rank 0 measured, gradients by name where no tensor is split)."""
     import torch
 
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     out = tmp_path / name
     out.mkdir()
     hyper = {"steps": STEPS, "max_tokens_per_microbatch": 90, "clip_grad": 1e9}
     spec = lab.spec("qwen3", layout=layout, hyper=hyper)
-    place = find_placement(spec.layout.world, spec.id)
-    outcome = run_ranks(place, out / "logs", partial(learn, spec, lab.home.dataset("ds"), out))
-    assert outcome.code == 0, outcome
+    work = partial(learn, spec, lab.home.dataset("ds"), out)
+    assert run_forked(spec.layout.world, out / "logs", work) is None
     found = [json.loads((out / f"{r}.json").read_bytes()) for r in range(spec.layout.world)]
     assert all(one == found[0] for one in found)
     if spec.layout.tensor > 1:

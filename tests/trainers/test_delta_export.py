@@ -15,6 +15,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.runtime.registry.deltas import build, materialize
 from cray_agents.training_jobs import Hyperparameters, Layout
+from tests.support.trainers.forked_ranks import run_forked
 
 LIMIT = 40_000  # bytes a file
 SHARE = 20_000  # bytes before another rank writes too
@@ -48,15 +49,10 @@ def exported_thrice(folder: Path, layout: Layout, out: Path, rank: int, store: A
 def test_changes_of_all_ranks_make_the_files_of_a_full_export(
     models: Callable[[str], Path], tmp_path: Path, layout: Layout
 ) -> None:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     for name in ("full", "delta", "all", "built"):
         (tmp_path / name).mkdir()
     work = partial(exported_thrice, models("qwen3"), layout, tmp_path)
-    assert run_ranks(find_placement(layout.world, "delta"), tmp_path / "logs", work).code == 0
+    assert run_forked(layout.world, tmp_path / "logs", work) is None
 
     whole, _ = json.loads((tmp_path / "full.json").read_text())
     hashes, packed = json.loads((tmp_path / "delta.json").read_text())

@@ -11,6 +11,7 @@ import pytest
 
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.training_jobs import Hyperparameters, Layout, Policy
+from tests.support.trainers.forked_ranks import run_forked
 
 pytestmark = pytest.mark.megatron
 VOCAB, TOKENS, TEMPERATURE, CHUNK = 303, 24, 0.7, 3  # padded by one on two ranks
@@ -119,12 +120,8 @@ def test_a_head_in_chunks_equals_one_with_all_logits(
 ) -> None:
     import torch
 
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-
-    load_megatron()
     work = partial(both_heads, models("qwen3"), layout, tied, tmp_path)
-    assert run_ranks(find_placement(layout.world, "head"), tmp_path / "logs", work).code == 0
+    assert run_forked(layout.world, tmp_path / "logs", work) is None
     for rank in range(layout.world):
         whole, chunked, exact = torch.load(tmp_path / f"{rank}.pt")
         assert whole.keys() == chunked.keys()

@@ -19,9 +19,10 @@ from cray_agents.trainers.models.attention import (
     packed_sequences,
     token_positions,
 )
-from cray_agents.trainers.models.kernel_trial import confirm, grouped_problem, varlen_problem
 from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
+from cray_agents.trainers.models.model import confirm, grouped_problem, varlen_problem
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
+from tests.support.trainers.forked_ranks import run_forked
 
 choose = partial(choose_layers, gpu=True, transformer_engine=False)
 
@@ -210,8 +211,7 @@ def product_of_experts(folder: Path, out: Path, rank: int, store: Any, stop: Any
     """One rank: a layer's experts, one after the other and all at once."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from cray_agents.trainers.models.experts import grouped_experts
-    from cray_agents.trainers.models.model import build_model
+    from cray_agents.trainers.models.model import build_model, grouped_experts
     from cray_agents.trainers.training.parallel_groups import join_ranks
     from cray_agents.training_jobs import Hyperparameters
 
@@ -239,12 +239,8 @@ def product_of_experts(folder: Path, out: Path, rank: int, store: Any, stop: Any
 
 @pytest.mark.megatron
 def test_experts_at_once_equal_one_after_the_other(models: Any, tmp_path: Path) -> None:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-
-    load_megatron()
     work = partial(product_of_experts, models("qwen3_moe"), tmp_path)
-    assert run_ranks(find_placement(1, "experts"), tmp_path / "logs", work).code == 0
+    assert run_forked(1, tmp_path / "logs", work) is None
     single, at_once, half, half_at_once = torch.load(tmp_path / "found.pt")
     for these, those, error in ((single, at_once, 1e-5), (half, half_at_once, 0.02)):
         assert these.keys() == those.keys() and len(these) == 3 + 2 * 4

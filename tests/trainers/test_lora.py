@@ -13,6 +13,7 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.training_jobs import JobSpec, Layout, Lora
+from tests.support.trainers.forked_ranks import run_forked
 from tests.support.trainers.peft_training import Expected, by_peft, tensors_in
 
 pytestmark = pytest.mark.megatron
@@ -88,14 +89,8 @@ def train(
 
 def in_ranks(spec: JobSpec, out: Path, main: Callable[..., int], *arguments: Any) -> None:
     """Run `main(spec, *arguments, out, rank, store, stop)` in a forked process per rank."""
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401 (before the fork)
-
-    load_megatron()
-    place = find_placement(spec.layout.world, spec.id)
-    outcome = run_ranks(place, out / "logs", partial(main, spec, *arguments, out))
-    assert outcome.code == 0, outcome
+    work = partial(main, spec, *arguments, out)
+    assert run_forked(spec.layout.world, out / "logs", work) is None
 
 
 def trained(

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.trainers.models.architecture import read_architecture
+from cray_agents.trainers.models.architecture import VARIANTS, read_architecture, rope_frequencies
 from cray_agents.trainers.models.head import padded_vocab
-from cray_agents.trainers.models.rope import VARIANTS, rope_frequencies
 from cray_agents.trainers.models.seed_model import (
     CHAT_TEMPLATE,
     ModelShape,
@@ -20,6 +19,7 @@ from cray_agents.trainers.models.seed_model import (
     render,
 )
 from cray_agents.training_jobs import Hyperparameters, Layout, Policy
+from tests.support.trainers.forked_ranks import run_forked
 
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.1 * i for i in range(8)]
 CONFIG = {
@@ -171,10 +171,6 @@ def test_the_head_chooses_rows_and_hides_padding(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-
-    load_megatron()
     torch.manual_seed(1)
     network: Any = AutoModelForCausalLM.from_pretrained(models("qwen3"), dtype=torch.float32)
     network.resize_token_embeddings(VOCAB)
@@ -182,7 +178,7 @@ def test_the_head_chooses_rows_and_hides_padding(
     with torch.no_grad():
         expected = network(torch.arange(TOKENS)[None]).logits[0] / TEMPERATURE
     work = partial(logits_of, tmp_path / "odd", layout, tmp_path)
-    assert run_ranks(find_placement(layout.world, "head"), tmp_path / "logs", work).code == 0
+    assert run_forked(layout.world, tmp_path / "logs", work) is None
 
     ranks = [torch.load(tmp_path / f"{n}.pt") for n in range(layout.world)]
     for name, rows in (("whole", slice(None)), ("rows", [2, 3, 11])):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from cray_agents.training_jobs import Hyperparameters, Layout
+from tests.support.trainers.forked_ranks import run_forked
 
 pytestmark = pytest.mark.megatron
 
@@ -233,17 +234,12 @@ def measure_all(jobs: list[Job], rank: int, store: Any, stop: Any) -> int:
 
 def run(jobs: list[Job], logs: Path) -> list[Measured]:
     """Fork the ranks of a layout for some jobs; all ranks must have said the same."""
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
-    load_megatron()
     for job in jobs:
         (job[2] / "hf").mkdir(parents=True)
         (job[2] / "gradients").mkdir()
     world = jobs[0][3].world
-    outcome = run_ranks(find_placement(world, "numerics"), logs, partial(measure_all, jobs))
-    assert outcome.code == 0, outcome
+    assert run_forked(world, logs, partial(measure_all, jobs)) is None
     found = []
     for job in jobs:
         ranks = [json.loads((job[2] / f"rank-{n}.json").read_bytes()) for n in range(world)]

@@ -9,6 +9,7 @@ import pytest
 
 from cray_agents.trainers.data.samples import read_samples
 from cray_agents.training_jobs import JobSpec
+from tests.support.trainers.forked_ranks import run_forked
 
 pytestmark = pytest.mark.megatron
 
@@ -57,16 +58,9 @@ def sail(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: A
 
 
 def run(spec: JobSpec, dataset: Path, out: Path) -> list[Any]:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import offload  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     out.mkdir()
-    place = find_placement(spec.layout.world, spec.id)
-    outcome = run_ranks(place, out / "logs", partial(sail, spec, dataset, out))
-    logs = [path.read_text() for path in sorted((out / "logs").glob("*"))]
-    assert outcome.code == 0, (outcome.refusal, logs)
+    work = partial(sail, spec, dataset, out)
+    assert run_forked(spec.layout.world, out / "logs", work) is None
     return [json.loads((out / f"{rank}.json").read_bytes()) for rank in range(spec.layout.world)]
 
 

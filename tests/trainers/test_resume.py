@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cray_agents.errors import Corrupt, JobError
+from cray_agents.errors import Corrupt, JobError, StoreError
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import JobSpec, Layout
+from tests.support.trainers.forked_ranks import run_forked
 
 pytestmark = pytest.mark.megatron
 
@@ -93,17 +94,11 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
 
 def run(spec: JobSpec, course: Course) -> list[float]:
     """The losses of the steps so far."""
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
-    load_megatron()
     course.folder.mkdir(parents=True)
-    place = find_placement(spec.layout.world, spec.id)
-    outcome = run_ranks(place, course.folder / "logs", partial(sail, spec, course))
-    if outcome.refusal is not None:
-        raise ValueError(outcome.refusal)
-    assert outcome.code == 0
+    work = partial(sail, spec, course)
+    if (refusal := run_forked(spec.layout.world, course.folder / "logs", work)) is not None:
+        raise ValueError(refusal)
     losses: list[float] = json.loads((course.folder / "told-0.json").read_bytes())[1]
     return losses
 
@@ -318,6 +313,19 @@ def test_moments_of_other_weights_are_refused_by_name(lab: Any, tmp_path: Path) 
     ):
         run(lora, wrong)
     assert weights_sha256(lab.models("qwen3")) == lora.parent_sha256
+
+
+@pytest.mark.parametrize("version", [{}, {"version": 1}, {"version": 2}, {"version": "x"}])
+def test_a_point_of_a_newer_version_is_refused(version: dict[str, Any], tmp_path: Path) -> None:
+    """One without a number is of the first."""
+    from cray_agents.trainers.checkpointing import resume
+
+    (tmp_path / "point.json").write_text(json.dumps({"step": 2, "common": {"a": 1}, **version}))
+    if version.get("version", 1) == 1:
+        assert resume.read_common(tmp_path) == {"a": 1}
+    else:
+        with pytest.raises(StoreError, match="reads versions 1 to 1: use the cray-agents that"):
+            resume.read_common(tmp_path)
 
 
 def test_a_point_with_a_gap_is_not_sealed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.models.architecture import SUPPORTED
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.training_jobs import Hyperparameters, Layout
+from tests.support.trainers.forked_ranks import run_forked
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PROMPT = [5, 9, 200, 301, 17, 3, 3, 42, 77, 120]
@@ -128,17 +129,10 @@ def test_what_is_trained_is_the_model_that_transformers_loads(
 ) -> None:
     import torch
 
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     folders = [says_tied(models(kind), tmp_path / kind, differing) for kind in SUPPORTED]
     folders.append(says_tied(models("qwen3"), tmp_path / "only head", only_head))
-    outcome = run_ranks(
-        find_placement(1, "tied"), tmp_path / "logs", partial(scored_and_exported, folders)
-    )
-    assert outcome.code == 0, outcome
+    work = partial(scored_and_exported, folders)
+    assert run_forked(1, tmp_path / "logs", work) is None
     for folder in folders:
         expected = logprobs(theirs(folder))
         found = torch.tensor(json.loads((folder / "scores").read_text()))

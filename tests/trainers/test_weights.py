@@ -15,6 +15,7 @@ from cray_agents.runtime.disk.checksums import BLAKE3, hash_of
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import cut, name_files, weights_sha256
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
+from tests.support.trainers.forked_ranks import run_forked
 
 LIMIT = 40_000  # bytes a file
 SHARE = 20_000  # bytes before another rank writes too
@@ -100,16 +101,11 @@ class Counting:
 
 
 def through_megatron(folder: Path, out: Path, layout: Layout, **hyper: Any) -> dict[str, Any]:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     for name in ("shared", "as it is"):
         (out / name).mkdir(parents=True)
     settings = Hyperparameters(learning_rate=1e-3, steps=1, **hyper)
     work = partial(loaded_and_exported, folder, layout, settings, out)
-    assert run_ranks(find_placement(layout.world, "weights"), out / "logs", work).code == 0
+    assert run_forked(layout.world, out / "logs", work) is None
     return read(out)
 
 
@@ -227,20 +223,15 @@ def published(folder: Path, out: Path, limit: str, rank: int, store: Any, _: Any
 def test_a_publish_that_fails_in_the_middle_leaves_nothing(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     folder, out = models("llama"), tmp_path / "out"
     for limit, told in {"killed": "signal 25", "disk": "rank [01] died"}.items():  # both hear of it
         with pytest.raises(JobError, match=told):
             work = partial(published, folder, out, limit)
-            run_ranks(find_placement(2, "weights"), tmp_path / "logs", work)
+            run_forked(2, tmp_path / "logs", work)
         assert [path.name for path in out.iterdir()] == [".made.1"]
         assert not (out / ".made.1" / checkpoints.MANIFEST).exists()
     work = partial(published, folder, out, "")
-    assert run_ranks(find_placement(2, "weights"), tmp_path / "logs", work).code == 0
+    assert run_forked(2, tmp_path / "logs", work) is None
     assert [path.name for path in out.iterdir()] == ["made"]
     manifest = checkpoints.verify(out / "made")
     assert sum(name.startswith("model-") for name in manifest.files) == 2
@@ -268,22 +259,17 @@ def checked(folder: Path, expected: str, rank: int, store: Any, _: Any) -> int:
 def test_a_flipped_bit_is_refused_whichever_rank_reads_it(
     tmp_path: Path, tensors: dict[str, Any]
 ) -> None:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-
-    load_megatron()
     written(tmp_path, tensors)
     paths = [(tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")]
     paths.append(tmp_path / "model-2.safetensors")
     paths[1].write_bytes(paths[0].read_bytes()[: 1 << 20])
     check = partial(checked, tmp_path, weights_sha256(tmp_path))
-    assert run_ranks(find_placement(2, "check"), tmp_path / "logs", check).code == 0
+    assert run_forked(2, tmp_path / "logs", check) is None
     for path in paths:
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        outcome = run_ranks(find_placement(2, "check"), tmp_path / "logs", check)
-        assert outcome.refusal is not None
-        assert "were changed, or the path is wrong" in outcome.refusal
+        refusal = run_forked(2, tmp_path / "logs", check)
+        assert "were changed, or the path is wrong" in (refusal or "")
         path.write_bytes(whole)
 
 
@@ -340,10 +326,6 @@ def test_a_rank_reads_no_more_than_its_part(models: Callable[[str], Path], tmp_p
 def test_weights_of_another_model_are_refused(
     models: Callable[[str], Path], tmp_path: Path, change: dict[str, int], said: str
 ) -> None:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-
-    load_megatron()
     folder = copied(models("llama"), tmp_path / "other", lambda tensors: None, **change)
     work = partial(
         loaded_and_exported,
@@ -352,9 +334,7 @@ def test_weights_of_another_model_are_refused(
         Hyperparameters(learning_rate=1e-3, steps=1),
         tmp_path,
     )
-    outcome = run_ranks(find_placement(1, "weights"), tmp_path / "logs", work)
-    assert outcome.refusal is not None
-    assert said in outcome.refusal
+    assert said in (run_forked(1, tmp_path / "logs", work) or "")
 
 
 @pytest.mark.megatron

@@ -26,7 +26,6 @@ from typing import Literal
 
 from cray_agents.errors import SetupError
 from cray_agents.tools.sandbox.seccomp import filter_program, machine_supported
-from cray_agents.tools.sandbox.usage_monitor import OPEN_FILES
 
 Layer = Literal["bubblewrap", "landlock", "none"]
 CONFINING: tuple[Layer, ...] = ("bubblewrap", "landlock")
@@ -36,6 +35,7 @@ STARTED = b"started\n"
 LANDLOCK_ABI = 6  # scopes signals and abstract sockets: Linux 6.12
 MEGABYTE = 1 << 20
 SHARED_MEMORY = 64 * MEGABYTE  # size of /dev/shm, in bytes
+OPEN_FILES = 256  # limit of a process
 ADDRESSES = 128  # address space, in multiples of the memory; its page tables take a quarter of it
 FIRST_USER, USERS = 61184, 4335  # systemd's range of dynamic users
 KEEPER = Path(__file__).with_name("keeper.py")

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from cray_agents.errors import BadInput, RewardError, SetupError
+from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Run
 from cray_agents.rewards.reward import Verdict, reward
 from cray_agents.tools.sandbox import Outcome, Sandbox
@@ -28,11 +28,10 @@ from cray_agents.tools.verifier.judge import (
     Accepts,
     Files,
     JudgeRules,
+    ProgramFinder,
     Suspect,
-    check_program,
     guard_verdict,
-    judge_calls,
-    judge_programs,
+    judge,
     with_processor_limit,
 )
 
@@ -104,27 +103,18 @@ def verifier(
     rules = JudgeRules(partial, tolerance, accepts)
     fixed_cases = None if tests is None or callable(tests) else cases_of(tests)
     box = with_processor_limit(sandbox)
-    checked_programs: set[str] = set()  # programs that are in the sandbox
+    find_program = ProgramFinder(box)
 
     async def verify(run: Run) -> float:
         cases = fixed_cases or _cases_of_run(run, tests if callable(tests) else None)
 
-        async def judge() -> Verdict:
+        async def ask_all() -> Verdict:
             given = _files(run, files or _solution)
-            try:
-                if cases[0].stdin is None:
-                    return await judge_calls(box, given, cases, rules)
-                if command[0] not in checked_programs:
-                    await check_program(box, command[0])
-                    checked_programs.add(command[0])
-                return await judge_programs(box, command, given, cases, rules)
-            except BadInput as error:  # invalid names of files, which depend on the run
-                raise Suspect(str(error)) from error
+            if cases[0].stdin is not None:
+                await find_program(command[0])
+            return await judge(box, command, given, cases, rules)
 
-        try:
-            return await guard_verdict(judge)
-        except SetupError as error:
-            raise RewardError(f"{name} could not be run: {error}") from error
+        return await guard_verdict(name, ask_all)
 
     return reward(weight=weight, name=name, timeout=None)(verify)
 
@@ -169,36 +159,26 @@ def checker(
     if not program:
         raise BadInput("checker: the program is empty", param="program")
     box = with_processor_limit(sandbox)
-    checked_programs: set[str] = set()  # programs that are in the sandbox
+    find_program = ProgramFinder(box)
 
     async def check(run: Run) -> float:
         word = secrets.token_hex(16)
 
-        async def judge() -> Verdict:
+        async def run_program() -> Verdict:
             given = {**_records(run), **(_files(run, files) if files else {})}
-            try:
-                if isinstance(program, str):
-                    argv: Sequence[str] = [sys.executable, "-c", _TO_THE_END]
-                    given["verify.py"] = program
-                    stdin: str | bytes = f"{word}\n"
-                else:
-                    argv, stdin = program, given["run.json"]
-                if argv[0] not in checked_programs:
-                    await check_program(box, argv[0])
-                    checked_programs.add(argv[0])
-                outcome = await box.run(argv, files=given, stdin=stdin)
-            except BadInput as error:
-                raise Suspect(str(error)) from error
-            return (
-                _read_python_verdict(outcome, word)
-                if isinstance(program, str)
-                else _read_command_verdict(outcome)
-            )
+            if isinstance(program, str):
+                argv: Sequence[str] = [sys.executable, "-c", _TO_THE_END]
+                given["verify.py"] = program
+                stdin: str | bytes = f"{word}\n"
+            else:
+                argv, stdin = program, given["run.json"]
+            await find_program(argv[0])
+            outcome = await box.run(argv, files=given, stdin=stdin)
+            if isinstance(program, str):
+                return _read_python_verdict(outcome, word)
+            return _read_command_verdict(outcome)
 
-        try:
-            return await guard_verdict(judge)
-        except SetupError as error:
-            raise RewardError(f"{name} could not be run: {error}") from error
+        return await guard_verdict(name, run_program)
 
     return reward(weight=weight, name=name, timeout=None)(check)
 

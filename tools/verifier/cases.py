@@ -1,27 +1,227 @@
-"""Cases: questions to the agent's code with the right answers, and the ways to write them.
+"""Cases: questions to the agent's code with the right answers, and the comparison with those given.
 
     "add(2, 3) == 5"                                          a call, and a literal
     {"call": "add", "args": [2, 3], "expected": 5}            a function, and JSON
     {"call": "divide(1, 0)", "raises": "ZeroDivisionError"}   an exception
     {"stdin": "2 3\\n", "expected": "5\\n"}                     a program, and what it prints
 
-Called by __init__.py and judge.py. Read next: plain_answers.py, the comparison of values.
+An answer is JSON as call_worker.py writes it: an object of one key stands for a kind that JSON
+lacks. Nothing here runs or keeps an object of the code's classes, or hashes a value that the code
+chose, and answers are bounded in size and depth. Called by __init__.py and judge.py.
 """
 
 import ast
 import builtins
 import dataclasses
 import difflib
+import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.tools.verifier import plain_answers
-from cray_agents.tools.verifier.call_worker import plain
+from cray_agents.tools.verifier.call_worker import DEPTH, plain
 
 _NONE_GIVEN = object()
 MODULE = "solution"  # of solution.py, the agent's code
+ANSWER_BYTES = 1 << 20  # bytes of an answer, or of a program's output
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
+_LONGEST = 400  # characters of a text that is compared as a number
+_SAME_HASH = 16  # values in a set that may share a hash
+
+
+class Malformed(ValueError):
+    """A value is not an answer of call_worker.py."""
+
+
+def check_answer(value: Any, depth: int = 0) -> None:
+    """Raise Malformed for a value that call_worker.py does not write."""
+    if depth > DEPTH:
+        raise Malformed("too deep")
+    kind, of = _kind(value)
+    if kind in ("list", "tuple", "set"):
+        below = of
+    elif kind == "dict":
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in of):
+            raise Malformed("a dict of no pairs")
+        below = [each for pair in of for each in pair]
+    else:
+        below = []
+    for each in below:
+        check_answer(each, depth + 1)
+
+
+def expected_answer(value: Any) -> Any:
+    """Return an author's value as an answer. Raises ValueError if it is not plain, or too large."""
+    answer = plain(value)
+    text = json.dumps(answer)
+    if len(text) > ANSWER_BYTES:
+        raise ValueError(f"it takes {len(text)} bytes, and {ANSWER_BYTES} are the most")
+    if (other := _first_other(answer)) is not None:
+        raise ValueError(f"a {other} is not plain data")
+    return answer
+
+
+def values_equal(got: Any, expected: Any, tolerance: float) -> bool:
+    """Return True if an answer is the expected one.
+
+    Numbers may differ by `tolerance`, relative to the larger or absolute. Whole numbers, elements
+    of sets, and keys may not. A list equals a tuple, an int a float, but no number equals a bool.
+    """
+    (kind, wanted), (got_kind, given) = _kind(expected), _kind(got)
+    if kind in ("list", "tuple"):
+        return (
+            got_kind in ("list", "tuple")
+            and len(given) == len(wanted)
+            and all(values_equal(a, b, tolerance) for a, b in zip(given, wanted, strict=True))
+        )
+    if kind == "number" and got_kind == "number":
+        return _close(given, wanted, tolerance)
+    if kind != got_kind or kind == "other":
+        return False
+    if kind == "set":
+        return _sort(given) == _sort(wanted)
+    if kind == "dict":
+        values = {_key(key): value for key, value in given}
+        return len(given) == len(wanted) == len(values) and all(
+            _key(key) in values and values_equal(values[_key(key)], value, tolerance)
+            for key, value in wanted
+        )
+    return bool(given == wanted)
+
+
+def outputs_equal(got: str, expected: str, tolerance: float) -> bool:
+    """Return True if a program's output is the expected one, except for trailing blanks.
+
+    A word of the expected text that is a number with a point or an exponent may be written
+    differently in the output, and differ by `tolerance`.
+    """
+    lines, expected_lines = _lines(got), _lines(expected)
+    return len(lines) == len(expected_lines) and all(
+        a == b or _same_words(a.split(" "), b.split(" "), tolerance)
+        for a, b in zip(lines, expected_lines, strict=True)
+    )
+
+
+def native_answer(value: Any) -> Any:
+    """Return an answer as Python's own lists, sets and dicts, for an author's function.
+
+    Raises Malformed for values with colliding hashes, which would take for ever.
+    """
+    kind, of = _kind(value)
+    try:
+        if kind in ("list", "tuple"):
+            return (tuple if kind == "tuple" else list)(map(native_answer, of))
+        if kind == "set":
+            return set(_distinct([_hashable(each) for each in of]))
+        if kind == "dict":
+            keys = _distinct([_hashable(key) for key, _ in of])
+            return dict(zip(keys, (native_answer(each) for _, each in of), strict=True))
+    except TypeError as error:
+        raise Malformed(str(error)) from error
+    return bytes.fromhex(of) if kind == "bytes" else of
+
+
+def _kind(value: Any) -> tuple[str, Any]:
+    """Return the kind of an answer and what it holds. Raises Malformed."""
+    if isinstance(value, list):
+        return "list", value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "number", value
+    if not isinstance(value, dict):
+        return type(value).__name__, value
+    if len(value) == 1:
+        ((kind, of),) = value.items()
+        if kind in ("tuple", "set", "dict") and isinstance(of, list):
+            return kind, of
+        if kind in ("bytes", "other") and isinstance(of, str):
+            return kind, of if kind == "other" else _hexadecimal(of)
+    raise Malformed(f"an object that is no kind of value: {value!r:.100}")
+
+
+def _hexadecimal(text: str) -> str:
+    if not re.fullmatch("([0-9a-f]{2})*", text):
+        raise Malformed(f"{text!r:.100} is not hexadecimal")
+    return text
+
+
+def _first_other(value: Any) -> str | None:
+    """Return the name of the first kind in an author's value that is not plain data, if any."""
+    kind, of = _kind(value)
+    if kind == "other":
+        return str(of)
+    below = [each for pair in of for each in pair] if kind == "dict" else of
+    elements = below if kind in ("list", "tuple", "set", "dict") else ()
+    return next(filter(None, map(_first_other, elements)), None)
+
+
+def _close(got: float, expected: float, tolerance: float) -> bool:
+    if isinstance(got, int) and isinstance(expected, int):
+        return got == expected
+    if math.isnan(expected):
+        return math.isnan(got)
+    try:
+        return math.isclose(got, expected, rel_tol=tolerance, abs_tol=tolerance)
+    except OverflowError:  # an int too large for a float
+        return False
+
+
+def _key(value: Any) -> str:
+    """Return a text that is the same for equal values only."""
+    return json.dumps(_canonical(value))
+
+
+def _sort(values: list[Any]) -> list[Any]:
+    return sorted(map(_canonical, values), key=json.dumps)
+
+
+def _canonical(value: Any) -> Any:
+    kind, of = _kind(value)
+    if kind in ("list", "tuple"):
+        return ["list", list(map(_canonical, of))]
+    if kind in ("set", "dict"):
+        return [kind, _sort(of)]
+    if isinstance(of, float) and of.is_integer():
+        return ["number", int(of)]
+    return [kind, of]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _same_words(got: list[str], expected: list[str], tolerance: float) -> bool:
+    return len(got) == len(expected) and all(
+        a == b or _same_number(a, b, tolerance) for a, b in zip(got, expected, strict=True)
+    )
+
+
+def _same_number(got: str, expected: str, tolerance: float) -> bool:
+    numbers = [
+        float(word)
+        for word in (got, expected)
+        if len(word) <= _LONGEST and _NUMBER.fullmatch(word) is not None
+    ]
+    if len(numbers) < 2 or expected.lstrip("+-").isdigit():
+        return False
+    return all(map(math.isfinite, numbers)) and _close(numbers[0], numbers[1], tolerance)
+
+
+def _hashable(value: Any) -> Any:
+    """Return a set's element as a hashable value of Python."""
+    made = native_answer(value)
+    return frozenset(made) if isinstance(made, set) else made
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    hashes = sorted(map(hash, values))
+    for first, last in zip(hashes, hashes[_SAME_HASH:], strict=False):
+        if first == last:
+            raise Malformed("values of one hash")
+    return values
 
 
 @dataclass(frozen=True)
@@ -78,7 +278,7 @@ class Case:
             given["expected"] = self.expected
         for name, value in given.items():
             try:
-                plain_answers.to_json(value)
+                expected_answer(value)
             except ValueError as error:
                 raise _bad(f"{name}={value!r:.100} cannot be sent or compared: {error}") from error
 

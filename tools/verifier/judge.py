@@ -3,7 +3,7 @@
 The expected values never enter the sandbox, in no file, argument, variable or memory of a process
 there: the judge is this process. The code can therefore deceive only its own Python,
 call_worker.py, and any result of that is an answer, right or wrong. Called by __init__.py. Read
-next: call_worker.py; plain_answers.py, the comparison of values.
+next: call_worker.py; cases.py, the comparison of values.
 """
 
 import asyncio
@@ -13,20 +13,29 @@ import json
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cray_agents.agent import user_code
-from cray_agents.errors import SetupError
+from cray_agents.errors import BadInput, RewardError, SetupError
 from cray_agents.rewards.reward import TIMEOUT, Verdict
 from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.sandbox.process import BLOCK, START, TOO_MUCH, SandboxedProcess, SandboxLost
-from cray_agents.tools.verifier import plain_answers
-from cray_agents.tools.verifier.cases import Case
+from cray_agents.tools.verifier.cases import (
+    ANSWER_BYTES,
+    Case,
+    Malformed,
+    check_answer,
+    expected_answer,
+    native_answer,
+    outputs_equal,
+    values_equal,
+)
 
 Files = Mapping[str, str | bytes]
 Accepts = Callable[[Any, Case], bool]
+Ask = Callable[[Case], Awaitable[tuple[str, Any]]]
 
 WORKER = Path(__file__).with_name("call_worker.py")
 READY = b'{"ready": true}\n'
@@ -35,23 +44,6 @@ BUSY = 20  # clock time on a busy machine, in multiples of processor time
 
 class Suspect(Exception):
     """The code did something that honest code does not do, and earns nothing."""
-
-
-@dataclass
-class AnswerTally:
-    """The count of right answers, and the problems of the others."""
-
-    cases: int
-    right: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-    def verdict(self, partial: bool) -> Verdict:
-        """Return 1.0 if all are right, else 0.0; with `partial` their share."""
-        comment = f"{self.right} of {self.cases} tests passed"
-        if self.wrong:
-            comment += f"; {self.wrong[0]}"
-        share = self.right / self.cases
-        return Verdict(share if partial else float(share == 1.0), comment)
 
 
 @dataclass(frozen=True)
@@ -66,11 +58,11 @@ class JudgeRules:
         """Return True if an answer is right for the case. Raises Suspect."""
         if self.accepts is None:
             if case.stdin is not None:
-                return plain_answers.outputs_equal(answer, case.expected, self.tolerance)
-            expected = plain_answers.read(plain_answers.to_json(case.expected))
-            return plain_answers.values_equal(answer, expected, self.tolerance)
+                return outputs_equal(answer, case.expected, self.tolerance)
+            expected = expected_answer(case.expected)
+            return values_equal(answer, expected, self.tolerance)
         try:
-            given = answer if case.stdin is not None else plain_answers.native(answer)
+            given = answer if case.stdin is not None else native_answer(answer)
             return bool(
                 await user_code.call(functools.partial(self.accepts, given, case), timeout=TIMEOUT)
             )
@@ -83,99 +75,106 @@ def with_processor_limit(sandbox: Sandbox | None) -> Sandbox:
 
     It keeps all output that may be an answer.
     """
-    sandbox = replace(sandbox or Sandbox(), output_chars=plain_answers.SIZE)
+    sandbox = replace(sandbox or Sandbox(), output_chars=ANSWER_BYTES)
     if sandbox.cpu_seconds is not None:
         return sandbox
     return replace(sandbox, cpu_seconds=sandbox.seconds, seconds=BUSY * sandbox.seconds)
 
 
-async def guard_verdict(judge: Callable[[], Awaitable[Verdict]]) -> Verdict:
-    """Return the verdict, or 0.0 with the reason of suspicion. Raises SetupError without a run."""
+async def guard_verdict(name: str, judging: Callable[[], Awaitable[Verdict]]) -> Verdict:
+    """Return the verdict, or 0.0 with the reason of suspicion. Raises RewardError without a run."""
     try:
-        return await judge()
+        return await judging()
     except SandboxLost:
         return Verdict(0.0, "the sandbox failed while it ran", suspect=True)
-    except Suspect as error:
+    except (Suspect, BadInput) as error:  # BadInput: names of files, which depend on the run
         return Verdict(0.0, str(error), suspect=True)
+    except SetupError as error:
+        raise RewardError(f"{name} could not be run: {error}") from error
 
 
-async def judge_calls(
-    sandbox: Sandbox, files: Files, cases: Sequence[Case], rules: JudgeRules
-) -> Verdict:
-    """Send all calls to one process, in order, until it ends.
-
-    Raises SetupError if it could not be started, Suspect, and SandboxLost.
-    """
-    tally = AnswerTally(len(cases))
-    argv = [sys.executable, "-I", "-c", WORKER.read_text()]
-    async with sandbox.start(argv, files=files) as confined:
-        code = _Code(confined, sandbox)
-        await code.begin()
-        for number, case in enumerate(cases, 1):
-            answer = await code.ask(case.question)
-            problem = await _problem(answer, case, rules)
-            if problem is None:
-                tally.right += 1
-                continue
-            tally.wrong.append(f"test {number}: {problem}")
-            if not rules.partial or ("returned" not in answer and "raised" not in answer):
-                break
-    return tally.verdict(rules.partial)
-
-
-async def judge_programs(
+async def judge(
     sandbox: Sandbox, command: Sequence[str], files: Files, cases: Sequence[Case], rules: JudgeRules
 ) -> Verdict:
-    """Run the program once for each case, in order, until it meets a limit.
+    """Ask all cases in order: of one process that answers calls, or of a new program for each.
 
-    Raises as `judge_calls` does.
+    Returns 1.0 if all answers are right, else 0.0; with `partial` their share. Raises SetupError if
+    the code could not be started, Suspect, and SandboxLost.
     """
-    tally = AnswerTally(len(cases))
-    for number, case in enumerate(cases, 1):
-        outcome = await sandbox.run(command, files=files, stdin=case.stdin or "")
-        problem = None
-        if outcome.limit is not None:
-            problem = TOO_MUCH[outcome.limit]
-        elif outcome.truncated:
-            problem = TOO_MUCH["output"]
-        elif outcome.returncode != 0:
-            problem = f"exit status {outcome.returncode}"
-        elif not await rules.right(outcome.stdout, case):
-            problem = "wrong output"
-        if problem is None:
-            tally.right += 1
-            continue
-        tally.wrong.append(f"test {number}: {problem}")
-        if not rules.partial or outcome.limit is not None:
-            break
-    return tally.verdict(rules.partial)
+    right, first_problem = 0, ""
+    async with contextlib.AsyncExitStack() as stack:
+        ask: Ask = functools.partial(_ask_program, sandbox, command, files)
+        if cases[0].stdin is None:
+            argv = [sys.executable, "-I", "-c", WORKER.read_text()]
+            confined = await stack.enter_async_context(sandbox.start(argv, files=files))
+            code = _Code(confined, sandbox)
+            await code.begin()
+            ask = code.ask
+        for number, case in enumerate(cases, 1):
+            kind, answer = await ask(case)
+            problem = await _problem(kind, answer, case, rules)
+            if problem is None:
+                right += 1
+                continue
+            first_problem = first_problem or f"; test {number}: {problem}"
+            if not rules.partial or kind in ("limit", "broken"):
+                break
+    share = right / len(cases)
+    comment = f"{right} of {len(cases)} tests passed{first_problem}"
+    return Verdict(share if rules.partial else float(share == 1.0), comment)
 
 
-async def check_program(sandbox: Sandbox, program: str) -> None:
-    """Raise SetupError if a program is not in the sandbox, before any code of the agent runs.
+async def _ask_program(
+    sandbox: Sandbox, command: Sequence[str], files: Files, case: Case
+) -> tuple[str, Any]:
+    """Run a program for a case; return the kind of its answer ("returned", "limit", ...) and it."""
+    outcome = await sandbox.run(command, files=files, stdin=case.stdin or "")
+    if outcome.limit is not None or outcome.truncated:
+        return "limit", TOO_MUCH[outcome.limit or "output"]
+    if outcome.returncode != 0:
+        return "status", outcome.returncode
+    return "returned", outcome.stdout
+
+
+class ProgramFinder:
+    """Raises SetupError if a program is not in the sandbox, before any code of the agent runs.
 
     Afterwards the exit statuses 126 and 127 can only be the code's own.
     """
-    try:
-        outcome = await sandbox.run(["sh", "-c", 'command -v -- "$0"', program])
-    except SandboxLost as error:
-        raise SetupError(str(error)) from error
-    if outcome.returncode != 0:
-        raise SetupError(f"there is no program {program!r} in the sandbox")
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._present: set[str] = set()
+
+    async def __call__(self, program: str) -> None:
+        """Look for a program, once."""
+        if program in self._present:
+            return
+        try:
+            outcome = await self._sandbox.run(["sh", "-c", 'command -v -- "$0"', program])
+        except SandboxLost as error:
+            raise SetupError(str(error)) from error
+        if outcome.returncode != 0:
+            raise SetupError(f"there is no program {program!r} in the sandbox")
+        self._present.add(program)
 
 
-async def _problem(answer: dict[str, Any], case: Case, rules: JudgeRules) -> str | None:
+async def _problem(kind: str, answer: Any, case: Case, rules: JudgeRules) -> str | None:
     """Return the problem of an answer without revealing the expected one; None: it is right."""
-    if "limit" in answer:
-        return str(answer["limit"])
-    if "broken" in answer:
-        return f"solution.py ended with {_exception_name(answer['broken'])}"
-    if "raised" in answer:
-        right = case.awaits(answer["raised"])
-        return None if right else f"it raised {_exception_name(answer['raised'])}"
+    match kind:
+        case "limit":
+            return str(answer)
+        case "status":
+            return f"exit status {answer}"
+        case "broken":
+            return f"solution.py ended with {_exception_name(answer)}"
+        case "raised":
+            return None if case.awaits(answer) else f"it raised {_exception_name(answer)}"
     if case.raises is not None:
         return "it raised nothing"
-    return None if await rules.right(answer["returned"], case) else "wrong answer"
+    if await rules.right(answer, case):
+        return None
+    return "wrong answer" if case.stdin is None else "wrong output"
 
 
 class _Code:
@@ -196,12 +195,15 @@ class _Code:
         message = (await self._confined.stderr.read()).decode(errors="replace").strip()
         raise SetupError(f"Python did not start in the sandbox: {message[-500:]}")
 
-    async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the result: {"returned" | "raised" | "broken" | "limit"}. Raises Suspect."""
+    async def ask(self, case: Case) -> tuple[str, Any]:
+        """Return the kind of the answer ("returned", "raised", "broken", "limit") and the answer.
+
+        Raises Suspect.
+        """
         if self._buffer:
             raise Suspect("it wrote before it was asked")
         mark = secrets.token_hex(8)
-        request = json.dumps({"id": mark, **question}).encode() + b"\n"
+        request = json.dumps({"id": mark, **case.question}).encode() + b"\n"
         line: bytes | None = None
         if self._sandbox.cpu_seconds is not None:
             self._confined.allow(self._sandbox.cpu_seconds)
@@ -210,23 +212,28 @@ class _Code:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self._confined.stdin.write(request)
                     await self._confined.stdin.drain()
-                line = await self._read_line(plain_answers.SIZE)
+                line = await self._read_line(ANSWER_BYTES)
         except TimeoutError:
             self._confined.kill("seconds")
         if line is None and self._confined.limit is not None:
-            return {"limit": TOO_MUCH[self._confined.limit]}
+            return "limit", TOO_MUCH[self._confined.limit]
         if line is None:
             raise Suspect("it ended without an answer")
         try:
-            answer = plain_answers.read(line)
-        except plain_answers.Malformed as error:
+            answer = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise Suspect("it wrote what is no answer") from error
-        if not isinstance(answer, plain_answers.AnswerLine) or answer.words.pop("id", None) != mark:
+        if not isinstance(answer, dict) or answer.pop("id", None) != mark:
             raise Suspect("it wrote an answer that it was not asked for")
-        ((kind, of),) = answer.words.items() if len(answer.words) == 1 else [("", None)]
-        if kind != "returned" and not (kind in ("raised", "broken") and isinstance(of, str)):
-            raise Suspect("it wrote what is no answer")
-        return answer.words
+        ((kind, value),) = answer.items() if len(answer) == 1 else [("", None)]
+        try:
+            if kind == "returned":
+                check_answer(value)
+            elif kind not in ("raised", "broken") or not isinstance(value, str):
+                raise Malformed(kind)
+        except Malformed as error:
+            raise Suspect("it wrote what is no answer") from error
+        return kind, value
 
     async def _read_line(self, most: int) -> bytes | None:
         """Return the next line, None if there is none or it is too long. Keep the text after it."""

@@ -28,9 +28,13 @@ from cray_agents.runtime.registry.deltas import Parent
 from cray_agents.runtime.registry.model_code import changed_settings
 from cray_agents.runtime.registry.model_config import TIED, read_config
 from cray_agents.runtime.registry.model_files import CONFIG
-from cray_agents.trainers.checkpointing.delta_export import LARGEST_SHARE, DeltaFile
 from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
-from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
+from cray_agents.trainers.checkpointing.weight_files import (
+    LARGEST_SHARE,
+    DeltaFile,
+    in_file_order,
+    write_files,
+)
 from cray_agents.trainers.data.samples import Samples
 from cray_agents.trainers.models.lora import merged_weight, without_adapters
 from cray_agents.trainers.models.ways import config_of, plan_files

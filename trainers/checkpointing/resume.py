@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cray_agents.errors import BadInput, Corrupt, NotFound
+from cray_agents.errors import BadInput, Corrupt, NotFound, StoreError
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.durable import kept_state, resume_points
-from cray_agents.trainers.checkpointing.save import POINT, SEAL
+from cray_agents.trainers.checkpointing.save import POINT, SEAL, VERSION
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
     OwnedRange,
@@ -102,8 +102,24 @@ def seal_of(point: Path) -> str:
 
 def read_common(point: Path) -> dict[str, Any]:
     """Return the `common` data of `save` alone."""
-    common: dict[str, Any] = json.loads((point / POINT).read_bytes())["common"]
+    common: dict[str, Any] = _read_point(point)["common"]
     return common
+
+
+def _read_point(point: Path) -> dict[str, Any]:
+    """Return the content of point.json. Raises StoreError for a newer version."""
+    content: dict[str, Any] = json.loads((point / POINT).read_bytes())
+    check_version(content.get("version", 1), VERSION, f"resume point {point}")
+    return content
+
+
+def check_version(version: object, known: int, what: str) -> None:
+    """Raise StoreError for a file of a version that is not known here. Without a number it is 1."""
+    if not isinstance(version, int) or not 1 <= version <= known:
+        raise StoreError(
+            f"{what} has version {version!r} of its format, and this cray-agents reads versions 1"
+            f" to {known}: use the cray-agents that wrote it, or a newer one"
+        )
 
 
 def choose(folder: Path, in_memory: str = "") -> tuple[Path | None, list[str]]:
@@ -228,7 +244,7 @@ class _SavedPoint:
 
     def __init__(self, point: Path) -> None:
         self.point = point
-        content = json.loads((point / POINT).read_bytes())
+        content = _read_point(point)
         self.step: int = content["step"]
         self.common: dict[str, Any] = content["common"]
         self.adam_steps = 0

@@ -10,7 +10,7 @@ thread checks once more that its attempt may publish, then seals and renames:
     .step-00000050.<attempt>/    being written, or left half-written by a killed job: never loaded
         rank-00000.bin           float32 [3, n], little-endian: weights, exp_avg, exp_avg_sq
         rank-00000.json          the slices and ranges of these n elements, in order
-        point.json               steps done, and the `common` data of `save`
+        point.json               VERSION, steps done, and the `common` data of `save`
         SEALED.json              every file's SHA-256, written last
     step-00000050/               the same, published
     kept-00000050/               likewise, for other jobs: it stays when newer ones come (`keep`)
@@ -52,6 +52,7 @@ from cray_agents.trainers.checkpointing.state import (
 from cray_agents.trainers.training.parallel_groups import gather_from_ranks, write_together
 from cray_agents.trainers.training.train_step import Training
 
+VERSION = 1  # of a resume point's files
 SEAL = "SEALED.json"
 POINT = "point.json"
 BLOCK = 8 << 20  # bytes hashed and written at a time
@@ -114,7 +115,7 @@ class Saver:
             return
         self._step, started, self._problem = self._training.done, time.monotonic(), None
         index = self._stage()
-        point = {"step": self._step, "common": common}
+        point = {"version": VERSION, "step": self._step, "common": common}
         self._tries += 1
         key = f"{self._key}/{self._tries}"
         self._flight = self._thread.submit(self._write, self._step, index, point, started, key)
@@ -130,7 +131,7 @@ class Saver:
         number, index = self._training.done, self._stage()
         target = kept_state(self._folder, number)
         draft = target.with_name(f".{target.name}.{self._attempt}")
-        point = canonical({"step": number, "common": common})
+        point = canonical({"version": VERSION, "step": number, "common": common})
 
         def publish(seal: dict[str, str]) -> None:
             if self._rank == 0:

@@ -3,9 +3,12 @@
 Each file is as safetensors' own writer makes it, byte for byte: larger types first, then by name. A
 tensor is written when it comes, so that memory holds a bounded part of a file. Two threads hash and
 write at the same time, in small blocks that stay in the processor's cache. The disk is told early
-to begin, and is busy from the start to the end. Called by hf_export.py.
+to begin, and is busy from the start to the end. A DeltaFile takes the same bytes, and stores only
+what changed in the parent's weights. Called by hf_export.py. Read next:
+runtime/vllm_plugins/delta_codec.py.
 """
 
+import hashlib
 import json
 import os
 from collections import defaultdict, deque
@@ -16,10 +19,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from cray_agents.runtime.disk.checksums import BLAKE3, FileHash
-from cray_agents.trainers.checkpointing.delta_export import DeltaFile
+from cray_agents.runtime.registry.checkpoints import DELTA
+from cray_agents.runtime.vllm_plugins.delta_codec import (
+    Entry,
+    Words,
+    elements,
+    entries_of,
+    pack_changes,
+    pack_header,
+)
 
 BLOCK = 1 << 20  # bytes hashed and written at a time
 AHEAD_BYTES = 256 << 20  # that wait for the disk
@@ -38,6 +50,69 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _ORDER = {dtype: place for place, dtype in enumerate(_NAMES)}
+LARGEST_SHARE = 0.5  # of the full size, in bytes; above it the full files are written
+
+
+class DeltaFile:
+    """The packed changes of one file of weights, which is given from its header on.
+
+    The elements that differ from the parent's are written. The whole is hashed, and never written.
+
+    `base` are the parent's tensors. The file is `delta/<name>` beside `path`.
+    """
+
+    def __init__(self, path: Path, base: Mapping[str, Words]) -> None:
+        folder = path.parent / DELTA
+        folder.mkdir(exist_ok=True)
+        self._file = (folder / path.name).open("xb")
+        self._base = base
+        self._whole, self._packed = FileHash(BLAKE3), hashlib.sha256()
+        self._entries: list[Entry] | None = None
+        self._number = 0
+        self.size = 0
+
+    @property
+    def hash(self) -> str:
+        """The BLAKE3 of the whole file."""
+        return str(self._whole)
+
+    @property
+    def packed_sha256(self) -> str:
+        """The hex SHA-256 of the packed file."""
+        return self._packed.hexdigest()
+
+    def write(self, content: memoryview) -> None:
+        """Take the header, then one tensor after the other. Raises OSError."""
+        self._whole.update(content)
+        if self._entries is None:
+            header = bytes(content)
+            self._entries = entries_of(header)
+            self._put(pack_header(header))
+            return
+        entry = self._entries[self._number]
+        new = np.frombuffer(content, entry.words)
+        for block in pack_changes(self._number, new, elements(self._base, entry)):
+            self._put(block)
+        self._number += 1
+
+    def _put(self, packed: bytes) -> None:
+        self._packed.update(packed)
+        self._file.write(packed)
+        self.size += len(packed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        with self._file:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 def in_file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:

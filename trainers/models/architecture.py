@@ -2,21 +2,36 @@
 
 The config is read before Megatron is imported, so that an unsupported model is refused at once. A
 kind without native layers is trained by transformers' own module, or where a layout splits the
-model through Megatron-Bridge (`choose_way`). Read next: tensors.py, which checks the weights;
+model through Megatron-Bridge (`choose_way`). To count the weights of such a kind, its network is
+built without memory (on torch's meta device). transformers' own functions compute the frequencies
+of rotary positions, so that both rotate alike. Read next: tensors.py, which checks the weights;
 model.py, which builds the Megatron model; universal/; bridge/.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.registry.checkpoints import max_tokens
-from cray_agents.runtime.registry.model_config import KINDS, MIXTURES, TIED, read_config
+from cray_agents.runtime.registry.model_code import with_whole_references
+from cray_agents.runtime.registry.model_config import (
+    KINDS,
+    MIXTURES,
+    TIED,
+    is_positive,
+    read_config,
+)
+from cray_agents.runtime.registry.model_files import read_weights
 from cray_agents.trainers.models.bridge.bridged_kinds import why_not_bridged
-from cray_agents.trainers.models.rope import Rope, check_rope, read_rope
-from cray_agents.trainers.models.universal.model_sizes import read_sizes
 from cray_agents.training_jobs import JobSpec, Layout, Way, usual_learning_rate
+
+if TYPE_CHECKING:
+    import torch
 
 SUPPORTED = KINDS
 _REQUIRED = (
@@ -33,6 +48,198 @@ _REQUIRED_OF_MIXTURES = {
     "qwen3_moe": ("num_experts_per_tok", "moe_intermediate_size"),
 }
 _QWEN3_HEAD = 128  # transformers' default for a qwen3 config without head_dim
+VARIANTS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ROPE_NEEDS = {  # the parameters of transformers' functions
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+MOST_LAYERS = 1000  # of a directory without weights
+# keys without influence on the network
+_NO_MATTER = {"transformers_version", "architectures", "_name_or_path", "use_cache"}
+_NO_MATTER |= {"dtype", "torch_dtype", "quantization_config"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a language model. Numbers that its config does not have are 1.
+
+    `limits` are what its config says of the length of sequences, `counted` the number of all its
+    weights and that of experts' among them, and `digest` is of all that decides the network.
+    """
+
+    network: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    experts: int
+    experts_per_token: int
+    expert_ffn: int
+    vocab: int
+    limits: dict[str, Any]
+    counted: tuple[int, int]
+    digest: str
+
+
+def read_sizes(checkpoint: Path, config: dict[str, Any]) -> Sizes:
+    """Return the sizes of the language model that a config.json describes.
+
+    Raises BadInput if transformers has none for it, or if its config cannot be.
+    """
+    from cray_agents.trainers.models.universal.text_model import TextModel
+
+    model = TextModel(config, checkpoint)
+    text = model.config.get_text_config()
+    layers = _number(text, "num_hidden_layers")
+    stored = read_weights(checkpoint.resolve())
+    if layers > (len(stored) or MOST_LAYERS):  # spares a hostile config's millions of modules
+        raise BadInput(
+            f"{checkpoint}/config.json speaks of {layers} layers, and there are {len(stored)}"
+            " tensors in all: they are of different models",
+            param="parent",
+        )
+    heads, hidden = _number(text, "num_attention_heads"), _number(text, "hidden_size")
+    ffn = _number(text, "intermediate_size")
+    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+    whole = with_whole_references(config, checkpoint)
+    decisive = {name: value for name, value in whole.items() if name not in _NO_MATTER}
+    content = json.dumps(decisive, sort_keys=True)
+    network, counted = _count_weights(content, checkpoint)
+    limits = text.to_dict() | {"model_type": ""}  # its windows are no limits
+    limits["max_position_embeddings"] = getattr(text, "max_position_embeddings", None)
+    return Sizes(
+        network=network,
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=_number(text, "num_key_value_heads", heads),
+        head_size=_number(text, "head_dim", max(1, hidden // heads)),
+        experts=experts if counted[1] else 0,
+        experts_per_token=_number(text, "num_experts_per_tok"),
+        expert_ffn=_number(text, "moe_intermediate_size", ffn),
+        vocab=_number(text, "vocab_size"),
+        limits={name: value for name, value in limits.items() if value is not None},
+        counted=counted,
+        digest=hashlib.sha256(content.encode()).hexdigest(),
+    )
+
+
+def _first(config: Any, *names: str) -> int:
+    return next((size for name in names if (size := _number(config, name, 0))), 0)
+
+
+def _number(config: Any, name: str, missing: int = 1) -> int:
+    """Return a size; of sizes by layer the largest. Raises BadInput for a size that cannot be."""
+    values = layer_values(config, name)
+    if any(type(each) is int and not 0 <= each < 1 << 31 for each in values):
+        raise BadInput(f"config.json has {name}={values}, which no model has", param="parent")
+    return max([each for each in values if type(each) is int and each] or [missing])
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """Return the values of a field of transformers' config: several if the layers differ."""
+    if getattr(config, "is_heterogeneous", False) and name in config.per_layer_attributes:
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+    value = getattr(config, name, None)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+@lru_cache(maxsize=8)
+def _count_weights(config: str, checkpoint: Path) -> tuple[str, tuple[int, int]]:
+    """Return the network's class, the number of its weights, and of those of experts."""
+    import torch
+
+    from cray_agents.trainers.models.universal.text_model import TextModel
+
+    network = TextModel(json.loads(config), checkpoint).build(torch.float32, "meta")
+    tied = network.all_tied_weights_keys  # by the config; they are one tensor with another
+    named = network.named_parameters()
+    sizes = {name: prod(one.shape) for name, one in named if name not in tied}
+    experts = sum(number for name, number in sizes.items() if ".experts." in name)
+    return type(network).__name__, (sum(sizes.values()), experts)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A config's `rope_parameters`, and the number of positions of its model."""
+
+    parameters: dict[str, Any]  # with `rope_type` and `rope_theta`
+    positions: int
+
+    @property
+    def kind(self) -> str:
+        """One of VARIANTS."""
+        return str(self.parameters["rope_type"])
+
+
+def read_rope(config: dict[str, Any], checkpoint: Path) -> Rope:
+    """Read transformers 5's `rope_parameters` or the older keys. Raises BadInput."""
+    theta = config.get("rope_theta") or (1e6 if config["model_type"] == "mixtral" else 1e4)
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = {"rope_theta": theta, **given}
+    kind = parameters.pop("type", "default")
+    kind = parameters.setdefault("rope_type", kind)
+    if kind not in VARIANTS:
+        raise BadInput(
+            f"cannot train {checkpoint}: its rotary embedding is {kind!r}; supported are"
+            f" {', '.join(VARIANTS)}"
+        )
+    share = parameters.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1.0):
+        raise BadInput(
+            f"cannot train {checkpoint}: it rotates only {share} of a head"
+            " (partial_rotary_factor), and only 1.0 is supported"
+        )
+    positions = config["max_position_embeddings"]
+    if kind in ("llama3", "yarn", "longrope"):  # the config's top-level number comes first
+        original = config.get("original_max_position_embeddings")
+        original = original or parameters.get("original_max_position_embeddings") or positions
+        parameters["original_max_position_embeddings"] = original
+    return Rope(parameters, positions)
+
+
+def check_rope(rope: Rope, head_size: int, checkpoint: Path) -> None:
+    """Raise BadInput if no frequencies can be computed from the parameters."""
+    if head_size % 2:
+        raise BadInput(f"cannot train {checkpoint}: a head of {head_size} cannot be rotated")
+    for name in ("rope_theta", *_ROPE_NEEDS.get(rope.kind, ())):
+        value = rope.parameters.get(name)
+        if name.endswith(("short_factor", "long_factor")):
+            fits = isinstance(value, list) and len(value) == head_size // 2
+            must = f"a list of {head_size // 2} finite numbers above 0"
+        else:
+            fits, must = True, "a finite number above 0"
+        each = value if isinstance(value, list) and "a list" in must else [value]
+        if not fits or not all(map(is_positive, each)):
+            raise BadInput(
+                f"cannot train {checkpoint}: its rotary embedding ({rope.kind}) has {name} ="
+                f" {repr(value)[:100]}, which must be {must}"
+            )
+
+
+def rope_frequencies(rope: Rope, head_size: int) -> tuple["torch.Tensor", float]:
+    """Return inverse frequencies [head size / 2] in float32, and the factor of queries and keys."""
+    import torch
+
+    if rope.kind == "default":
+        powers = torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size
+        return 1.0 / rope.parameters["rope_theta"] ** powers, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        head_dim=head_size,
+        max_position_embeddings=rope.positions,
+        rope_parameters=dict(rope.parameters),
+    )
+    inverse, scaling = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+    return inverse.float(), float(scaling)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 model.py builds the layers of a `LayerChoice`. A job's event `started` and `cray-agents doctor` say
 the same in words. Nothing here touches CUDA, so that `doctor` and launchers may ask. Read next:
-attention.py and experts.py, the modules for GPUs without Transformer Engine.
+attention.py and model.py, with the modules for GPUs without Transformer Engine.
 """
 
 import importlib.util

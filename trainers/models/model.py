@@ -3,25 +3,168 @@
 training/train_step.py calls `build_model` once the process groups exist. On GPUs the layers are
 Transformer Engine's if it is installed. Else they are Megatron's local ones, with attention.py's
 modules for layers that Megatron has on CUDA only: see layer_choice.py. Read next: head.py for the
-logits, weights.py for filling the model, kernel_trial.py for kernels that fail.
+logits, weights.py for filling the model.
+
+A GPU may be too old for a kernel of torch, or a head size unknown to it. A rank runs the kernels on
+a few tokens first (`confirm`), and takes the slower layers with a line in its log, instead of dying
+in its first step.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
-from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.attention import PackedAttention, RMSNorm
-from cray_agents.trainers.models.experts import grouped_experts
+from cray_agents.trainers.models.architecture import Architecture, rope_frequencies
+from cray_agents.trainers.models.attention import (
+    PackedAttention,
+    RMSNorm,
+    attend_by_length,
+    attend_to_all,
+)
 from cray_agents.trainers.models.head import Head, padded_vocab
-from cray_agents.trainers.models.kernel_trial import confirm
 from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
-from cray_agents.trainers.models.rope import rope_frequencies
 from cray_agents.trainers.planning.memory import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LENGTHS = (7, 1, 12)  # of sequences; odd, as real ones are
+TOLERANCE = 0.03  # of the largest number: bfloat16 has 8 bits, and sums differ in order
+
+Function = Callable[..., torch.Tensor]
+
+
+def confirm(layers: LayerChoice, model: Architecture, device: torch.device) -> LayerChoice:
+    """Return the choice without the kernels that do not work on a device; print which."""
+    problems = {
+        "varlen": varlen_problem(model, device) if layers.varlen else None,
+        "grouped": grouped_problem(model, device) if layers.grouped else None,
+    }
+    failed = {name: why for name, why in problems.items() if why is not None}
+    for name, why in failed.items():
+        print(f"the kernel {name!r} does not work on {device}, a slower one is used: {why}")
+    return replace(
+        layers,
+        varlen=layers.varlen and "varlen" not in failed,
+        grouped=layers.grouped and "grouped" not in failed,
+    )
+
+
+def varlen_problem(model: Architecture, device: torch.device) -> str | None:
+    """Return what is wrong with attention over unequal lengths; None if nothing is."""
+    scale, groups = model.head_size**-0.5, model.heads // model.kv_heads
+    shapes = [(sum(LENGTHS), heads, model.head_size) for heads in (groups, 1, 1)]
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
+    return _difference(
+        lambda q, k, v: attend_to_all(q, k, v, bounds, max(LENGTHS), scale),
+        lambda q, k, v: torch.cat(list(attend_by_length(q, k, v, LENGTHS, scale))),
+        shapes,
+        device,
+    )
+
+
+def grouped_problem(model: Architecture, device: torch.device) -> str | None:
+    """Return what is wrong with the product of all experts; None if nothing is."""
+    sizes = [LENGTHS[0], 0, *LENGTHS[1:]]  # one expert without tokens
+    ends = torch.tensor(sizes).cumsum(0).to(device, torch.int32)
+    shapes = [(sum(sizes), model.hidden), *[(model.expert_ffn, model.hidden)] * len(sizes)]
+
+    def one_by_one(tokens: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        each = zip(torch.split(tokens, sizes), weights, strict=True)
+        return torch.cat([mine @ weight.t() for mine, weight in each])
+
+    return _difference(
+        lambda tokens, *weights: grouped_product(tokens, ends, list(weights)),
+        one_by_one,
+        shapes,
+        device,
+    )
+
+
+def _difference(
+    fast: Function, plain: Function, shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> str | None:
+    """Compare values and gradients of two functions of bfloat16 tensors of the given shapes."""
+    random = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(shape, generator=random).bfloat16().to(device) for shape in shapes]
+    results = []
+    for function in (fast, plain):
+        given = [tensor.clone().requires_grad_() for tensor in drawn]
+        try:
+            out = function(*given)
+            upstream = torch.linspace(-1, 1, out.numel()).to(out).view_as(out)
+            torch.autograd.backward(out, upstream)
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        results.append([out.detach(), *(tensor.grad for tensor in given)])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours is not None and theirs is not None  # every input has a gradient
+        apart, largest = (ours - theirs).abs().max(), theirs.abs().max()
+        if not bool(apart <= TOLERANCE * largest):
+            return f"it is {float(apart):.3g} off, where the largest number is {float(largest):.3g}"
+    return None
+
+
+@cache
+def grouped_experts() -> type[Any]:
+    """Return the class. Megatron must be loaded: the class is made of one of Megatron's."""
+    from megatron.core.transformer import mlp
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+        """A rank's experts, all at once: SwiGLU between two grouped products, without biases."""
+
+        def forward(
+            self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+        ) -> tuple[torch.Tensor, None]:
+            """Apply the experts to tokens [n, hidden], sorted by expert; `probs` [n]."""
+            if not len(tokens):  # of other ranks' tokens none may come here
+                return super().forward(tokens, tokens_per_expert, probs)  # type: ignore[no-any-return]
+            ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
+            into, out = (
+                [getattr(expert, name).weight for expert in self.local_experts]
+                for name in ("linear_fc1", "linear_fc2")
+            )
+            gated = mlp.weighted_bias_swiglu_impl(
+                grouped_product(tokens, ends, into), None, probs.unsqueeze(-1), False
+            )
+            return grouped_product(gated, ends, out), None
+
+    return GroupedExperts
+
+
+def grouped_product(
+    tokens: torch.Tensor, ends: torch.Tensor, weights: list[torch.Tensor]
+) -> torch.Tensor:
+    """Multiply each expert's tokens [n, in] by its weight [out, in]; `ends` [experts], int32.
+
+    Only the weights are kept for the backward pass, not the copy of them that the product takes:
+    over all layers the copies would be as large as the model.
+    """
+    return _GroupedProduct.apply(tokens, ends, *weights)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens, ends, *weights)
+        stacked = torch.stack(weights).transpose(1, 2)
+        return torch.nn.functional.grouped_mm(tokens, stacked, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tokens, ends, *weights = ctx.saved_tensors
+        gradient, product = gradients[0].contiguous(), torch.nn.functional.grouped_mm
+        d_tokens = product(gradient, torch.stack(weights), offs=ends)
+        if not any(ctx.needs_input_grad[2:]):
+            return d_tokens, None, *(None for _ in weights)
+        d_weights = product(gradient.t(), tokens, offs=ends)
+        return d_tokens, None, *d_weights.unbind()
 
 
 def build_model(

@@ -1,7 +1,7 @@
 """Tensor names and shapes that a Hugging Face config implies, compared with a checkpoint's.
 
 `read_parent` compares before anything is copied or started. A tensor beyond the config would be
-dropped, and another model would be trained. initial.py makes tensors of these shapes.
+dropped, and another model would be trained. weights.py makes random tensors of these shapes.
 """
 
 import re

@@ -4,9 +4,11 @@ One table maps each Megatron parameter to its Hugging Face tensors. Loading read
 of these and packs them. Exporting divides the parameters among all ranks that hold them: each is
 gathered on its own writer and unpacked there, one parameter at a time. The table has the names of
 torch's and Transformer Engine's layers; weights under an adapter (lora.py) keep their entries.
-training/train_step.py loads, checkpointing/hf_export.py exports.
+training/train_step.py loads, checkpointing/hf_export.py exports. InitialWeights stand in for the
+files of a model that starts at random.
 """
 
+import hashlib
 import heapq
 import re
 from collections import defaultdict, deque
@@ -23,7 +25,6 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD
 from cray_agents.runtime.registry.model_files import read_weights
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.initial import InitialWeights
 from cray_agents.trainers.models.tensors import hf_name, tensor_shapes
 from cray_agents.trainers.progress_clock import CLOCK
 from cray_agents.training_jobs import Hyperparameters
@@ -57,6 +58,54 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
+_STORED = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class InitialWeights:
+    """Random tensors by their Hugging Face names, made on access. Raises BadInput for an odd dtype.
+
+    As in transformers, matrices are normal with the config's `initializer_range`, norms are ones
+    and biases zeros. Each tensor has its own generator, seeded by its name, so that every layout
+    starts from the same model.
+
+    A device's generator makes numbers of its own, so jobs make theirs on the CPU. A GPU is much
+    quicker, for measurements.
+    """
+
+    def __init__(self, model: Architecture, seed: int, device: str = "cpu") -> None:
+        if model.dtype not in _STORED:
+            raise BadInput(
+                f"config.json has dtype={model.dtype!r}; use one of {', '.join(_STORED)}"
+            )
+        self.model, self.seed, self.device = model, seed, device
+        self._shapes = tensor_shapes(model)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self.shape(name)
+        if len(shape) == 1:
+            fill = torch.zeros if name.endswith(".bias") else torch.ones
+            return fill(shape, device=self.device)
+        seed = hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:8]
+        generator = torch.Generator(self.device)
+        generator.manual_seed(int.from_bytes(seed, "little") >> 1)
+        tensor = torch.empty(shape, device=self.device)
+        return tensor.normal_(0.0, self.model.init_std, generator=generator)
+
+    def share(self, name: str, axis: int, start: int, end: int) -> torch.Tensor:
+        """Return start..end along an axis, cut from the whole tensor."""
+        return self[name].narrow(axis, start, end - start)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type in which the checkpoint will be stored."""
+        return _STORED[self.model.dtype]
 
 
 class SafeTensors:

@@ -30,8 +30,7 @@ from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.trainers.checkpointing import resume
-from cray_agents.trainers.checkpointing.weight_links import LINKS
-from cray_agents.trainers.checkpointing.weight_sender import WeightSender
+from cray_agents.trainers.checkpointing.weight_sender import LINKS, WeightSender
 from cray_agents.trainers.job import rank as job_rank
 from cray_agents.trainers.job.checks.weights_check import (
     FailedEverywhere,

@@ -27,6 +27,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "endless": {"type": "object", "allOf": [{"$ref": "#"}]},
     "answer": {"type": "object"},
+    "meta": {  # another validator's way to look for equals, which takes the square of the values
+        "type": "object",
+        "properties": {"a": {"uniqueItems": True}},
+        "$schema": "http://json-schema.org/draft-07/schema#",
+    },
 }
 
 

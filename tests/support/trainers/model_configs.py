@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cray_agents.trainers.models.architecture import Architecture, read_architecture
-from cray_agents.trainers.models.rope import Rope
+from cray_agents.trainers.models.architecture import Architecture, Rope, read_architecture
 from cray_agents.training_jobs import Hyperparameters
 
 LLAMA_2_7B = {

@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.rope import Rope
+from cray_agents.trainers.models.architecture import Architecture, Rope
 from cray_agents.trainers.planning import step_time
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.hardware import find_gpu

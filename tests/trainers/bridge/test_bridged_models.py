@@ -15,6 +15,7 @@ import pytest
 
 from cray_agents.trainers.models.bridge.bridged_kinds import BRIDGED, why_not_installed
 from cray_agents.training_jobs import Hyperparameters, Layout, Way
+from tests.support.trainers.forked_ranks import run_forked
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 MISSING = why_not_installed()
@@ -126,17 +127,13 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def run(parents: dict[str, Path], way: Way, layout: Layout, out: Path) -> dict[str, list[float]]:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.bridge.bridged_model import load_bridge
     from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
     load_bridge()
     work = partial(trained, parents, way, layout, out)
-    ended = run_ranks(find_placement(layout.world, "bridge"), out / "logs", work)
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted((out / "logs").glob("*")))
-    assert ended.code == 0, f"{ended.refusal}\n{logs}"
+    assert run_forked(layout.world, out / "logs", work) is None
     return dict(json.loads((out / "losses.json").read_text()))
 
 

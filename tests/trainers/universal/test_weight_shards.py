@@ -21,6 +21,7 @@ from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.planning.layouts import check_layout, possible_layouts
 from cray_agents.trainers.planning.memory import GATHERED, SUMMED, estimate_memory
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
+from tests.support.trainers.forked_ranks import run_forked
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 pytestmark = pytest.mark.megatron
@@ -149,16 +150,9 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def ran(parents: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     out = tmp_path_factory.mktemp("ran")
     work = partial(both, {kind: parents[kind] for kind in KINDS}, out)
-    ended = run_ranks(find_placement(2, "full"), out / "logs", work)
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted((out / "logs").glob("*")))
-    assert ended.code == 0, logs
+    assert run_forked(2, out / "logs", work) is None
     return json.loads((out / "found.json").read_text()), out
 
 

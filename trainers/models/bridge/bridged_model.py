@@ -21,7 +21,6 @@ from cray_agents.errors import BadInput, JobError, SetupError
 from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import RMSNorm
-from cray_agents.trainers.models.bridge.sink_attention import sink_attention
 from cray_agents.trainers.models.head import padded_vocab
 from cray_agents.trainers.models.layer_choice import INSTALL_TE, has_transformer_engine
 from cray_agents.trainers.models.megatron_on_cpu import import_on_cpu
@@ -31,6 +30,7 @@ from cray_agents.trainers.models.model import (
     recomputation,
     uneven_stages,
 )
+from cray_agents.trainers.models.universal.packed_attention import PackedMask, attend
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.weights import FilePlan
 from cray_agents.training_jobs import Hyperparameters, Layout
@@ -392,3 +392,57 @@ def plan_bridged(
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+@cache
+def sink_attention() -> type[Any]:
+    """Return the class. Megatron must be loaded: the class is made of one of Megatron's."""
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    class SinkAttention(DotProductAttention):  # type: ignore[misc]
+        """Causal attention within each of the packed sequences (`thd`)."""
+
+        def __init__(self, config: Any, layer_number: int, *args: Any, **options: Any) -> None:
+            super().__init__(config, layer_number, *args, **options)
+            local = is_layer_window_attention(
+                config.window_size, config.window_attn_skip_freq, self.layer_number
+            )
+            self.window: int | None = config.window_size[0] if local else None
+            if isinstance(self.softmax_offset, torch.nn.Parameter):  # Megatron leaves it unmarked
+                set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: None = None,
+            attn_mask_type: Any = None,
+            attention_bias: None = None,
+            packed_seq_params: Any = None,
+        ) -> torch.Tensor:
+            """Attend over [tokens, heads, head size]; return [tokens, heads * head size]."""
+            lengths = tuple(packed_seq_params.lengths.tolist())
+            masks = {length: self._mask(length, query.device) for length in set(lengths)}
+            query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+            attended, _ = attend(
+                self,
+                query,
+                key,
+                value,
+                PackedMask(lengths, masks),
+                scaling=self.softmax_scale,
+                s_aux=self.softmax_offset,
+            )
+            return attended[0].flatten(1)
+
+        def _mask(self, length: int, device: torch.device) -> torch.Tensor | None:
+            """Return what each token may see, [length, length] bool; None: all before it."""
+            if self.window is None or length <= self.window + 1:
+                return None
+            all_ = torch.ones(length, length, dtype=torch.bool, device=device)
+            return all_.tril() & all_.triu(-self.window)
+
+    return SinkAttention

@@ -8,6 +8,7 @@ layout is published are read; any other is refused by name. Called by parent_fil
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ READABLE = "FP8 with weight_scale_inv, MXFP4, GPTQ, AWQ and compressed-tensors"
 # int4 values of an AWQ word, from its lowest bits up, belong to these of 8 neighbouring columns
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _Packing = dict[str, torch.Tensor]
+Unpack = Callable[[_Packing], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class PackedTensor:
 
     names: dict[str, str]
     shape: tuple[int, ...]  # of the weight itself
-    unpack: Callable[[_Packing], torch.Tensor]  # float32 or bfloat16 of that shape
+    unpack: Unpack  # float32 or bfloat16 of that shape
 
 
 def packed_tensors(
@@ -48,8 +50,8 @@ def packed_tensors(
     formats = {
         "fp8": _fp8,
         "mxfp4": _mxfp4,
-        "gptq": _gptq,
-        "awq": _awq,
+        "gptq": _words,
+        "awq": _words,
         "compressed-tensors": _compressed,
     }
     if method not in formats:
@@ -84,22 +86,17 @@ def _fp8(settings: dict[str, Any], stored: dict[str, Tensor]) -> Iterator[tuple[
     rows, columns = settings.get("weight_block_size") or (None, None)
     for scale in [name for name in stored if name.endswith("_scale_inv")]:
         name = _role(stored, scale, scale.removesuffix("_scale_inv"))
-
-        def unpack(packing: _Packing) -> torch.Tensor:
-            return _scaled_blocks(packing["weight"], packing["scale"], rows, columns)
-
+        unpack = partial(_scaled_blocks, rows, columns)
         yield name, PackedTensor({"weight": name, "scale": scale}, stored[name].shape, unpack)
 
 
-def _scaled_blocks(
-    weight: torch.Tensor, scale: torch.Tensor, rows: int | None, columns: int | None
-) -> torch.Tensor:
+def _scaled_blocks(rows: int | None, columns: int | None, packing: _Packing) -> torch.Tensor:
     """Multiply each block of a weight [..., out, in] with its scale; the last blocks may be short.
 
     Source: DeepSeek-V3, README_WEIGHTS.md and `weight_dequant` in inference/kernel.py. One scale of
     a whole tensor, as Mistral stores it, has no block size.
     """
-    scale = scale.to(torch.float32)
+    weight, scale = packing["weight"], packing["scale"].to(torch.float32)
     if scale.numel() > 1:
         if rows is None or columns is None:
             raise _refusal("FP8 scales whose weight_block_size the config does not say")
@@ -136,68 +133,59 @@ def _unpack_mxfp4(packing: _Packing) -> torch.Tensor:
 
 
 # ---- int4 and int8 in words of 32 bits
-def _gptq(
+def _words(
     settings: dict[str, Any], stored: dict[str, Tensor]
 ) -> Iterator[tuple[str, PackedTensor]]:
-    bits = settings.get("bits")
-    if bits not in (2, 4, 8):
+    """Yield the weights of GPTQ, whose words hold inputs, and of AWQ, whose words hold outputs."""
+    bits: Any = settings.get("bits")
+    gptq = settings["quant_method"] == "gptq"
+    version = str(settings.get("version", "gemm")).lower()
+    if gptq and bits not in (2, 4, 8):
         raise _refusal(f"GPTQ of {bits} bits")
-    # the first version of the format stores zero points minus one
-    offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    if not gptq and (bits, version) != (4, "gemm"):
+        raise _refusal(f"AWQ of {bits} bits, version {version!r}")
+    # the first version of GPTQ's format stores zero points minus one
+    offset = 1 if settings.get("checkpoint_format") != "gptq_v2" else 0
     for words in [name for name in stored if name.endswith(".qweight")]:
         prefix = words.removesuffix("qweight")
         names = {"words": words}
         names |= {role: _role(stored, words, prefix + role) for role in ("qzeros", "scales")}
-        if prefix + "g_idx" in stored:
+        if gptq and prefix + "g_idx" in stored:
             names["groups"] = prefix + "g_idx"
-        rows, out = stored[words].shape
-
-        def unpack(packing: _Packing) -> torch.Tensor:
-            return _unpack_gptq(packing, bits, offset)
-
-        yield f"{prefix}weight", PackedTensor(names, (out, rows * 32 // bits), unpack)
+        rows, columns = stored[words].shape
+        shape = (columns, rows * 32 // bits) if gptq else (columns * 8, rows)
+        unpack: Unpack = partial(_unpack_gptq, bits, offset) if gptq else _unpack_awq
+        yield f"{prefix}weight", PackedTensor(names, shape, unpack)
 
 
-def _unpack_gptq(packing: _Packing, bits: int, offset: int) -> torch.Tensor:
-    """Return (q - zero) * scale as [out, in]: a word holds neighbouring inputs, lowest bits first.
+def _unpack_gptq(bits: int, offset: int, packing: _Packing) -> torch.Tensor:
+    """Unpack words of neighbouring inputs, lowest bits first; `g_idx` is each input's group.
 
-    Source: AutoGPTQ, `pack` of nn_modules/qlinear/qlinear_cuda.py; `g_idx` is each input's group.
+    Source: AutoGPTQ, `pack` of nn_modules/qlinear/qlinear_cuda.py.
     """
-    numbers = _split(packing["words"].T, bits).T  # [in, out]
-    zeros = _split(packing["qzeros"], bits) + offset  # [groups, out]
-    scales = packing["scales"].to(torch.float32)
-    group = packing.get("groups")
-    if group is None:
-        group = torch.arange(len(numbers)) // (len(numbers) // len(scales))
-    group = group.long()
-    return ((numbers - zeros[group]) * scales[group]).T
-
-
-def _awq(settings: dict[str, Any], stored: dict[str, Tensor]) -> Iterator[tuple[str, PackedTensor]]:
-    kind = (settings.get("bits"), str(settings.get("version", "gemm")).lower())
-    if kind != (4, "gemm"):
-        raise _refusal(f"AWQ of {kind[0]} bits, version {kind[1]!r}")
-    for words in [name for name in stored if name.endswith(".qweight")]:
-        prefix = words.removesuffix("qweight")
-        names = {"words": words}
-        names |= {role: _role(stored, words, prefix + role) for role in ("qzeros", "scales")}
-        inputs, columns = stored[words].shape
-        yield f"{prefix}weight", PackedTensor(names, (columns * 8, inputs), _unpack_awq)
+    numbers = _split(packing["words"].T, bits).T
+    return _scaled_groups(numbers, _split(packing["qzeros"], bits) + offset, packing)
 
 
 def _unpack_awq(packing: _Packing) -> torch.Tensor:
-    """Return (q - zero) * scale as [out, in]: a word holds 8 outputs in the order of _AWQ_ORDER.
+    """Unpack words of 8 outputs in the order of _AWQ_ORDER.
 
     Source: AutoAWQ, `WQLinear_GEMM.from_linear` in awq/modules/linear/gemm.py.
     """
     place = torch.tensor(_AWQ_ORDER).argsort()
+    numbers, zeros = (
+        _split(packing[role], 4).reshape(len(packing[role]), -1, 8)[..., place].flatten(1)
+        for role in ("words", "qzeros")
+    )
+    return _scaled_groups(numbers, zeros, packing)
 
-    def split(words: torch.Tensor) -> torch.Tensor:
-        return _split(words, 4).reshape(len(words), -1, 8)[..., place].flatten(1)
 
-    numbers, zeros = split(packing["words"]), split(packing["qzeros"])
-    scales = packing["scales"].to(torch.float32)
-    group = torch.arange(len(numbers)) // (len(numbers) // len(scales))
+def _scaled_groups(numbers: torch.Tensor, zeros: torch.Tensor, packing: _Packing) -> torch.Tensor:
+    """Return (number - zero) * scale as [out, in], of numbers [in, out] and zeros [groups, out]."""
+    scales, group = packing["scales"].to(torch.float32), packing.get("groups")
+    if group is None:
+        group = torch.arange(len(numbers)) // (len(numbers) // len(scales))
+    group = group.long()
     return ((numbers - zeros[group]) * scales[group]).T
 
 
@@ -235,10 +223,7 @@ def _compressed(
         width = int(next(iter(bits)) or 0)
         if f"{name}_shape" in stored:
             names["shape"] = f"{name}_shape"
-
-        def unpack(packing: _Packing, width: int = width) -> torch.Tensor:
-            return _unpack_compressed(packing, width)
-
+        unpack = partial(_unpack_compressed, width)
         yield name, PackedTensor(names, (rows, columns * 32 // width), unpack)
 
 
@@ -248,7 +233,7 @@ def _unpack_scaled(packing: _Packing) -> torch.Tensor:
     return weight * _per_column(scale, weight.shape[-1])
 
 
-def _unpack_compressed(packing: _Packing, bits: int) -> torch.Tensor:
+def _unpack_compressed(bits: int, packing: _Packing) -> torch.Tensor:
     """Return (q - half the range) * scale as [out, in]: a word holds neighbouring inputs.
 
     Source: compressed-tensors, `pack_to_int32` in compressors/quantized_compressors/.

@@ -1,7 +1,8 @@
 """Passes: how a network of transformers computes several sequences at once, each as if alone.
 
     packed   one row of all sequences; attention within each (packed_attention.py), or transformers'
-             own with positions that begin anew; recurrent mixers once per sequence (mixer_split.py)
+             own with positions that begin anew; recurrent mixers once per sequence, as
+             they would carry their state from one sequence into the next
     rows     a row for each sequence, filled up on the right to the longest
     alone    one sequence after the other
 
@@ -14,15 +15,20 @@ measured. Called by causal_model.py.
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.models.universal.mixer_split import MixerSplit, unsplit
-from cray_agents.trainers.models.universal.model_sizes import layer_values
-from cray_agents.trainers.models.universal.packed_attention import PACKED, packed, register
+from cray_agents.trainers.models.architecture import layer_values
+from cray_agents.trainers.models.universal.packed_attention import (
+    PACKED,
+    PackedMask,
+    packed,
+    register,
+)
 
 Shape = Literal["packed", "rows", "alone"]
 LENGTHS = (13, 29, 22)  # of the sequences that the test packs
@@ -36,6 +42,71 @@ REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
+
+
+class MixerSplit:
+    """The lengths of the packed sequences of the pass in progress. Empty: nothing is split."""
+
+    def __init__(self) -> None:
+        self.lengths: tuple[int, ...] = ()
+
+    @contextmanager
+    def of(self, lengths: Sequence[int]) -> Iterator[None]:
+        """Split by these lengths within the context, and in its recomputation afterwards."""
+        self.lengths = tuple(lengths)
+        yield
+
+    def split(self, module: torch.nn.Module) -> None:
+        """Let a module see one sequence at a time from now on, whoever split it before."""
+        unsplit(module)
+        whole = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if len(self.lengths) < 2:
+                return whole(*args, **kwargs)
+            return self._run(whole, args, kwargs)
+
+        module.forward = forward
+
+    def _run(self, whole: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        tokens, results, start = sum(self.lengths), [], 0
+        for number, length in enumerate(self.lengths):
+            place = (number, slice(start, start + length), tokens)
+            results.append(whole(*_cut(args, *place), **_cut(kwargs, *place)))
+            start += length
+        return _join(results, self.lengths)
+
+
+def unsplit(module: torch.nn.Module) -> None:
+    """Let a module see all sequences at once again."""
+    module.__dict__.pop("forward", None)
+
+
+def _cut(value: Any, number: int, place: slice, tokens: int) -> Any:
+    """Cut one sequence out of all tensors [1, tokens, ...] of a module's arguments."""
+    if isinstance(value, torch.Tensor):
+        return value[:, place] if value.ndim > 1 and value.shape[:2] == (1, tokens) else value
+    if isinstance(value, PackedMask):
+        return value.of(number)
+    if isinstance(value, tuple | list):
+        return type(value)(_cut(each, number, place, tokens) for each in value)
+    if isinstance(value, dict):
+        return {key: _cut(each, number, place, tokens) for key, each in value.items()}
+    return value
+
+
+def _join(results: list[Any], lengths: tuple[int, ...]) -> Any:
+    """Put the results of one module for all sequences together: [1, tokens, ...]."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        of_tokens = all(
+            one.ndim > 1 and one.shape[1] == length
+            for one, length in zip(results, lengths, strict=True)
+        )
+        return torch.cat(results, 1) if of_tokens else results[-1]
+    if type(first) is tuple:
+        return tuple(_join(list(each), lengths) for each in zip(*results, strict=True))
+    return results[-1]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Megatron's own FSDP (arXiv 1910.02054, stage 3) does it. It gathers the weights of one layer right
 before they are used, forgets them right after, and scatters the sum of their gradients at once.
 Weights outside of the layers, such as the embedding, stay gathered for a pass. `wrap_fully` is
-called by training/optimizer.py; state.py, stored_units.py and ways.py read and write the shards.
+called by training/optimizer.py; state.py and ways.py read and write the shards.
 """
 
 from collections.abc import Iterator

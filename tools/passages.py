@@ -1,30 +1,30 @@
-"""Passage store: keep the passages and vectors of documents in a SQLite file on this host.
+"""Passages: cut documents at blank lines, or by size, and keep them in a SQLite file on this host.
 
     $CRAY_AGENTS_CACHE or /var/tmp
       cray-agents-<uid>/documents/<digest of folder and patterns>-<FORMAT>.sqlite
 
-A deleted file is made anew. Several processes may use it. Called by documents/__init__.py.
+The file also keeps vectors. A deleted one is made anew. Several processes may use it. Called by
+documents.py.
 """
 
 import fnmatch
 import hashlib
+import io
 import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cray_agents.errors import StoreError, ToolError
 from cray_agents.paths import host_cache
 from cray_agents.records import digest
 from cray_agents.tools import safe_paths
-from cray_agents.tools.documents.passages import (
-    Passage,
-    Unreadable,
-    passages_of,
-    read_document,
-)
+from cray_agents.tools.html_text import html_text
 
+SIZE = 1500  # characters in a passage, about 350 tokens
+HTML = (".html", ".htm", ".xhtml")
 FORMAT = 1  # of the file; increased when passages are cut in another way
 BATCH = 200  # files in a transaction
 FRESH = 2.0  # seconds; so new a file may change again without a change of its time
@@ -38,6 +38,20 @@ create index if not exists passages_of on passages(path);
 create table if not exists vectors(
     digest text not null, model text not null, vector blob not null, primary key(digest, model));
 """
+
+
+class Unreadable(ValueError):
+    """A file is not text; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Lines `first` to `last` of a file, from 1. For HTML they are lines of its text."""
+
+    path: str
+    first: int
+    last: int
+    text: str
 
 
 class PassageStore:
@@ -146,3 +160,42 @@ class PassageStore:
 def digest_of(text: str) -> str:
     """Return a hash of a text, so that equal passages share a vector."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def read_document(path: str, data: bytes) -> str:
+    """Return a file's text. Raises Unreadable."""
+    if path.lower().endswith(HTML):
+        return html_text(data)
+    if b"\0" in data:
+        raise Unreadable("not text")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Unreadable("not UTF-8 text") from error
+
+
+def passages_of(path: str, text: str) -> Iterator[Passage]:
+    """Cut a text into passages of about SIZE characters, none empty. Very long lines are cut."""
+    pieces: list[str] = []
+    first = 1
+    for number, line in enumerate(io.StringIO(text, newline="\n"), 1):
+        size = sum(map(len, pieces))
+        if pieces and (
+            size + len(line) > SIZE or (size > SIZE // 2 and _starts_block(line, pieces[-1]))
+        ):
+            yield from _make_passages(path, first, number - 1, "".join(pieces))
+            pieces, first = [], number
+        pieces.append(line)
+    if pieces:
+        yield from _make_passages(path, first, first + len(pieces) - 1, "".join(pieces))
+
+
+def _starts_block(line: str, before: str) -> bool:
+    """Return True if a paragraph or a section begins with this line."""
+    return line.startswith("#") or (not before.strip() and bool(line.strip()))
+
+
+def _make_passages(path: str, first: int, last: int, text: str) -> Iterator[Passage]:
+    for at in range(0, len(text), SIZE):
+        if (piece := text[at : at + SIZE].strip("\n")).strip():
+            yield Passage(path, first, last, piece)

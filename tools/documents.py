@@ -1,0 +1,294 @@
+"""Documents: a tool that searches a folder of documents.
+
+    agent = Agent(name="clerk", tools=[Documents("handbook").tool])
+
+Passages of text and HTML files are ranked by the words that they share with a query: BM25 in
+Lucene's variant (Robertson & Zaragoza 2009), by the bm25s library. Words are not stemmed, so that
+any language works. With a model's embeddings passages are also ranked by meaning, the cosines of
+their vectors, and the two rankings are fused. Read next: passages.py, the file that keeps them.
+"""
+
+import importlib.util
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cray_agents.agent import user_code
+from cray_agents.agent.tool import Tool, as_tool, tool
+from cray_agents.errors import BadInput, EngineError, SetupError, ToolError
+from cray_agents.tools.html_text import check_installed
+from cray_agents.tools.passages import Passage, PassageStore, digest_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vectors = NDArray[np.float32]
+
+WORD = r"(?u)\b\w+\b"
+MAX_BYTES = 8 * 2**20  # size of a file; larger ones are left out
+MAX_PASSAGES = 20
+FUSION = 60  # k of reciprocal rank fusion
+DEPTH = 100  # passages of each ranking to fuse
+
+
+@dataclass(frozen=True)
+class FoundPassage:
+    """A passage in a search result. `lines` are its first and last line in the file, from 1."""
+
+    path: str
+    lines: tuple[int, int]
+    score: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The source of vectors: `/v1/embeddings` of a gateway or other OpenAI-compatible server.
+
+    `base_url` and `api_key` default as an agent's do. `batch` is the number of texts in a request.
+    """
+
+    model: str
+    base_url: str | None = None
+    api_key: str | None = None
+    batch: int = 64
+
+
+class Documents:
+    """The searchable text files below a folder.
+
+    Each search first looks for new, changed and removed files. Hidden files, symbolic links, files
+    above 8 MiB and those that are not UTF-8 text are left out; `left_out` gives them with reasons.
+
+    Args:
+        folder: the folder of the documents.
+        include: patterns that paths must match, such as '*.md'.
+        embeddings: source of the vectors; None: BM25 alone.
+        name: the tool's name for models.
+        timeout: seconds that a search may take. The first search of many files takes longer, unless
+            `refresh()` did its work before.
+
+    Raises BadInput if there is no such folder, SetupError if bm25s or lxml are missing.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        include: Sequence[str] = ("*",),
+        embeddings: Embeddings | None = None,
+        name: str = "search_documents",
+        timeout: float = 60.0,
+    ) -> None:
+        self.folder = Path(folder).resolve()
+        if not self.folder.is_dir():
+            raise BadInput(f"{folder} is not a folder", param="folder")
+        if isinstance(include, str):
+            raise BadInput(f"include={include!r}: give a list of patterns", param="include")
+        check_installed()
+        self._store = PassageStore(self.folder, include, MAX_BYTES)
+        self._bm25 = Bm25Index()
+        self._meanings = MeaningIndex(embeddings, self._store) if embeddings else None
+        self._search_lock = threading.Lock()
+        self._indexed = False
+        self.tool: Tool = as_tool(tool(name=name, timeout=timeout)(self._search_tool()))
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The files left out of the last search or `refresh`, with the reasons."""
+        return self._store.left_out()
+
+    def refresh(self) -> int:
+        """Read new files, and request their vectors; return the number of passages.
+
+        Raises EngineError and its subclasses when the embeddings fail.
+        """
+        with self._search_lock:
+            self._index()
+            if self._meanings is not None:
+                self._meanings.prepare()
+            return len(self._bm25)
+
+    def search(self, query: str, limit: int = 5) -> list[FoundPassage]:
+        """Return the best passages for a query, best first.
+
+        `score` is BM25's, or with embeddings that of reciprocal rank fusion. Raises as `refresh`.
+        """
+        with self._search_lock:
+            self._index()
+            ranking = self._bm25.rank(query, DEPTH)
+            if self._meanings is not None:
+                nearest = self._meanings.rank(query, DEPTH)
+                ranking = fuse_rankings([number for number, _ in ranking], nearest)
+            return [
+                FoundPassage(one.path, (one.first, one.last), round(score, 4), one.text)
+                for one, score in self._store.passages(ranking[:limit])
+            ]
+
+    def _index(self) -> None:
+        """Bring the rankings up to date with the folder."""
+        if self._store.refresh() or not self._indexed:
+            passages = list(self._store.all())
+            self._bm25.index(passages)
+            if self._meanings is not None:
+                self._meanings.index(passages)
+            self._indexed = True
+
+    def _search_tool(self) -> Callable[..., list[FoundPassage]]:
+        def search_documents(query: str, limit: int = 5) -> list[FoundPassage]:
+            """Search the documents; gives passages with their file and lines, the best first.
+
+            Args:
+                query: some words of what is looked for, as they may stand there.
+                limit: how many passages at most, up to 20.
+            """
+            if not query.strip():
+                raise ToolError("query is empty: give some words")
+            if not 1 <= limit <= MAX_PASSAGES:
+                raise ToolError(f"limit={limit}: must be 1 to {MAX_PASSAGES}")
+            return self.search(query, limit)
+
+        return search_documents
+
+
+def fuse_rankings(*rankings: Sequence[int]) -> list[tuple[int, float]]:
+    """Fuse rankings by reciprocal rank: the score is the sum of 1 / (60 + rank), best first.
+
+    Cormack, Clarke & Büttcher 2009.
+    """
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, number in enumerate(ranking, 1):
+            scores[number] = scores.get(number, 0.0) + 1 / (FUSION + rank)
+    return sorted(scores.items(), key=lambda pair: -pair[1])
+
+
+class Bm25Index:
+    """An index in memory. Raises SetupError if bm25s is missing."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("bm25s") is None:
+            raise SetupError("documents are searched with bm25s: pip install 'cray-agents[tools]'")
+        self._numbers: list[int] = []
+        self._scorer: Any = None
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def index(self, passages: Sequence[tuple[int, Passage]]) -> None:
+        """Replace the index by these (number, passage). The words of their paths count, too."""
+        import bm25s
+
+        self._numbers, self._scorer = [number for number, _ in passages], None
+        if passages:
+            self._scorer = bm25s.BM25()
+            words = _words([f"{one.path} {one.text}" for _, one in passages])
+            self._scorer.index(words, show_progress=False)
+
+    def rank(self, query: str, depth: int) -> list[tuple[int, float]]:
+        """Return the best numbers with their scores, best first, if they share a word."""
+        (wanted,) = _words([query])
+        if self._scorer is None or not wanted:
+            return []
+        scores = self._scorer.get_scores(wanted)
+        best = (-scores).argsort(kind="stable")[:depth]
+        return [(self._numbers[at], float(scores[at])) for at in best if scores[at] > 0]
+
+
+class MeaningIndex:
+    """The vectors of the indexed passages, requested on demand.
+
+    The passage store keeps them by model and version: a newly promoted version makes them anew.
+    """
+
+    def __init__(self, embeddings: Embeddings, store: PassageStore) -> None:
+        from cray_agents.engines.openai_engine import (
+            OpenAIEngine,  # late: it imports the openai client
+        )
+
+        self._embeddings, self._store = embeddings, store
+        self._engine = OpenAIEngine(embeddings.base_url, api_key=embeddings.api_key)
+        self._numbers: list[int] = []
+        self._digests: list[str] = []
+        self._known: tuple[str, Vectors] | None = None
+
+    def index(self, passages: Sequence[tuple[int, Passage]]) -> None:
+        """Replace the index by these (number, passage)."""
+        self._numbers = [number for number, _ in passages]
+        self._digests = [digest_of(passage.text) for _, passage in passages]
+        self._known = None
+
+    def prepare(self) -> None:
+        """Request all missing vectors. Raises EngineError and its subclasses."""
+        self.rank("anything", 1)
+
+    def rank(self, query: str, depth: int) -> list[int]:
+        """Return the numbers of the passages nearest to the query. Raises EngineError."""
+        model, query_vectors = self._vectors([query])
+        if self._known is None or self._known[0] != model:
+            self._known = (model, self._all_vectors(model))
+        nearness = self._known[1] @ query_vectors[0]
+        return [self._numbers[at] for at in (-nearness).argsort(kind="stable")[:depth]]
+
+    def _all_vectors(self, model: str) -> "Vectors":
+        """Return all passages' vectors, [passages, dimensions], by this version of a model."""
+        import numpy as np
+
+        kept = self._store.vectors(model)
+        missing = {
+            digest: number
+            for digest, number in zip(self._digests, self._numbers, strict=True)
+            if digest not in kept
+        }
+        wanted, size = list(missing.items()), self._embeddings.batch
+        for begin in range(0, len(wanted), size):
+            batch = wanted[begin : begin + size]
+            numbers = [(at, 0.0) for _, at in batch]
+            texts = [passage.text for passage, _ in self._store.passages(numbers)]
+            if len(texts) < len(batch):
+                raise EngineError("the documents changed while they were read: search again")
+            answered, vectors = self._vectors(texts)
+            if answered != model:
+                raise EngineError(
+                    f"{model} became {answered} while vectors were made: search again"
+                )
+            made = {
+                digest: vector.tobytes() for (digest, _), vector in zip(batch, vectors, strict=True)
+            }
+            self._store.keep_vectors(model, made)
+            kept |= made
+        if not self._digests:
+            return np.zeros((0, 1), np.float32)
+        return np.stack([np.frombuffer(kept[digest], np.float32) for digest in self._digests])
+
+    def _vectors(self, texts: list[str]) -> tuple[str, "Vectors"]:
+        """Return the version that answered, and a vector of length 1 for each text."""
+        import numpy as np
+
+        model, rows = user_code.wait_for(self._request_embeddings(texts))
+        vectors = np.asarray(rows, np.float32)
+        return model, vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+    async def _request_embeddings(self, texts: list[str]) -> tuple[str, list[list[float]]]:
+        import openai
+
+        try:
+            with self._engine.connections.borrow() as client:
+                answer = await client.embeddings.create(model=self._embeddings.model, input=texts)
+        except openai.OpenAIError as error:
+            raise EngineError(
+                f"{self._engine.base_url} gave no embeddings of {self._embeddings.model!r}: {error}"
+            ) from error
+        return answer.model, [item.embedding for item in sorted(answer.data, key=lambda d: d.index)]
+
+
+def _words(texts: list[str]) -> list[list[str]]:
+    import bm25s
+
+    words: list[list[str]] = bm25s.tokenize(
+        texts, stopwords=None, token_pattern=WORD, return_ids=False, show_progress=False
+    )
+    return words
