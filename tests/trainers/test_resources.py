@@ -28,7 +28,7 @@ from cray_agents.trainers.planning.cluster_resources import (
     parse_nvidia_smi,
     resources_of,
 )
-from cray_agents.trainers.planning.default_layout import LOUD, usual_length
+from cray_agents.trainers.planning.job_layout import LOUD, usual_length
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora, with_dtype
 from tests.support.trainers.model_configs import LLAMA_2_70B
 from tests.support.waiting_scheduler import WaitingScheduler

@@ -2,8 +2,8 @@
 
 The platform process has one `MegatronTrainer`. All state is in the jobs' folders, so a restarted
 platform goes on. restarter.py asks for the status of jobs that no client asks for. A spec without
-dtype, learning rate or micro-batch gets them before its id is taken (planning/microbatch.py), and
-one without a layout before it is written (planning/default_layout.py). The work itself is job.py,
+dtype, learning rate or micro-batch gets them before its id is taken (planning/job_layout.py), and
+one without a layout before it is written (same file). The work itself is job.py,
 in its own processes.
 """
 
@@ -48,10 +48,13 @@ from cray_agents.trainers.job.session_jobs import (
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.trainers.planning.default_layout import choose_default_layout
-from cray_agents.trainers.planning.layout_limits import check_layout_fits
+from cray_agents.trainers.planning.job_layout import (
+    check_layout_fits,
+    choose_default_layout,
+    decide_hyperparameters,
+    usual_microbatch,
+)
 from cray_agents.trainers.planning.layouts import describe_layout
-from cray_agents.trainers.planning.microbatch import decide_hyperparameters, usual_microbatch
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec, sessions
 from cray_agents.training_commands import CommandResult, TrainingCommand

@@ -35,7 +35,7 @@ from cray_agents.trainers.job.failures.rank_monitor import node_name
 from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.planning.arithmetic import flops_per_token
-from cray_agents.trainers.planning.hardware import peak_flops
+from cray_agents.trainers.planning.step_time import peak_flops
 from cray_agents.trainers.progress_clock import CLOCK
 from cray_agents.trainers.session.command_run import run_commands
 from cray_agents.trainers.training import own_work
