@@ -13,8 +13,8 @@ from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.platform import transport
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.scripted_gateway import Gateway, checkpoint, echo, served, until
+from tests.support.scripted_trainer import ScriptedTrainer
 
 
 def tagged(name: str, *tags: str) -> Run:

@@ -38,7 +38,7 @@ from cray_agents.trainers.job.failures.rank_monitor import (
     read_end,
     start_patience,
 )
-from cray_agents.trainers.job.job_status import read_handover, read_status
+from cray_agents.trainers.job.job_state import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model

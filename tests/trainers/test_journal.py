@@ -10,7 +10,7 @@ import pytest
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.trainers.job import job
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import TAIL_BYTES, JobJournal, measures
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 

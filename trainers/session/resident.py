@@ -39,11 +39,16 @@ from cray_agents.trainers.job.checks.weights_check import (
     check_parent,
 )
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
-from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start, read_inputs
-from cray_agents.trainers.job.job_ledger import note_steps
+from cray_agents.trainers.job.job_state import already_ended, record_failure, record_success
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, open_log, restart_may_help
+from cray_agents.trainers.job.launch import (
+    EX_TEMPFAIL,
+    StopFlag,
+    note_steps,
+    open_log,
+    restart_may_help,
+)
 from cray_agents.trainers.progress_clock import CLOCK
 from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal

@@ -10,7 +10,7 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.models.universal.linear_adapter import add_adapters
