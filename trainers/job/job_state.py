@@ -77,7 +77,7 @@ Move = Literal[
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What a look at a job found. The first row of `ROWS` that holds says its state and the move.
+    """The facts that a look at a job found. The first row that holds says its state and the move.
 
     fact          state          move             what it means
     cancelled     cancelled      report

@@ -16,7 +16,7 @@ PlanName = Literal["resume", "continue", "unpark", "begin", "read"]
 
 @dataclass(frozen=True)
 class JobStart:
-    """What a job begins with.
+    """The start of a job: its build, its weights, and the job that it goes on from.
 
     `build`: see Training. `parent`: its weights; None: random ones, of no file. `resumes`: it goes
     on from a resume point whose content its session holds or has parked.
@@ -32,7 +32,7 @@ class JobStart:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """How a job begins. `state`: what is put back. `over`: the weights below its adapters.
+    """The beginning of a job: `state` is put back, `over` are the weights below its adapters.
 
     `trained_stays`, `frozen_stays`: what the job keeps of the weights in memory: those that were
     trained, or those below adapters.
