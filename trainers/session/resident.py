@@ -25,7 +25,15 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from cray_agents.errors import FULL, Corrupt, CrayError, NotFound, SetupError, StoreError
+from cray_agents.errors import (
+    FULL,
+    Corrupt,
+    CrayError,
+    NewerFormat,
+    NotFound,
+    SetupError,
+    StoreError,
+)
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scaling.ledger import LedgerFile
@@ -170,7 +178,11 @@ class Orders:
         """Return True for a job that has ended, or whose spec cannot be read."""
         try:
             return already_ended(journal, journal.spec()) is not None
-        except (Corrupt, NotFound) as problem:  # whoever asks for the job's status is told the same
+        except (
+            Corrupt,
+            NewerFormat,
+            NotFound,
+        ) as problem:  # whoever asks for the job's status is told the same
             print(f"{journal.job_id} cannot be taken up: {problem}", flush=True)
             return True
 
