@@ -33,10 +33,9 @@ from cray_agents.runtime.pool.vllm_process import EngineSettings
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.programs import search_path
 from cray_agents.runtime.scheduler.slurm import Slurm
-from cray_agents.trainers.job.job_status import Handover, note_handover
+from cray_agents.trainers.job.job_state import Handover, note_handover, restart_unfinished_jobs
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.job.restarter import restart_unfinished_jobs
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 JOBS, REPLICAS, SECONDS, STEPS = 1000, 200, 60.0, 200

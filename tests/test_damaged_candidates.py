@@ -29,11 +29,11 @@ from cray_agents.runtime.disk import durable
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.checkpoints import hash_files
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.support.scripted_gateway import Gateway, served
+from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.vllm_pool import golden_probe
 
 pytestmark = [

@@ -19,10 +19,10 @@ from cray_agents.cli.platform.platform_process import SUBMITTER
 from cray_agents.paths import Home
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training import Hyperparameters
 from cray_agents.training_jobs import JobSpec, JobStatus, Layout, Policy
 from tests.support.scripted_platform import bare_model, platform
+from tests.support.scripted_trainer import ScriptedTrainer
 
 HIDE_MATPLOTLIB = """
 import sys

@@ -45,11 +45,11 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import Feedback, give_feedback
 from cray_agents.testing import ScriptedEngine
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.loops import grouped
 from tests.support.scripted_gateway import checkpoint, served, until
 from tests.support.scripted_platform import PROBE, platform
+from tests.support.scripted_trainer import ScriptedTrainer
 
 POLL = 0.02
 SKILL = {"m@1": 1, "m@2": 5, "m@3": 9}  # of 10 held-out tasks, how many a version solves

@@ -25,7 +25,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.session.session_journal import sessions

@@ -82,7 +82,7 @@ def _our_rank(
     import torch
 
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.progress_clock import CLOCK
+    from cray_agents.trainers.progress import CLOCK
     from cray_agents.trainers.training.parallel_groups import join_ranks
     from cray_agents.trainers.training.train_step import Training
     from cray_agents.training_jobs import Layout

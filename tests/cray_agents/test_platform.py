@@ -13,10 +13,10 @@ from cray_agents.agent import StopReason
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineTimeout, EngineUnavailable
 from cray_agents.platform import transport
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training import Hyperparameters
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, checkpoint, echo, served, until
+from tests.support.scripted_trainer import ScriptedTrainer
 
 
 def tagged(name: str, *tags: str) -> Run:

@@ -51,7 +51,7 @@ def write_parent(bench: Bench, name: str, parent: Path) -> None:
 def measure(bench: Bench, name: str, parent: Path, layout: Layout, out: Path) -> None:
     """In each rank: take steps; rank 0 writes their figures, with what the plan says."""
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.planning.memory import estimate_memory
+    from cray_agents.trainers.planning.arithmetic import estimate_memory
     from cray_agents.trainers.training.parallel_groups import is_rank0
     from cray_agents.trainers.training.train_step import Training
 

@@ -1,7 +1,7 @@
 """Speed stages: tokens a second, MFU and memory by size, micro-batch and kind of layers.
 
 MFU is tokens a second, times the operations to train on one (6 N + 12 L a d s: planning/
-arithmetic.py), over the peak of the device's dense bfloat16 (planning/hardware.py, or --peak).
+arithmetic.py), over the peak of the device's dense bfloat16 (planning/step_time.py, or --peak).
 """
 
 import math
@@ -42,7 +42,7 @@ def measure(bench: Bench, stage: str, name: str, path: str, lora: Lora | None) -
     """In a rank: measure each micro-batch, and the ragged sequences in the middle one."""
     import torch
 
-    from cray_agents.trainers.planning.layout_choice import choose_layout
+    from cray_agents.trainers.planning.layouts import LayoutQuestion, choose_layout
     from cray_agents.trainers.training.train_step import build_of
 
     _, model = bench.model(name)
@@ -56,14 +56,8 @@ def measure(bench: Bench, stage: str, name: str, path: str, lora: Lora | None) -
             continue
         known = data(bench, model.vocab, shape)
         hyper = hyperparameters(len(known.samples), tokens, lora)
-        choice = choose_layout(
-            model,
-            1,
-            memory_gib_per_rank=bench.gib,
-            ranks_per_node=1,
-            hyper=hyper,
-            sequence_length=bench.scale.longest,
-        )
+        longest = bench.scale.longest
+        choice = choose_layout(LayoutQuestion(model, hyper, 1, bench.gib, 1, longest))
         row |= {"recompute": choice.recompute, "planned_gib": choice.memory.gib}
         if not choice.fits:
             bench.report.add(stage, **row, problem="does not fit by the plan: not tried")
@@ -137,7 +131,7 @@ def peak_of(bench: Bench) -> float | None:
     """Return the operations a second that MFU is measured against; None if unknown."""
     import torch
 
-    from cray_agents.trainers.planning.hardware import peak_flops
+    from cray_agents.trainers.planning.step_time import peak_flops
 
     if bench.teraflops is not None:
         return bench.teraflops * 1e12

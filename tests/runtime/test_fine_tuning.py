@@ -27,8 +27,8 @@ from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
 from cray_agents.runtime.registry.checkpoints import settings_in, settings_sha256
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.fine_tuning_site import LINES, Site
+from tests.support.scripted_trainer import ScriptedTrainer
 
 
 def test_from_a_file_to_a_model_that_answers(site: Site) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.records import ProbePrompt
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.scripted_gateway import CHAT, TOOL, Gateway, checkpoint, says, served
+from tests.support.scripted_trainer import ScriptedTrainer
 
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
 

@@ -28,7 +28,7 @@ from cray_agents.runtime.scaling.ledger import (
 )
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type
 from cray_agents.testing import ScriptedEngine
-from cray_agents.trainers.job.job_ledger import held_cores, holding_node
+from cray_agents.trainers.job.launch import held_cores, holding_node
 from tests.support.scripted_pool import Mortal, ask, says_version, serving
 
 T = 1_000_000.0

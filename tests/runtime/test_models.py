@@ -14,10 +14,10 @@ import pytest
 
 from cray_agents.cli import main
 from cray_agents.engines.scripted import ScriptedEngine
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, checkpoint, served
 from tests.support.scripted_platform import PROBE
+from tests.support.scripted_trainer import ScriptedTrainer
 
 
 class Done(NamedTuple):

@@ -26,7 +26,6 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.retention.prune import Prunable, find_set_aside, prune
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_commands import Publish, Save, TrainingCommand
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.support.command_line import cli
@@ -34,6 +33,7 @@ from tests.support.in_process_engine import InProcessEngine
 from tests.support.killable_loop import KINDS, echo, shape, site_loop
 from tests.support.scripted_gateway import checkpoint, served
 from tests.support.scripted_platform import PROBE, platform
+from tests.support.scripted_trainer import ScriptedTrainer
 
 # a prune that is killed when it has set aside what it wants to delete
 KILLED = """

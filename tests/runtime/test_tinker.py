@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cray_agents.paths import Home
-from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.tinker.protobuf import (
     message,
@@ -22,9 +21,9 @@ from cray_agents.runtime.gateway.tinker.protobuf import (
 )
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.training_commands import ForwardBackward, OptimStep, Publish, Save
-from cray_agents.training_jobs import JobSpec
 from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import Gateway, Reply, served
 from tests.support.scripted_platform import platform
@@ -121,7 +120,7 @@ async def test_a_script_trains_saves_and_samples(tmp_path: Path) -> None:
     continued, path = found["continued"]
     assert path == f"tinker://{continued}/weights/s"
     first, second, new = (
-        checksums.read_record(JobSpec, home.job(home_job(home, name)) / "spec.json")
+        JobJournal(home, home_job(home, name)).spec()
         for name in (model, continued, found["loaded"][0])
     )
     assert second.state_from == f"{first.id}/11" and new.state_from is None

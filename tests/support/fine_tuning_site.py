@@ -15,8 +15,8 @@ import openai
 
 from cray_agents.paths import Home
 from cray_agents.testing import ScriptedEngine
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.scripted_platform import PROBE, platform
+from tests.support.scripted_trainer import ScriptedTrainer
 
 METRICS = {"trained_tokens": 600, "seconds": 6.0}
 

@@ -29,9 +29,9 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import PROBE, bare_model
+from tests.support.scripted_trainer import ScriptedTrainer
 
 ROOT = Path(__file__).parents[2]
 NAME = "m"

@@ -27,9 +27,9 @@ from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.bare_models import bare_model
 from tests.support.in_process_engine import InProcessEngine
+from tests.support.scripted_trainer import ScriptedTrainer
 
 CHAT = "/v1/chat/completions"
 TOOL: Any = {

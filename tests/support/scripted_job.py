@@ -15,10 +15,9 @@ from pathlib import Path
 
 from cray_agents.paths import Home
 from cray_agents.ports import Command
-from cray_agents.trainers.job.job_ledger import holding_node, note_steps
-from cray_agents.trainers.job.job_status import describe
+from cray_agents.trainers.job.job_state import describe
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.launch import EX_TEMPFAIL
+from cray_agents.trainers.job.launch import EX_TEMPFAIL, holding_node, note_steps
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.training_jobs import JobSpec
 

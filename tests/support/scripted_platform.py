@@ -23,9 +23,9 @@ from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.bare_models import bare_model as bare_model
 from tests.support.in_process_engine import InProcessEngine
+from tests.support.scripted_trainer import ScriptedTrainer
 
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
 

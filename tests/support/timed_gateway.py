@@ -38,9 +38,9 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import PROBE, bare_model
+from tests.support.scripted_trainer import ScriptedTrainer
 
 KEYS = {"admin": Role.admin, "one": Role.train, "other": Role.train, "use": Role.use}
 

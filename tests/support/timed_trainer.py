@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 from cray_agents.paths import Home
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobStatus
 from tests.support.scripted_platform import PROBE
+from tests.support.scripted_trainer import ScriptedTrainer
 
 
 class TimedTrainer:

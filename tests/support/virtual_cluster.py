@@ -19,8 +19,8 @@ from cray_agents.runtime.pool.job_lease import JOB_PREFIX
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ScalingRules
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.trainers.job.job_state import restart_unfinished_jobs
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.restarter import restart_unfinished_jobs
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout

@@ -21,7 +21,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
 from cray_agents.runtime.scheduler.slurm import LEDGER
-from cray_agents.trainers import progress_clock
+from cray_agents.trainers import progress
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
 from cray_agents.trainers.job.failures.hang_report import (
     RankStack,
@@ -38,14 +38,14 @@ from cray_agents.trainers.job.failures.rank_monitor import (
     read_end,
     start_patience,
 )
-from cray_agents.trainers.job.job_status import read_handover, read_status
+from cray_agents.trainers.job.job_state import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.weights import SafeTensors
 from cray_agents.trainers.planning.cluster_resources import Resources, this_host
-from cray_agents.trainers.progress_clock import CLOCK, ProgressClock
+from cray_agents.trainers.progress import CLOCK, ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\n"
@@ -145,11 +145,11 @@ def test_a_rank_that_imports_torch_just_now_has_no_cuda(monkeypatch: pytest.Monk
     """The clock is looked at in a thread of its own, which must not end by it."""
     torch = ModuleType("torch")
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert not progress_clock._has_cuda()
+    assert not progress._has_cuda()
     torch.cuda = ModuleType("cuda")  # type: ignore[attr-defined]
-    assert not progress_clock._has_cuda()
+    assert not progress._has_cuda()
     torch.cuda.is_initialized = lambda: True  # type: ignore[attr-defined]
-    assert progress_clock._has_cuda()
+    assert progress._has_cuda()
 
 
 def test_a_rank_moves_by_ticks_files_and_computing_and_not_by_waiting(tmp_path: Path) -> None:

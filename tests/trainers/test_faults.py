@@ -20,6 +20,7 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
+from cray_agents.trainers import progress
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.job.failures.failure import judge
 from cray_agents.trainers.job.failures.rank_monitor import read_end
@@ -27,7 +28,6 @@ from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.trainers.training import own_work
 from cray_agents.training_jobs import JobSpec
 
 pytestmark = pytest.mark.megatron
@@ -146,7 +146,7 @@ def test_a_slow_rank_is_named_among_the_events(lab: Any, monkeypatch: pytest.Mon
         return usual(tokens, hyper)
 
     monkeypatch.setitem(METHODS, "sft", slow_loss)
-    monkeypatch.setattr(own_work, "STEPS", 5)
+    monkeypatch.setattr(progress, "STEPS", 5)
     lab.dataset()
     job = lab.run(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 6}))
     (event,) = [e for e in job.journal.events() if e["event"] == "straggler"]
@@ -160,8 +160,8 @@ def test_a_slow_rank_is_named_among_the_events(lab: Any, monkeypatch: pytest.Mon
     node, *samples = checksums.read_lines(file)
     assert node["event"] == "node" and "host.load" in samples[-1]
     assert "host.rank_cores" not in samples[-1]  # the ranks have ended
-    assert own_work.find_straggler([1.0, 1.4, 1.2]) is None
-    assert own_work.find_straggler([1.0, 1.1, 1.9, 1.2]) == (2, 1.1)
+    assert progress.find_straggler([1.0, 1.4, 1.2]) is None
+    assert progress.find_straggler([1.0, 1.1, 1.9, 1.2]) == (2, 1.1)
 
 
 def test_smaller_micro_batches_change_a_jobs_numbers_by_rounding_alone(

@@ -21,7 +21,7 @@ from cray_agents.trainers.planning.cluster_resources import (
     Resources,
     this_host,
 )
-from cray_agents.trainers.planning.layout_limits import check_layout_fits
+from cray_agents.trainers.planning.job_layout import check_layout_fits
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.support.fine_tuning_site import Site
 from tests.support.trainers.model_configs import LLAMA_2_70B

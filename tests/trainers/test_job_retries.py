@@ -21,7 +21,7 @@ from cray_agents.ports import Command, CommandStatus
 from cray_agents.records import Manifest
 from cray_agents.runtime.registry.checkpoints import Pruned, pruned_file
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.job.job_status import read_handover, read_status
+from cray_agents.trainers.job.job_state import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model

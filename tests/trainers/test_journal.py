@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cray_agents.errors import NewerFormat
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
 from cray_agents.trainers.job import job
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import TAIL_BYTES, JobJournal, measures
+from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 
 
@@ -105,3 +107,21 @@ def test_a_job_that_succeeds_keeps_its_newest_resume_point(journal: JobJournal) 
     assert job.run(journal) == 0
     assert journal.ended and read_status(journal.home, journal.job_id).state == "succeeded"
     assert [path.name for path in (journal.folder / "megatron").iterdir()] == ["step-00000100"]
+
+
+def test_a_newer_folder_is_refused_and_one_without_a_number_is_read(journal: JobJournal) -> None:
+    spec, path = journal.spec(), journal.folder / "spec.json"
+    session = SessionJournal(journal.home, SessionSpec(name="s").id)
+    session.write_spec(SessionSpec(name="s"))
+    for file, read in ((path, journal.spec), (session.folder / "spec.json", session.spec)):
+        written = json.loads(file.read_text())
+        assert written.pop("format") == 1
+        del written["crc"]
+        before = read()
+        file.write_text(json.dumps(written))  # as they were before there were numbers
+        assert read() == before
+        file.write_text(json.dumps({**written, "format": 2}))
+        with pytest.raises(NewerFormat, match="reads formats up to 1"):
+            read()
+    with pytest.raises(NewerFormat):
+        read_status(journal.home, spec.id)

@@ -15,23 +15,21 @@ from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.ports import Command
+from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
+    MEETING_SECONDS,
     RankPlacement,
+    Rendezvous,
     find_placement,
     listen_for_ranks,
     load_for_ranks,
-    meet,
-)
-from cray_agents.trainers.job.rendezvous import (
-    MEETING_SECONDS,
-    Rendezvous,
-    announce,
     loading_seconds,
+    meet,
 )
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Layout
@@ -127,7 +125,8 @@ def test_launchers_meet_at_a_free_port_of_their_own_start(tmp_path: Path) -> Non
     first = RankPlacement(0, 2, 2, "127.0.0.1", 0, "job-1-7", attempt=4)
     second = replace(first, node=1, host="127.0.0.2", attempt=3)  # read before the first's claim
     stale = Rendezvous(host="elsewhere", port=1, attempt=2)
-    announce(tmp_path / "job-1-7.rendezvous.json", stale)  # of a start that was killed
+    text = checksums.with_crc(stale.model_dump_json().encode())
+    (tmp_path / "job-1-7.rendezvous.json").write_bytes(text)  # of a start that was killed
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(meet, second, tmp_path)
         with pytest.raises(TimeoutError):

@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.planning.arithmetic import flops_per_token
-from cray_agents.trainers.planning.hardware import find_gpu
-from cray_agents.trainers.planning.layout_choice import Choice, choose_layout
-from cray_agents.trainers.planning.layouts import check_layout, possible_layouts, why_unfit
-from cray_agents.trainers.planning.step_time import slowdown
+from cray_agents.trainers.planning.layouts import (
+    Choice,
+    LayoutQuestion,
+    check_layout,
+    choose_layout,
+    possible_layouts,
+    why_unfit,
+)
+from cray_agents.trainers.planning.step_time import find_gpu, slowdown
 from cray_agents.training_jobs import Layout, Lora
 from tests.support.trainers.model_configs import (
     LLAMA_2_70B,
@@ -49,14 +53,7 @@ def choose(
     model: Architecture, ranks: int, gib: float = 79, tokens: int = 4096, **more: Any
 ) -> Choice:
     sizes = hyper(max_tokens_per_microbatch=tokens, **more)
-    return choose_layout(
-        model,
-        ranks,
-        memory_gib_per_rank=gib,
-        ranks_per_node=8,
-        hyper=sizes,
-        sequence_length=tokens,
-    )
+    return choose_layout(LayoutQuestion(model, sizes, ranks, gib, 8, tokens))
 
 
 # ---- what fits
@@ -232,42 +229,6 @@ def test_a_small_batch_is_not_spread_over_more_data_ranks_than_it_feeds(
     choice = choose(llama8, 64, gib=140, batch_size=8)
     assert choice.layout.data == 8
     assert any("batch is too small for data=64" in reason for reason in choice.reasons)
-
-
-def test_the_bubble_is_that_of_the_paper() -> None:
-    """(p - 1) / m, interleaved v times shorter."""
-    model = replace(SMALL, layers=64, vocab=8)
-    sizes = hyper(batch_size=8)  # one sequence fills a micro-batch: m = 8
-
-    def slower(batch: int, **layout: int) -> float:
-        size = sizes.model_copy(update={"batch_size": batch})
-        return slowdown(model, Layout(pipeline=4, **layout), size, 4096, 8)
-
-    endless = slower(1 << 20)
-    assert slower(8) / endless == pytest.approx(1 + 3 / 8, rel=1e-3)
-    assert slower(8, interleave=2) / slower(1 << 20, interleave=2) == pytest.approx(
-        1 + 3 / 16, rel=1e-3
-    )
-
-
-def test_the_largest_stage_decides(llama8: Architecture) -> None:
-    """32 layers on 5 stages take as long as 35; the output layer counts as 2.4 layers."""
-    sizes = hyper(batch_size=1 << 20)
-    model = replace(llama8, vocab=8)
-    five, four = (slowdown(model, Layout(pipeline=n), sizes, 4096, 8) for n in (5, 4))
-    assert five / four == pytest.approx(35 / 32, rel=1e-2)
-    plain, headed = (slowdown(m, Layout(pipeline=8), sizes, 4096, 8) for m in (model, llama8))
-    assert headed / plain == pytest.approx((4 + 2.41) * 8 / (32 + 2.41), rel=3e-2)
-
-
-def test_what_is_computed_twice_takes_its_time(llama8: Architecture) -> None:
-    sizes = hyper()
-    none, mlp, full = (
-        slowdown(llama8, Layout(), sizes, 4096, 8, recompute=way) for way in ("none", "mlp", "full")
-    )
-    flops = flops_per_token(llama8, 4096)
-    assert full - none == pytest.approx(1 / 3)
-    assert mlp - none == pytest.approx(2 * 32 * 3 * 4096 * 14336 / flops)
 
 
 def test_messages_between_nodes_are_slower(llama8: Architecture, mixture: Architecture) -> None:

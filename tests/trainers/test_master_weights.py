@@ -18,7 +18,7 @@ from cray_agents.runtime.disk.durable import sha256_file
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.checkpointing.save import SEAL
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobStatus, Layout
 from tests.support.trainers.running_session import RunningSession

@@ -12,10 +12,10 @@ from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.planning.arithmetic import estimate_memory
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
-from cray_agents.trainers.planning.layout_choice import RESERVE, choose_layout
-from cray_agents.trainers.planning.memory import estimate_memory
-from cray_agents.trainers.planning.microbatch import SIZES, choose_microbatch
+from cray_agents.trainers.planning.job_layout import SIZES, choose_microbatch
+from cray_agents.trainers.planning.layouts import RESERVE, LayoutQuestion, choose_layout
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.support.trainers.model_configs import LLAMA_2_70B, LLAMA_31_8B, hyper, written
 from tests.support.waiting_scheduler import WaitingScheduler
@@ -26,15 +26,7 @@ GIB = {"L4": 22, "H100": 79, "H200": 140}
 def chosen(folder: Path, config: dict[str, Any], gib: float, ranks: int = 1, **how: Any) -> int:
     sizes = how.pop("hyper", hyper(lora=Lora()))
     model = written(folder, config)
-    return choose_microbatch(
-        model,
-        sizes,
-        ranks,
-        memory_gib_per_rank=gib,
-        ranks_per_node=8,
-        sequence_length=2048,
-        **how,
-    )
+    return choose_microbatch(LayoutQuestion(model, sizes, ranks, gib, 8, 2048, **how))
 
 
 # ---- the choice
@@ -66,14 +58,8 @@ def test_a_size_that_would_cost_speed_is_not_taken(tmp_path: Path) -> None:
     """On 8 H200 65,536 tokens fit by computing activations twice, 8,192 without."""
 
     def best(tokens: int) -> Any:
-        return choose_layout(
-            written(tmp_path, LLAMA_31_8B),
-            8,
-            memory_gib_per_rank=GIB["H200"],
-            ranks_per_node=8,
-            hyper=hyper(max_tokens_per_microbatch=tokens),
-            sequence_length=2048,
-        )
+        model, sizes = written(tmp_path, LLAMA_31_8B), hyper(max_tokens_per_microbatch=tokens)
+        return choose_layout(LayoutQuestion(model, sizes, 8, GIB["H200"], 8, 2048))
 
     how: dict[str, Any] = {"ranks": 8, "hyper": hyper()}
     assert chosen(tmp_path, LLAMA_31_8B, GIB["H200"], **how) == 8192

@@ -13,7 +13,7 @@ import torch
 
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.checkpoints import read_manifest
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_commands import ForwardBackward, OptimStep
 from cray_agents.training_jobs import JobSpec, Layout

@@ -11,20 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cray_agents.trainers.models.architecture import read_architecture
-from cray_agents.trainers.planning.arithmetic import count_weights
-from cray_agents.trainers.planning.layouts import possible_layouts, why_unfit
-from cray_agents.trainers.planning.memory import (
+from cray_agents.trainers.planning.arithmetic import (
     MOST_LOGITS,
+    count_weights,
     estimate_memory,
     in_flight,
     layer_activations,
     weight_share,
 )
+from cray_agents.trainers.planning.layouts import possible_layouts, why_unfit
 from cray_agents.training_jobs import JobSpec, Layout, Lora
 from tests.support.trainers.model_configs import (
     LLAMA_2_7B,
     LLAMA_31_8B,
-    QWEN3_30B_A3B,
     SMALL,
     hyper,
     written,
@@ -52,16 +51,6 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_it_has_stages() -> None:
     assert in_flight(Layout(pipeline=4, interleave=2), 16, stage=3) == (1 * 4 + 1) / 2
 
 
-def test_an_uneven_stage_may_be_the_fullest() -> None:
-    """94 layers on 16 stages: the first has 5, with the embedding, the second 6."""
-    model = replace(SMALL, layers=94, vocab=512)
-    size = hyper(max_tokens_per_microbatch=4096)
-    layout = Layout(pipeline=16)
-    fullest = estimate_memory(model, layout, size, sequence_length=4096)
-    assert fullest.weights == 2 * weight_share(model, layout, 1).dense
-    assert weight_share(model, layout, 1).dense > weight_share(model, layout, 0).dense
-
-
 def test_logits_in_chunks_are_not_held_at_once(tmp_path: Path) -> None:
     """On GPUs at most MOST_LOGITS are held, with a gradient of the head; CPUs hold all."""
     model = written(tmp_path, LLAMA_31_8B)
@@ -73,36 +62,6 @@ def test_logits_in_chunks_are_not_held_at_once(tmp_path: Path) -> None:
     assert logits(few) == logits(few, on_cpu=True) == 2048 * 128256 * 8
     assert logits(many, on_cpu=True) == 65536 * 128256 * 8
     assert logits(many) == MOST_LOGITS * 8 + 128256 * 4096 * 4
-
-
-def test_modules_computed_again_are_not_kept(tmp_path: Path) -> None:
-    model = written(tmp_path, LLAMA_31_8B)
-    kept = partial(layer_activations, model, Layout(), 2)
-    whole = kept()
-    assert whole - kept("mlp") == 2 * 3 * 14336
-    assert whole - kept("layernorm") == 2 * 2 * 4096
-    assert whole - kept("core_attn") == 0
-    assert kept("full") == 2 * 4096
-    assert whole - kept(fp8=True) == 2 * 4096 + 14336 - 4096  # norms, fc2; attention's stay double
-    mixture = written(tmp_path, QWEN3_30B_A3B)
-    kept = partial(layer_activations, mixture, Layout(), 2)
-    assert kept() - kept("moe_act") == 8 * 768 * 2
-    assert kept() - kept("moe") == 8 * (2 * 2048 + 3 * 768) * 2 + 8 * 128
-
-
-def test_bytes_of_a_weight(tmp_path: Path) -> None:
-    """2 + 4 + 12 in bfloat16, 4 + 4 + 8 in float32, the last shared by data ranks."""
-    model = written(tmp_path, LLAMA_31_8B)
-    total = count_weights(model).total
-
-    def parts(layout: Layout, **more: Any) -> tuple[float, float, float]:
-        found = estimate_memory(model, layout, hyper(**more), sequence_length=4096)
-        return found.weights / total, found.gradients / total, found.optimizer / total
-
-    assert parts(Layout()) == (2, 4, 12)
-    assert parts(Layout(data=4)) == (2, 4, 3)
-    assert parts(Layout(data=2, context=2)) == (2, 4, 3)
-    assert parts(Layout(), dtype="float32") == (4, 4, 8)
 
 
 LAYOUTS = [

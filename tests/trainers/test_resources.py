@@ -17,9 +17,9 @@ from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.gpu_placement import nvidia_devices
+from cray_agents.trainers.job.job_command import notice_seconds
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.job.save_notice import notice_seconds
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import (
     Gpus,
@@ -28,7 +28,7 @@ from cray_agents.trainers.planning.cluster_resources import (
     parse_nvidia_smi,
     resources_of,
 )
-from cray_agents.trainers.planning.default_layout import LOUD, usual_length
+from cray_agents.trainers.planning.job_layout import LOUD, usual_length
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora, with_dtype
 from tests.support.trainers.model_configs import LLAMA_2_70B
 from tests.support.waiting_scheduler import WaitingScheduler

@@ -15,14 +15,18 @@ from cray_agents.errors import SchedulerError
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Trainer
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.job.job_status import read_handover, read_status
+from cray_agents.trainers.job.job_state import (
+    read_handover,
+    read_status,
+    restart_unfinished_jobs,
+    unfinished_jobs,
+)
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.job.restarter import restart_unfinished_jobs, unfinished_jobs
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout
 from tests.support.scripted_platform import bare_model
+from tests.support.scripted_trainer import ScriptedTrainer
 
 #: A job's process; its first attempt comes to no end of its own.
 PROCESS = """

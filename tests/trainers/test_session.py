@@ -25,7 +25,7 @@ from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files
 from cray_agents.trainers.checkpointing.weight_sender import LINKS
 from cray_agents.trainers.job import rank as rank_module
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.session import resident
 from cray_agents.training_commands import Save

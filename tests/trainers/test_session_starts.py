@@ -7,7 +7,7 @@ from cray_agents.paths import Home
 from cray_agents.ports import CommandStatus
 from cray_agents.trainers.job.failures.failure import FailureSettings
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, note_end
-from cray_agents.trainers.job.job_status import note_handover, read_handover
+from cray_agents.trainers.job.job_state import note_handover, read_handover
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model

@@ -18,11 +18,11 @@ from cray_agents.runtime.scheduler.choose import (
 )
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
-from cray_agents.trainers.job.code_version import TRAINERS, code_version
+from cray_agents.trainers.job.job_command import TRAINERS, code_version
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import JobStatus
+from tests.support.scripted_trainer import ScriptedTrainer
 
 
 def wait(trainer: Trainer, job_id: str, until: Any, seconds: float = 90.0) -> JobStatus:

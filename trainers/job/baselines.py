@@ -4,6 +4,10 @@ dpo and kto compare with a reference, grpo with the policy that the job starts f
 with a teacher. None of these changes during the job. The log-probabilities are therefore computed
 once, only for samples that some step takes, and kept in the job's folder for restarts. Called by
 rank.py.
+
+A reference or a teacher that is not the one that was named changes every loss and no loss shows it.
+So before it judges a sample, it scores the golden probe: prompts that its own training job recorded
+(runtime/logprob_limits.py). Checkpoints without a probe, such as downloaded ones, are not checked.
 """
 
 import gc
@@ -16,16 +20,17 @@ from pathlib import Path
 
 import numpy as np
 
-from cray_agents.errors import FULL
+from cray_agents.errors import FULL, NotFound
 from cray_agents.runtime.disk import durable
+from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, bfloat16_limits, measure
+from cray_agents.runtime.registry.checkpoints import manifest_of
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
 from cray_agents.trainers.data.packer import Rows, samples_to_train_on
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
-from cray_agents.trainers.job.checks.probe_check import check_probe
-from cray_agents.trainers.job.checks.weights_check import check_weights
+from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_weights
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import scoring_way
-from cray_agents.trainers.training.parallel_groups import is_rank0
+from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_jobs import ON_POLICY, JobSpec
 
@@ -203,3 +208,42 @@ def _read(path: Path, size: int) -> Floats | None:
     if len(numbers) != 4 * size or hashlib.sha256(numbers).digest() != digest:
         return None
     return np.frombuffer(numbers, "<f4")
+
+
+# ---- the golden probe
+def check_probe(training: Training, checkpoint: Path, role: str) -> None:
+    """Score a checkpoint's golden probe with the weights in memory. Collective.
+
+    `role`: what the weights are for, in the error. Raises FailedEverywhere if they differ by more
+    than rounding: see logprob_limits.py. Where one of the two jobs was not in float32, they are
+    judged as in bfloat16.
+    """
+    probe = broadcast_from_rank0(_probe_of(checkpoint) if is_rank0() else None)
+    if not probe:
+        return
+    prompts, expected, exact = probe
+    scores = training.score(Samples.of(prompts), temperature=1.0)
+    exact = exact and training.hyper.dtype == "float32"
+    limits = FLOAT32_PROBE if exact else bfloat16_limits()
+    distance = measure(
+        [value for row in scores for value in row.tolist()],
+        [value for row in expected for value in row],
+    )
+    if limits.exceeded(distance):
+        raise FailedEverywhere(
+            f"the weights in memory are not those of the {role} {checkpoint.name}: over"
+            f" {distance.tokens} tokens of its golden probe their log-probabilities differ by"
+            f" {distance.max:.3g} at most and {distance.mean:.3g} on average (allowed: {limits})."
+            " Nothing was trained. Were its files changed by hand? Then make the checkpoint anew"
+        )
+
+
+def _probe_of(checkpoint: Path) -> tuple[list[list[int]], list[list[float]], bool] | None:
+    """Return prompts, log-probabilities, and whether the job that made them was in float32."""
+    try:
+        manifest = manifest_of(checkpoint)
+    except NotFound:
+        return None
+    prompts = [prompt.token_ids for prompt in manifest.probe]
+    logprobs = [prompt.logprobs for prompt in manifest.probe]
+    return prompts, logprobs, manifest.dtype == "float32"

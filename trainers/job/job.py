@@ -23,9 +23,8 @@ from cray_agents.processes import exit_at_once
 from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.trainers.job.failures.health_gate import check_node
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
-from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
-from cray_agents.trainers.job.job_ledger import holding_node, note_steps
+from cray_agents.trainers.job.job_state import already_ended, record_failure, record_success
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
     EX_TEMPFAIL,
@@ -33,10 +32,12 @@ from cray_agents.trainers.job.launch import (
     RankPlacement,
     RanksOutcome,
     find_placement,
+    holding_node,
     load_for_ranks,
+    loading_seconds,
+    note_steps,
     run_ranks,
 )
-from cray_agents.trainers.job.rendezvous import loading_seconds
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,8 +24,8 @@ from cray_agents.trainers.job.checks.input_checks import (
     check_tokenizer,
     other_weights,
 )
-from cray_agents.trainers.job.job_ledger import note_steps
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.launch import note_steps
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent

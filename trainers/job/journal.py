@@ -16,6 +16,9 @@
     hangs/          the stacks of all ranks of a start that did not move any more
     scheduler.json  the last handover to the scheduler (written by MegatronTrainer alone)
 
+`format` in spec.json and spec.next.json is the number of the whole folder's format, JOB_FORMAT; 1
+without one. A newer one is refused.
+
 The training process and the trainers that watch it share this module. Events are flat objects with
 `event` (the kind) and `time` (unix seconds):
 
@@ -51,24 +54,27 @@ JSON cannot write a number that is not finite. Such a number is null, and `not_f
 text by name. Read next: job.py.
 """
 
+import json
 import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from cray_agents.errors import FULL, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.disk import checksums, durable, formats
 from cray_agents.runtime.disk.durable import resume_points
 from cray_agents.training_jobs import JobSpec, JobStatus, TakenUp
 
 TAIL_BYTES = 8192
+JOB_FORMAT = 1  # of a job's folder
 GIVEN_UP = "given up"  # a verdict's `done` after which the job failed
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 _NOT_MEASURES = {"event", "time", "step", "not_finite"}
 
 
@@ -89,16 +95,16 @@ class JobJournal:
         return (self.folder / "spec.json").exists()
 
     def spec(self) -> JobSpec:
-        """Return the job's spec. Raises NotFound."""
+        """Return the job's spec. Raises NotFound, Corrupt, NewerFormat."""
         try:
-            return checksums.read_record(JobSpec, self.folder / "spec.json")
+            return read_numbered(JobSpec, self.folder / "spec.json", JOB_FORMAT)
         except FileNotFoundError:
             raise NotFound(f"no job {self.job_id!r} in {self.home.jobs}", param="job") from None
 
     def write_spec(self, spec: JobSpec) -> None:
         """Record the spec, unless there is one: the first submission's layout stays."""
         if not self.exists:
-            durable.replace_file(self.folder / "spec.json", _text(spec))
+            durable.replace_file(self.folder / "spec.json", numbered(spec, JOB_FORMAT))
 
     # ---- retries
     def prepare_retry(self, spec: JobSpec) -> None:
@@ -106,7 +112,7 @@ class JobJournal:
 
         A kill in between leaves either an ended job or one with a spec still to be adopted.
         """
-        durable.replace_file(self._next_spec, _text(spec))
+        durable.replace_file(self._next_spec, numbered(spec, JOB_FORMAT))
         self.resume()
         before = [path.name.split(".")[1] for path in self.folder.glob("status.*.json")]
         number = max(map(int, before), default=0) + 1
@@ -119,7 +125,7 @@ class JobJournal:
         Called before the job is handed to the scheduler.
         """
         if self._next_spec.exists():
-            spec = checksums.read_record(JobSpec, self._next_spec)
+            spec = read_numbered(JobSpec, self._next_spec, JOB_FORMAT)
             again = "its weights were pruned" if spec.commands is None else "it was opened again"
             if spec.commands is None and self.failed_for == "storage":
                 again = "the disk may have room again"
@@ -358,7 +364,8 @@ class JobJournal:
 
     def write_status(self, status: JobStatus) -> None:
         """Record the final status."""
-        durable.replace_file(self.folder / "status.json", _text(status))
+        text = checksums.with_crc(status.model_dump_json(indent=1).encode())
+        durable.replace_file(self.folder / "status.json", text)
 
     def log_tail(self, lines: int = 20, log: Path | None = None) -> str:
         """Return the last lines of the job's log, or of another one."""
@@ -384,8 +391,21 @@ def measures(step: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in step.items() if name not in _NOT_MEASURES}
 
 
-def _text(record: Record) -> bytes:
-    return checksums.with_crc(record.model_dump_json(indent=1).encode())
+def read_numbered(kind: type[AnyRecord], path: Path, known: int) -> AnyRecord:
+    """Read a record whose format is at most `known`.
+
+    Raises FileNotFoundError, Corrupt, NewerFormat.
+    """
+    content = checksums.read_json(path)
+    if isinstance(content, dict):
+        formats.check_version(content.pop(formats.FORMAT, None), known, path)
+    return checksums.parse_as(kind, json.dumps(content).encode(), path)
+
+
+def numbered(record: Record, version: int) -> bytes:
+    """Return a record's text with its checksum and the number of its format."""
+    content = record.model_dump(mode="json") | {formats.FORMAT: version}
+    return checksums.with_crc(json.dumps(content, indent=1).encode())
 
 
 def _record_bytes(value: dict[str, Any]) -> bytes:

@@ -2,12 +2,17 @@
 
 Each rank dies with this process, writes its own log, and holds a pipe to the launcher. The default
 is a single node. Under Slurm with several nodes, or with a task for each rank, each launcher starts
-its share of the ranks.
+its share of the ranks. The first one opens a free port, and writes it to the shared root, in a file
+of this start alone, for which the others wait. So nobody has to guess a port that is free.
 
 On CPUs ranks are forked after Megatron's import, and start in milliseconds. On GPUs each is
 spawned: a new Python, which imports Megatron and reads the job again. A fork of a process that has
 touched CUDA cannot use it, and what touches it depends on packages (flash-attn under Transformer
-Engine) and on the driver (MIG). Read next: rendezvous.py, rank_monitor.py.
+Engine) and on the driver (MIG).
+
+The launcher also writes the job's lines of the ledger: when a node is held and left, with the GPUs
+that it sees, and the steps of an attempt when it ends, or, if it was killed, when the next attempt
+begins, before the events of lost steps are dropped. Read next: rank_monitor.py.
 """
 
 import ctypes
@@ -22,7 +27,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -38,8 +44,13 @@ from cray_agents.errors import (
     SetupError,
     StoreError,
 )
+from cray_agents.paths import Home
 from cray_agents.processes import importing_much, python
+from cray_agents.records import Record
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.hardware.sampler import HardwareSampler
+from cray_agents.runtime.scaling.ledger import LedgerFile, holding
+from cray_agents.runtime.scheduler.gpu_placement import gpu_type, host_gpus
 from cray_agents.trainers.job.failures.hang_report import (
     RECORDED,
     RECORDER_VARIABLE,
@@ -60,15 +71,13 @@ from cray_agents.trainers.job.failures.rank_monitor import (
     refuse,
     watch,
 )
-from cray_agents.trainers.job.rendezvous import (
-    MEETING_SECONDS,
-    Rendezvous,
-    announce,
-    await_rendezvous,
-)
+from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout
 
 EX_TEMPFAIL = 75  # go on later
+POLL = 0.1  # seconds between looks for the file
+MEETING_SECONDS = 600.0  # seconds to wait for the other ranks, whatever they load
+SLOWEST = 2e8  # bytes a second, of a shared file system on a bad day
 _PR_SET_PDEATHSIG = 1
 START = "RANKS_START"  # set by the batch script: unique to a start, the same for all its launchers
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -158,6 +167,15 @@ RankMain = Callable[[int, Any, StopFlag], int]
 Recipe = tuple[str, list[Any]]
 
 
+# ---- where ranks meet
+class Rendezvous(Record):
+    """The place where a start's ranks connect. `attempt` is the start's, as a fence."""
+
+    host: str
+    port: int
+    attempt: int
+
+
 def meet(placement: RankPlacement, folder: Path) -> tuple[RankPlacement, socket.socket | None]:
     """Return the placement with the address where ranks connect, and the first node's socket there.
 
@@ -171,10 +189,8 @@ def meet(placement: RankPlacement, folder: Path) -> tuple[RankPlacement, socket.
         listener = listen_for_ranks(placement)
         placement = replace(placement, port=listener.getsockname()[1])
         if placement.nodes > 1:
-            announce(
-                file,
-                Rendezvous(host=placement.host, port=placement.port, attempt=placement.attempt),
-            )
+            place = Rendezvous(host=placement.host, port=placement.port, attempt=placement.attempt)
+            durable.replace_file(file, checksums.with_crc(place.model_dump_json().encode()))
         return placement, listener
     place = await_rendezvous(file, placement.attempt, placement.patience)
     return replace(placement, host=place.host, port=place.port), None
@@ -195,6 +211,40 @@ def listen_for_ranks(placement: RankPlacement) -> socket.socket:
     return socket.create_server((host, placement.port))
 
 
+def await_rendezvous(file: Path, attempt: int, seconds: float) -> Rendezvous:
+    """Wait for a start's rendezvous, of this attempt or a later one.
+
+    A launcher that is not the first may read the number of attempts before the first one claims its
+    own. A lower number than that is left from an earlier start. Raises SetupError after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        if file.name in durable.names_in(file.parent):
+            with suppress(FileNotFoundError, Corrupt):  # not seen whole yet from this node
+                rendezvous = checksums.read_record(Rendezvous, file)
+                if rendezvous.attempt >= attempt:
+                    return rendezvous
+        if time.monotonic() > deadline:
+            raise SetupError(
+                f"the first node did not say within {seconds:.0f} s where the ranks connect: {file}"
+                " is missing; the end of the job's log tells how far that node is"
+            )
+        time.sleep(POLL)
+
+
+def loading_seconds(*folders: Path | None) -> float:
+    """Return the seconds that ranks may wait for each other while files in folders are loaded."""
+    files = [file for folder in folders if folder is not None for file in folder.rglob("*")]
+    sizes = 0
+    for file in files:
+        try:
+            sizes += file.stat().st_size
+        except FileNotFoundError:  # another process tidies up meanwhile
+            continue
+    return MEETING_SECONDS + sizes / SLOWEST
+
+
+# ---- ranks
 def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
     """Load Megatron for this node's ranks; return True if they have to train on the CPU.
 
@@ -429,3 +479,73 @@ def _store(rank: int, placement: RankPlacement, listener: socket.socket | None) 
         fd = listener.detach()
         return TCPStore(host, port, world, is_master=True, timeout=patience, master_listen_fd=fd)
     return TCPStore(host, port, world, timeout=patience)
+
+
+# ---- the ledger
+@contextmanager
+def holding_node(
+    home: Home, kind: str, holder: str, attempt: int, what: str, ranks: int
+) -> Iterator[LedgerFile]:
+    """Write that this node's GPUs and cores are held while the block runs.
+
+    `ranks`: of all nodes. Of several launchers on a node only the first one writes.
+    """
+    if os.environ.get("SLURM_LOCALID", "0") != "0":
+        yield LedgerFile(home.ledger, holder)
+        return
+    with holding(
+        home.ledger,
+        kind=kind,
+        holder=holder,
+        attempt=attempt,
+        what=what,
+        state="training",
+        gpus=tuple(host_gpus()),
+        gpu_type=gpu_type(),
+        cores=held_cores(ranks),
+    ) as ledger:
+        yield ledger
+
+
+def held_cores(ranks: int) -> int:
+    """Return the cores that a job has on this node: what Slurm gave it, else what it asked for.
+
+    Without Slurm all `ranks` are here, with a core for each thread that the trainer gave them.
+    """
+    given = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    return ranks * (int(threads) if threads.isdecimal() else 1)
+
+
+def note_steps(ledger: LedgerFile, journal: JobJournal, within: tuple[str, int] = ("", 0)) -> None:
+    """Write the steps of a job's newest attempt so far.
+
+    `within`: the session that trains it, and the session's attempt.
+    """
+    started: dict[str, Any] | None = None
+    steps: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    with suppress(Corrupt, OSError):  # it is an account: the job itself meets the damage
+        events = journal.events()
+    for event in events:
+        if event["event"] == "started":
+            started, steps = event, []
+        elif event["event"] == "step" and started is not None:
+            steps.append(event)
+    if started is None or not steps:
+        return
+    ledger.note(
+        event="steps",
+        kind="job",
+        holder=journal.job_id,
+        attempt=started["attempt"],
+        within=within[0],
+        within_attempt=within[1],
+        node=os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
+        first=started["from_step"],
+        last=steps[-1]["step"],
+        seconds=sum(step["seconds"] for step in steps),
+        tokens=sum(step["tokens"] for step in steps),
+    )

@@ -1,10 +1,10 @@
 """Megatron trainer: submit, watch, restart, pause and cancel training jobs over a scheduler.
 
 The platform process has one `MegatronTrainer`. All state is in the jobs' folders, so a restarted
-platform goes on. restarter.py asks for the status of jobs that no client asks for. A spec without
-dtype, learning rate or micro-batch gets them before its id is taken (planning/microbatch.py), and
-one without a layout before it is written (planning/default_layout.py). The work itself is job.py,
-in its own processes.
+platform goes on. What a look at a job leads to is a table in job_state.py, where
+`restart_unfinished_jobs` asks for the status of jobs that no client asks for. A spec without dtype,
+learning rate or micro-batch gets them before its id is taken, and one without a layout before it is
+written (planning/job_layout.py). The work itself is job.py, in its own processes.
 """
 
 import os
@@ -16,44 +16,46 @@ from typing import Literal
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
-from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.controller_lease import Guard, unguarded
-from cray_agents.runtime.registry import checkpoints, model_code
-from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
+from cray_agents.runtime.scheduler.excluded_nodes import exclude_node
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
-from cray_agents.trainers.job.failures.rank_monitor import SILENCE_VARIABLE, forget_end, read_end
-from cray_agents.trainers.job.job_status import (
+from cray_agents.trainers.job.failures.rank_monitor import forget_end, read_end
+from cray_agents.trainers.job.job_command import build_command, check_submitted, nodes_left_out
+from cray_agents.trainers.job.job_state import (
     Handover,
+    JobFacts,
+    Move,
     describe,
+    died_at_start,
+    free_idle_sessions,
+    handed_to,
+    left,
     newest_measures,
     note_handover,
+    progress_of,
     read_handover,
     session_of,
+    session_view,
+    should_retry,
+    slurm_cancelled,
+    waits_for_commands,
 )
 from cray_agents.trainers.job.journal import (
     GIVEN_UP,
     JobJournal,
-    changes,
     size_of_log,
     tail_from,
 )
-from cray_agents.trainers.job.save_notice import notice_seconds
-from cray_agents.trainers.job.session_jobs import (
-    died_at_start,
-    left,
-    progress_of,
-    session_view,
-    waits_for_commands,
-)
-from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
-from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.trainers.planning.default_layout import choose_default_layout
-from cray_agents.trainers.planning.layout_limits import check_layout_fits
+from cray_agents.trainers.planning.job_layout import (
+    check_layout_fits,
+    choose_default_layout,
+    decide_hyperparameters,
+    usual_microbatch,
+)
 from cray_agents.trainers.planning.layouts import describe_layout
-from cray_agents.trainers.planning.microbatch import decide_hyperparameters, usual_microbatch
 from cray_agents.trainers.session.command_journal import CommandJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec, sessions
+from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import (
     Dtype,
@@ -129,7 +131,7 @@ class MegatronTrainer:
         with self._starting:
             self._guard()
             if not journal.exists:
-                self._check(spec)
+                check_submitted(spec, self.home, self.scheduler.name, turns=self.turns)
                 if spec.commands is not None:
                     CommandJournal(journal.folder).prepare()
                 journal.write_spec(self._choose_layout(journal, spec))
@@ -139,33 +141,6 @@ class MegatronTrainer:
                 self._note_resumed(journal)
                 journal.prepare_retry(complete)  # `status` does the rest, even after a kill here
         return self.status(spec.id)
-
-    def _check(self, spec: JobSpec) -> None:
-        """Raise BadInput or NotFound for a model that the job could never read."""
-        hyper = spec.hyperparameters
-        if hyper.way == "bridge":
-            check_bridged(hyper)
-        places = {"parent": (spec.parent, hyper.init)}
-        for role, place in (("reference", spec.reference), ("teacher", spec.teacher)):
-            if place is not None:
-                places[role] = (place, "parent")
-        for param, (place, init) in places.items():
-            try:
-                read_parent(self.home.root / place, init, hyper.way)
-            except (BadInput, NotFound) as error:
-                raise type(error)(str(error), param=param) from error
-        if spec.slurm_options and self.scheduler.name == "local":
-            raise BadInput(
-                f"{' '.join(spec.slurm_options)}: jobs of this platform are local processes, which"
-                " Slurm's options do nothing for: leave slurm_options out",
-                param="slurm_options",
-            )
-        if self.turns and spec.commands is not None and spec.session is None:
-            raise BadInput(
-                "a job by commands keeps its GPU while it waits for the next one, and here replicas"
-                " use the GPU by turns: name a session, which leaves the GPU meanwhile",
-                param="session",
-            )
 
     def _choose_layout(self, journal: JobJournal, spec: JobSpec) -> JobSpec:
         """Return the spec with a layout; a chosen one is explained by an event and in the log."""
@@ -185,15 +160,19 @@ class MegatronTrainer:
         """Return the job's status; restart it if its process died. Raises NotFound."""
         journal = JobJournal(self.home, job_id)
         spec = journal.spec()
-        status = self._look(journal, spec)
-        if isinstance(status, JobStatus):
-            return status
-        with self._starting:  # another thread may have restarted it since our look
-            status = self._look(journal, spec)
-            if isinstance(status, JobStatus):
-                return status
-            self._guard()
-            return self._go_on(journal, journal.adopt_next_spec(), status)
+        facts, command = self._look(journal, spec)
+        if facts.row.starts:
+            with self._starting:  # another thread may have restarted it since our look
+                facts, command = self._look(journal, spec)
+                if facts.row.starts:
+                    self._guard()
+                    spec = journal.adopt_next_spec()
+                    return self._go_on(journal, spec, facts.row.move, command)
+        if facts.row.move == "withdraw":
+            self._withdraw(journal)
+        if facts.ended is not None and not facts.cancelled:
+            return facts.ended
+        return self._describe(journal, spec, facts.row.state, command.reason)
 
     def unchanged(self) -> set[str]:
         """Return the jobs whose commands wait or run as they did at the last look.
@@ -204,98 +183,98 @@ class MegatronTrainer:
         seen = self._seen.copy()
         waiting = {job_id for job_id, command in seen.items() if command.state == "queued"}
         if waiting:
-            self._free_idle_sessions("")
-        if (left_out := self._nodes_left_out()) == self._left_out:
+            free_idle_sessions(self.home, "")
+        if (left_out := nodes_left_out(self.home)) == self._left_out:
             waiting = set()
         self._left_out = left_out
         rest = seen.keys() - waiting
         return {job_id for job_id in rest if self.scheduler.status(job_id) == seen[job_id]}
 
-    def _look(self, journal: JobJournal, spec: JobSpec) -> JobStatus | CommandStatus:
-        """Return a job's status, or its command's if that has to change.
-
-        A command that ended before its job is followed by another one, and one that waits leaves
-        out the nodes that failed lately, and no others.
-        """
+    def _look(self, journal: JobJournal, spec: JobSpec) -> tuple[JobFacts, CommandStatus]:
+        """Return the facts about a job, as far as its row needs them, and its command's status."""
         self._seen.pop(journal.job_id, None)
+        command = CommandStatus(state="unknown")
         if journal.cancelled:
-            return self._describe(journal, spec, "cancelled")
+            return JobFacts(cancelled=True), command
         if (ended := self._final_status(journal)) is not None:
-            return ended
-        session = self._session_of(journal)
-        if (
-            session is not None
-            and session.current != journal.job_id
-            and waits_for_commands(spec, journal)
-        ):
-            return self._describe(journal, spec, "queued")
+            return JobFacts(ended=ended), command
+        session, last = handed_to(journal), read_handover(journal)
+        elsewhere = session is not None and session.current != journal.job_id
+        if elsewhere and waits_for_commands(spec, journal):
+            return JobFacts(all_done=True), command
         command = self.scheduler.status(session.session_id if session else journal.job_id)
         if command.state == "queued":  # a session that was busy at its submission may be idle now
-            self._free_idle_sessions(session.session_id if session else "")
-            if not journal.paused and read_handover(journal).left_out != self._nodes_left_out():
-                return command
+            free_idle_sessions(self.home, session.session_id if session else "")
+            if not journal.paused and last.left_out != nodes_left_out(self.home):
+                return JobFacts(command="queued", nodes_changed=True), command
         if session is not None and command.state == "running":
             command = session_view(session, journal, command)
-        if command.state == "queued" and journal.paused:
-            self._withdraw(journal, session)  # no process of it yet could see the pause
-            return self._describe(journal, spec, "paused")
+        paused = journal.paused
         if command.state in ("queued", "running"):
-            journal.note_wait(command.reason if command.state == "queued" else None)
-            if session is None:
-                self._seen[journal.job_id] = command
-            return self._describe(journal, spec, command.state, command.reason)
-        if (
-            ended := self._final_status(journal)
-        ) is not None:  # the job ended between the two looks
-            return ended
-        return self._describe(journal, spec, "paused") if journal.paused else command
+            if not (paused and command.state == "queued"):
+                journal.note_wait(command.reason if command.state == "queued" else None)
+                if session is None:
+                    self._seen[journal.job_id] = command
+            return JobFacts(command=command.state, paused=paused), command
+        not_begun = cannot_begin = False
+        if session is not None and session.current != journal.job_id and not left(journal):
+            not_begun, cannot_begin = True, died_at_start(session, command)
+        facts = JobFacts(
+            ended=self._final_status(journal),  # since the look before
+            command=command.state,
+            paused=paused,
+            resumed=last.resumed,
+            not_begun=not_begun,
+            cannot_begin=cannot_begin,
+            due=last.due > 0,
+            by_somebody=command.state == "cancelled" and not slurm_cancelled(journal, last),
+        )
+        return facts, command
 
-    def _go_on(self, journal: JobJournal, spec: JobSpec, command: CommandStatus) -> JobStatus:
-        """Restart a job whose command ended early, unless somebody cancelled the command."""
-        last, session = read_handover(journal), self._session_of(journal)
-        if command.state == "queued":
-            again = self.command_of(spec)
+    def _go_on(
+        self, journal: JobJournal, spec: JobSpec, move: Move, command: CommandStatus
+    ) -> JobStatus:
+        """Carry out a move that starts the job again, or ends it."""
+        last, reason = read_handover(journal), ""
+        if move == "resubmit":
+            again, reason = self.command_of(spec), command.reason
             self.scheduler.submit(again)
             note_handover(journal, last.model_copy(update={"left_out": again.exclude}))
-            return self._describe(journal, spec, "queued", command.reason)
-        if last.resumed:
+        elif move == "hand_over":
             self._hand_over(journal, Handover(step=progress_of(spec, journal)))
-            return self._describe(journal, spec, "queued")
-        # a session that ended before it took the job up did not fail it, unless it cannot start
-        if session is not None and session.current != journal.job_id and not left(journal):
-            if died_at_start(session, command):
-                return self._restart(journal, spec, command, session)
+        elif move == "hand_over_again":
             self._hand_over(journal, last)
-            return self._describe(journal, spec, "queued")
-        if last.due:
+        elif move == "start_when_due":
             return self._start_when_due(journal, spec, last)
-        if command.state == "cancelled" and not self._slurm_cancelled(journal, last):
-            # by somebody else, with the scheduler's own tools
+        elif move == "cancel":
             journal.cancel()
             return self._describe(journal, spec, "cancelled")
-        return self._restart(journal, spec, command)
+        else:
+            failed = handed_to(journal) if move == "restart_session" else None
+            return self._restart(journal, spec, command, failed)
+        return self._describe(journal, spec, "queued", reason)
 
     def cancel(self, job_id: str) -> JobStatus:
         """End the job for good; one that has ended keeps its status. Raises NotFound."""
-        journal = JobJournal(self.home, job_id)
-        journal.spec()
+        journal = self._journal(job_id)
         if (ended := self._final_status(journal)) is not None:
             return ended
         journal.cancel()
-        self._withdraw(journal, self._session_of(journal))
+        self._withdraw(journal)
         return self.status(job_id)
 
-    def _withdraw(self, journal: JobJournal, session: SessionJournal | None) -> None:
+    def _journal(self, job_id: str) -> JobJournal:
+        """Return the journal of a job that there is. Raises NotFound."""
+        journal = JobJournal(self.home, job_id)
+        journal.spec()
+        return journal
+
+    def _withdraw(self, journal: JobJournal) -> None:
         """End a job's command, or take it from its session, whose ranks see its end themselves."""
-        if session is None:
+        if (session := handed_to(journal)) is None:
             self.scheduler.cancel(journal.job_id)
         else:
             session.withdraw(journal.job_id)
-
-    def _session_of(self, journal: JobJournal) -> SessionJournal | None:
-        """Return the session that a job was handed to last; None if it has its own processes."""
-        session = read_handover(journal).session
-        return SessionJournal(self.home, session) if session else None
 
     def pause(self, job_id: str) -> JobStatus:
         """Let the job save and stop after its current step. Raises NotFound, BadInput.
@@ -303,8 +282,7 @@ class MegatronTrainer:
         The ranks see the pause themselves: a signal would leave a big model only the scheduler's
         grace period to save in.
         """
-        journal = JobJournal(self.home, job_id)
-        journal.spec()
+        journal = self._journal(job_id)
         if journal.cancelled or self._final_status(journal) is not None:
             state = self.status(job_id).state
             message = f"{job_id} has ended ({state}): there is nothing left to pause"
@@ -314,8 +292,7 @@ class MegatronTrainer:
 
     def resume(self, job_id: str) -> JobStatus:
         """Start a paused job again, from its newest resume point. Raises NotFound, BadInput."""
-        journal = JobJournal(self.home, job_id)
-        journal.spec()
+        journal = self._journal(job_id)
         if not journal.paused or journal.cancelled or self._final_status(journal) is not None:
             message = f"{job_id} is {self.status(job_id).state}, not paused"
             raise BadInput(message, param="job_id", code="job_not_paused")
@@ -366,7 +343,7 @@ class MegatronTrainer:
         `session`: the one that could not start, whose log and report count.
         """
         last, step = read_handover(journal), progress_of(spec, journal)
-        runner = session or self._session_of(journal) or journal  # who left report and log
+        runner = session or handed_to(journal) or journal  # who left report and log
         if left(journal):
             runner = journal
         verdict = judge(
@@ -453,15 +430,10 @@ class MegatronTrainer:
         self._hand_over(journal, Handover(step=last.step, restarts=last.restarts))
         return self._describe(journal, spec, "queued")
 
-    def _slurm_cancelled(self, journal: JobJournal, last: Handover) -> bool:
-        """Return True if Slurm cancelled a job itself, as a site's PreemptMode=REQUEUE does."""
-        text = tail_from(journal.log, last.log_bytes)
-        return any(f"DUE TO {why}" in text for why in ("PREEMPTION", "NODE FAILURE", "TIME LIMIT"))
-
     def _hand_over(self, journal: JobJournal, handover: Handover) -> None:
         """Start the job's command, or put it into its session's queue and see that this runs."""
         spec = journal.spec()
-        noted = {"attempts": journal.attempts, "due": 0.0, "left_out": self._nodes_left_out()}
+        noted = {"attempts": journal.attempts, "due": 0.0, "left_out": nodes_left_out(self.home)}
         handover = handover.model_copy(update=noted)
         if spec.session is None:
             forget_end(journal.folder)
@@ -487,15 +459,7 @@ class MegatronTrainer:
         scheduler_id = self.scheduler.submit(command)
         note_handover(journal, handover.model_copy(update={"id": scheduler_id}))
         if self.scheduler.status(command.name).state == "queued":
-            self._free_idle_sessions(handover.session)
-
-    def _free_idle_sessions(self, keep: str) -> None:
-        """Ask the sessions that have nothing to do to end, so that a queued command finds room."""
-        for session in sessions(self.home):
-            jobs = (JobJournal(self.home, job_id) for job_id in session.queue())
-            idle = all(waits_for_commands(journal.spec(), journal) for journal in jobs)
-            if session.session_id != keep and idle:
-                session.ask_to_end()
+            free_idle_sessions(self.home, handover.session)
 
     def command_of(self, spec: JobSpec) -> Command:
         """Return the scheduler's command of a submitted job, or of the session that it names."""
@@ -521,35 +485,8 @@ class MegatronTrainer:
         )
 
     def _command(self, name: str, log: Path, module: str, argument: Path, spec: JobSpec) -> Command:
-        world, gpus = spec.layout.world, self.resources.gpus is not None
-        nodes = self.resources.nodes_for(world)
-        cores = self.resources.cores_each(world)
-        environment = SAFE_IMPORTS | {"OMP_NUM_THREADS": str(cores)}
-        environment[SILENCE_VARIABLE] = f"{self.failures.hang_seconds:g}"
-        if not gpus:  # hide the GPUs of a node that has some
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        if allowed := model_code.allowed_directories():
-            environment[model_code.VARIABLE] = os.pathsep.join(map(str, allowed))
-        return Command(
-            name=name,
-            argv=python("-m", f"cray_agents.trainers.{module}", str(argument.resolve())),
-            directory=str(log.parent.resolve()),
-            log=str(log.resolve()),
-            environment=environment,
-            nodes=nodes,
-            ranks=world,
-            cpus_per_rank=cores,
-            gpus=gpus,
-            minutes=self.resources.minutes,
-            kind="training" if spec.session is None else "session",
-            slurm_options=spec.slurm_options,
-            notice_seconds=notice_seconds(spec, self.home, nodes),
-            exclude=self._nodes_left_out(),
-        )
-
-    def _nodes_left_out(self) -> list[str]:
-        """Return the nodes that failed lately, the newest first."""
-        return [node.node for node in excluded_nodes(self.home.excluded_nodes)]
+        hang_seconds, given = self.failures.hang_seconds, self.resources
+        return build_command(self.home, spec, given, hang_seconds, name, log, module, argument)
 
     # ---- statuses
     def _final_status(self, journal: JobJournal) -> JobStatus | None:
@@ -570,18 +507,3 @@ class MegatronTrainer:
         if state == "queued":
             added["reason"] = reason
         return describe(journal, spec, state).model_copy(update=added)
-
-
-def should_retry(journal: JobJournal, spec: JobSpec) -> bool:
-    """Return True if the job's weights were pruned, or it failed and `spec` runs it differently.
-
-    A failed job by commands is tried again as it is: its client has mended the cause, such as a
-    full disk. So is a job that failed for its disk. Raises Corrupt.
-    """
-    ended = None if journal.cancelled else journal.status()
-    if ended is not None and ended.checkpoint is not None:
-        return checkpoints.read_pruned(journal.home.checkpoint(ended.checkpoint)) is not None
-    if ended is None or ended.state != "failed":
-        return False
-    mended = spec.commands is not None or journal.failed_for == "storage"
-    return mended or bool(changes(journal.spec(), spec))

@@ -21,6 +21,7 @@ import torch
 
 from cray_agents.errors import DiskFull, JobError
 from cray_agents.records import LogprobDistance
+from cray_agents.trainers import progress
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.checkpointing.save import Saver
@@ -35,10 +36,9 @@ from cray_agents.trainers.job.failures.rank_monitor import node_name
 from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.planning.arithmetic import flops_per_token
-from cray_agents.trainers.planning.hardware import peak_flops
-from cray_agents.trainers.progress_clock import CLOCK
+from cray_agents.trainers.planning.step_time import peak_flops
+from cray_agents.trainers.progress import CLOCK
 from cray_agents.trainers.session.command_run import run_commands
-from cray_agents.trainers.training import own_work
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
     gather_from_ranks,
@@ -385,7 +385,7 @@ def step(
     totals.add(report, seconds, before)
     if is_rank0():
         write_step_event(training, work, report, seconds)
-    if training.layout.world > 1 and training.done % own_work.STEPS == 0:
+    if training.layout.world > 1 and training.done % progress.STEPS == 0:
         name_straggler(training, work)
     return report.stop
 
@@ -394,12 +394,12 @@ def name_straggler(training: Training, work: JobInputs) -> None:
     """Write an event if a rank's own work of the last steps took much longer. Collective."""
     mine = json.dumps([training.own_work.take(), node_name()]).encode()
     every = [json.loads(one) for one in gather_from_ranks(mine)]
-    slow = own_work.find_straggler([seconds for seconds, _ in every])
+    slow = progress.find_straggler([seconds for seconds, _ in every])
     if is_rank0() and slow is not None:
         rank, median = slow
         seconds, node = every[rank]
         values = {"rank": rank, "node": node, "seconds": seconds, "median": median}
-        work.journal.event("straggler", **values, steps=own_work.STEPS, after_step=training.done)
+        work.journal.event("straggler", **values, steps=progress.STEPS, after_step=training.done)
 
 
 def write_step_event(

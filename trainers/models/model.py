@@ -27,7 +27,7 @@ from cray_agents.trainers.models.attention import (
 )
 from cray_agents.trainers.models.head import Head, padded_vocab
 from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
-from cray_agents.trainers.planning.memory import MOST_LOGITS
+from cray_agents.trainers.planning.arithmetic import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -26,7 +26,7 @@ from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD
 from cray_agents.runtime.registry.model_files import read_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.tensors import hf_name, tensor_shapes
-from cray_agents.trainers.progress_clock import CLOCK
+from cray_agents.trainers.progress import CLOCK
 from cray_agents.training_jobs import Hyperparameters
 
 # Megatron's name inside a layer -> (rule of packing, its Hugging Face tensors)

@@ -1,7 +1,7 @@
 """Planning: a training run's memory, time, cost and layout by arithmetic alone. No torch.
 
-arithmetic.py counts weights and floating-point operations, memory.py bytes. step_time.py
-estimates how long a step takes, hardware.py lists GPUs, layout_choice.py ranks layouts, plan.py
-combines them for `cray-agents plan`. default_layout.py chooses the layout of a job,
-layout_limits.py refuses one that does not fit, and the trainer computes its MFU with arithmetic.py.
+arithmetic.py counts weights, operations and bytes. step_time.py lists GPUs, and estimates how
+long a step takes. layouts.py ranks layouts by both, job_layout.py gives a job its layout and
+micro-batch, plan.py turns them into hours and dollars for `cray-agents plan`.
+cluster_resources.py says which ranks and GPUs there are.
 """

@@ -2,7 +2,7 @@
 
 `cray-agents up` makes a `Resources` of the configuration for MegatronTrainer, and `doctor` shows
 it. This module never opens CUDA: the platform's process forks, and must hold no GPU. Read next:
-default_layout.py, which chooses a job's layout over these resources.
+job_layout.py, which chooses a job's layout over these resources.
 """
 
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError
 from cray_agents.runtime.scheduler.gpu_placement import is_sliced, nvidia_devices
-from cray_agents.trainers.planning.hardware import find_gpu, identify
+from cray_agents.trainers.planning.step_time import find_gpu, identify
 from cray_agents.training_jobs import Dtype
 
 CPU_RANKS = 2  # per node; more rarely pays over gloo
@@ -28,7 +28,7 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,nohea
 
 @dataclass(frozen=True)
 class Gpus:
-    """A node's GPUs; `name` is hardware.py's if it lists them. `gib`: the smallest GPU's memory."""
+    """A node's GPUs; `name`: step_time.py's, if it has one. `gib`: the smallest GPU's memory."""
 
     name: str
     gib: float

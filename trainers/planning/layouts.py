@@ -1,10 +1,12 @@
-"""Layouts: list the layouts that a model supports, and refuse others with alternatives.
+"""Layouts: which ones a model supports, and which of them is the fastest that fits in memory.
 
-job/job.py checks a job's layout with `check_layout` before it forks. Read next: layout_choice.py,
-which ranks the layouts.
+job/job.py checks a job's layout with `check_layout` before it starts ranks. job_layout.py calls
+`choose_layout` for jobs without a layout, plan.py shows the whole ranking. Memory and speed are
+estimates, see arithmetic.py and step_time.py. No torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import log2
 from typing import get_args
@@ -12,9 +14,13 @@ from typing import get_args
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.trainers.models.bridge.bridged_kinds import WHOLE_EXPERTS, why_not_bridged
-from cray_agents.training_jobs import Layout, Sharding, Way
+from cray_agents.trainers.planning.arithmetic import GIB, Memory, count_weights, estimate_memory
+from cray_agents.trainers.planning.step_time import Gpu, slowdown
+from cray_agents.training_jobs import Hyperparameters, Layout, Sharding, Way
 
 PROPOSED = 6  # layouts that an error names at most
+RESERVE = 0.1  # share of a rank's memory for CUDA, NCCL and the allocator's losses
+LONG = 8192  # tokens; sequences so long may use context parallelism
 
 
 def why_unfit(model: Architecture, layout: Layout) -> str | None:
@@ -137,8 +143,7 @@ def possible_layouts(model: Architecture, world: int) -> Iterator[Layout]:
     """Yield the layouts of a world size, with sequence parallelism if tensor > 1.
 
     Of a model that is trained the universal way data parallelism, with and without full sharding.
-    Else all supported ones, but of chunks for interleaving only those that are equal when embedding
-    and loss count as a layer each, or when they do not count; and one optimizer.
+    Else all supported ones without interleaving and with one optimizer, which a job may name.
     """
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     tensors = [n for n in sizes if not any(size % n for _, size in _split_by_tensor(model))]
@@ -152,25 +157,17 @@ def possible_layouts(model: Architecture, world: int) -> Iterator[Layout]:
         data, left_over = divmod(world, tensor * pipeline * context)
         if left_over:
             continue
-        for interleave, expert in product(_interleaves(model.layers, pipeline), experts):
+        for expert in experts:
             layout = Layout(
                 data=data,
                 tensor=tensor,
                 pipeline=pipeline,
-                interleave=interleave,
                 context=context,
                 expert=expert,
                 sequence_parallel=tensor > 1,
             )
             if why_unfit(model, layout) is None:
                 yield layout
-
-
-def _interleaves(layers: int, pipeline: int) -> Iterator[int]:
-    yield 1
-    for chunks in range(2, layers // pipeline + 1 if pipeline > 1 else 2):
-        if any(cells % (pipeline * chunks) == 0 for cells in (layers, layers + 2)):
-            yield chunks
 
 
 def describe_layout(layout: Layout) -> str:
@@ -191,3 +188,172 @@ def _distance(wanted: Layout, other: Layout) -> tuple[float, int]:
     names = ("data", "tensor", "pipeline", "interleave", "context", "expert")
     ratios = [getattr(other, name) / getattr(wanted, name) for name in names]
     return sum(abs(log2(ratio)) for ratio in ratios), -other.data
+
+
+@dataclass(frozen=True)
+class LayoutQuestion:
+    """A training run that needs a layout, on `ranks` ranks with `gib` GiB of memory each.
+
+    `sequence_length`: tokens of a usual sequence. `recompute`, `layout`: the job's own; None lets
+    the choice decide. `teacher`: a model that the layout must hold beside this one, before the
+    first step (distill). `gpu` for its speed and links; None: an H100.
+    """
+
+    model: Architecture
+    hyper: Hyperparameters
+    ranks: int
+    gib: float
+    ranks_per_node: int
+    sequence_length: int
+    recompute: str | None = None
+    layout: Layout | None = None
+    teacher: Architecture | None = None
+    gpu: Gpu | None = None
+
+    def layouts(self) -> Iterator[Layout]:
+        """Yield the layouts to choose from: tensor ranks in a node, context only if long."""
+        if self.layout is not None:
+            yield self.layout
+            return
+        node = min(self.ranks, self.ranks_per_node)
+        for layout in possible_layouts(self.model, self.ranks):
+            if node % layout.tensor or (layout.context > 1 and self.sequence_length < LONG):
+                continue
+            sharded = layout.sharding == "full"
+            if sharded and self.hyper.lora is not None:
+                continue
+            if sharded or self.teacher is None or why_unfit(self.teacher, layout) is None:
+                yield layout
+
+    def recomputes(self) -> list[str]:
+        """Return the values of `recompute` to choose from."""
+        if self.recompute is not None or self.layout is not None:
+            return [self.recompute or "none"]
+        feed = [] if self.model.way == "universal" else ["moe" if self.model.experts else "mlp"]
+        return ["none", *feed, "full"]
+
+    def candidate(self, layout: Layout, recompute: str) -> "LayoutCandidate":
+        """Estimate what a layout takes."""
+        memory = estimate_memory(
+            self.model,
+            layout,
+            self.hyper,
+            sequence_length=self.sequence_length,
+            recompute=recompute,
+            teacher=self.teacher,
+        )
+        slower = slowdown(
+            self.model,
+            layout,
+            self.hyper,
+            self.sequence_length,
+            self.ranks_per_node,
+            recompute=recompute,
+            gpu=self.gpu,
+        )
+        fits = memory.gib <= self.gib * (1 - RESERVE)
+        return LayoutCandidate(layout, recompute, memory, slower, fits)
+
+
+@dataclass(frozen=True)
+class LayoutCandidate:
+    """A layout, its memory, and its slowdown against ranks that are always busy."""
+
+    layout: Layout
+    recompute: str
+    memory: Memory
+    slowdown: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Choice(LayoutCandidate):
+    """The chosen layout, the reasons in words, and the ranking of all candidates."""
+
+    reasons: list[str]
+    ranking: Sequence[LayoutCandidate]
+
+
+def choose_layout(question: LayoutQuestion) -> Choice:
+    """Choose the fastest layout; if none fits, the one with the least memory."""
+    candidates = (
+        question.candidate(layout, recompute)
+        for layout in question.layouts()
+        for recompute in question.recomputes()
+    )
+    ranking = sorted(candidates, key=_order)
+    best = ranking[0]
+    if not best.fits:
+        best = min(ranking, key=lambda candidate: candidate.memory.total)
+    reasons = [_premises(question), *_decisions(best, ranking)]
+    return Choice(**vars(best), reasons=reasons, ranking=ranking)
+
+
+def _order(candidate: LayoutCandidate) -> tuple[float, ...]:
+    """Return the sort key: fitting first, then fast, then little splitting, by tensor first."""
+    layout = candidate.layout
+    return (
+        not candidate.fits,
+        round(candidate.slowdown, 3),
+        layout.world // layout.data,
+        -layout.tensor,
+        -layout.context,
+        layout.expert,
+    )
+
+
+def _premises(question: LayoutQuestion) -> str:
+    model, hyper, ranks = question.model, question.hyper, question.ranks
+    billions = count_weights(model).total / 1e9
+    trained = f"LoRA of rank {hyper.lora.rank} on" if hyper.lora else "all weights of"
+    return (
+        f"{trained} a {model.kind} model of {billions:.3g} billion parameters in {hyper.dtype}, "
+        f"{ranks} {'ranks' if ranks > 1 else 'rank'} of {question.gib:.4g} GiB, of which"
+        f" {RESERVE:.0%} stay free, micro-batches of {hyper.max_tokens_per_microbatch:,} tokens"
+    )
+
+
+def _decisions(best: LayoutCandidate, ranking: Sequence[LayoutCandidate]) -> Iterator[str]:
+    """Yield a sentence for each decision."""
+    layout, whole = best.layout, Layout(data=best.layout.world)
+    alike = (c for c in ranking if c.layout == whole and c.recompute == best.recompute)
+    unsplit, gib = next(alike, best), best.memory.gib
+    if not best.fits:
+        yield (
+            f"nothing fits: {describe_layout(layout)} needs the least, {gib:.1f} GiB a rank; take"
+            " more ranks, LoRA, or fewer max_tokens_per_microbatch"
+        )
+    elif layout == whole:
+        yield f"a rank holds the whole model: {gib:.1f} GiB"
+    elif not unsplit.fits:
+        yield f"a rank needs {gib:.1f} GiB; unsplit it would be {unsplit.memory.gib:.1f} GiB"
+    else:
+        yield (
+            f"with the whole model on each rank a step would take"
+            f" {unsplit.slowdown / best.slowdown:.1f} times as long: the batch is too small for"
+            f" data={whole.data}"
+        )
+    for name, meaning in _MEANING.items():
+        if (size := getattr(layout, name)) > 1:
+            yield f"{name}={size}: {meaning}"
+    if layout.sharding == "full":
+        yield "sharding=full: weights and gradients are divided too, at the cost of more messages"
+    if best.memory.teacher:
+        yield f"the teacher takes {best.memory.teacher / GIB:.1f} GiB of it before the first step"
+    if best.recompute != "none":
+        yield f"recompute={best.recompute}: {_AGAIN.get(best.recompute, 'some')} computed again"
+    if best.slowdown > 1.005:
+        yield (
+            f"a step takes {best.slowdown:.2f} times what it would on ranks that only multiply"
+            " large matrices"
+        )
+
+
+_MEANING = {
+    "tensor": "each layer is split within a node, activations too (sequence_parallel)",
+    "pipeline": "layers are split into stages, which send little and wait for each other",
+    "context": "long sequences are split over ranks",
+    "expert": "experts are split over the data and context ranks",
+    "data": "ranks share the batch",
+}
+_AGAIN = {"full": "activations are", "mlp": "feed-forward layers are", "moe": "experts are"}

@@ -7,7 +7,7 @@ which is what `mfu` is of: see step_time.py, and docs/planning.md for the compar
 runs. Of a model of which only the size is known, `mfu` is of the whole run, 40 % by default. What
 is no benchmark can be slower: ClimateGPT (arXiv 2401.09646, 4.2 billion tokens on H100s) reached,
 with 6 N operations a token, 32 % with 7B, 31 % with 13B, 23 % with 70B, and 27 % over 319.5 billion
-tokens from scratch. No torch. Read next: layout_choice.py for the layouts.
+tokens from scratch. No torch. Read next: layouts.py.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,20 @@ from typing import Any
 
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.arithmetic import (
+    GIB,
+    Memory,
     count_weights,
     flops_per_scored_token,
     flops_per_token,
     weights_per_token,
 )
-from cray_agents.trainers.planning.hardware import Gpu
-from cray_agents.trainers.planning.layout_choice import Choice, LayoutCandidate, choose_layout
-from cray_agents.trainers.planning.memory import GIB, Memory
-from cray_agents.trainers.planning.step_time import KERNELS
+from cray_agents.trainers.planning.layouts import (
+    Choice,
+    LayoutCandidate,
+    LayoutQuestion,
+    choose_layout,
+)
+from cray_agents.trainers.planning.step_time import KERNELS, Gpu
 from cray_agents.training_jobs import Hyperparameters, MethodName
 
 BY_SIZE = 0.4  # share of the peak, of a model of which only the size is known
@@ -163,18 +168,20 @@ def make_plan(
 
     `teacher`: the model that judges the samples of distill.
     """
-    choice = choose_layout(
-        model,
-        cluster.gpus,
-        memory_gib_per_rank=cluster.gpu.gib,
-        ranks_per_node=cluster.gpus_per_node,
-        hyper=hyper,
-        sequence_length=workload.sequence_length,
-        recompute=recompute,
-        gpu=cluster.gpu,
-        teacher=teacher,
-    )
     length = workload.sequence_length
+    choice = choose_layout(
+        LayoutQuestion(
+            model,
+            hyper,
+            cluster.gpus,
+            cluster.gpu.gib,
+            cluster.gpus_per_node,
+            length,
+            recompute,
+            teacher=teacher,
+            gpu=cluster.gpu,
+        )
+    )
     flops = workload.tokens * workload.epochs * flops_per_token(model, length, hyper.lora)
     flops += workload.scored * flops_per_scored_token(model, length)
     flops += workload.judged * flops_per_scored_token(teacher or model, length)

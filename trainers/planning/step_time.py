@@ -1,26 +1,96 @@
-"""Step time: estimate how much slower a layout is than GPUs that only multiply large matrices.
+"""Step time: a table of GPUs, and how much slower a layout is than large matrices alone on them.
 
     slowdown = (matrices + messages) * bubble * uneven shares + sum of gradients, over work / peak
 
-layout_choice.py ranks layouts by it, plan.py turns it into hours. The seven constants were fitted
-to published runs of NVIDIA's Megatron and others, on H100, H800 and A100 GPUs; docs/planning.md
-compares the estimate with each run, and says which were held out. No torch. Read next: hardware.py
-for links.
+layouts.py ranks layouts by it, plan.py turns it into hours, and the trainer takes a GPU's peak for
+its MFU. Edit GPUS to add or calibrate a GPU. The seven constants below it were fitted to published
+runs of NVIDIA's Megatron and others, on H100, H800 and A100 GPUs; docs/planning.md compares the
+estimate with each run, and says which were held out. This trainer's own speed was not measured. No
+torch.
 """
 
+from dataclasses import dataclass
 from math import ceil, sqrt
 
+from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.arithmetic import (
     expert_weights,
     flops_per_scored_token,
     flops_per_token,
+    micro_batches,
     mlp_weights,
+    weight_share,
     weights_per_token,
 )
-from cray_agents.trainers.planning.hardware import Gpu, find_gpu
-from cray_agents.trainers.planning.memory import micro_batches, weight_share
 from cray_agents.training_jobs import Hyperparameters, Layout
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU model. All `marks` are in CUDA's name of the device, in any case.
+
+    `teraflops`: dense bfloat16 with float32 sums, from the vendor's data sheet, which prints twice
+    as much for sparsity. `gib`: as nvidia-smi shows it. `link`: GB/s each way to the node's other
+    GPUs. `network`: GB/s each way to other nodes, of usual machines. `price`: dollars an hour, or
+    None.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    teraflops: float
+    gib: float
+    price: float | None = None
+    link: float = 450
+    network: float = 50
+
+
+# Prices: EC2 Capacity Blocks per accelerator, end of 2024. On demand cost 2.5 times as much then
+# (p5.48xlarge, 8 x H100: about $100/h); other clouds ask half. More specific names come first.
+GPUS = (
+    Gpu("GB200", ("GB200",), 2500, 184, link=900),
+    Gpu("B300", ("B300",), 2250, 268, link=900, network=100),
+    Gpu("B200", ("B200",), 2250, 179, link=900),
+    Gpu("GH200", ("GH200",), 989.4, 95),
+    Gpu("H200", ("H200",), 989.4, 140, 5.41),
+    Gpu("H100-NVL", ("H100", "NVL"), 835, 93, link=64),
+    Gpu("H100-PCIe", ("H100", "PCIE"), 756, 79, link=64),
+    Gpu("H100", ("H100",), 989.4, 79, 4.92),
+    Gpu("H800", ("H800",), 989.4, 79, link=200),
+    Gpu("H20", ("H20",), 148, 95),
+    Gpu("A100-40GB", ("A100", "40GB"), 312, 40, 1.84, 300, 25),
+    Gpu("A100", ("A100",), 312, 80, None, 300, 25),
+    Gpu("L40S", ("L40S",), 362, 45, None, 32, 25),
+    Gpu("L4", ("L4",), 121, 22, None, 32, 12),
+    Gpu("A10G", ("A10G",), 70, 22, None, 32, 12),
+    Gpu("RTX-4090", ("RTX", "4090"), 165, 24, None, 32, 12),
+    Gpu("MI300X", ("MI300X",), 1307, 192),
+)
+
+
+def identify(device_name: str) -> Gpu | None:
+    """Return the GPU with CUDA's device name ("NVIDIA H100 80GB HBM3"), if the table has it."""
+    words = device_name.upper().replace("-", " ").split()
+    return next((gpu for gpu in GPUS if all(mark in words for mark in gpu.marks)), None)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return a device's peak bfloat16 operations per second; None if it is unknown."""
+    gpu = identify(device_name)
+    return gpu.teraflops * 1e12 if gpu else None
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU by the table's or CUDA's name. Raises BadInput with a list of known GPUs."""
+    named = [gpu for gpu in GPUS if gpu.name.upper() == name.upper()]
+    gpu = named[0] if named else identify(name)
+    if gpu is None:
+        raise BadInput(
+            f"no GPU {name!r} is known; known are {', '.join(gpu.name for gpu in GPUS)}",
+            param="gpu",
+        )
+    return gpu
+
 
 KERNELS = 0.61  # share of a GPU's peak that large matrices reach in bfloat16
 NARROW = 1150.0  # a matrix so wide is multiplied at half that speed
@@ -54,44 +124,20 @@ def slowdown(
     with several of its experts, as with DeepEP; this trainer sends each copy.
     """
     gpu = find_gpu("H100") if gpu is None else gpu
-    flops = flops_per_token(model, sequence_length, hyper.lora)
+    step = _Step(model, layout, hyper, ranks_per_node, gpu, sequence_length)
     ranks = layout.tensor * layout.pipeline * layout.context
-    ideal = flops / ranks / (gpu.teraflops * 1e12 * KERNELS)  # seconds of a rank for a token
-    busy = ideal * _matrices(model, layout, hyper, flops, sequence_length, recompute)
-    waits = EXPOSED * _messages(model, layout, hyper, ranks_per_node, gpu)
-    waits += EXPOSED_COPIES * _copies(
-        model, layout, hyper, ranks_per_node, gpu, once_per_node=once_per_node
-    )
+    # seconds of a rank for a token
+    ideal = step.flops / ranks / (gpu.teraflops * 1e12 * KERNELS)
+    busy = ideal * step.matrices(recompute)
+    waits = EXPOSED * step.messages() + EXPOSED_COPIES * step.copies(once_per_node)
     if model.experts:
-        layers = max(layout.stage_layers(model.layers))
-        waits += STALL * layers / hyper.max_tokens_per_microbatch
+        waits += STALL * step.layers / hyper.max_tokens_per_microbatch
     count = micro_batches(layout, hyper, sequence_length)
     bubble = 1 + (layout.pipeline - 1) / (count * layout.interleave)
-    largest = _largest_stage(model, layout)
     uneven = ceil(hyper.batch_size / layout.data) * layout.data / hyper.batch_size
     tokens = hyper.batch_size * sequence_length / layout.data
-    summed = _sum_of_gradients(model, layout, hyper, ranks_per_node, gpu, count) / tokens
-    whole = (busy + waits) * bubble * largest * uneven + EXPOSED_SUM * summed
-    return whole / ideal
-
-
-def _matrices(
-    model: Architecture,
-    layout: Layout,
-    hyper: Hyperparameters,
-    flops: float,
-    length: int,
-    recompute: str,
-) -> float:
-    """Return the time of a rank's own work, relative to large matrices and nothing done twice."""
-    width = (model.expert_ffn if model.experts else model.ffn) / layout.tensor
-    side = sqrt(model.hidden * width)
-    matrices = (4 if hyper.lora else 6) * weights_per_token(model) / flops
-    faster = FP8_GAIN if hyper.fp8 is not None else 1.0
-    forward = flops_per_scored_token(model, length)
-    again = {"full": forward, "mlp": 2 * _feed(model), "moe": 2 * _feed(model)}
-    twice = sum(again.get(part, 0.0) for part in recompute.split(",")) / flops
-    return matrices * (1 / faster + NARROW / side) + 1 - matrices + twice / faster
+    summed = EXPOSED_SUM * step.sum_of_gradients(count) / tokens
+    return ((busy + waits) * bubble * _largest_stage(model, layout) * uneven + summed) / ideal
 
 
 def _largest_stage(model: Architecture, layout: Layout) -> float:
@@ -106,85 +152,102 @@ def _largest_stage(model: Architecture, layout: Layout) -> float:
     return max(stages) * layout.pipeline / sum(stages)
 
 
-def _feed(model: Architecture) -> float:
-    """Return the weights of all feed-forward layers that a token is multiplied with."""
-    if not model.experts:
-        return model.layers * mlp_weights(model)
-    return model.layers * model.experts_per_token * expert_weights(model)
+@dataclass(frozen=True)
+class _Step:
+    """The parts of a step's time, on a rank."""
 
+    model: Architecture
+    layout: Layout
+    hyper: Hyperparameters
+    ranks_per_node: int
+    gpu: Gpu
+    length: int
 
-def _messages(
-    model: Architecture, layout: Layout, hyper: Hyperparameters, ranks_per_node: int, gpu: Gpu
-) -> float:
-    """Return the seconds that a rank sends and receives for a token, within its layers.
+    @property
+    def flops(self) -> float:
+        """The operations of a token."""
+        return flops_per_token(self.model, self.length, self.hyper.lora)
 
-    Sequence parallelism gathers or scatters hidden states ten times a layer (arXiv 2205.05198,
-    figure 5, forward and backward, and the input again for the weights' gradient). Context ranks
-    pass on keys and values, and each chunk of a pipeline's stage hidden states and their gradients.
-    """
-    size = 2 if hyper.dtype == "bfloat16" else 4
-    layers = max(layout.stage_layers(model.layers))
-    tensor, context = layout.tensor, layout.context
-    whole = size * model.hidden / context
-    seconds = 10 * whole * (tensor - 1) / tensor / (gpu.link * 1e9)
-    across = gpu.link if tensor * context <= ranks_per_node else gpu.network
-    keys = 2 * size * model.kv_heads * model.head_size / tensor
-    seconds += 3 * keys * (context - 1) / context / (across * 1e9)
-    seconds *= layers
-    if layout.pipeline > 1:
-        across = gpu.link if layout.world <= ranks_per_node else gpu.network
-        seconds += 2 * layout.interleave * whole / tensor / (across * 1e9)
-    return seconds
+    @property
+    def layers(self) -> int:
+        """The layers of the largest stage."""
+        return max(self.layout.stage_layers(self.model.layers))
 
+    @property
+    def size(self) -> int:
+        """The bytes of a number."""
+        return 2 if self.hyper.dtype == "bfloat16" else 4
 
-def _copies(
-    model: Architecture,
-    layout: Layout,
-    hyper: Hyperparameters,
-    ranks_per_node: int,
-    gpu: Gpu,
-    *,
-    once_per_node: bool,
-) -> float:
-    """Return the seconds that a rank sends a token's copies to experts and back, in its layers.
+    def speed(self, ranks: int) -> float:
+        """Return the bytes a second between so many neighbouring ranks."""
+        near = ranks <= self.ranks_per_node
+        return (self.gpu.link if near else self.gpu.network) * 1e9
 
-    That is twice forward and twice backward; tensor ranks each bring their part and then gather
-    what has come.
-    """
-    if not model.experts:
-        return 0.0
-    size = 2 if hyper.dtype == "bfloat16" else 4
-    tensor, expert, each = layout.tensor, layout.expert, model.experts_per_token
-    copy = 4 * size * model.hidden / layout.context / tensor
-    near = min(expert, max(1, ranks_per_node // tensor))  # of its ranks in a node
-    far = each * (expert - near) / expert
-    if once_per_node:
-        nodes = expert / near
-        far = (nodes - 1) * (1 - (1 - 1 / nodes) ** each)
-    inside = each * (near - 1) / expert + each * (tensor - 1)
-    seconds = copy * (far / (gpu.network * 1e9) + inside / (gpu.link * 1e9))
-    return max(layout.stage_layers(model.layers)) * seconds
+    def matrices(self, recompute: str) -> float:
+        """Return the time of a rank's own work, relative to large matrices computed once."""
+        model, layout, hyper = self.model, self.layout, self.hyper
+        feed = model.layers * mlp_weights(model)
+        width = model.ffn / layout.tensor
+        if model.experts:
+            feed = model.layers * model.experts_per_token * expert_weights(model)
+            width = model.expert_ffn / layout.tensor
+        matrices = (4 if hyper.lora else 6) * weights_per_token(model) / self.flops
+        faster = FP8_GAIN if hyper.fp8 is not None else 1.0
+        forward = flops_per_scored_token(model, self.length)
+        again = {"full": forward, "mlp": 2 * feed, "moe": 2 * feed}
+        twice = sum(again.get(part, 0.0) for part in recompute.split(",")) / self.flops
+        narrow = NARROW / sqrt(model.hidden * width)
+        return matrices * (1 / faster + narrow) + 1 - matrices + twice / faster
 
+    def messages(self) -> float:
+        """Return the seconds that a rank sends and receives for a token, within its layers.
 
-def _sum_of_gradients(
-    model: Architecture,
-    layout: Layout,
-    hyper: Hyperparameters,
-    ranks_per_node: int,
-    gpu: Gpu,
-    count: int,
-) -> float:
-    """Return the seconds of a step to sum gradients in float32 and to fetch weights."""
-    copies = layout.data * layout.context
-    if copies == 1 or hyper.lora is not None:
-        return 0.0
-    size = 2 if hyper.dtype == "bfloat16" else 4
-    mine = weight_share(model, layout, 0)
-    inside = layout.tensor * layout.context * layout.data * layout.pipeline <= ranks_per_node
-    speed = (gpu.link if inside else gpu.network) * 1e9
-    dense = mine.dense * (copies - 1) / copies
-    experts = mine.experts * (1 - layout.expert / copies)
-    bytes_of_weight = 4 + size
-    if layout.sharding == "full":
-        bytes_of_weight = count * (4 + 2 * size)
-    return bytes_of_weight * (dense + experts) / speed
+        Sequence parallelism gathers or scatters hidden states ten times a layer (arXiv 2205.05198,
+        figure 5, forward and backward, and the input again for the weights' gradient). Context
+        ranks pass on keys and values, and each chunk of a pipeline's stage hidden states and their
+        gradients.
+        """
+        model, tensor, context = self.model, self.layout.tensor, self.layout.context
+        whole = self.size * model.hidden / context
+        seconds = 10 * whole * (tensor - 1) / tensor / (self.gpu.link * 1e9)
+        keys = 2 * self.size * model.kv_heads * model.head_size / tensor
+        seconds += 3 * keys * (context - 1) / context / self.speed(tensor * context)
+        seconds *= self.layers
+        if self.layout.pipeline > 1:
+            chunks = self.layout.interleave
+            seconds += 2 * chunks * whole / tensor / self.speed(self.layout.world)
+        return seconds
+
+    def copies(self, once_per_node: bool) -> float:
+        """Return the seconds that a rank sends a token's copies to experts and back, in its layers.
+
+        That is twice forward and twice backward; tensor ranks each bring their part and then gather
+        what has come.
+        """
+        if not self.model.experts:
+            return 0.0
+        tensor, expert = self.layout.tensor, self.layout.expert
+        each = self.model.experts_per_token
+        copy = 4 * self.size * self.model.hidden / self.layout.context / tensor
+        near = min(expert, max(1, self.ranks_per_node // tensor))  # of its ranks in a node
+        far = each * (expert - near) / expert
+        if once_per_node:
+            nodes = expert / near
+            far = (nodes - 1) * (1 - (1 - 1 / nodes) ** each)
+        inside = each * (near - 1) / expert + each * (tensor - 1)
+        seconds = copy * (far / (self.gpu.network * 1e9) + inside / (self.gpu.link * 1e9))
+        return self.layers * seconds
+
+    def sum_of_gradients(self, count: int) -> float:
+        """Return the seconds of a step to sum gradients in float32 and to fetch weights."""
+        layout = self.layout
+        copies = layout.data * layout.context
+        if copies == 1 or self.hyper.lora is not None:
+            return 0.0
+        mine = weight_share(self.model, layout, 0)
+        dense = mine.dense * (copies - 1) / copies
+        experts = mine.experts * (1 - layout.expert / copies)
+        bytes_of_weight = 4 + self.size
+        if layout.sharding == "full":
+            bytes_of_weight = count * (4 + 2 * self.size)
+        return bytes_of_weight * (dense + experts) / self.speed(layout.world)

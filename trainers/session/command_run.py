@@ -27,8 +27,7 @@ from cray_agents.trainers.job.master_weights import note_moved
 from cray_agents.trainers.methods.token_losses import token_loss
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.training.accumulation import Accumulation
-from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
-from cray_agents.trainers.training.relay import Relay
+from cray_agents.trainers.training.parallel_groups import Relay, broadcast_from_rank0, is_rank0
 from cray_agents.trainers.training.train_step import Training
 from cray_agents.training_commands import (
     COMMAND,

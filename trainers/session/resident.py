@@ -4,11 +4,11 @@ Between two jobs model and optimizer stay in memory. A job whose parent is what 
 published starts from memory, to the bit as it would from the files: with master weights, or
 adapters over their base, if it goes on with the optimizer, and rounded without. So does a job by
 commands that goes on where it was left. What the session leaves for another job is parked in host
-memory (parked_states.py), and taken from there when it comes back. A job of another kind of model
-has everything built anew. Rank 0 looks for the next job in the session's queue, and the others wait
-for its word. Where replicas use the same GPUs by turns, a session waits for its turn before each
-job, and moves its state to host memory after it. session_process.py calls `run` in its
-process. Read next: job/rank.py, whose `execute` trains a job.
+memory (parked_states.py), and taken from there when it comes back: start_plan.py has the cases. A
+job of another kind of model has everything built anew. Rank 0 looks for the next job in the
+session's queue, and the others wait for its word. Where replicas use the same GPUs by turns, a
+session waits for its turn before each job, and moves its state to host memory after it.
+session_process.py calls `run` in its process. Read next: job/rank.py, whose `execute` trains a job.
 """
 
 import contextlib
@@ -25,7 +25,15 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from cray_agents.errors import FULL, Corrupt, CrayError, NotFound, SetupError, StoreError
+from cray_agents.errors import (
+    FULL,
+    Corrupt,
+    CrayError,
+    NewerFormat,
+    NotFound,
+    SetupError,
+    StoreError,
+)
 from cray_agents.records import Manifest
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scaling.ledger import LedgerFile
@@ -38,21 +46,27 @@ from cray_agents.trainers.job.checks.weights_check import (
     check_parent,
 )
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
-from cray_agents.trainers.job.job_end import already_ended, record_failure, record_success
 from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start, read_inputs
-from cray_agents.trainers.job.job_ledger import note_steps
+from cray_agents.trainers.job.job_state import already_ended, record_failure, record_success
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag, open_log, restart_may_help
-from cray_agents.trainers.progress_clock import CLOCK
-from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, put_back
+from cray_agents.trainers.job.launch import (
+    EX_TEMPFAIL,
+    StopFlag,
+    note_steps,
+    open_log,
+    restart_may_help,
+)
+from cray_agents.trainers.progress import CLOCK
+from cray_agents.trainers.session.parked_states import ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.session_journal import SessionJournal
+from cray_agents.trainers.session.start_plan import JobStart, StartPlan, plan_start
 from cray_agents.trainers.training.offload import Offload
 from cray_agents.trainers.training.parallel_groups import (
+    Relay,
     broadcast_from_rank0,
     gather_from_ranks,
     is_rank0,
 )
-from cray_agents.trainers.training.relay import Relay
 from cray_agents.trainers.training.train_step import AdapterBase, Training, build_of
 from cray_agents.training_jobs import JobSpec, WeightsSource
 
@@ -163,7 +177,11 @@ class Orders:
         """Return True for a job that has ended, or whose spec cannot be read."""
         try:
             return already_ended(journal, journal.spec()) is not None
-        except (Corrupt, NotFound) as problem:  # whoever asks for the job's status is told the same
+        except (
+            Corrupt,
+            NewerFormat,
+            NotFound,
+        ) as problem:  # whoever asks for the job's status is told the same
             print(f"{journal.job_id} cannot be taken up: {problem}", flush=True)
             return True
 
@@ -282,7 +300,7 @@ class Resident:
                     work,
                     self._on_cpu,
                     self._ledger,
-                    optimizer_in_memory=self._continues(work),
+                    optimizer_in_memory=self._plan(work).keeps_optimizer,
                     point_in_memory=seal,
                 )
                 point = work.resume_from
@@ -298,7 +316,7 @@ class Resident:
         work = work.at(attempt, *points)
         if not resumes:
             choose = partial(choose_start, on_cpu=self._on_cpu, ledger=None)
-            in_memory = self._continues(work)
+            in_memory = self._plan(work).keeps_optimizer
             work = check_start(work, partial(choose, optimizer_in_memory=in_memory))
         return work, resumes
 
@@ -310,48 +328,28 @@ class Resident:
             origin = None if parked is None else parked.origin
         return origin.seal if origin is not None and origin.attempt + 1 == work.attempt else ""
 
-    def _holds(self, spec: JobSpec) -> bool:
-        """Return True if a job's parent was published of the weights in memory."""
-        starts = spec.hyperparameters.init == "parent"
-        return starts and self._origin is not None and self._origin.weights == spec.parent_sha256
-
     def _fits(self, work: JobInputs) -> bool:
         """Return True if the job can be trained with the model and optimizer that are built."""
         training = self._training
         return training is not None and training.build == build_of_job(work)
 
-    def _continues(self, work: JobInputs) -> bool:
-        """Return True if the optimizer that the job goes on with is in memory, or parked."""
-        return self._goes_on(work) or self._optimizer(work) is not None
-
-    def _goes_on(self, work: JobInputs) -> bool:
-        """Return True if the job goes on with the optimizer and the weights in memory."""
-        origin = self._origin
-        left_by = "" if origin is None or origin.seal else origin.job
-        same = left_by != "" and left_by == work.spec.optimizer_from and self._fits(work)
-        known = origin is not None and (origin.base or work.spec.hyperparameters.lora is None)
-        return same and bool(known) and self._holds(work.spec)
-
-    def _is_below(self, work: JobInputs, base: AdapterBase) -> bool:
-        """Return True if these are the weights below the adapters in memory."""
-        return self._origin is not None and self._origin.base == base and self._fits(work)
-
-    def _optimizer(self, work: JobInputs) -> Parked | None:
-        """Return the parked state with the optimizer that a job goes on with, and its parent."""
-        spec = work.spec
-        parked = self._parked.of_job(build_of_job(work), spec.optimizer_from or "")
-        origin = None if parked is None else parked.origin
-        if origin is None or origin.seal or origin.weights != spec.parent_sha256:
-            return None
-        base, whole = origin.base, spec.hyperparameters.lora is None
-        if base is not None:  # the weights below its adapters must be here, too
-            whole = self._is_below(work, base)
-            whole = whole or self._parked.frozen(build_of_job(work), base.sha256) is not None
-        return parked if whole and spec.hyperparameters.init == "parent" else None
+    def _plan(self, work: JobInputs, *, resumes: bool = False) -> StartPlan:
+        """Return from where a job takes what it begins with."""
+        spec, hyper = work.spec, work.spec.hyperparameters
+        read = hyper.init == "parent"
+        start = JobStart(
+            spec.id,
+            build_of_job(work),
+            AdapterBase(spec.parent, spec.parent_sha256) if read else None,
+            spec.optimizer_from,
+            hyper.lora is not None,
+            resumes,
+        )
+        return plan_start(self._origin if self._fits(work) else None, start, self._parked)
 
     def _execute(self, work: JobInputs, resumes: bool) -> bool:
-        optimizer, begun = self._continues(work), time.perf_counter()
-        source, restored = self._take_up(work, resumes), None
+        plan, begun = self._plan(work, resumes=resumes), time.perf_counter()
+        source, restored, optimizer = self._take_up(work, plan), None, plan.keeps_optimizer
         self._origin = None  # until the job is left
         training, point = self._training, work.resume_from
         assert training is not None  # `_take_up` has built it
@@ -378,35 +376,21 @@ class Resident:
         self._origin = self._published(training, work) if finished else self._left(training, work)
         return finished
 
-    def _take_up(self, work: JobInputs, resumes: bool) -> WeightsSource:
-        """Put the weights of a job in place, and with `resumes` its optimizer; say from where.
-
-        What is in memory and not part of them is parked.
-        """
-        spec, build, origin = work.spec, build_of_job(work), self._origin
+    def _take_up(self, work: JobInputs, plan: StartPlan) -> WeightsSource:
+        """Put what a job begins with in place; say from where. What else is in memory is parked."""
+        spec, build = work.spec, build_of_job(work)
         hyper, check = spec.hyperparameters, job_rank.stop_check(work, self._stop)
-        fits, lora, goes_on = self._fits(work), hyper.lora is not None, self._goes_on(work)
-        if resumes and fits and origin is not None and origin.job == spec.id and self._training:
+        if plan.name == "resume" and self._training is not None:
             self._training.take_up(work.parent, hyper, spec.method, check)
             return "memory"
-        state = self._parked.of_job(build, spec.id) if resumes else None
-        if state is None and not goes_on:
-            state = self._optimizer(work)
-        goes_on_there, published = state is not None, fits and self._holds(spec)
-        if not (goes_on or goes_on_there or published or lora) and hyper.init == "parent":
-            state = self._parked.of_weights(build, spec.parent_sha256)
-        over = AdapterBase(spec.parent, spec.parent_sha256)  # which adapters are over, if any
-        if state is not None and state.origin is not None and state.origin.base is not None:
-            over = state.origin.base
-        below = lora and hyper.init == "parent" and self._is_below(work, over)
-        settles = published and not (goes_on or goes_on_there or below)
-        stays = goes_on or below or settles
-        missing = over.sha256 if lora and not stays and hyper.init == "parent" else None
+        fits = self._fits(work)
+        missing = plan.over.sha256 if plan.over is not None and not plan.stays else None
         base = self._parked.frozen(build, missing)  # before parking may drop it
         self._parked.drop(spec.id)  # it goes on from here
-        self._park(spec.id, trained=goes_on or settles, frozen=goes_on or below)
+        self._park(spec.id, trained=plan.trained_stays, frozen=plan.frozen_stays)
         base = base or self._parked.frozen(build, missing)
-        complete = stays or base is not None or (state is not None and not lora)
+        whole = plan.state is not None and hyper.lora is None
+        complete = plan.stays or base is not None or whole
         if fits and self._training is not None:
             self._training.take_up(work.parent, hyper, spec.method, check)
             if not complete:
@@ -419,17 +403,17 @@ class Resident:
                 torch.cuda.empty_cache()
             self._training = job_rank.build(work, self._on_cpu, self._stop, loaded=not complete)
             self._training.sender = self._sender
-        for parked in (base, state):
+        for parked in (base, plan.state):
             if parked is not None:
                 put_back(self._training, parked)
                 self._parked.note_use(parked)
-        if not (goes_on or goes_on_there):
-            if settles or state is not None:
+        if not plan.keeps_optimizer:
+            if plan.name == "begin" and not plan.frozen_stays:
                 self._training.settle()
             self._training.start_from_weights()
         if not complete:
             return "files"
-        return "memory" if stays and state is None else "parked"
+        return "memory" if plan.stays and plan.state is None else "parked"
 
     def _park(self, job: str, *, trained: bool, frozen: bool) -> None:
         """Park what is in memory, before `job` takes its place.

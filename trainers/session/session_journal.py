@@ -1,6 +1,6 @@
 """Session journal: a training session's folder on the shared root.
 
-    spec.json       the SessionSpec
+    spec.json       the SessionSpec, and the number of the folder's `format`; 1 without one
     attempts/<n>    created exclusively by the n-th start: the fence. Only the newest takes jobs
     queue/<job>     a job handed to the session, until it has ended; the oldest is taken first
     current         the job that the newest attempt works on, or none
@@ -26,7 +26,10 @@ from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime.disk import checksums, durable
+from cray_agents.trainers.job.journal import numbered, read_numbered
 from cray_agents.training_jobs import Layout
+
+SESSION_FORMAT = 1  # of a session's folder
 
 
 class SessionSpec(Record):
@@ -61,9 +64,9 @@ class SessionJournal:
         self.log = self.folder / "log.txt"
 
     def spec(self) -> SessionSpec:
-        """Return the session's spec. Raises NotFound."""
+        """Return the session's spec. Raises NotFound, Corrupt, NewerFormat."""
         try:
-            return checksums.read_record(SessionSpec, self.folder / "spec.json")
+            return read_numbered(SessionSpec, self.folder / "spec.json", SESSION_FORMAT)
         except FileNotFoundError:
             message = f"no training session {self.session_id!r} in {self.home.sessions}"
             raise NotFound(message, param="session") from None
@@ -72,8 +75,7 @@ class SessionJournal:
         """Record the spec; a later one of the same session changes when it is idle for too long."""
         path = self.folder / "spec.json"
         if not path.exists() or self.spec() != spec:
-            text = checksums.with_crc(spec.model_dump_json(indent=1).encode())
-            durable.replace_file(path, text)
+            durable.replace_file(path, numbered(spec, SESSION_FORMAT))
 
     # ---- attempts
     @property

@@ -20,13 +20,13 @@ from cray_agents.paths import Home
 from cray_agents.processes import exit_at_once
 from cray_agents.trainers.job.failures.health_gate import check_node
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
-from cray_agents.trainers.job.job_end import record_failure
-from cray_agents.trainers.job.job_ledger import holding_node
+from cray_agents.trainers.job.job_state import record_failure
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
     EX_TEMPFAIL,
     RankMain,
     find_placement,
+    holding_node,
     load_for_ranks,
     run_ranks,
 )

@@ -1,16 +1,18 @@
 """Parallel groups: process groups, a rank's share of a micro-batch, and sums over ranks.
 
-train_step.py owns one `Ranks`, which holds every collective of a step. Read next: train_step.py.
+train_step.py owns one `Ranks`, which holds every collective of a step. A `Relay` passes on what
+rank 0 decides alone. Read next: train_step.py.
 """
 
-import datetime
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from torch.distributed import distributed_c10d
 
 from cray_agents.errors import FULL, DiskFull, StoreError
 from cray_agents.trainers.data.context_parallel import ContextShard, share
@@ -23,7 +25,8 @@ from cray_agents.training_jobs import Layout
 Value = TypeVar("Value")
 
 FP8_ROWS = 32  # Transformer Engine multiplies matrices of 16 rows, or with mxfp8 of 32
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # a rank may hash big files meanwhile
+FOR_EVER = timedelta(days=7)  # rank 0 may be idle for long; its end ends the others, too
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may hash big files meanwhile
 
 
 def join_ranks(layout: Layout, rank: int, world: int, store: Any, on_cpu: bool) -> None:
@@ -249,3 +252,30 @@ def _as_tensor(content: bytes) -> torch.Tensor:
 
 def _as_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.cpu().numpy())
+
+
+class Relay:
+    """A sequence of decisions under a name that no other sequence of these ranks has.
+
+    The others wait in the ranks' store, not in a collective: that would keep a GPU busy, and end
+    after a timeout.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._number = name, 0
+        self._leads = torch.distributed.get_rank() == 0
+        self._alone = torch.distributed.get_world_size() == 1
+        default: Any = distributed_c10d._get_default_store()
+        self._store = default if self._alone else default.clone()
+
+    def next(self, decide: Callable[[], Any]) -> Any:
+        """Return what `decide` returns on rank 0, which JSON can hold, on every rank."""
+        self._number += 1
+        key = f"{self._name}/{self._number}"
+        if not self._leads:
+            self._store.wait([key], FOR_EVER)
+            return json.loads(self._store.get(key))
+        decision = decide()
+        if not self._alone:
+            self._store.set(key, json.dumps(decision))
+        return decision

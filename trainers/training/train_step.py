@@ -40,14 +40,13 @@ from cray_agents.trainers.models.ways import (
     source_of,
     stored_types,
 )
-from cray_agents.trainers.progress_clock import CLOCK
+from cray_agents.trainers.progress import CLOCK, OwnWork
 from cray_agents.trainers.training.optimizer import (
     build_optimizer,
     gather_weights,
     optimizer_to_weights,
     wrap,
 )
-from cray_agents.trainers.training.own_work import OwnWork
 from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
 from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
 

@@ -7,7 +7,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.choose import site_cluster
 from cray_agents.runtime.views.hardware_records import JobHardware, NodeHardware
 from cray_agents.runtime.views.job_hardware import job_hardware
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 
 NODES = 100_000  # of a job, at most
 COLUMNS = ["device", "numa", "near", "load", "memory", "watts", "celsius", "sent", "received",

@@ -7,7 +7,7 @@ from typing import Any
 from cray_agents.cli.screen import clock, line, when
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobSpec
 

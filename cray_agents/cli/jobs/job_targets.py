@@ -63,7 +63,7 @@ def with_trainer_choices(config: Config, spec: JobSpec) -> JobSpec:
     Raises ConfigError.
     """
     from cray_agents.trainers.planning.cluster_resources import Gpus, Resources, resources_of
-    from cray_agents.trainers.planning.microbatch import decide_hyperparameters
+    from cray_agents.trainers.planning.job_layout import decide_hyperparameters
 
     if (info := running(config.root)) is None:
         return decide_hyperparameters(spec, config.root, resources_of(config))

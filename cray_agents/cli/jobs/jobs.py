@@ -225,7 +225,7 @@ def call_platform(
 def _without_platform(home: Home, job_id: str) -> str:
     """Say how a job stands without a platform, and how to pause, resume or end it."""
     from cray_agents.runtime.scheduler.choose import site_cluster
-    from cray_agents.trainers.job.job_status import read_handover, read_status
+    from cray_agents.trainers.job.job_state import read_handover, read_status
     from cray_agents.trainers.job.journal import JobJournal
 
     status = read_status(home, job_id)
@@ -263,7 +263,7 @@ def print_state(job: JobStatus) -> None:
 
 def report_end(home: Home, job_id: str) -> None:
     """Say on stderr how a job ended. Raises JobError unless it succeeded."""
-    from cray_agents.trainers.job.job_status import read_status
+    from cray_agents.trainers.job.job_state import read_status
 
     status = read_status(home, job_id)
     if status.state != "succeeded":
@@ -278,7 +278,7 @@ def named_job(home: Home, given: str) -> str:
 
     Raises NotFound, and BadInput when several jobs match.
     """
-    from cray_agents.trainers.job.job_status import read_handover
+    from cray_agents.trainers.job.job_state import read_handover
     from cray_agents.trainers.job.journal import JobJournal
 
     ids = job_ids(home)
@@ -304,7 +304,7 @@ def job_ids(home: Home) -> list[str]:
 
 def job_row(home: Home, name: str) -> dict[str, Any]:
     """Return a job's status, method, dataset, parent and submission time. Raises Corrupt."""
-    from cray_agents.trainers.job.job_status import read_status
+    from cray_agents.trainers.job.job_state import read_status
     from cray_agents.trainers.job.journal import JobJournal
     from cray_agents.trainers.session.command_journal import CommandJournal
 

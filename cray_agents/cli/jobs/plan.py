@@ -249,8 +249,8 @@ def _tokens(root: Home, amount: AmountOptions, length: int) -> float:
 
 def _chosen_cluster(options: ClusterOptions) -> "Cluster":
     """Return the cluster of the options. Raises BadInput."""
-    from cray_agents.trainers.planning.hardware import find_gpu
     from cray_agents.trainers.planning.plan import Cluster
+    from cray_agents.trainers.planning.step_time import find_gpu
 
     gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
     all_gpus = gpus or (nodes or 1) * each
@@ -273,19 +273,12 @@ def _microbatch(
     teacher: "Architecture | None",
 ) -> int:
     """Return the tokens that a trainer on this cluster would choose, or those of a sequence."""
-    from cray_agents.trainers.planning.microbatch import choose_microbatch
+    from cray_agents.trainers.planning.job_layout import choose_microbatch
+    from cray_agents.trainers.planning.layouts import LayoutQuestion
 
-    chosen = choose_microbatch(
-        model,
-        hyper,
-        cluster.gpus,
-        memory_gib_per_rank=cluster.gpu.gib,
-        ranks_per_node=cluster.gpus_per_node,
-        sequence_length=length,
-        recompute=recompute,
-        teacher=teacher,
-    )
-    return max(chosen, length)
+    gpus, gib, each = cluster.gpus, cluster.gpu.gib, cluster.gpus_per_node
+    question = LayoutQuestion(model, hyper, gpus, gib, each, length, recompute, teacher=teacher)
+    return max(choose_microbatch(question), length)
 
 
 def _check_length(length: int, model: "Architecture", at_once: int) -> None:
@@ -348,8 +341,8 @@ def _lines(estimate: "Plan") -> list[tuple[str, str]]:
 
 def _fitting(estimate: "Plan") -> list[tuple[str, str]]:
     """Return the rows of memory and layout, as far as they are known."""
+    from cray_agents.trainers.planning.arithmetic import GIB
     from cray_agents.trainers.planning.layouts import describe_layout
-    from cray_agents.trainers.planning.memory import GIB
     from cray_agents.trainers.planning.plan import gib
 
     choice, has = estimate.choice, f"of a GPU's {estimate.cluster.gpu.gib:g} GiB"

@@ -86,7 +86,7 @@ def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSp
     """
     from cray_agents.runtime.datasets.reader import read_dataset
     from cray_agents.runtime.registry.registry import Registry
-    from cray_agents.trainers.job.code_version import code_version
+    from cray_agents.trainers.job.job_command import code_version
     from cray_agents.trainers.models.architecture import with_learning_rate, with_way
     from cray_agents.trainers.planning.layouts import check_layout
 

@@ -124,9 +124,8 @@ def submit(
 def _train_unless_ended(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
     """Train the job and return its status; an ended job is trained again only if `should_retry`."""
     from cray_agents.cli.jobs.event_stream import has_ended
-    from cray_agents.trainers.job.job_status import read_status
+    from cray_agents.trainers.job.job_state import read_status, should_retry
     from cray_agents.trainers.job.journal import JobJournal
-    from cray_agents.trainers.job.megatron_trainer import should_retry
 
     journal = JobJournal(config.root, spec.id)
     if journal.exists and has_ended(journal) and not should_retry(journal, spec):

@@ -73,7 +73,7 @@ def _explain_job(home: Home, job_id: str) -> Answer:
     from cray_agents.runtime.scheduler.excluded_nodes import excluded_nodes
     from cray_agents.runtime.scheduler.pending_reasons import describe_reason
     from cray_agents.trainers.job.failures.failure import WORDS
-    from cray_agents.trainers.job.job_status import read_status
+    from cray_agents.trainers.job.job_state import read_status
     from cray_agents.trainers.job.journal import JobJournal
 
     journal, status = JobJournal(home, job_id), read_status(home, job_id)
@@ -141,7 +141,7 @@ def _explain_job(home: Home, job_id: str) -> Answer:
 def _preemption(home: Home, journal: Any) -> Any:
     """Return the order to leave its nodes that a running job or its session has; else None."""
     from cray_agents.runtime.scheduler.slurm import LEDGER, read_preemption
-    from cray_agents.trainers.job.job_status import read_handover
+    from cray_agents.trainers.job.job_state import read_handover
 
     last = read_handover(journal)
     return read_preemption(home.slurm / LEDGER, last.session or journal.job_id, last.id)

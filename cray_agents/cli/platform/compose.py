@@ -80,10 +80,10 @@ from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import keep_up
 from cray_agents.runtime.store.redaction import Redactor
-from cray_agents.trainers.job.code_version import code_version
 from cray_agents.trainers.job.failures.failure import failure_settings
+from cray_agents.trainers.job.job_command import code_version
+from cray_agents.trainers.job.job_state import restart_unfinished_jobs
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
-from cray_agents.trainers.job.restarter import restart_unfinished_jobs
 from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
 
 if TYPE_CHECKING:

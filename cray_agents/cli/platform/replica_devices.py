@@ -20,7 +20,7 @@ from cray_agents.runtime.registry import model_code
 from cray_agents.runtime.scaling.ledger import HeldDevices
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type, gpus_per_server
 from cray_agents.trainers.planning.cluster_resources import gpu_of_host, this_host
-from cray_agents.trainers.planning.hardware import identify
+from cray_agents.trainers.planning.step_time import identify
 
 
 def serving_device(config: Config, replicas: ReplicaCount, *, gpu: bool) -> ServingDevice:

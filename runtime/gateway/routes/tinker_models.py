@@ -75,7 +75,6 @@ from cray_agents.training_commands import (
     Save,
     TrainingCommand,
 )
-from cray_agents.training_jobs import JobSpec
 
 HOLD = 20  # seconds that a question for a result is held; the client waits for 45
 RANKS = "commands"  # the session of the Python client, too: all take turns on its ranks
@@ -473,10 +472,10 @@ def _job_from(
             " new optimizer",
             param="optimizer",
         )
-    spec = checksums.read_record(JobSpec, folder / "spec.json")
+    spec = checksums.read_json(folder / "spec.json")
     return {
-        "parent": str(services.home.root / spec.parent),
-        "hyperparameters": spec.hyperparameters.model_dump(mode="json"),
+        "parent": str(services.home.root / spec["parent"]),
+        "hyperparameters": spec["hyperparameters"],
         "state_from": f"{before.job}/{saved.sequence}",
     }
 

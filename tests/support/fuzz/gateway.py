@@ -28,10 +28,10 @@ from cray_agents.runtime.gateway.http.protocol import Protocol
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.gateway_process import NAME, first_version
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import PROBE, bare_model
+from tests.support.scripted_trainer import ScriptedTrainer
 
 ROOT = Path(__file__).parents[3]
 BODY_TIMEOUT = 1.0  # seconds

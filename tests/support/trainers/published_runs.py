@@ -15,11 +15,10 @@ from typing import Any
 
 from cray_agents.trainers.models.architecture import Architecture, Rope
 from cray_agents.trainers.planning import step_time
-from cray_agents.trainers.planning.arithmetic import flops_per_token
-from cray_agents.trainers.planning.hardware import find_gpu
+from cray_agents.trainers.planning.arithmetic import estimate_memory, flops_per_token
 from cray_agents.trainers.planning.layouts import describe_layout
-from cray_agents.trainers.planning.memory import estimate_memory
 from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan
+from cray_agents.trainers.planning.step_time import find_gpu
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora
 
 FILE = Path(__file__).with_suffix(".json")

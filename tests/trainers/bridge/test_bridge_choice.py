@@ -19,8 +19,8 @@ from cray_agents.trainers.models.bridge.bridged_kinds import (
     why_not_installed,
 )
 from cray_agents.trainers.models.tensors import read_parent
+from cray_agents.trainers.planning.arithmetic import weight_share
 from cray_agents.trainers.planning.layouts import check_layout
-from cray_agents.trainers.planning.memory import weight_share
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 

@@ -10,7 +10,7 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.job.job_status import read_status
+from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.models.universal.linear_adapter import add_adapters
@@ -139,7 +139,7 @@ def test_of_a_size_that_differs_by_layer_the_largest_counts(tmp_path: Path) -> N
 def test_a_pass_keeps_no_more_than_is_planned(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from cray_agents.trainers.planning.memory import layer_activations
+    from cray_agents.trainers.planning.arithmetic import layer_activations
 
     write_parent(tmp_path, FAMILIES["gemma3_text"]())
     model = read_architecture(tmp_path)

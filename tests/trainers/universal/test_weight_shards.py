@@ -18,8 +18,8 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.planning.arithmetic import GATHERED, SUMMED, estimate_memory
 from cray_agents.trainers.planning.layouts import check_layout, possible_layouts
-from cray_agents.trainers.planning.memory import GATHERED, SUMMED, estimate_memory
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.support.trainers.forked_ranks import run_forked
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
@@ -310,7 +310,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(
 
 
 def test_full_sharding_is_planned_where_nothing_else_fits(parents: dict[str, Path]) -> None:
-    from cray_agents.trainers.planning.layout_choice import choose_layout
+    from cray_agents.trainers.planning.layouts import LayoutQuestion, choose_layout
 
     model = large(read_architecture(parents["qwen3"], "universal"))
     assert [layout.sharding for layout in possible_layouts(model, 8)] == ["optimizer", "full"]
@@ -326,9 +326,7 @@ def test_full_sharding_is_planned_where_nothing_else_fits(parents: dict[str, Pat
 
     def choose(gib: float, **more: Any) -> Any:
         sizes = hyper.model_copy(update=more)
-        return choose_layout(
-            model, 8, memory_gib_per_rank=gib, ranks_per_node=8, hyper=sizes, sequence_length=4096
-        )
+        return choose_layout(LayoutQuestion(model, sizes, 8, gib, 8, 4096))
 
     assert choose(1000).layout == Layout(data=8)
     tight = choose(140)

@@ -34,7 +34,7 @@ _WAITING = (
     "/megatron/core/distributed/",
     "/megatron/core/pipeline_parallel/",
     "/megatron/core/tensor_parallel/mappings.py",
-    "/trainers/training/relay.py",
+    "/trainers/training/parallel_groups.py",
 )
 _LIBRARIES = ("/torch/", "/megatron/", "/lib/python")
 

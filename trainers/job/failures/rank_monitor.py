@@ -1,7 +1,7 @@
 """Rank monitor: the launcher learns which ranks ended, how, and which no longer respond or move.
 
 Each rank holds the write end of a pipe. Through it come regular signs: that its interpreter runs,
-and whether it got on meanwhile (progress_clock.py). Perhaps there comes a refusal as JSON
+and whether it got on meanwhile (progress.py). Perhaps there comes a refusal as JSON
 (no restart would mend it). The pipe ends with the process. A rank that is stopped falls silent. One
 that hangs, in a collective or in its own code, sends signs and does not move; the others then only
 wait for it. So the launcher looks which rank is the cause (hang_report.py), ends all, and leaves a
@@ -25,7 +25,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.trainers.job.failures.gpu_errors import recent_xids
 from cray_agents.trainers.job.failures.hang_report import culprit, report_hang, write_collectives
 from cray_agents.trainers.job.journal import tail
-from cray_agents.trainers.progress_clock import CLOCK
+from cray_agents.trainers.progress import CLOCK
 
 SILENCE = 120.0  # seconds; less than the collectives' limit, which would blame the waiting ranks
 SILENCE_VARIABLE = "RANK_SILENCE_SECONDS"

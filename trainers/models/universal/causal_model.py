@@ -29,7 +29,7 @@ from cray_agents.trainers.models.universal.passes import (
     untrained,
 )
 from cray_agents.trainers.models.universal.weight_shards import WeightShards
-from cray_agents.trainers.planning.memory import MOST_LOGITS
+from cray_agents.trainers.planning.arithmetic import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters
 
 _ENTROPY_NUMBERS = 1 << 24  # probabilities at a time

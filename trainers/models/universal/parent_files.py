@@ -28,7 +28,7 @@ from cray_agents.trainers.models.universal.conversions import (
 from cray_agents.trainers.models.universal.dequantisation import DTYPE, packed_tensors
 from cray_agents.trainers.models.universal.linear_adapter import SavedAs
 from cray_agents.trainers.models.universal.text_model import TextModel
-from cray_agents.trainers.progress_clock import CLOCK
+from cray_agents.trainers.progress import CLOCK
 
 _DTYPES = {
     "F64": torch.float64,

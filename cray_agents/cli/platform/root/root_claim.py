@@ -42,7 +42,7 @@ from cray_agents.runtime.controller_lease import (
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder
 from cray_agents.runtime.gateway.http.api_keys import PLATFORM_PREFIX
 from cray_agents.runtime.scheduler.supervised import boot_id, start_time
-from cray_agents.trainers.job.restarter import unfinished_jobs
+from cray_agents.trainers.job.job_state import unfinished_jobs
 
 KILLED_SECONDS = 5.0  # that a silent predecessor may take to be gone
 PORT_SECONDS = 2.0  # for which its threads may keep its port after that

@@ -1,0 +1,158 @@
+"""Job command: what a scheduler is given to start a job, or the session that a job names.
+
+A spec that no command could run is refused first. With each start goes a notice: how long before
+its time limit the job is told to save and stop. Saves of earlier attempts tell how long one takes;
+a first attempt's is estimated by the bytes that it writes. `code_version` is a hash of the code
+that a command runs.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+from contextlib import suppress
+from math import ceil
+from pathlib import Path
+
+from cray_agents.errors import BadInput, NotFound
+from cray_agents.paths import Home
+from cray_agents.ports import Command
+from cray_agents.processes import SAFE_IMPORTS, python
+from cray_agents.runtime.registry import model_code
+from cray_agents.runtime.scheduler.excluded_nodes import excluded_nodes
+from cray_agents.trainers.job.failures.rank_monitor import SILENCE_VARIABLE
+from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.models.architecture import read_architecture
+from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
+from cray_agents.trainers.models.tensors import read_parent
+from cray_agents.trainers.planning.arithmetic import adapter_weights, count_weights
+from cray_agents.trainers.planning.cluster_resources import Resources
+from cray_agents.training_jobs import JobSpec
+
+MARGIN = 60.0  # seconds: Slurm looks at time limits twice a minute, and processes have to end
+SAVED_BYTES = 12  # of a trained weight: itself and both moments, in float32
+WRITTEN = 5e8  # bytes a second of a node, before a save was measured
+NEWEST = 5  # steps and saves that tell how long the next one takes
+TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
+
+
+def check_submitted(spec: JobSpec, home: Home, scheduler: str, *, turns: bool) -> None:
+    """Raise BadInput or NotFound for a spec that the job could never run with.
+
+    `scheduler`: its name. `turns`: replicas use the same GPUs.
+    """
+    hyper = spec.hyperparameters
+    if hyper.way == "bridge":
+        check_bridged(hyper)
+    places = {"parent": (spec.parent, hyper.init)}
+    for role, place in (("reference", spec.reference), ("teacher", spec.teacher)):
+        if place is not None:
+            places[role] = (place, "parent")
+    for param, (place, init) in places.items():
+        try:
+            read_parent(home.root / place, init, hyper.way)
+        except (BadInput, NotFound) as error:
+            raise type(error)(str(error), param=param) from error
+    if spec.slurm_options and scheduler == "local":
+        raise BadInput(
+            f"{' '.join(spec.slurm_options)}: jobs of this platform are local processes, which"
+            " Slurm's options do nothing for: leave slurm_options out",
+            param="slurm_options",
+        )
+    if turns and spec.commands is not None and spec.session is None:
+        raise BadInput(
+            "a job by commands keeps its GPU while it waits for the next one, and here replicas"
+            " use the GPU by turns: name a session, which leaves the GPU meanwhile",
+            param="session",
+        )
+
+
+def build_command(
+    home: Home,
+    spec: JobSpec,
+    resources: Resources,
+    hang_seconds: float,
+    name: str,
+    log: Path,
+    module: str,
+    argument: Path,
+) -> Command:
+    """Return the command of a job or session `name` that runs a module of trainers/.
+
+    Its ranks are ended if they do not move for `hang_seconds`.
+    """
+    world, gpus = spec.layout.world, resources.gpus is not None
+    nodes, cores = resources.nodes_for(world), resources.cores_each(world)
+    environment = SAFE_IMPORTS | {"OMP_NUM_THREADS": str(cores)}
+    environment[SILENCE_VARIABLE] = f"{hang_seconds:g}"
+    if not gpus:  # hide the GPUs of a node that has some
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if allowed := model_code.allowed_directories():
+        environment[model_code.VARIABLE] = os.pathsep.join(map(str, allowed))
+    return Command(
+        name=name,
+        argv=python("-m", f"cray_agents.trainers.{module}", str(argument.resolve())),
+        directory=str(log.parent.resolve()),
+        log=str(log.resolve()),
+        environment=environment,
+        nodes=nodes,
+        ranks=world,
+        cpus_per_rank=cores,
+        gpus=gpus,
+        minutes=resources.minutes,
+        kind="training" if spec.session is None else "session",
+        slurm_options=spec.slurm_options,
+        notice_seconds=notice_seconds(spec, home, nodes),
+        exclude=nodes_left_out(home),
+    )
+
+
+def nodes_left_out(home: Home) -> list[str]:
+    """Return the nodes that failed lately, the newest first."""
+    return [node.node for node in excluded_nodes(home.excluded_nodes)]
+
+
+def notice_seconds(spec: JobSpec, home: Home, nodes: int) -> int:
+    """Return the seconds between the early signal and the time limit of a job's next start.
+
+    In that time the step under way ends, a save that is being written ends, and a last one is made.
+    """
+    events = JobJournal(home, spec.id).events()
+    steps = _newest_seconds(events, "step")
+    saves = _newest_seconds(events, "saved") or [first_save_seconds(spec, home, nodes)]
+    return ceil(MARGIN + max(steps, default=0.0) + 2 * max(saves))
+
+
+def first_save_seconds(spec: JobSpec, home: Home, nodes: int) -> float:
+    """Estimate the seconds of a save, by the bytes of a resume point.
+
+    0 if the parent cannot be read: the job's own process says so.
+    """
+    hyper = spec.hyperparameters
+    try:
+        model = read_architecture(home.root / spec.parent, hyper.way)
+    except (BadInput, NotFound):
+        return 0.0
+    lora = hyper.lora
+    weights = count_weights(model).total if lora is None else adapter_weights(model, lora)
+    return SAVED_BYTES * weights / (WRITTEN * nodes)
+
+
+def _newest_seconds(events: list[dict[str, object]], kind: str) -> list[float]:
+    """Return the seconds of the newest events of a kind."""
+    seconds = [event["seconds"] for event in events if event["event"] == kind]
+    return [float(value) for value in seconds[-NEWEST:] if isinstance(value, int | float)]
+
+
+def code_version(folder: Path = TRAINERS) -> str:
+    """Return a hash of a folder's code, with the versions of its libraries: `JobSpec.code`.
+
+    Along with data and hyperparameters it decides a job's result.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    for package in ("megatron-core", "torch"):
+        digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+    with suppress(importlib.metadata.PackageNotFoundError):
+        digest.update(f"bridge {importlib.metadata.version('megatron-bridge')}".encode())
+    return digest.hexdigest()[:16]
