@@ -16,8 +16,7 @@ from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.dashboard.sign_ins import SignIns
 from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.files.files import Files
-from cray_agents.runtime.files.garbage import Sweeper
-from cray_agents.runtime.files.uploads import Uploads
+from cray_agents.runtime.files.uploads import Sweeper, Uploads
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.auth import Mode

@@ -4,7 +4,6 @@ An events file is only appended to, so each look reads the new lines. A restart 
 which is then read anew. Called by file_metrics.py.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily
 from cray_agents.errors import Corrupt
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk.journal import Tail
 
 #: Families of a job's newest event of a kind: (event, field) -> (name, help).
 NUMBERS = {
@@ -44,7 +44,7 @@ NUMBERS = {
         "The slowest rank's own work in a step, as a multiple of the median rank's",
     ),
 }
-MOST_BYTES = 4 << 20  # read of a file at a look
+MOST_BYTES = 4 << 20  # read of a file at the first look: the newest numbers are at its end
 
 
 @dataclass
@@ -52,24 +52,17 @@ class JobTail:
     """An events file as far as it was read, and the newest event of each kind."""
 
     path: Path
-    inode: int = 0
-    offset: int = 0
     newest: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._tail, self._replaced = Tail(self.path, MOST_BYTES), 0
 
     def read(self) -> None:
         """Read the whole lines that are new. Raises OSError; a damaged line is left out."""
-        with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self.inode or status.st_size < self.offset:
-                self.inode, self.offset, self.newest = status.st_ino, 0, {}
-            if status.st_size - self.offset > MOST_BYTES:  # newest numbers are at the end
-                file.seek(status.st_size - MOST_BYTES)
-                self.offset = file.tell() + len(file.readline())
-            file.seek(self.offset)
-            text = file.read(MOST_BYTES)
-        whole = text[: text.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        for line in whole.splitlines():
+        lines = self._tail.read()
+        if self._tail.replaced != self._replaced:
+            self._replaced, self.newest = self._tail.replaced, {}
+        for line in lines:
             try:
                 event = checksums.parse(line, self.path)
             except Corrupt:

@@ -6,14 +6,13 @@ it. A damaged line, or one that is still written, is left out. Called by gateway
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput, Corrupt
+from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import journal
 from cray_agents.runtime.hardware.sampler import PREFIX
 from cray_agents.runtime.scheduler.pending_reasons import describe_reason
 from cray_agents.runtime.scheduler.slurm_usage import SlurmUsage, read_usage
@@ -92,17 +91,15 @@ def _read_node(node: str, files: Iterable[Path], within: tuple[float, float]) ->
     series: dict[str, list[Point]] = {}
     time = None
     for path in files:
-        for number, line in enumerate(checksums.split_lines(path.read_bytes()), 1):
-            with suppress(Corrupt):
-                values = checksums.parse(line, f"{path}: line {number}")
-                if values.get("event") == "node":
-                    topology = values
-                elif within[0] <= values["time"] <= within[1]:
-                    time = values["time"]
-                    newest = {name: v for name, v in values.items() if name not in NOT_FIGURES}
-                    for name, value in newest.items():
-                        if isinstance(value, int | float):
-                            series.setdefault(name, []).append((time, float(value)))
+        for values in journal.read(path, damaged="skip"):
+            if values.get("event") == "node":
+                topology = values
+            elif within[0] <= values["time"] <= within[1]:
+                time = values["time"]
+                newest = {name: v for name, v in values.items() if name not in NOT_FIGURES}
+                for name, value in newest.items():
+                    if isinstance(value, int | float):
+                        series.setdefault(name, []).append((time, float(value)))
     places = {name: topology.get(name, []) for name in ("numa_nodes", "gpus", "ports")}
     return NodeHardware(node=node, time=time, newest=newest, series=series, **places)
 

@@ -19,9 +19,9 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import HeldOut, canonical
 from cray_agents.runtime.batches import chunks, validation
-from cray_agents.runtime.batches.folder import BatchFolder
+from cray_agents.runtime.batches.batch_records import BatchFolder
+from cray_agents.runtime.batches.chunks import ResultWriter, fetch
 from cray_agents.runtime.batches.queue import BatchQueue
-from cray_agents.runtime.batches.results import ResultWriter, fetch
 from cray_agents.runtime.controller_lease import (
     ControllerLease,
     StandbyNote,

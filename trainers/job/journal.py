@@ -63,7 +63,7 @@ import orjson
 from cray_agents.errors import FULL, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.disk.durable import resume_points
 from cray_agents.training_jobs import JobSpec, JobStatus, TakenUp
 
@@ -262,7 +262,7 @@ class JobJournal:
 
     def events(self) -> list[dict[str, Any]]:
         """Return all whole lines so far, without a torn last line. Raises Corrupt."""
-        return list(checksums.read_lines(self.events_file)) if self.events_file.exists() else []
+        return list(journal.read(self.events_file))
 
     def rewind(self, step: int) -> None:
         """Drop events of steps beyond `step` (-1: of all steps); the resumed job writes them again.

@@ -20,7 +20,7 @@ from cray_agents.cli import app
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.hardware.nvml import describe_gpus, nvml, read_joules, read_load
 from cray_agents.runtime.hardware.sampler import HardwareSampler
 from cray_agents.runtime.hardware.topology import read_topology
@@ -104,7 +104,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def samples(sampler: HardwareSampler) -> list[dict[str, Any]]:
-    lines = list(checksums.read_lines(sampler.path)) if sampler.path.exists() else []
+    lines = list(journal.read(sampler.path)) if sampler.path.exists() else []
     return [line for line in lines if line["event"] == "sample"]
 
 
@@ -189,7 +189,7 @@ def test_a_sampler_writes_to_its_end_and_goes_on_after_a_kill(library: Path, tre
     again.start()
     until(lambda: len(samples(again)) > count)
     again.close()
-    lines = list(checksums.read_lines(again.path))
+    lines = list(journal.read(again.path))
     assert [line["event"] for line in lines].count("node") == 2
     assert lines[0]["gpus"][0]["name"] == "NVIDIA H100 0"
     assert lines[1]["gpu0.power_watts"] == 512.5 and "gpu1.power_watts" not in lines[1]
@@ -199,7 +199,7 @@ def test_a_long_jobs_file_stays_small_and_has_its_beginning(tree: Path) -> None:
     sampler = HardwareSampler(tree, sys=tree, library="none", gpus=[], every=0.001, most=6000)
     sampler.start()
     until(lambda: len(samples(sampler)) > 2)
-    begin, sizes = list(checksums.read_lines(sampler.path))[:2], [0]
+    begin, sizes = list(journal.read(sampler.path))[:2], [0]
 
     def has_shrunk() -> bool:
         sizes.append(sampler.path.stat().st_size)
@@ -207,7 +207,7 @@ def test_a_long_jobs_file_stays_small_and_has_its_beginning(tree: Path) -> None:
 
     until(has_shrunk)
     sampler.close()
-    lines = list(checksums.read_lines(sampler.path))
+    lines = list(journal.read(sampler.path))
     assert lines[:2] == begin and max(sizes) <= 6000
     times = [line["time"] for line in lines]
     assert times == sorted(times)
