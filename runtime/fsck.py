@@ -28,10 +28,10 @@ from cray_agents.runtime.batches.chunks import verify_seal
 from cray_agents.runtime.batches.validation import read_index
 from cray_agents.runtime.datasets import reader
 from cray_agents.runtime.disk import checksums, durable, journal
-from cray_agents.runtime.hardware.sampler import PREFIX
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.store.segments import salvage
 from cray_agents.runtime.store.segments.salvage import Finding
+from cray_agents.runtime.telemetry.sampler import PREFIX
 
 Check = Callable[[Path], None]  # of one file; raises Corrupt
 

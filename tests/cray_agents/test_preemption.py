@@ -10,8 +10,8 @@ import pytest
 
 from cray_agents.cli.jobs.why import explain
 from cray_agents.errors import Superseded
+from cray_agents.runtime.accounting.ledger import read_ledger
 from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
-from cray_agents.runtime.scaling.ledger import read_ledger
 from cray_agents.runtime.scheduler.programs import missing_programs
 from tests.support.held_requests import Decisions, simulated_decisions
 from tests.support.scaling.simulation import PERIOD

@@ -12,7 +12,7 @@ from typing import Any
 
 from cray_agents.errors import Corrupt
 from cray_agents.paths import Home
-from cray_agents.runtime.scaling.ledger import LedgerFile, holding
+from cray_agents.runtime.accounting.ledger import LedgerFile, holding
 from cray_agents.runtime.scheduler.gpu_placement import gpu_type, host_gpus
 from cray_agents.trainers.job.journal import JobJournal
 

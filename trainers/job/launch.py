@@ -39,7 +39,7 @@ from cray_agents.errors import (
     StoreError,
 )
 from cray_agents.processes import importing_much, python
-from cray_agents.runtime.hardware.sampler import HardwareSampler
+from cray_agents.runtime.telemetry.sampler import HardwareSampler
 from cray_agents.trainers.job.failures.hang_report import (
     RECORDED,
     RECORDER_VARIABLE,

@@ -18,7 +18,7 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.controller_lease import Guard, unguarded
-from cray_agents.runtime.registry import checkpoints, model_code
+from cray_agents.runtime.registry import checkpoints, foreign_model
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
 from cray_agents.trainers.job.failures.rank_monitor import SILENCE_VARIABLE, forget_end, read_end
@@ -528,8 +528,8 @@ class MegatronTrainer:
         environment[SILENCE_VARIABLE] = f"{self.failures.hang_seconds:g}"
         if not gpus:  # hide the GPUs of a node that has some
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        if allowed := model_code.allowed_directories():
-            environment[model_code.VARIABLE] = os.pathsep.join(map(str, allowed))
+        if allowed := foreign_model.allowed_directories():
+            environment[foreign_model.VARIABLE] = os.pathsep.join(map(str, allowed))
         return Command(
             name=name,
             argv=python("-m", f"cray_agents.trainers.{module}", str(argument.resolve())),

@@ -12,7 +12,7 @@ from typing import Any
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.registry.checkpoints import max_tokens
-from cray_agents.runtime.registry.model_config import KINDS, MIXTURES, TIED, read_config
+from cray_agents.runtime.registry.foreign_model import KINDS, MIXTURES, TIED, read_config
 from cray_agents.trainers.models.bridge.bridged_kinds import why_not_bridged
 from cray_agents.trainers.models.rope import Rope, check_rope, read_rope
 from cray_agents.trainers.models.universal.model_sizes import read_sizes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.registry.model_config import is_positive
+from cray_agents.runtime.registry.foreign_model import is_positive
 
 if TYPE_CHECKING:
     import torch

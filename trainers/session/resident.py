@@ -27,8 +27,8 @@ from torch.distributed import distributed_c10d
 
 from cray_agents.errors import FULL, Corrupt, CrayError, NotFound, SetupError, StoreError
 from cray_agents.records import Manifest
+from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.weight_links import LINKS
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender

@@ -38,7 +38,7 @@ from cray_agents.runtime.pool.engine.weight_transfer import TransferSettings
 from cray_agents.runtime.pool.slot.lora_adapters import MAX_ADAPTERS
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
-from cray_agents.runtime.registry.model_code import may_run
+from cray_agents.runtime.registry.foreign_model import may_run
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
 from cray_agents.runtime.vllm_plugins.lock import SOCKET, VARIABLE
 

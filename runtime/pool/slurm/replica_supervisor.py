@@ -39,8 +39,6 @@ from aiohttp import web
 from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.background import BackgroundTasks
-from cray_agents.runtime.hardware.energy import EnergyTotal
-from cray_agents.runtime.hardware.nvml import nvml
 from cray_agents.runtime.pool.engine.private_folder import PrivateFolder
 from cray_agents.runtime.pool.engine.tls_files import CA, TlsFiles, client_context
 from cray_agents.runtime.pool.engine.vllm_http import Http
@@ -68,6 +66,7 @@ from cray_agents.runtime.pool.slurm.job_lease import (
 from cray_agents.runtime.pool.slurm.supervisor_client import SupervisorState
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
+from cray_agents.runtime.scheduler.nvml import EnergyTotal, nvml
 from cray_agents.runtime.vllm_plugins import proof
 from cray_agents.runtime.vllm_plugins.lock import HEADER, VARIABLE
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.registry.model_code import with_whole_references
-from cray_agents.runtime.registry.model_files import read_weights
+from cray_agents.runtime.registry.foreign_model import read_weights, with_whole_references
 
 MOST_LAYERS = 1000  # of a directory without weights
 # keys without influence on the network

@@ -29,8 +29,7 @@ from typing import Any, Literal
 from cray_agents.records import Record, new_id
 from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.disk.journal import Journal
-from cray_agents.runtime.hardware.energy import EnergyMeter
-from cray_agents.runtime.hardware.nvml import Nvml, nvml
+from cray_agents.runtime.scheduler.nvml import EnergyMeter, Nvml, nvml
 
 HolderKind = Literal["replica", "job", "session", "platform"]
 EVERY = 2.0  # seconds between two looks at the replicas
