@@ -9,14 +9,15 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
-    from asyncio.subprocess import Process
+    from asyncio.subprocess import Process as Child
 
 PR_SET_PDEATHSIG = 1
 #: With them no Python, and none that it starts, imports from the folder it is started in.
@@ -45,6 +46,59 @@ def die_with_parent(parent: int | None = None, signum: int = signal.SIGKILL) -> 
         os.kill(os.getpid(), signum)
 
 
+class Process(NamedTuple):
+    """A process, also once its pid is another's.
+
+    `start`: ticks from the boot to its start. `boot`: the id of its host's boot. `space`: the set
+    of processes that it sees, as in a container. None: unknown.
+    """
+
+    pid: int
+    start: int | None
+    boot: str | None
+    host: str
+    space: str | None = None
+
+    @classmethod
+    def of(cls, pid: int | None = None) -> "Process":
+        """Return a process of this host, without a `start` if it has ended; None: this process."""
+        pid = os.getpid() if pid is None else pid
+        return cls(pid, start_time(pid), boot_id(), socket.gethostname(), pid_namespace())
+
+    @property
+    def visible(self) -> bool:
+        """True if it would be seen here while it lives."""
+        return self.host == socket.gethostname() and self.space in (None, pid_namespace())
+
+    def alive(self) -> bool:
+        """Return True if it runs still. Only for one that is `visible`."""
+        start = start_time(self.pid)
+        return start is not None and self.start in (None, start) and self.boot in (None, boot_id())
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start of a process in ticks since boot, or None. It differs for a reused pid."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, *rest = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])
+
+
+def boot_id() -> str:
+    """Return the id of this machine's present boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def pid_namespace() -> str:
+    """Return the name of the set of processes that this one can see."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def alive(pid: int) -> bool:
     """Return True if a process exists and is not a zombie."""
     try:
@@ -60,7 +114,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def end_child(process: "Process", seconds: float) -> None:
+async def end_child(process: "Child", seconds: float) -> None:
     """Send SIGTERM to a child, and SIGKILL after `seconds`; return when it has ended."""
     import asyncio  # not above: processes with few imports use this module
 

@@ -23,16 +23,15 @@ import orjson
 
 from cray_agents.errors import Corrupt, NotFound, StoreError
 from cray_agents.paths import Home
+from cray_agents.runtime.batches.batch_records import BatchFolder
 from cray_agents.runtime.batches.chunks import verify_seal
-from cray_agents.runtime.batches.folder import BatchFolder
-from cray_agents.runtime.batches.results import read_lines
 from cray_agents.runtime.batches.validation import read_index
 from cray_agents.runtime.datasets import reader
-from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.hardware.sampler import PREFIX
+from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.store.segments import salvage
 from cray_agents.runtime.store.segments.salvage import Finding
+from cray_agents.runtime.telemetry.sampler import PREFIX
 
 Check = Callable[[Path], None]  # of one file; raises Corrupt
 
@@ -112,12 +111,12 @@ def _check_record(path: Path) -> None:
 
 
 def _check_lines(path: Path) -> None:
-    for _ in checksums.read_lines(path):
+    for _ in journal.read(path):
         pass
 
 
 def _check_results(path: Path) -> None:
-    for place, line in read_lines(path, 0):
+    for place, line in journal.spans(path):
         checksums.parse(line, f"{path}: byte {place.offset}")
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,14 +133,22 @@ def moments(chance: random.Random, lines: int, kills: int) -> list[int]:
     return [0] * early + along + [lines] * late
 
 
+def written_results(queue: BatchQueue, batch: Batch) -> int:
+    """Count the lines in sealed chunks, and in result files that are still written to."""
+    counts, written = queue.get(batch.id).request_counts, 0
+    for path in queue.folder(batch.id).results.glob("*.jsonl"):
+        with suppress(FileNotFoundError):  # sealed meanwhile
+            written += path.read_bytes().count(b"\n")
+    return counts.completed + counts.failed + written
+
+
 def wait_for(queue: BatchQueue, batch: Batch, results: int, crowd: Crowd) -> Batch:
     """Until the batch has so many results, or has ended."""
     while True:
         batch = queue.get(batch.id)
-        counts = batch.request_counts
         if not results or batch.output_file_id:
             return batch
-        if counts.total and counts.completed + counts.failed >= results:
+        if batch.request_counts.total and written_results(queue, batch) >= results:
             return batch
         crowd.check()
         time.sleep(0.01)

@@ -23,7 +23,7 @@ from cray_agents import Platform
 from cray_agents.paths import Home
 from cray_agents.runtime.dashboard import static_files
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.observability.audit_log import read_audit
+from cray_agents.runtime.telemetry.audit_log import read_audit
 from tests.support.dashboard_site import (
     BAD_LINES,
     BATCH_LINES,

@@ -21,7 +21,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.files.files import Files
 from cray_agents.trainers.models.seed_model import make_seed_model
-from tests.test_batch_kills import sampled, submit
+from tests.test_batch_kills import sampled, submit, written_results
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forked_servers")]
 
@@ -90,7 +90,7 @@ def test_every_line_has_one_result_whatever_is_killed(tmp_path: Path) -> None:
         victims = [victim for _ in range(ROUNDS) for victim in chance.sample(VICTIMS, 3)]
         for number, victim in enumerate(victims):
             enough = number * LINES // (len(victims) + 1)
-            while (batch := queue.get(batch.id)).request_counts.completed <= enough:
+            while written_results(queue, batch) <= enough:
                 assert site.process.poll() is None, (site.home.logs / "up.log").read_text()
                 time.sleep(0.01)
             time.sleep(chance.uniform(0, 0.3))

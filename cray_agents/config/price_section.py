@@ -1,4 +1,4 @@
-"""The section `[prices]`: what devices and energy cost. Read by runtime/cost/."""
+"""The section `[prices]`: what devices and energy cost. Read by runtime/accounting/."""
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
 

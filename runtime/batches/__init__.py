@@ -1,7 +1,7 @@
 """The batch queue: turn a file of requests into a file of results, across crashes.
 
 The gateway makes, shows and cancels batches (queue.py). Any number of worker processes do the work
-(worker.py). The state of a batch lies entirely in its folder (folder.py):
+(worker.py). The state of a batch lies entirely in its folder (batch_records.py):
 
     batches/<id>/
       batch.json            the request

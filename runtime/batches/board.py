@@ -14,15 +14,16 @@ from cray_agents.errors import Corrupt
 from cray_agents.paths import Home
 from cray_agents.runtime.batches import claims
 from cray_agents.runtime.batches.batch_records import (
+    PREFIX,
     Accepted,
     BatchEnd,
+    BatchFolder,
     BatchRequest,
     LineError,
     Stopped,
 )
 from cray_agents.runtime.batches.chunks import chunk_name, seal_path, sealed_chunks
 from cray_agents.runtime.batches.claims import Holder
-from cray_agents.runtime.batches.folder import PREFIX, BatchFolder
 from cray_agents.runtime.batches.validation import Row, read_index
 
 SWEEP = 5.0  # seconds between searches for chunks whose worker has died

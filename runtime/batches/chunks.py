@@ -1,43 +1,57 @@
-"""Chunks of lines: read their requests and results, and seal them.
+"""Chunks of lines: read their requests, write and read their results, seal and join them.
 
 A result is a line `{"line": n, "ok": ..., "usage": [...], "result": {...}, "crc": ...}`. Its
 `result` is copied byte for byte to the output file. A sealed chunk is a head with counts, the
 output lines and the error lines. Lines are in the order of the input. Each result line has a
-checksum, and so have the head and the body of a seal (`runtime/disk/checksums.py`). Called by
-worker.py; result_files.py joins the seals, and progress_counts.py counts them.
+checksum, and so have the head and the body of a seal (`runtime/disk/checksums.py`).
+
+`finish` joins the seals of a batch to its output file and error file, which have fixed ids, and
+ends it. Each step takes effect once. So after a worker died there, the next one repeats its steps
+with the same bytes. Called by worker.py; queue.py counts the seals.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import logging
 import os
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from cray_agents.errors import Corrupt
+from cray_agents.errors import Corrupt, NotFound, StoreError
 from cray_agents.exact_json import dump_json, load_json
 from cray_agents.records import new_id
 from cray_agents.runtime.batches.batch_records import (
     NO_TOKENS,
+    Accepted,
+    BatchEnd,
+    BatchFolder,
+    BatchRequest,
+    BatchUsage,
+    Finalizing,
     LineCounts,
     Stopped,
     Tokens,
     add_tokens,
     tokens_of,
 )
-from cray_agents.runtime.batches.folder import BatchFolder
-from cray_agents.runtime.batches.results import ResultPlace, fetch, read_lines
 from cray_agents.runtime.batches.validation import Row
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.checksums import parse, verify_crc, with_crc
+from cray_agents.runtime.disk.group_commit import GroupCommit
+from cray_agents.runtime.disk.journal import Journal, LineSpan, spans
+from cray_agents.runtime.files.files import Files
 
 log = logging.getLogger(__name__)
 
+ROLL_BYTES = 256 * 2**20  # of a file of results; then another is begun
 RESULT = b',"result":'
 #: Characters that Python's `splitlines` takes for line ends, with their JSON escapes. Readers of
 #: JSON lines often use `splitlines`. In JSON these characters occur only within strings.
@@ -60,7 +74,7 @@ class Result(NamedTuple):
 
     ok: bool
     tokens: Tokens
-    place: ResultPlace
+    place: LineSpan
 
 
 class Seal(NamedTuple):
@@ -77,6 +91,31 @@ class Seal(NamedTuple):
     output: int
     errors: int
     body: int | None
+
+
+class ResultWriter:
+    """A writer of lines to its own files `<name>-<part>.jsonl`. Use it in one event loop."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory = directory
+        numbers = count()
+        self._journal = Journal(lambda: directory / f"{name}-{next(numbers):04d}.jsonl", ROLL_BYTES)
+        self._commits = GroupCommit(self._journal.append, self._make_error)
+
+    def submit(self, line: bytes) -> "asyncio.Future[LineSpan]":
+        """Queue a line (without newline). The future is done when the line is on the disk.
+
+        The future raises StoreError if the line could not be written.
+        """
+        return self._commits.submit(line)
+
+    async def close(self) -> None:
+        """Wait until everything queued is on the disk, and close the file."""
+        await self._commits.close()
+        self._journal.close()
+
+    def _make_error(self, error: OSError) -> StoreError:
+        return StoreError.of(f"cannot write to {self._directory}", error)
 
 
 def chunk_name(chunk: int) -> str:
@@ -135,7 +174,7 @@ def results_so_far(folder: BatchFolder, chunk: int) -> dict[int, Result]:
     """
     results: dict[int, Result] = {}
     for path in sorted(folder.results.glob(f"{chunk_name(chunk)}.*"), key=_fence):
-        for place, line in read_lines(path, 0):
+        for place, line in spans(path):
             try:
                 head, _ = _split_result(line, place)
             except Corrupt as error:
@@ -143,6 +182,24 @@ def results_so_far(folder: BatchFolder, chunk: int) -> dict[int, Result]:
                 continue
             results.setdefault(head["line"], Result(head["ok"], _tokens(head), place))
     return results
+
+
+def fetch(places: Sequence[LineSpan]) -> list[bytes]:
+    """Read the lines at some places, in the given order. Opens each file once."""
+    lines: dict[LineSpan, bytes] = {}
+    handles: dict[str, int] = {}
+    try:
+        for place in places:
+            handle = handles.get(place.path)
+            if handle is None:
+                handle = handles[place.path] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+            lines[place] = os.pread(handle, place.length, place.offset)
+    except OSError as error:
+        raise StoreError(f"cannot read {place.path}: {error.strerror or error}") from error
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+    return [lines[place] for place in places]
 
 
 def seal(
@@ -229,6 +286,50 @@ def remove_results(folder: BatchFolder, chunk: int) -> None:
         path.unlink(missing_ok=True)
 
 
+def finish(
+    folder: BatchFolder, request: BatchRequest, accepted: Accepted, files: Files
+) -> list[int]:
+    """Publish the files of a batch whose chunks are all sealed, and end it.
+
+    Returns the chunks with damaged seals. If there are any, nothing is published, and their lines
+    are sent again.
+    """
+    paths = [seal_path(folder, chunk) for chunk in range(accepted.chunks)]
+    try:
+        if damaged := _set_damaged_aside(paths):
+            return damaged
+        seals = [read_seal(path) for path in paths]
+        counts, tokens = LineCounts(total=accepted.lines), NO_TOKENS
+        for seal in seals:
+            counts = LineCounts(
+                total=accepted.lines,
+                completed=counts.completed + seal.counts.completed,
+                failed=counts.failed + seal.counts.failed,
+            )
+            tokens = add_tokens(tokens, seal.tokens)
+        finalizing = folder.finalize(
+            Finalizing(at=int(time.time()), outcome=_outcome(folder, seals))
+        )
+        output = _join(files, request, paths, seals, "output") if counts.completed else None
+        errors = _join(files, request, paths, seals, "error") if counts.failed else None
+    except FileNotFoundError:
+        if folder.end_file.exists():  # another worker published and cleaned up first
+            return []
+        raise
+    folder.finish(
+        BatchEnd(
+            at=int(time.time()),
+            status=finalizing.outcome,
+            counts=counts,
+            usage=BatchUsage.of(tokens),
+            output_file_id=output,
+            error_file_id=errors,
+        )
+    )
+    folder.clean()
+    return []
+
+
 def _publish(path: Path, lines: list[bytes]) -> bool:
     draft = path.with_name(f".{path.name}.{new_id('draft')}")
     try:
@@ -270,7 +371,7 @@ def _record(
     return record
 
 
-def _split_result(line: bytes, place: ResultPlace) -> tuple[dict[str, Any], bytes]:
+def _split_result(line: bytes, place: LineSpan) -> tuple[dict[str, Any], bytes]:
     """Split a stored line into its head and the line for the output file. Raises Corrupt."""
     at = f"{place.path}: byte {place.offset}"
     text = verify_crc(line, at)
@@ -288,3 +389,57 @@ def _tokens(head: dict[str, Any]) -> Tokens:
 
 def _fence(path: Path) -> tuple[int, str]:
     return int(path.name.split(".")[1].split("-")[0]), path.name
+
+
+def _set_damaged_aside(paths: Sequence[Path]) -> list[int]:
+    damaged = []
+    for chunk, path in enumerate(paths):
+        try:
+            verify_seal(path)
+        except Corrupt as error:
+            log.error("%s; its lines are asked again", error)
+            set_aside(path)
+            damaged.append(chunk)
+    return damaged
+
+
+def _outcome(
+    folder: BatchFolder, seals: Sequence[Seal]
+) -> Literal["completed", "cancelled", "expired"]:
+    if folder.cancelling_file.exists():
+        return "cancelled"
+    return "expired" if any(seal.unasked for seal in seals) else "completed"
+
+
+def _join(
+    files: Files,
+    request: BatchRequest,
+    paths: Sequence[Path],
+    seals: Sequence[Seal],
+    kind: Literal["output", "error"],
+) -> str:
+    """Publish all output lines or all error lines as a file. Return its id."""
+    file_id = f"file-{request.id}-{kind}"
+    expiry = request.output_expires_after
+    with files.blobs.draft() as draft:
+        for path, seal in zip(paths, seals, strict=True):
+            with path.open("rb") as file:
+                file.seek(seal.start if kind == "output" else seal.start + seal.output)
+                remaining = seal.output if kind == "output" else seal.errors
+                while remaining:
+                    piece = file.read(min(remaining, durable.BLOCK))
+                    if not piece:
+                        break
+                    draft.write(piece)
+                    remaining -= len(piece)
+        blob = draft.publish()
+    with contextlib.suppress(NotFound):  # published before, then deleted by its owner
+        files.publish(
+            blob,
+            filename=f"{request.id}_{kind}.jsonl",
+            purpose="batch_output",
+            expires_at=time.time() + expiry.seconds if expiry else None,
+            file_id=file_id,
+            owner=request.owner,
+        )
+    return file_id

@@ -14,14 +14,13 @@ Used by worker.py.
 import logging
 import os
 import re
-import socket
 import time
 from pathlib import Path
 
 import orjson
 
 from cray_agents.errors import Corrupt
-from cray_agents.processes import alive
+from cray_agents.processes import Process, start_time
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums, durable
 
@@ -40,9 +39,12 @@ class Holder:
         self.id = new_id("worker")
         self.lease = lease
         self.path = directory / f"{self.id}.json"
-        self._machine = _machine()
-        pid = os.getpid()
-        record = {"machine": self._machine, "pid": pid, "since": _start_ticks(pid)}
+        self._process = Process.of()
+        record = {
+            "machine": _machine(self._process),
+            "pid": self._process.pid,
+            "since": self._process.start,
+        }
         durable.create_file(self.path, checksums.with_crc(orjson.dumps(record)))
 
     def beat(self) -> None:
@@ -78,9 +80,8 @@ class Holder:
         except Corrupt as error:  # the holder is unknown, but the time is valid
             log.error("%s; its lease decides", error)
             return self.path.stat().st_mtime - renewed > self.lease
-        pid = holder["pid"]
-        is_local = holder["machine"] == self._machine
-        if is_local and (not alive(pid) or _start_ticks(pid) != holder["since"]):
+        is_local = holder["machine"] == _machine(self._process)
+        if is_local and start_time(holder["pid"]) != holder["since"]:
             return True
         return self.path.stat().st_mtime - renewed > self.lease
 
@@ -114,21 +115,6 @@ def forget_dead(directory: Path) -> None:
             continue
 
 
-def _machine() -> str:
+def _machine(process: Process) -> str:
     """Identify the scope of a pid: host, boot and container."""
-    names = [socket.gethostname()]
-    try:
-        names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        names.append(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115  not a path
-    except OSError:
-        pass
-    return " ".join(names)
-
-
-def _start_ticks(pid: int) -> int:
-    """Return the start time of a process in kernel ticks, which tells reused pids apart."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
+    return " ".join([process.host, process.boot or "", process.space or ""])

@@ -6,7 +6,10 @@ them in a thread.
 
 import os
 import shutil
+import threading
 import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,23 +18,37 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import digest, new_id
 from cray_agents.runtime.batches.batch_records import (
+    NO_TOKENS,
+    PREFIX,
     Accepted,
     Batch,
     BatchEnd,
+    BatchFolder,
     BatchRequest,
     BatchUsage,
     LineCounts,
     LineErrors,
     Status,
+    Tokens,
+    add_tokens,
     window_seconds,
 )
-from cray_agents.runtime.batches.folder import PREFIX, BatchFolder
-from cray_agents.runtime.batches.progress_counts import BatchProgress
+from cray_agents.runtime.batches.chunks import read_seal, seal_path, sealed_chunks
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.files import Files
 
 FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
 PURPOSE = "batch"  # the purpose that an input file must have
+
+
+@dataclass
+class _Progress:
+    """The sealed chunks of a batch that were counted, and their lines and tokens."""
+
+    chunks: set[int] = field(default_factory=set)
+    completed: int = 0
+    failed: int = 0
+    tokens: Tokens = NO_TOKENS
 
 
 class BatchQueue:
@@ -40,7 +57,8 @@ class BatchQueue:
     def __init__(self, home: Home, files: Files) -> None:
         self._home = home
         self._files = files
-        self._progress = BatchProgress()
+        self._progress: dict[str, _Progress] = {}  # of batches that have not ended
+        self._lock = threading.Lock()  # of the progress
         self._created: dict[str, int] = {}  # creation times by id
 
     def create(self, body: dict[str, Any], key: str | None = None, caller: str = "") -> Batch:
@@ -152,7 +170,7 @@ class BatchQueue:
         cancelled_at = folder.cancelled_at()
         counts, tokens = LineCounts(), None
         if accepted is not None:
-            counts, tokens = self._progress.counts(folder, accepted.lines)
+            counts, tokens = self._count(folder, accepted.lines)
         end = folder.end()
         status: Status = "validating" if accepted is None else "in_progress"
         if finalizing is not None:
@@ -171,8 +189,23 @@ class BatchQueue:
         )
         if end is None:
             return batch
-        self._progress.forget(folder.id)
+        with self._lock:
+            self._progress.pop(folder.id, None)
         return _with_end(batch, end, accepted, cancelled_at)
+
+    def _count(self, folder: BatchFolder, total: int) -> tuple[LineCounts, Tokens]:
+        """Count the lines and tokens of sealed chunks, whose heads are read once."""
+        with self._lock:
+            progress = self._progress.setdefault(folder.id, _Progress())
+            for chunk in set(sealed_chunks(folder)) - progress.chunks:
+                with suppress(FileNotFoundError):  # the batch has ended meanwhile
+                    seal = read_seal(seal_path(folder, chunk))
+                    progress.chunks.add(chunk)
+                    progress.completed += seal.counts.completed
+                    progress.failed += seal.counts.failed
+                    progress.tokens = add_tokens(progress.tokens, seal.tokens)
+            counts = LineCounts(total=total, completed=progress.completed, failed=progress.failed)
+            return counts, progress.tokens
 
 
 def _with_end(

@@ -18,8 +18,13 @@ import orjson
 
 from cray_agents.errors import Corrupt
 from cray_agents.exact_json import refuse_costly
-from cray_agents.runtime.batches.batch_records import Accepted, BatchEnd, BatchRequest, LineError
-from cray_agents.runtime.batches.folder import BatchFolder
+from cray_agents.runtime.batches.batch_records import (
+    Accepted,
+    BatchEnd,
+    BatchFolder,
+    BatchRequest,
+    LineError,
+)
 from cray_agents.runtime.disk import checksums, durable
 
 CHUNK_LINES = 500

@@ -6,6 +6,9 @@ home, on any number of hosts. Each may be killed at any moment. A worker sends a
 lines at once, and the gateway decides when each gets to a replica. The API key is taken from
 $CRAY_AGENTS_API_KEY.
 
+Failures unrelated to a line are retried: the gateway is unreachable, full, or has no replica. Every
+attempt carries the same idempotency key, so the gateway repeats an answer that it gave before.
+
 A disk error ends the process. Another worker then takes over its claims, or the same worker once
 child_processes.py has started it again. Read next: board.py, chunks.py.
 """
@@ -14,22 +17,25 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
+import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import aiohttp
 
 from cray_agents.errors import Corrupt
+from cray_agents.exact_json import dump_json, load_json
 from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.batches import chunks, result_files
+from cray_agents.runtime.batches import chunks
 from cray_agents.runtime.batches.board import Board, Chore, ClaimedChunk, Lane, OpenBatch
-from cray_agents.runtime.batches.chunks import RequestLine, Result
+from cray_agents.runtime.batches.chunks import RequestLine, Result, ResultWriter
 from cray_agents.runtime.batches.claims import BEAT, LEASE, Holder, forget_dead
-from cray_agents.runtime.batches.line_request import LineSender, api_key
-from cray_agents.runtime.batches.results import ResultWriter
 from cray_agents.runtime.batches.validation import validate
 from cray_agents.runtime.controller_lease import is_followed
 from cray_agents.runtime.files.files import Files
@@ -37,11 +43,81 @@ from cray_agents.runtime.files.files import Files
 WINDOW = 64  # lines in flight at once
 POLL = 0.5  # seconds between checks for new batches and for decisions to stop
 GRACE = {"cancelled": 5.0, "expired": 0.0}  # seconds left to lines in flight when a batch stops
+TEMPORARY = {408, 425, 429, 503, 504, 507}  # not caused by the line; 507: until there is room
+UNAUTHORIZED = {401, 403}  # caused by this worker's key, not by the line
+SERVER_ERRORS = {500, 502}  # temporary or caused by the line: tried SERVER_ERROR_ATTEMPTS times
+SERVER_ERROR_ATTEMPTS = 8  # attempts, in about 20 seconds
+FIRST_PAUSE = 0.1  # seconds; doubles with every attempt
+LONGEST_PAUSE = 20.0  # seconds
+LONGEST_UNREACHABLE_PAUSE = 2.0  # seconds between attempts to reach an unreachable gateway
+TIMEOUT = aiohttp.ClientTimeout(total=6 * 3600, sock_connect=10)
 SWITCH_INTERVAL = 0.0005  # seconds that a validating thread may hold the interpreter lock
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class LineAnswer(NamedTuple):
+    """The final answer to a line."""
+
+    custom_id: str
+    status: int
+    request_id: str
+    body: bytes
+
+
+class LineSender:
+    """The worker's connection to the gateway at `url`. Call close() at the end."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Content-Type": "application/json", "X-Priority": "batch"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=headers,
+            timeout=TIMEOUT,
+            auto_decompress=True,
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+
+    async def send(
+        self, batch_id: str, endpoint: str, line: RequestLine, owner: str = ""
+    ) -> LineAnswer:
+        """Send a line until it has an answer. `owner` becomes the owner of its run."""
+        request = load_json(line.raw)
+        body = dump_json(request["body"])
+        headers = {
+            "Idempotency-Key": f"{batch_id}:{line.number}",
+            "X-Run-Id": f"{batch_id}-{line.number}",
+            "X-On-Behalf-Of": owner,
+        }
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                async with self._session.post(
+                    self._url + endpoint, data=body, headers=headers
+                ) as answer:
+                    content = await answer.read()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                pause = _pause(attempt, LONGEST_UNREACHABLE_PAUSE)
+                _log_attempt(attempt, batch_id, line, f"{type(error).__name__}: {error}")
+            else:
+                is_permanent = answer.headers.get("x-should-retry") == "false"
+                if _is_final(answer.status, attempt) or (
+                    is_permanent and answer.status in SERVER_ERRORS
+                ):
+                    request_id = answer.headers.get("x-request-id", "")
+                    return LineAnswer(request["custom_id"], answer.status, request_id, content)
+                pause = _requested_pause(answer.headers) or _pause(attempt, LONGEST_PAUSE)
+                _log_attempt(attempt, batch_id, line, f"{answer.status} {content[:200]!r}")
+            await asyncio.sleep(pause)
 
 
 class Worker:
@@ -112,7 +188,7 @@ class Worker:
 
     def _finish(self, batch: OpenBatch) -> None:
         assert batch.accepted is not None
-        damaged = result_files.finish(batch.folder, batch.request, batch.accepted, self._files)
+        damaged = chunks.finish(batch.folder, batch.request, batch.accepted, self._files)
         batch.done.difference_update(damaged)
 
     async def _run_lane(self, lane: Lane) -> None:
@@ -236,6 +312,32 @@ class ChunkRun:
             self._slots.release()
 
 
+def _is_final(status: int, attempt: int) -> bool:
+    if status in TEMPORARY or status in UNAUTHORIZED:
+        return False
+    return status not in SERVER_ERRORS or attempt >= SERVER_ERROR_ATTEMPTS
+
+
+def _pause(attempt: int, longest: float) -> float:
+    """Return seconds to wait, with jitter, so that many lines do not retry at once."""
+    return float(min(longest, FIRST_PAUSE * 2 ** min(attempt, 20)) * random.uniform(0.5, 1.0))
+
+
+def _requested_pause(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that the gateway asks to wait, with a little jitter."""
+    for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        value = headers.get(name)
+        if value and value.isascii() and value.isdecimal():
+            return float(min(int(value) * unit, LONGEST_PAUSE) * random.uniform(1.0, 1.25))
+    return None
+
+
+def _log_attempt(attempt: int, batch_id: str, line: RequestLine, reason: str) -> None:
+    """Log a failed attempt, but only the 1st, 8th, 64th and so on."""
+    if attempt & (attempt - 1) == 0 and attempt.bit_length() % 3 == 1:
+        log.warning("%s line %d, attempt %d: %s", batch_id, line.number, attempt, reason)
+
+
 async def run_worker(
     home: Home, url: str, *, window: int = WINDOW, lease: float = LEASE, parent: int | None = None
 ) -> None:
@@ -248,7 +350,7 @@ async def run_worker(
     assert task is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
-    sender = LineSender(url, api_key())
+    sender = LineSender(url, os.environ.get("CRAY_AGENTS_API_KEY"))
     watching = asyncio.create_task(_watch_parent(home, parent, task.cancel))
     try:
         await Worker(home, sender, window, lease).run()

@@ -17,7 +17,7 @@ with durable.py.
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -127,26 +127,6 @@ def list_whole(
         except (Corrupt, NewerFormat, PermissionError, IsADirectoryError) as error:
             damaged.append({"id": name, "reason": str(error)})
     return Listing(rows, damaged)
-
-
-def split_lines(content: bytes) -> list[bytes]:
-    """Return the lines of a journal; an unfinished last line is left out.
-
-    A last line that is whole but for a damaged end was not cut off: it is among them, to be noticed
-    by its parser.
-    """
-    *lines, rest = content.split(b"\n")
-    return [*lines, rest] if is_whole(rest[:-1]) else lines
-
-
-def read_lines(path: Path) -> Iterator[Any]:
-    """Decode the lines of a journal; an unfinished last line is left out.
-
-    Raises FileNotFoundError, or Corrupt, which names the line.
-    """
-    for number, line in enumerate(split_lines(path.read_bytes()), 1):
-        if line:
-            yield parse(line, f"{path}: line {number}")
 
 
 class FileHash:

@@ -1,21 +1,18 @@
 """Group commit: appends from many requests share one write and one fsync.
 
 While a thread writes and syncs one group, the next group gathers. Used by the store's segments
-(runtime/store/segments/writer.py) and by batch results (runtime/batches/results.py). They choose
+(runtime/store/segments/writer.py) and by batch results (runtime/batches/chunks.py). They choose
 the files; this module forms the groups and resolves their futures.
 """
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from cray_agents.errors import StoreError
-from cray_agents.runtime.disk import durable
 
 Item = TypeVar("Item")
 Done = TypeVar("Done")
@@ -118,64 +115,6 @@ class GroupCommit(Generic[Item, Done]):
             self._start()
         else:
             self._busy = False
-
-
-class LineFile:
-    """A new file of lines that only this process appends to.
-
-    A killed process thus leaves its torn line at the end of a file. Raises OSError.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self.path = path
-        self.size = 0
-        self._file = os.open(path, flags, 0o666)  # less the umask
-        self._inode = os.fstat(self._file).st_ino
-        try:
-            durable.sync(path.parent)
-        except OSError:
-            self.close()
-            raise
-
-    def append(self, lines: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Put lines (without newlines) on the disk. Return their (offset, length) in bytes.
-
-        Raises OSError, after cutting off a half-written line if possible.
-        """
-        spans, offset = [], self.size
-        for line in lines:
-            spans.append((offset, len(line)))
-            offset += len(line) + 1
-        text = b"\n".join([*lines, b""])
-        written = 0
-        try:
-            while written < len(text):
-                written += os.write(self._file, memoryview(text)[written:])
-        except OSError:  # such as a full disk; readers use whole lines only
-            os.ftruncate(self._file, self.size + text.rfind(b"\n", 0, written) + 1)
-            raise
-        os.fdatasync(self._file)
-        self.size = offset
-        return spans
-
-    def is_at_path(self) -> bool:
-        """Tell whether the path still names this file: nobody renamed or removed it."""
-        try:
-            return self.path.stat().st_ino == self._inode
-        except FileNotFoundError:
-            return False
-
-    def close(self) -> bool:
-        """Close the file and remove it if it is empty. Return whether it stays."""
-        try:
-            stays = os.fstat(self._file).st_size > 0
-            if not stays and self.is_at_path():
-                self.path.unlink()
-        finally:
-            os.close(self._file)
-        return stays
 
 
 def _log_error(committed: "Future[None]") -> None:

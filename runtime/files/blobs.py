@@ -2,7 +2,7 @@
 
 A content is written to a draft and hashed on the way. It is linked to its name when it is whole and
 on the disk, so a killed writer leaves a draft, never half a blob. Called by files.py and
-uploads.py. Everything in here blocks, so the gateway calls it in threads. Read next: garbage.py.
+uploads.py. Everything in here blocks, so the gateway calls it in threads. Read next: uploads.py.
 """
 
 import contextlib
@@ -123,19 +123,15 @@ class BlobDraft:
             if not path.parent.is_dir():
                 path.parent.mkdir(exist_ok=True)
                 durable.sync(path.parent.parent)
-            while not self._link(path):
+            while True:
+                with contextlib.suppress(FileExistsError):
+                    os.link(self.path, path)
+                    break
                 if self._blobs.keep(sha256) is not None:
                     break
             self.discard()
             durable.sync(path.parent)  # also if another process linked it: it may not have synced
         return Blob(sha256, self.size)
-
-    def _link(self, path: Path) -> bool:
-        try:
-            os.link(self.path, path)
-        except FileExistsError:
-            return False
-        return True
 
 
 class Blobs:
@@ -201,7 +197,8 @@ class Blobs:
         Safe while other processes publish: a content is first set aside, and put back if it was
         kept meanwhile.
         """
-        self._restore_all()
+        for aside in self.home.blobs.glob(f"??/.*{ASIDE}"):  # of a killed sweep
+            _restore(aside)
         before = time.time() - grace
         old = [path for path in self.home.blobs.glob("??/[!.]*") if _modified(path) < before]
         in_use = used() if old else ()
@@ -218,11 +215,6 @@ class Blobs:
                 else:
                     _restore(aside)
         return removed
-
-    def _restore_all(self) -> None:
-        """Put back contents that a killed sweep left aside."""
-        for aside in self.home.blobs.glob(f"??/.*{ASIDE}"):
-            _restore(aside)
 
     def _sweep_drafts(self) -> None:
         before = time.time() - DRAFT_SECONDS

@@ -6,12 +6,18 @@
 
 Each record is made by exclusive create and never changed. Of a `complete` and a `cancel`, or of two
 completes, the first counts, and after a crash either can be repeated. An upload that announces its
-content's sha256 gets its id from that: creating it again finds it with its parts, and a content
-already stored need not be sent. Called by gateway/routes/uploads.py; everything in here blocks.
+content's sha256 gets its id from that: creating it again finds it with its parts.
+
+A sweep removes contents that no file or upload uses, an hour after their last use: the parts of
+completed and abandoned uploads, and deleted and expired files. The gateway sweeps now and then;
+several processes may do so at once. Records of ended uploads stay: they are small, and a repeated
+`complete` needs them. Called by gateway/routes/uploads.py; everything in here blocks.
 """
 
 import contextlib
+import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -20,14 +26,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.records import Record, digest, new_id
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.blobs import GRACE_SECONDS, Blob
 from cray_agents.runtime.files.files import ID, ClientPurpose, ExpiresAfter, FileObject, Files
 
 IDLE_SECONDS = 86400.0  # without a new part until an upload expires
+SWEEP_SECONDS = 3600.0  # between two sweeps
 PART_BYTES = 64 * 2**20  # of one part, at most
+
+log = logging.getLogger(__name__)
 
 Status = Literal["pending", "completed", "cancelled", "expired"]
 
@@ -87,7 +96,6 @@ class Uploads:
         """Begin or continue an upload; return it as `show` does.
 
         An upload with a sha256 is continued if owner, content, filename and purpose are the same.
-        If its content is stored already, it is completed at once.
         """
         for name in _candidate_ids(request, owner):
             upload = Upload(**request.model_dump(), id=name, owner=owner)
@@ -95,7 +103,6 @@ class Uploads:
             upload = self._upload(name)
             if self.status(upload) == "pending":
                 self._touch(upload)
-                self._complete_if_stored(upload)
             if self.status(upload) == "pending" or self._file(upload) is not None:
                 return self.show(upload.id)
         raise AssertionError("the names of an upload do not end")
@@ -156,17 +163,6 @@ class Uploads:
         text = checksums.with_crc(part.model_dump_json().encode())
         durable.create_file(self._part_file(upload_id, part.id), text)
         return _read_part(self._part_file(upload_id, part.id))
-
-    def find_content(self, sha256: str) -> Blob:
-        """Return a stored content. Raises NotFound, code `content_unknown`."""
-        size = self._blobs.keep(sha256) if len(sha256) == 64 and sha256.isalnum() else None
-        if size is None:
-            raise NotFound(
-                f"no content {sha256!r} here: send it as `data`",
-                param="sha256",
-                code="content_unknown",
-            )
-        return Blob(sha256, size)
 
     def complete(
         self, upload_id: str, part_ids: Sequence[str], md5: str | None = None
@@ -249,19 +245,6 @@ class Uploads:
                 code="bytes_mismatch",
             )
         return selected
-
-    def _complete_if_stored(self, upload: Upload) -> None:
-        """Complete an upload whose content is stored already. Raises BadInput."""
-        size = None if upload.sha256 is None else self._blobs.keep(upload.sha256)
-        if upload.sha256 is None or size is None:
-            return
-        if size != upload.bytes:
-            raise BadInput(
-                f"content {upload.sha256} has {size} bytes, not {upload.bytes}",
-                param="bytes",
-                code="bytes_mismatch",
-            )
-        self._finish(upload, upload.sha256, [])
 
     def _finish(self, upload: Upload, sha256: str, part_ids: Sequence[str]) -> None:
         after = upload.expires_after
@@ -363,3 +346,35 @@ def _check_hash(algorithm: str, announced: str, actual: str) -> None:
             param=algorithm,
             code=f"{algorithm}_mismatch",
         )
+
+
+def sweep(files: Files, uploads: Uploads, grace: float = GRACE_SECONDS) -> int:
+    """Remove contents not in use for `grace` seconds; return their number."""
+
+    def in_use() -> set[str]:
+        pending = uploads.contents_in_use()  # first: this publishes files that a crash left out
+        return pending | files.delete_expired()
+
+    return files.blobs.sweep(in_use, grace)
+
+
+class Sweeper:
+    """A sweep at most every SWEEP_SECONDS, and one at a time. It blocks."""
+
+    def __init__(self, files: Files, uploads: Uploads) -> None:
+        self._files = files
+        self._uploads = uploads
+        self._lock = threading.Lock()
+        self._last = -SWEEP_SECONDS
+
+    def sweep_if_due(self) -> None:
+        """Sweep if the last time was SWEEP_SECONDS ago."""
+        if time.monotonic() - self._last < SWEEP_SECONDS or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._last = time.monotonic()
+            sweep(self._files, self._uploads)
+        except Corrupt as error:  # a record that cannot be read may use any content
+            log.error("unused contents are kept: %s", error)
+        finally:
+            self._lock.release()

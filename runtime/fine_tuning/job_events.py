@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cray_agents.paths import Home
 from cray_agents.records import digest
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.fine_tuning.job_records import Ended, TuningRequest, Validated
 
 MEASURES = ("reward_margin", "accuracy", "chosen_reward", "rejected_reward")
@@ -51,7 +51,7 @@ def events(
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the step events of a job's folder in order, each with its `valid_loss` or None."""
-    events = _read_lines(folder)
+    events = list(journal.read(folder / "events.jsonl"))
     losses = {event["step"]: event["loss"] for event in events if event["event"] == "evaluation"}
     steps = [event for event in events if event["event"] == "step"]
     return [{**event, "valid_loss": losses.get(event["step"])} for event in steps]
@@ -86,7 +86,7 @@ def _training_events(folder: Path, validated: Validated) -> Iterator[TuningEvent
     for number, time in resumed:
         yield TuningEvent(time, f"resumed {number}", "The job is resumed")
     last_start = 0.0
-    for event in _read_lines(folder):
+    for event in journal.read(folder / "events.jsonl"):
         time = event["time"]
         if event["event"] == "started":
             after_resume = any(last_start < when <= time for _, when in resumed)
@@ -186,12 +186,6 @@ def _to_openai(job_id: str, event: TuningEvent) -> dict[str, Any]:
         "type": "metrics" if event.metrics else "message",
         "data": event.data or {},
     }
-
-
-def _read_lines(folder: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a job's events, without one that is still being written."""
-    path = folder / "events.jsonl"
-    return list(checksums.read_lines(path)) if path.is_file() else []
 
 
 def _numbered_times(folder: Path, suffix: str) -> Iterator[tuple[int, float]]:

@@ -48,7 +48,7 @@ from cray_agents.runtime.fine_tuning.job_records import (
 )
 from cray_agents.runtime.registry.checkpoints import max_tokens
 from cray_agents.runtime.registry.deltas import materialize
-from cray_agents.runtime.registry.model_config import read_config
+from cray_agents.runtime.registry.foreign_model import read_config
 from cray_agents.runtime.store import Store
 from cray_agents.training_jobs import (
     Hyperparameters,

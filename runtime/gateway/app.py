@@ -51,7 +51,7 @@ from cray_agents.runtime.gateway.routes import (
     uploads,
 )
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.observability.audit_log import AuditLog
+from cray_agents.runtime.telemetry.audit_log import AuditLog
 
 router = Router("Platform")
 #: Exports and views of runs stand before trajectories: the first route that matches serves it.

@@ -52,7 +52,7 @@ from cray_agents.runtime.store.feedback import REWARD_LIMIT
 from cray_agents.runtime.vllm_plugins import proof
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.observability.live_traces import LiveTraces
+    from cray_agents.runtime.telemetry.live_traces import LiveTraces
 
 REPORT = 0.25  # seconds between two reports
 ANSWER = 20.0  # seconds that a controller may take to answer one

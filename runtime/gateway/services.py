@@ -16,8 +16,7 @@ from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.dashboard.sign_ins import SignIns
 from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.files.files import Files
-from cray_agents.runtime.files.garbage import Sweeper
-from cray_agents.runtime.files.uploads import Uploads
+from cray_agents.runtime.files.uploads import Sweeper, Uploads
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.auth import Mode
@@ -32,19 +31,19 @@ from cray_agents.runtime.gateway.rollout_queue import RolloutQueue
 from cray_agents.runtime.gateway.tinker.samples import TinkerSamples
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles
 from cray_agents.runtime.gateway.version_switch import VersionSwitcher
-from cray_agents.runtime.observability.audit_log import AuditLog
-from cray_agents.runtime.observability.file_metrics import FileCollector
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.published_replicas import publish
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
+from cray_agents.runtime.telemetry.audit_log import AuditLog
+from cray_agents.runtime.telemetry.file_metrics import FileCollector
 from cray_agents.runtime.views.change_feed import ChangeFeed
 from cray_agents.runtime.views.run_pages import RunPages
 from cray_agents.runtime.views.token_text import Vocabularies, Vocabulary
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.observability.live_traces import LiveTraces
+    from cray_agents.runtime.telemetry.live_traces import LiveTraces
 
 
 @dataclass

@@ -39,8 +39,6 @@ from aiohttp import web
 from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.background import BackgroundTasks
-from cray_agents.runtime.hardware.energy import EnergyTotal
-from cray_agents.runtime.hardware.nvml import nvml
 from cray_agents.runtime.pool.job_lease import (
     HEARTBEAT,
     SECRET,
@@ -67,6 +65,7 @@ from cray_agents.runtime.pool.vllm_process import (
 )
 from cray_agents.runtime.scheduler.batch_script import REFUSED
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
+from cray_agents.runtime.scheduler.nvml import EnergyTotal, nvml
 from cray_agents.runtime.vllm_plugins import proof
 from cray_agents.runtime.vllm_plugins.wire import HEADER, VARIABLE
 

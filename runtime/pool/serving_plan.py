@@ -20,7 +20,7 @@ from typing import Any
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
-from cray_agents.runtime.registry.model_files import CONFIG, read_json
+from cray_agents.runtime.registry.foreign_model import CONFIG, read_json
 from cray_agents.runtime.scheduler.gpu_placement import check_weights_fit, count_gpus
 
 LARGE = 30e6  # parameters from which a CPU computes in bfloat16, on all cores

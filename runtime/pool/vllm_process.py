@@ -36,7 +36,7 @@ from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import UNIX, TlsFiles, client_context
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.registry.deltas import rebuilt_bytes
-from cray_agents.runtime.registry.model_code import may_run
+from cray_agents.runtime.registry.foreign_model import may_run
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE
 from cray_agents.runtime.vllm_plugins.wire import SOCKET, VARIABLE
 

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from cray_agents.errors import CrayError, EngineTimeout, SetupError, SwapError
-from cray_agents.runtime.registry.model_files import read_weights
+from cray_agents.runtime.registry.foreign_model import read_weights
 from cray_agents.runtime.registry.weight_offers import WeightOffer, find_offers
 
 FILES = "files"

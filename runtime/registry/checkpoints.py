@@ -6,7 +6,7 @@ parent. The registry imports checkpoints; the pool and the trainer read them. On
 imported: a pickle can run code when it is loaded. `inspect` refuses a directory that cannot be a
 model before a byte is copied. The copy is readable by this user, and by a group that the root is
 open to. A checkpoint that runtime/retention/prune.py removed leaves the file `<id>.pruned`.
-Read next: model_files.py, the reader of foreign directories.
+Read next: foreign_model.py, the reader of foreign directories.
 """
 
 import json
@@ -30,10 +30,16 @@ from cray_agents.paths import Home
 from cray_agents.records import Manifest, Record, digest
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.disk.durable import OLD, remove
-from cray_agents.runtime.registry import model_files
-from cray_agents.runtime.registry.model_code import changed_settings
-from cray_agents.runtime.registry.model_config import KINDS, TIED, is_tied, read_config
-from cray_agents.runtime.registry.model_files import CONFIG, WEIGHTS
+from cray_agents.runtime.registry import foreign_model
+from cray_agents.runtime.registry.foreign_model import (
+    CONFIG,
+    KINDS,
+    TIED,
+    WEIGHTS,
+    changed_settings,
+    is_tied,
+    read_config,
+)
 
 MANIFEST = "manifest.json"
 ADAPTER = "adapter"
@@ -91,8 +97,8 @@ def settings_in(directory: Path) -> dict[str, str]:
     Raises BadInput, also where a file is a link that leads out of the directory.
     """
     directory = directory.resolve()
-    names = [n for n in model_files.names_in(directory, SUFFIXES) if _is_setting(n)]
-    return {name: model_files.sha256_file(directory, name) for name in names}
+    names = [n for n in foreign_model.names_in(directory, SUFFIXES) if _is_setting(n)]
+    return {name: foreign_model.sha256_file(directory, name) for name in names}
 
 
 def _is_setting(name: str) -> bool:
@@ -178,7 +184,7 @@ def config_sha256(directory: Path) -> str:
     """
     refuse_pruned(directory)
     read_config(directory)
-    return model_files.sha256_file(directory.resolve(), CONFIG)
+    return foreign_model.sha256_file(directory.resolve(), CONFIG)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -299,7 +305,7 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
 
     The copy's config.json is changed where it ties embedding and head, and these differ:
     transformers then leaves them separate, but the engine would tie them and serve another model.
-    Of a directory whose code may run, references to it are made whole (model_code.py).
+    Of a directory whose code may run, references to it are made whole (foreign_model.py).
 
     Raises BadInput for a directory that cannot be a model. Examples are a bad config.json, weights
     that are cut off, missing, infinite or NaN, and a link that leads out. Raises Corrupt where a
@@ -310,7 +316,7 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
     own = _own_manifest(source)
     if own is None and with_manifest:
         raise NotFound(f"{source} has no {MANIFEST}: it is not a checkpoint", param="checkpoint")
-    names = own.files if own is not None else model_files.names_in(source, SUFFIXES)
+    names = own.files if own is not None else foreign_model.names_in(source, SUFFIXES)
     names = sorted(name for name in names if name != MANIFEST)
     _refuse_other_files(source, names)
     if CONFIG not in names:
@@ -319,19 +325,19 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
     if not any(name.endswith(WEIGHTS) for name in names):
         message = f"{source} has no *.safetensors; save the model with safetensors first"
         raise BadInput(message, param="checkpoint")
-    config, weights = read_config(source), model_files.read_weights(source)
+    config, weights = read_config(source), foreign_model.read_weights(source)
     for name in names:
         if name in _OBJECTS:
-            model_files.read_json(source, name)
+            foreign_model.read_json(source, name)
         elif not name.endswith(WEIGHTS):
-            model_files.refuse_large(source, name)
+            foreign_model.refuse_large(source, name)
     for name in {tensor.file for tensor in weights.values()} - set(names):
         raise BadInput(f"{source / name} is not named by its {MANIFEST}", param="checkpoint")
     stated = own.files if own is not None else {}
     files = {
-        name: model_files.hash_weights(source, name, weights, stated.get(name, ""))
+        name: foreign_model.hash_weights(source, name, weights, stated.get(name, ""))
         if name.endswith(WEIGHTS)
-        else model_files.sha256_file(source, name)
+        else foreign_model.sha256_file(source, name)
         for name in names
     }
     for name, expected in stated.items():
@@ -349,7 +355,7 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
 
 
 def changes_of(
-    source: Path, config: dict[str, Any], weights: dict[str, model_files.Tensor]
+    source: Path, config: dict[str, Any], weights: dict[str, foreign_model.Tensor]
 ) -> dict[str, bytes]:
     """Return the new content of files that are changed on import; see `inspect`."""
     changed = changed_settings(source)
@@ -362,7 +368,7 @@ def _own_manifest(source: Path) -> Manifest | None:
     """Read a foreign directory's own manifest; None if it has none. Raises BadInput."""
     if not os.path.lexists(source / MANIFEST):
         return None
-    content = model_files.read_json(source, MANIFEST)
+    content = foreign_model.read_json(source, MANIFEST)
     try:
         manifest = Manifest.model_validate(content)
         _check_names(manifest)
@@ -402,8 +408,11 @@ def _copy(
             if name in changed:
                 durable.write_file(path, changed[name], access & 0o666)
                 continue
-            with model_files.open_file(source, name) as old, open(path, "wb", opener=opener) as new:
-                shutil.copyfileobj(old, new, model_files.BLOCK)
+            with (
+                foreign_model.open_file(source, name) as old,
+                open(path, "wb", opener=opener) as new,
+            ):
+                shutil.copyfileobj(old, new, foreign_model.BLOCK)
             durable.sync(path)
         for folder in {(draft / name).parent for name in manifest.files}:
             durable.sync(folder)

@@ -29,7 +29,7 @@ from cray_agents.errors import Corrupt, CrayError, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, new_id
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.registry import model_files
+from cray_agents.runtime.registry import foreign_model
 from cray_agents.runtime.registry.checkpoints import (
     DELTA,
     MANIFEST,
@@ -61,9 +61,9 @@ class Parent:
         self._open = ExitStack()
 
     def __enter__(self) -> "Parent":
-        stored = model_files.read_weights(self._directory)
+        stored = foreign_model.read_weights(self._directory)
         files = {
-            file: self._open.enter_context(model_files.open_file(self._directory, file)).fileno()
+            file: self._open.enter_context(foreign_model.open_file(self._directory, file)).fileno()
             for file in {tensor.file for tensor in stored.values()}
         }
         self.tensors = _StoredWords(stored, files)
@@ -78,7 +78,7 @@ class _StoredWords(Mapping[str, "Words"]):
     """Tensors of open files as unsigned integers. Each look reads a tensor anew.
 
     The files are not mapped into memory: a shared filesystem may lose them, which would end the
-    process. `stored` is as `model_files.read_weights` returns it.
+    process. `stored` is as `foreign_model.read_weights` returns it.
     """
 
     def __init__(self, stored: Mapping[str, Any], files: Mapping[str, int]) -> None:

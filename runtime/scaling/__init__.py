@@ -1,1 +1,1 @@
-"""Scaling: who has the nodes, serving or training, decided by rules and written in a ledger."""
+"""Scaling: who has the nodes, serving or training, decided by rules."""

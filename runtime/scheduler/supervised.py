@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import SchedulerError, SetupError
+from cray_agents.processes import Process
 
 PROGRAM = Path(__file__).with_name("supervisor.py")
 CLOSING_SECONDS = 1.5  # for another living owner, which may be closing
@@ -49,9 +49,17 @@ class Supervised:
             )
         self.pid = self._process.pid
         draft = owner.with_name(f"owner.json.{os.getpid()}")
-        draft.write_text(json.dumps({"host": socket.gethostname(), "boot": boot_id()}
-            | {"supervisor": [self.pid, start_time(self.pid)]}
-            | {"owner": [os.getpid(), start_time(os.getpid())]}))  # fmt: skip
+        supervisor, platform = Process.of(self.pid), Process.of()
+        draft.write_text(
+            json.dumps(
+                {
+                    "host": platform.host,
+                    "boot": platform.boot,
+                    "supervisor": supervisor[:2],
+                    "owner": platform[:2],
+                }
+            )
+        )
         draft.rename(owner)
 
     @property
@@ -101,21 +109,6 @@ class Supervised:
         return answer
 
 
-def start_time(pid: int) -> int | None:
-    """Return the start of a process in ticks since boot, or None. It differs for a reused pid."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    state, *rest = stat[stat.rindex(")") + 2 :].split()
-    return None if state in "ZX" else int(rest[18])
-
-
-def boot_id() -> str:
-    """Return the id of this machine's present boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def await_predecessor(owner: Path) -> None:
     """Wait until the supervisor in `owner.json` has ended.
 
@@ -124,21 +117,19 @@ def await_predecessor(owner: Path) -> None:
     if not owner.exists():
         return
     record = json.loads(owner.read_text())
-    if (record["host"], record["boot"]) != (socket.gethostname(), boot_id()):
+    supervisor, platform = (
+        Process(pid, start, record["boot"], record["host"])
+        for pid, start in (record["supervisor"], record["owner"])
+    )
+    if not supervisor.visible:
         return
-
-    def lives(who: str) -> bool:
-        pid, started = record[who]
-        return started is not None and start_time(pid) == started
-
-    wait = CLOSING_SECONDS if lives("owner") else PREDECESSOR_SECONDS
-    deadline = time.monotonic() + wait
-    while lives("supervisor"):
-        if lives("owner") and record["owner"][0] == os.getpid():
+    deadline = time.monotonic() + (CLOSING_SECONDS if platform.alive() else PREDECESSOR_SECONDS)
+    while supervisor.alive():
+        if platform.alive() and platform.pid == os.getpid():
             raise SetupError(f"this process keeps {owner.parent} open already: close it first")
         if time.monotonic() > deadline:
             raise SetupError(
-                f"another platform (pid {record['owner'][0]}) keeps its jobs in {owner.parent}: "
+                f"another platform (pid {platform.pid}) keeps its jobs in {owner.parent}: "
                 "stop it, or use another home"
             )
         time.sleep(0.02)

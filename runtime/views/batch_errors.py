@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from cray_agents.exact_json import load_json
+from cray_agents.runtime.batches.batch_records import BatchFolder
 from cray_agents.runtime.batches.chunks import seal_path, sealed_chunks, verify_seal
-from cray_agents.runtime.batches.folder import BatchFolder
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.files.files import Files
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 from cray_agents.records import Record
-from cray_agents.runtime.scheduler.slurm_usage import SlurmUsage
+from cray_agents.runtime.scheduler.slurm_reports import SlurmUsage
 
 
 class NodeHardware(Record):
-    """The load of a node that trains a job, and the places of its devices.
+    """The load of a node that trains a job, and its GPUs.
 
     `series[name]` are [time, value], thinned as in JobSeries. `newest`: the figures of the last
     sample at `time`, with texts. What a device does not measure is missing, never 0.
@@ -15,9 +15,7 @@ class NodeHardware(Record):
 
     node: str
     time: float | None
-    numa_nodes: list[dict[str, Any]]
     gpus: list[dict[str, Any]]
-    ports: list[dict[str, Any]]
     newest: dict[str, float | str]
     series: dict[str, list[tuple[float, float]]]
 

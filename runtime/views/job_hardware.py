@@ -1,22 +1,20 @@
-"""Job hardware: a job on its nodes. Their load and places, the slowest rank, and why it waits.
+"""Job hardware: a job on its nodes. Their load, the slowest rank, and why it waits.
 
-The files are those of hardware/sampler.py, in the folder of the job, or of the session that trained
-it. A damaged line, or one that is still written, is left out. Called by gateway/routes/jobs.py and
-`jobs hardware`.
+The files are those of telemetry/sampler.py, in the folder of the job, or of the session that
+trained it. A damaged line, or one that is still written, is left out. Called by
+gateway/routes/jobs.py and `jobs hardware`.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput, Corrupt
+from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.hardware.sampler import PREFIX
-from cray_agents.runtime.scheduler.pending_reasons import describe_reason
-from cray_agents.runtime.scheduler.slurm_usage import SlurmUsage, read_usage
+from cray_agents.runtime.disk import journal
+from cray_agents.runtime.scheduler.slurm_reports import SlurmUsage, describe_reason, read_usage
+from cray_agents.runtime.telemetry.sampler import PREFIX
 from cray_agents.runtime.views.hardware_records import (
     JobHardware,
     JobWait,
@@ -87,24 +85,21 @@ def _times(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
 
 
 def _read_node(node: str, files: Iterable[Path], within: tuple[float, float]) -> NodeHardware:
-    topology: dict[str, Any] = {}
+    gpus: list[dict[str, Any]] = []
     newest: dict[str, Any] = {}
     series: dict[str, list[Point]] = {}
     time = None
     for path in files:
-        for number, line in enumerate(checksums.split_lines(path.read_bytes()), 1):
-            with suppress(Corrupt):
-                values = checksums.parse(line, f"{path}: line {number}")
-                if values.get("event") == "node":
-                    topology = values
-                elif within[0] <= values["time"] <= within[1]:
-                    time = values["time"]
-                    newest = {name: v for name, v in values.items() if name not in NOT_FIGURES}
-                    for name, value in newest.items():
-                        if isinstance(value, int | float):
-                            series.setdefault(name, []).append((time, float(value)))
-    places = {name: topology.get(name, []) for name in ("numa_nodes", "gpus", "ports")}
-    return NodeHardware(node=node, time=time, newest=newest, series=series, **places)
+        for values in journal.read(path, damaged="skip"):
+            if values.get("event") == "node":
+                gpus = values.get("gpus", [])
+            elif within[0] <= values["time"] <= within[1]:
+                time = values["time"]
+                newest = {name: v for name, v in values.items() if name not in NOT_FIGURES}
+                for name, value in newest.items():
+                    if isinstance(value, int | float):
+                        series.setdefault(name, []).append((time, float(value)))
+    return NodeHardware(node=node, time=time, newest=newest, series=series, gpus=gpus)
 
 
 def _slowest(events: Iterable[dict[str, Any]]) -> SlowRank | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import journal
 
 MEASURED = {"step": "", "evaluation": "evaluation_"}  # events, and the prefix of their measures
 NOT_MEASURES = {"event", "time", "step", "not_finite"}
@@ -20,8 +20,7 @@ Point = tuple[float, float]  # step, value
 
 def job_events(home: Home, job_id: str) -> list[Any]:
     """Return the events of a job, without a last line that is still being written; none of ""."""
-    path = home.job(job_id) / "events.jsonl"
-    return list(checksums.read_lines(path)) if job_id and path.is_file() else []
+    return list(journal.read(home.job(job_id) / "events.jsonl")) if job_id else []
 
 
 def series_of(events: Iterable[dict[str, Any]]) -> dict[str, list[Point]]:

@@ -1,7 +1,7 @@
 """Loop summaries: every loop with its last generation and its curve of held-out success.
 
 A generation's record never changes once it is written, so each is read once. Called by
-gateway/routes/loops.py; runtime/cost/ reads the records, too.
+gateway/routes/loops.py; runtime/accounting/ reads the records, too.
 """
 
 from functools import lru_cache

@@ -20,8 +20,8 @@ from cray_agents.cli.platform.root import root_claim
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
+from cray_agents.processes import start_time
 from cray_agents.runtime.controller_lease import ControllerLease
-from cray_agents.runtime.scheduler.supervised import start_time
 from tests.support.command_line import cli
 from tests.support.scripted_gateway import served
 

@@ -13,10 +13,10 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Record
 from cray_agents.runtime import fsck
-from cray_agents.runtime.batches import chunks, result_files, validation
-from cray_agents.runtime.batches.folder import BatchFolder
+from cray_agents.runtime.batches import chunks, validation
+from cray_agents.runtime.batches.batch_records import BatchFolder
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles, TinkerModel
@@ -101,10 +101,10 @@ def test_no_flipped_bit_of_a_journal_is_read(tmp_path: Path) -> None:
         for bit in range(8):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             with pytest.raises(Corrupt, match=r"lines\.jsonl: line"):
-                list(checksums.read_lines(path))
+                list(journal.read(path))
     for cut in range(len(lines[1])):  # but what a crash left unfinished is no damage
         path.write_bytes(whole[: len(lines[0]) + cut])
-        assert list(checksums.read_lines(path)) == [{"number": 1}]
+        assert list(journal.read(path)) == [{"number": 1}]
 
 
 def test_a_damaged_dataset_is_not_read_and_is_made_anew(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_damaged_seal_is_set_aside_and_its_lines_are_asked_again(tmp_path: Pat
         assert chunks.seal(folder, chunk, chunks.requests(folder, rows[chunk]), found, None)
     damaged = chunks.seal_path(folder, 1)
     flip(damaged, damaged.stat().st_size // 2)
-    assert result_files.finish(folder, folder.request(), accepted, Files(home)) == [1]
+    assert chunks.finish(folder, folder.request(), accepted, Files(home)) == [1]
     assert folder.end() is None and not damaged.exists()
     results = next(folder.results.glob("00000001.*"))
     flip(results, 200)
@@ -148,7 +148,7 @@ def test_a_damaged_seal_is_set_aside_and_its_lines_are_asked_again(tmp_path: Pat
     assert len(found) == 9, "one result is damaged, and has to be asked again"
     flip(results, 200)
     chunks.seal(folder, 1, chunks.requests(folder, rows[1]), chunks.results_so_far(folder, 1), None)
-    assert result_files.finish(folder, folder.request(), accepted, Files(home)) == []
+    assert chunks.finish(folder, folder.request(), accepted, Files(home)) == []
     end = folder.end()
     assert end is not None and end.output_file_id and end.counts.completed == 30
     assert len(Files(home).path(end.output_file_id).read_bytes().splitlines()) == 30

@@ -19,8 +19,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.files.blobs import PIECE, Blobs
 from cray_agents.runtime.files.files import FileObject, Files
-from cray_agents.runtime.files.garbage import sweep
-from cray_agents.runtime.files.uploads import Uploads
+from cray_agents.runtime.files.uploads import Uploads, sweep
 from cray_agents.runtime.gateway.http.error_envelope import BodyTooLarge
 from cray_agents.runtime.gateway.http.multipart import FIELD_BYTES, MAX_PARTS, FormReader
 

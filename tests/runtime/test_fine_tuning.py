@@ -148,28 +148,24 @@ def test_what_was_asked_before_settings_counted_keeps_its_id() -> None:
     assert request.id == "ftjob-2ebd93476a9dac0c469f1d3a"
 
 
-def test_a_job_takes_the_trainers_dtype(tmp_path: Path, model: Path) -> None:
-    """On GPUs that is bfloat16. It is another job than the one in float32."""
+@pytest.mark.parametrize(
+    ("option", "field", "values"),
+    [
+        ("dtype", "dtype", ("float32", "bfloat16")),
+        ("tokens", "max_tokens_per_microbatch", (4096, 32768)),
+    ],
+)
+def test_a_job_takes_the_trainers_dtype_and_micro_batch(
+    tmp_path: Path, model: Path, option: str, field: str, values: tuple[Any, Any]
+) -> None:
+    """Another dtype or micro-batch is another job."""
     ids = set()
-    for dtype in ("float32", "bfloat16"):
+    for value in values:
         site = Site(tmp_path / "root", model)
-        with site.served(dtype=dtype):
+        with site.served(**{option: value}):
             job = site.submitted()
         spec = JobJournal(site.home, job.metadata["job"]).spec()
-        assert spec.hyperparameters.dtype == dtype
-        ids |= {job.id, spec.id}
-    assert len(ids) == 4
-
-
-def test_a_job_takes_the_trainers_micro_batch(tmp_path: Path, model: Path) -> None:
-    """What fits into its GPUs, or 4,096 tokens. It is another job, too."""
-    ids = set()
-    for tokens in (4096, 32768):
-        site = Site(tmp_path / "root", model)
-        with site.served(tokens=tokens):
-            job = site.submitted()
-        spec = JobJournal(site.home, job.metadata["job"]).spec()
-        assert spec.hyperparameters.max_tokens_per_microbatch == tokens
+        assert getattr(spec.hyperparameters, field) == value
         ids |= {job.id, spec.id}
     assert len(ids) == 4
 
@@ -331,12 +327,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Si
     site = Site(tmp_path_factory.mktemp("shared") / "home", model)
     with site.served():
         yield site
-
-
-def test_why_there_is_no_reinforcement(shared: Site) -> None:
-    method = {"type": "reinforcement", "reinforcement": {"grader": {"type": "python"}}}
-    with pytest.raises(openai.BadRequestError, match=r"has no engine.*cray-agents loop"):
-        shared.create(method=method)
 
 
 def test_what_is_not_there_is_not_found(shared: Site) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.chunks import RequestLine
-from cray_agents.runtime.batches.line_request import LineSender
+from cray_agents.runtime.batches.worker import LineSender
 
 ROOT = Path(__file__).parents[2]
 SIZE = 2 * 2**20  # bytes of the disk

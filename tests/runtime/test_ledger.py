@@ -16,9 +16,8 @@ from cray_agents.cli.platform.replica_devices import devices_of_replicas
 from cray_agents.config import Config
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
-from cray_agents.runtime.scaling.goodput import HOUR, GroupedBy, goodput
-from cray_agents.runtime.scaling.holdings import read_holdings
-from cray_agents.runtime.scaling.ledger import (
+from cray_agents.runtime.accounting.holdings import HOUR, GroupedBy, goodput, read_holdings
+from cray_agents.runtime.accounting.ledger import (
     HeldDevices,
     LedgerFile,
     LedgerLine,

@@ -10,9 +10,9 @@ import pytest
 
 from cray_agents.errors import SchedulerError, SetupError
 from cray_agents.ports import Command
+from cray_agents.processes import start_time
 from cray_agents.runtime.scheduler.choose import open_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.runtime.scheduler.supervised import start_time
 
 
 def command(folder: Path, script: str, name: str = "job") -> Command:

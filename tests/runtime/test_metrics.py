@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from cray_agents.runtime.gateway.http.metrics import GONE, MOST_CODES, Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.observability.call_metrics import OTHER
+from cray_agents.runtime.telemetry.call_metrics import OTHER
 from tests.support.gateway_with_keys import TOKEN, Site, site_at
 
 

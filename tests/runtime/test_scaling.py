@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.cluster.comparison import JUST_IN_TIME, compare, rules_for
+from bench.cluster.comparison import rules_for
 from bench.cluster.simulation import Simulation
-from bench.cluster.static_split import StaticSplit, best_split
 from bench.cluster.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
 from cray_agents.errors import BadInput
 from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule, share_nodes
@@ -294,16 +293,6 @@ def test_failures_lose_steps_and_a_repaired_node_comes_back() -> None:
     assert 40 * trace.seconds - result.node_seconds == pytest.approx(99 * 600.0)
 
 
-def test_a_seed_gives_the_same_day_and_another_one_another() -> None:
-    def play(seed: int) -> tuple[object, list[tuple[float, ScalingAction]]]:
-        trace = make_trace("failures", seed, 32, hours=4)
-        simulation = Simulation(trace, Scaler(rules_for(trace)), 60.0)
-        return simulation.run(), simulation.actions
-
-    assert play(1) == play(1)
-    assert play(1) != play(2)
-
-
 def test_a_class_goes_down_to_nothing_and_its_next_request_is_answered() -> None:
     trace = make_trace("bursty", 1, 16, hours=3)
     chat = trace.serving[0]
@@ -330,25 +319,3 @@ def test_a_job_that_gives_way_goes_on_where_it_was() -> None:
     result = Simulation(trace, Scaler(ScalingRules((rule,))), 200.0, watch=True).run()
     assert (result.preemptions, result.starts, list(result.waits)) == (1, 1, [120.0])
     assert result.trained_work == pytest.approx(440 + 1975, abs=15)
-
-
-def test_the_static_split_is_the_smallest_that_keeps_the_limit() -> None:
-    trace = make_trace("bursty", 2, 24, hours=6)
-    split = best_split(trace, 60.0)
-
-    def late(split: dict[str, int]) -> int:
-        waits = Simulation(trace, StaticSplit(split), 60.0, watch=True).run().waits
-        return sum(some for wait, some in waits.items() if wait > 60)
-
-    allowed = 0.01 * sum(sum(each.arrivals) for each in trace.serving)
-    assert late(split) <= allowed
-    for name in split:
-        assert late({**split, name: split[name] - 1}) > allowed
-
-
-def test_bursts_get_a_third_more_done_than_under_the_best_static_split() -> None:
-    rows = compare(make_trace("bursty", 1, 40), limit=60.0)
-    ours, static = rows[0], rows[-1]
-    assert ours["way"] == JUST_IN_TIME
-    assert ours["goodput"] >= 1.3 * static["goodput"]
-    assert ours["wait_p99"] <= static["wait_p99"]

@@ -12,8 +12,8 @@ import pytest
 
 from cray_agents.errors import SchedulerError
 from cray_agents.ports import Command, CommandStatus, Scheduler
+from cray_agents.processes import start_time
 from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
-from cray_agents.runtime.scheduler.supervised import start_time
 from cray_agents.runtime.scheduler.supervisor import descendants
 
 BOTH = ["local", pytest.param("slurm", marks=pytest.mark.slurm)]

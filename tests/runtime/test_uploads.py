@@ -20,8 +20,7 @@ from cray_agents.cli import main
 from cray_agents.paths import Home
 from cray_agents.runtime.files.blobs import Blobs
 from cray_agents.runtime.files.files import Files
-from cray_agents.runtime.files.garbage import sweep
-from cray_agents.runtime.files.uploads import PART_BYTES, UploadEnd, UploadRequest, Uploads
+from cray_agents.runtime.files.uploads import PART_BYTES, UploadEnd, UploadRequest, Uploads, sweep
 from tests.support.gateway_process import gateway
 
 ABC = [b"aaaa", b"bb", b"cccccc"]
@@ -41,18 +40,6 @@ def look(client: openai.OpenAI, upload_id: str) -> dict[str, Any]:
 
 def send(client: openai.OpenAI, upload_id: str, data: bytes) -> str:
     return client.uploads.parts.create(upload_id, data=data).id
-
-
-def name(client: openai.OpenAI, upload_id: str, sha256: str) -> Any:
-    """Add a part by its sha256 without sending it."""
-    headers = {"Content-Type": "multipart/form-data"}
-    return client.post(
-        f"/uploads/{upload_id}/parts",
-        cast_to=object,
-        body={},
-        files={"sha256": (None, sha256.encode())},
-        options={"headers": headers},
-    )
 
 
 def sha256(data: bytes) -> str:
@@ -236,41 +223,12 @@ def test_an_upload_is_gone_on_with(client: openai.OpenAI) -> None:
         send(client, first["id"], part)
     known = {p["sha256"]: p["id"] for p in look(client, first["id"])["parts"]}
     client.uploads.complete(first["id"], part_ids=[known[sha256(part)] for part in chunks])
-    done = begin(client, len(whole), sha256=sha256(whole), filename="else.bin")
-    assert (done["id"], done["status"]) == (other["id"], "completed")
+    done = begin(client, len(whole), sha256=sha256(whole))
+    assert (done["id"], done["status"]) == (first["id"], "completed")
     assert client.files.content(done["file"]["id"]).read() == whole
-
-
-def test_what_is_there_is_not_sent(client: openai.OpenAI, home: Home) -> None:
-    data = os.urandom(5000)
-    file = client.files.create(file=("a", data), purpose="batch")
-    contents = sorted(home.blobs.glob("??/*"))
-    done = begin(client, len(data), sha256=sha256(data))
-    assert (done["status"], done["file"]["bytes"]) == ("completed", len(data))
-    assert begin(client, len(data), sha256=sha256(data))["file"] == done["file"]
     client.files.delete(done["file"]["id"])
-    anew = begin(client, len(data), sha256=sha256(data))
-    assert anew["file"]["id"] not in (file.id, done["file"]["id"])
-    assert sorted(home.blobs.glob("??/*")) == contents
-    with pytest.raises(openai.BadRequestError) as failure:
-        begin(client, len(data) + 1, sha256=sha256(data))
-    assert error(failure.value) == (400, "bytes", "bytes_mismatch")
-
-
-def test_a_part_may_be_named(client: openai.OpenAI) -> None:
-    data = os.urandom(100)
-    upload = begin(client, 200)
-    for unknown in (sha256(data), "nonsense", "../../../etc/passwd"):
-        with pytest.raises(openai.NotFoundError) as failure:
-            name(client, upload["id"], unknown)
-        assert error(failure.value) == (404, "sha256", "content_unknown")
-    sent = send(client, begin(client, 200)["id"], data)
-    named = name(client, upload["id"], sha256(data))
-    assert (named["bytes"], named["object"]) == (100, "upload.part")
-    assert named["id"] != sent
-    done = client.uploads.complete(upload["id"], part_ids=[named["id"]] * 2)
-    assert done.file is not None
-    assert client.files.content(done.file.id).read() == data * 2
+    anew = begin(client, len(whole), sha256=sha256(whole))
+    assert (anew["status"], anew["parts"]) == ("pending", []) and anew["id"] != first["id"]
 
 
 def test_announced_and_other_content(client: openai.OpenAI) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from cray_agents.paths import Home
 from cray_agents.records import Event
-from cray_agents.runtime.scaling.ledger import LedgerFile, LedgerLine
+from cray_agents.runtime.accounting.ledger import LedgerFile, LedgerLine
 from cray_agents.runtime.store import Store
 from tests.support.scraped_metrics import put
 

@@ -20,10 +20,10 @@ from cray_agents.config.price_section import PriceSettings
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.records import Trajectory
+from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.runtime.batches.worker import run_worker
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.tools.calculator import calculator
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
@@ -162,7 +162,7 @@ async def _train(site: Platform, home: Home) -> None:
 
 def _sample_hardware(home: Home, job_id: str) -> None:
     """Write what samplers of two nodes would, one of them without GPUs, and a straggler."""
-    gpu = {"gpu": "0", "name": "NVIDIA H100", "pci": "", "numa": 0, "switch": ""}
+    gpu = {"gpu": "0", "name": "NVIDIA H100"}
     for node, gpus in (("n1", [gpu]), ("n2", [])):
         lines: list[dict[str, Any]] = [{"event": "node", "time": 100.0, "gpus": gpus}]
         for number in range(30):

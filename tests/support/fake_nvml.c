@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct { char legacy[16]; unsigned domain, bus, device, id, system; char bus_id[32]; } pci;
 typedef struct { unsigned gpu, memory; } utilization;
 typedef struct { unsigned long long total, free, used; } memory;
 static int gpus[2] = {0, 1};
@@ -24,10 +23,6 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
 }
 int nvmlDeviceGetName(void *gpu, char *out, unsigned length) {
   snprintf(out, length, "NVIDIA H100 %d", *(int *)gpu);
-  return 0;
-}
-int nvmlDeviceGetPciInfo_v3(void *gpu, pci *out) {
-  snprintf(out->bus_id, 32, "00000000:0%d:00.0", 3 + *(int *)gpu);
   return 0;
 }
 int nvmlDeviceGetUtilizationRates(void *gpu, utilization *out) { out->gpu = 73; return 0; }

@@ -18,10 +18,11 @@ from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import HeldOut, canonical
+from cray_agents.runtime.accounting.ledger import LedgerFile, read_ledger
 from cray_agents.runtime.batches import chunks, validation
-from cray_agents.runtime.batches.folder import BatchFolder
+from cray_agents.runtime.batches.batch_records import BatchFolder
+from cray_agents.runtime.batches.chunks import ResultWriter, fetch
 from cray_agents.runtime.batches.queue import BatchQueue
-from cray_agents.runtime.batches.results import ResultWriter, fetch
 from cray_agents.runtime.controller_lease import (
     ControllerLease,
     StandbyNote,
@@ -46,7 +47,6 @@ from cray_agents.runtime.fine_tuning.job_records import (
 )
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.routes import loops
-from cray_agents.runtime.observability.audit_log import AuditLog, read_audit
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.job_lease import (
     JobLease,
@@ -63,10 +63,10 @@ from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.retention.references import reasons_to_keep
-from cray_agents.runtime.scaling.ledger import LedgerFile, read_ledger
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.reader import Damage, Segments
+from cray_agents.runtime.telemetry.audit_log import AuditLog, read_audit
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.save import POINT, SEAL
 from cray_agents.trainers.data.samples import read_samples

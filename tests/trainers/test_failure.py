@@ -19,8 +19,8 @@ from cray_agents.ports import Command, CommandStatus
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
-from cray_agents.runtime.scheduler.pending_reasons import describe_reason
 from cray_agents.runtime.scheduler.slurm import LEDGER
+from cray_agents.runtime.scheduler.slurm_reports import describe_reason
 from cray_agents.trainers import progress
 from cray_agents.trainers.job.failures.failure import FailureSettings, FailureVerdict, judge
 from cray_agents.trainers.job.failures.hang_report import (

@@ -16,7 +16,7 @@ import torch
 from cray_agents.cli.platform.cluster_view import ClusterView
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import journal
 from cray_agents.runtime.scheduler.choose import missing_programs
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import Slurm
@@ -157,7 +157,7 @@ def test_a_slow_rank_is_named_among_the_events(lab: Any, monkeypatch: pytest.Mon
     # the first rank waits for the slow one where gradients are added up
     assert max(step["communication"] * step["seconds"] for step in steps) > 0.05
     (file,) = job.journal.folder.glob("hardware.*.jsonl")
-    node, *samples = checksums.read_lines(file)
+    node, *samples = journal.read(file)
     assert node["event"] == "node" and "host.load" in samples[-1]
     assert "host.rank_cores" not in samples[-1]  # the ranks have ended
     assert progress.find_straggler([1.0, 1.4, 1.2]) is None

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cray_agents.records import Manifest
+from cray_agents.runtime.accounting.holdings import goodput
 from cray_agents.runtime.disk.checksums import hash_of
-from cray_agents.runtime.scaling.goodput import goodput
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import Layout
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
+from cray_agents.runtime.accounting.holdings import goodput
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.scaling.goodput import goodput
 from cray_agents.trainers.checkpointing import hf_export
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.checkpointing.weight_files import in_file_order, write_files

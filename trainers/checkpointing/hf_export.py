@@ -22,12 +22,10 @@ from cray_agents.errors import NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.records import DeltaOf, LogprobDistance, Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.registry import checkpoints, model_files
+from cray_agents.runtime.registry import checkpoints, foreign_model
 from cray_agents.runtime.registry.checkpoints import DELTA
 from cray_agents.runtime.registry.deltas import Parent
-from cray_agents.runtime.registry.model_code import changed_settings
-from cray_agents.runtime.registry.model_config import TIED, read_config
-from cray_agents.runtime.registry.model_files import CONFIG
+from cray_agents.runtime.registry.foreign_model import CONFIG, TIED, changed_settings, read_config
 from cray_agents.trainers.checkpointing.peft_adapter import write_adapter
 from cray_agents.trainers.checkpointing.weight_files import (
     LARGEST_SHARE,
@@ -181,9 +179,9 @@ def copy_settings(
     `config` takes the place of the parent's, if it is given.
     """
     parent = parent.resolve()
-    for name in model_files.names_in(parent, _COPIED):
+    for name in foreign_model.names_in(parent, _COPIED):
         if name not in _OURS:
-            with model_files.open_file(parent, name) as old, (folder / name).open("wb") as new:
+            with foreign_model.open_file(parent, name) as old, (folder / name).open("wb") as new:
                 shutil.copyfileobj(old, new)
     for name, changed in changed_settings(parent).items():
         durable.write_file(folder / name, json.dumps(changed, indent=2).encode())

@@ -20,7 +20,7 @@ from pathlib import Path
 from cray_agents.errors import CrayError, JobError, SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import exit_at_once
-from cray_agents.runtime.scaling.ledger import LedgerFile
+from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.trainers.job.failures.health_gate import check_node
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs

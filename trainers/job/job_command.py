@@ -17,7 +17,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Command
 from cray_agents.processes import SAFE_IMPORTS, python
-from cray_agents.runtime.registry import model_code
+from cray_agents.runtime.registry import foreign_model
 from cray_agents.runtime.scheduler.excluded_nodes import excluded_nodes
 from cray_agents.trainers.job.failures.rank_monitor import SILENCE_VARIABLE
 from cray_agents.trainers.job.journal import JobJournal
@@ -86,8 +86,8 @@ def build_command(
     environment[SILENCE_VARIABLE] = f"{hang_seconds:g}"
     if not gpus:  # hide the GPUs of a node that has some
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    if allowed := model_code.allowed_directories():
-        environment[model_code.VARIABLE] = os.pathsep.join(map(str, allowed))
+    if allowed := foreign_model.allowed_directories():
+        environment[foreign_model.VARIABLE] = os.pathsep.join(map(str, allowed))
     return Command(
         name=name,
         argv=python("-m", f"cray_agents.trainers.{module}", str(argument.resolve())),

@@ -7,6 +7,7 @@ from pathlib import Path
 from cray_agents.errors import BadInput, CrayError
 from cray_agents.paths import Home
 from cray_agents.records import LogprobDistance
+from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.runtime.registry.checkpoints import (
     MANIFEST,
     config_sha256,
@@ -14,7 +15,6 @@ from cray_agents.runtime.registry.checkpoints import (
     settings_in,
     settings_sha256,
 )
-from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.checks.engine_agreement import places_of_parent
 from cray_agents.trainers.job.checks.input_checks import (

@@ -12,7 +12,7 @@
     microbatch.json tokens of a micro-batch, of a job whose own were too many for the memory
     waits.json      why the job waits, as its scheduler said last; missing while it runs
     end.json        the launcher's report of a bad end (rank_monitor.py), until the next start
-    hardware.<node>.jsonl  load of the node's GPUs and network ports (runtime/hardware/sampler.py)
+    hardware.<node>.jsonl  load of the node's GPUs and network ports (runtime/telemetry/sampler.py)
     hangs/          the stacks of all ranks of a start that did not move any more
     scheduler.json  the last handover to the scheduler (written by MegatronTrainer alone)
 
@@ -67,7 +67,7 @@ import orjson
 from cray_agents.errors import FULL, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable, formats, journal
 from cray_agents.runtime.disk.durable import resume_points
 from cray_agents.training_jobs import JobSpec, JobStatus, TakenUp
 
@@ -268,7 +268,7 @@ class JobJournal:
 
     def events(self) -> list[dict[str, Any]]:
         """Return all whole lines so far, without a torn last line. Raises Corrupt."""
-        return list(checksums.read_lines(self.events_file)) if self.events_file.exists() else []
+        return list(journal.read(self.events_file))
 
     def rewind(self, step: int) -> None:
         """Drop events of steps beyond `step` (-1: of all steps); the resumed job writes them again.

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.registry.checkpoints import max_tokens
-from cray_agents.runtime.registry.model_code import with_whole_references
-from cray_agents.runtime.registry.model_config import (
+from cray_agents.runtime.registry.foreign_model import (
     KINDS,
     MIXTURES,
     TIED,
     is_positive,
     read_config,
+    read_weights,
+    with_whole_references,
 )
-from cray_agents.runtime.registry.model_files import read_weights
 from cray_agents.trainers.models.bridge.bridged_kinds import why_not_bridged
 from cray_agents.training_jobs import JobSpec, Layout, Way, usual_learning_rate
 

@@ -9,8 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD, is_tied, read_config
-from cray_agents.runtime.registry.model_files import Tensor, read_weights
+from cray_agents.runtime.registry.foreign_model import (
+    EMBEDDING,
+    HEAD,
+    Tensor,
+    is_tied,
+    read_config,
+    read_weights,
+)
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
 from cray_agents.training_jobs import Layout, Way
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.registry.model_code import with_whole_references
-from cray_agents.runtime.registry.model_config import read_config
+from cray_agents.runtime.registry.foreign_model import read_config, with_whole_references
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.trainers.models.bridge.bridged_kinds import BRIDGE
 from cray_agents.trainers.models.bridge.bridged_model import (

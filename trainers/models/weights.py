@@ -22,8 +22,7 @@ import torch
 from safetensors import safe_open
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD
-from cray_agents.runtime.registry.model_files import read_weights
+from cray_agents.runtime.registry.foreign_model import EMBEDDING, HEAD, read_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.tensors import hf_name, tensor_shapes
 from cray_agents.trainers.progress import CLOCK

@@ -35,8 +35,8 @@ from cray_agents.errors import (
     StoreError,
 )
 from cray_agents.records import Manifest
+from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.weight_sender import LINKS, WeightSender
 from cray_agents.trainers.job import rank as job_rank

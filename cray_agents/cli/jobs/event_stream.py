@@ -5,61 +5,23 @@ A restart replaces events.jsonl (JobJournal.rewind) and empties the logs of rank
 notice both.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk.journal import Tail
 from cray_agents.trainers.job.journal import JobJournal
 
 POLL = 0.3  # seconds between two reads
-
-
-class GrowingFile:
-    """A reader of new lines in a file that may grow, be replaced or be emptied."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._rest = b""  # the start of an unfinished line
-
-    def read(self, *, last: bool = False) -> list[bytes]:
-        """Return the whole lines since the last read; with `last`, an unfinished one too."""
-        lines = self._read_new_lines()
-        if self._file is not None and self._replaced(self._file):
-            self._file.close()
-            self._file = None
-            lines += self._read_new_lines()
-        if last and self._rest:
-            lines.append(self._rest)
-        return lines
-
-    def _read_new_lines(self) -> list[bytes]:
-        if self._file is None:
-            if not self._path.exists():
-                return []
-            self._file, self._rest = self._path.open("rb"), b""
-        if os.fstat(self._file.fileno()).st_size < self._file.tell():  # emptied
-            self._file.seek(0)
-            self._rest = b""
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        return lines
-
-    def _replaced(self, file: BinaryIO) -> bool:
-        """Tell whether the path names another file now; an open file keeps its inode number."""
-        try:
-            return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
 
 
 class NewEvents:
     """A reader of a job's events, each once, although a restart writes the old ones again."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, GrowingFile(path)
+        self._path, self._file = path, Tail(path)
         self._seen: set[tuple[Any, ...]] = set()
 
     def read(self) -> list[dict[str, Any]]:
@@ -81,7 +43,7 @@ def stream_job(
 
     A dict is an event, a string is a log line. Following ends when the job has ended.
     """
-    new_events, new_lines = NewEvents(journal.events_file), GrowingFile(log)
+    new_events, new_lines = NewEvents(journal.events_file), Tail(log)
     first, ended = True, not follow
     while True:
         # a job records its end before its last events and log lines: read once more after it

@@ -10,7 +10,7 @@ from cray_agents.runtime.views.job_hardware import job_hardware
 from cray_agents.trainers.job.job_state import read_status
 
 NODES = 100_000  # of a job, at most
-COLUMNS = ["device", "numa", "near", "load", "memory", "watts", "celsius", "sent", "received",
+COLUMNS = ["device", "load", "memory", "watts", "celsius", "sent", "received",
            "notes"]  # fmt: skip
 
 
@@ -59,7 +59,6 @@ def _print_node(node: NodeHardware) -> None:
         rows.append(
             {
                 "device": f"GPU {gpu['gpu']} {gpu['name']}",
-                "numa": gpu["numa"],
                 "load": _share(newest.get(f"{at}utilization")),
                 "memory": _size(newest.get(f"{at}memory_bytes")),
                 "watts": newest.get(f"{at}power_watts"),
@@ -67,21 +66,17 @@ def _print_node(node: NodeHardware) -> None:
                 "notes": newest.get(f"{at}slowed_by", ""),
             }
         )
-    for port in node.ports:
-        at = f"{port['port']}."
-        figures = {name.removeprefix(at): value for name, value in newest.items()
-                   if name.startswith(at)}  # fmt: skip
+    for port in sorted({name.rpartition(".")[0] for name in newest if ":" in name}):
+        figures = {name.removeprefix(f"{port}."): value for name, value in newest.items()
+                   if name.startswith(f"{port}.")}  # fmt: skip
         grown = [f"{name} {value}" for name, value in figures.items()
                  if name != "up" and not name.endswith("_per_second")]  # fmt: skip
-        up = figures.get("up", int(port["up"]))
         rows.append(
             {
-                "device": f"{port['port']} {port['rate'] or port['link']}",
-                "numa": port["numa"],
-                "near": ", ".join(f"GPU {gpu}" for gpu in port["near"]),
+                "device": port,
                 "sent": _rate(figures.get("sent_bytes_per_second")),
                 "received": _rate(figures.get("received_bytes_per_second")),
-                "notes": "; ".join(([] if up else ["down"]) + grown),
+                "notes": "; ".join(([] if figures.get("up", 1) else ["down"]) + grown),
             }
         )
     if rows:

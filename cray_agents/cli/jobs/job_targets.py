@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cray_agents.cli.jobs.event_stream import GrowingFile, NewEvents
+from cray_agents.cli.jobs.event_stream import NewEvents
 from cray_agents.cli.jobs.job_page import sentence
 from cray_agents.cli.platform.platform_process import (
     SUBMITTER,
@@ -28,6 +28,7 @@ from cray_agents.config import Config
 from cray_agents.errors import BadInput, EngineTimeout, EngineUnavailable, SetupError
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
+from cray_agents.runtime.disk.journal import Tail
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobSpec, JobStatus, with_dtype
 
@@ -213,7 +214,7 @@ class Following:
 
     def __init__(self, journal: JobJournal, steps: int) -> None:
         self.job_id, self._steps = journal.job_id, steps
-        self._events, self._log = NewEvents(journal.events_file), GrowingFile(journal.log)
+        self._events, self._log = NewEvents(journal.events_file), Tail(journal.log)
 
     def skip_past(self) -> None:
         """Skip the events and lines written until now."""

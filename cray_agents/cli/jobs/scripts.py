@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cray_agents.cli.jobs.event_stream import POLL, GrowingFile
+from cray_agents.cli.jobs.event_stream import POLL
 from cray_agents.cli.jobs.job_targets import UNDER_WAY, say, terminated_as_interrupted
 from cray_agents.cli.platform.root.root_access import open_root
 from cray_agents.cli.screen import HomeOption, JsonOption, line, when
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.ports import CommandStatus
+from cray_agents.runtime.disk.journal import Tail
 from cray_agents.runtime.scheduler.script_jobs import PREFIX, ScriptJob, prepare, script_jobs
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _follow(
 def _print_until_end(
     job: ScriptJob, scheduler: "Slurm | LocalProcesses | None", *, quiet: bool = False
 ) -> CommandStatus:
-    log, last = GrowingFile(job.log), False
+    log, last = Tail(job.log), False
     while True:
         status = job.status(scheduler)
         for text in log.read(last=last):
@@ -218,7 +219,7 @@ def print_script_log(config: Config, job_id: str, *, tail: int, follow: bool) ->
     job = script_of(config, job_id)
     scheduler = slurm_of(config) if _is_slurms(job) else None
     if not follow:
-        for text in GrowingFile(job.log).read(last=True)[-tail:]:
+        for text in Tail(job.log).read(last=True)[-tail:]:
             line(text.decode(errors="replace"))
         return
     status = _print_until_end(job, scheduler)

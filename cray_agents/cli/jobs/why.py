@@ -71,7 +71,7 @@ def explain(home: Home, name: str) -> Answer:
 
 def _explain_job(home: Home, job_id: str) -> Answer:
     from cray_agents.runtime.scheduler.excluded_nodes import excluded_nodes
-    from cray_agents.runtime.scheduler.pending_reasons import describe_reason
+    from cray_agents.runtime.scheduler.slurm_reports import describe_reason
     from cray_agents.trainers.job.failures.failure import WORDS
     from cray_agents.trainers.job.job_state import read_status
     from cray_agents.trainers.job.journal import JobJournal

@@ -17,8 +17,8 @@ from pathlib import Path
 from cray_agents.errors import CrayError
 from cray_agents.paths import Home
 from cray_agents.ports import Command
+from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.runtime.pool.job_lease import JOB_PREFIX
-from cray_agents.runtime.scaling.ledger import LedgerFile
 from cray_agents.runtime.scaling.observed import TrainingView
 from cray_agents.runtime.scheduler.slurm import Job, NodeRoom, Slurm, node_names
 from cray_agents.trainers.job.journal import JobJournal

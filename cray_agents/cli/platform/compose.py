@@ -46,6 +46,7 @@ from cray_agents.errors import ConfigError, SetupError, StoreError
 from cray_agents.paths import Home
 from cray_agents.processes import SAFE_IMPORTS
 from cray_agents.records import ModelVersion
+from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
@@ -67,7 +68,6 @@ from cray_agents.runtime.registry.checkpoints import delete_leftovers, read_mani
 from cray_agents.runtime.registry.deltas import materialize, rebuilt_bytes
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scaling.decision import ServingRule
-from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.runtime.scheduler.choose import configured_scheduler
 from cray_agents.runtime.scheduler.gpu_placement import (
     GpuPlacement,
@@ -87,7 +87,7 @@ from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.observability.live_traces import LiveTraces
+    from cray_agents.runtime.telemetry.live_traces import LiveTraces
 
 PATIENCE = 2.0  # seconds before a message explains a slow start
 SWITCH = 0.0005  # seconds that a busy event loop may delay the thread that commits to the store
@@ -463,7 +463,7 @@ def live_traces(config: Config) -> "LiveTraces | None":
     if config.otlp_endpoint is None:
         return None
     try:
-        from cray_agents.runtime.observability.live_traces import LiveTraces
+        from cray_agents.runtime.telemetry.live_traces import LiveTraces
     except ImportError as error:
         raise SetupError(
             "otlp_endpoint is set, and OpenTelemetry is not installed: pip install "

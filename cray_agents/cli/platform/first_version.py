@@ -20,8 +20,7 @@ from cray_agents.runtime.registry.checkpoints import (
     read_pruned,
     weights_sha256,
 )
-from cray_agents.runtime.registry.model_config import read_config
-from cray_agents.runtime.registry.model_files import read_weights
+from cray_agents.runtime.registry.foreign_model import read_config, read_weights
 from cray_agents.runtime.registry.registry import Registry
 
 

@@ -30,11 +30,10 @@ from cray_agents.engines.openai_engine import KeySource
 from cray_agents.errors import BadInput, Corrupt, EngineUnavailable, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
-from cray_agents.processes import alive, python
+from cray_agents.processes import Process, alive, python
 from cray_agents.runtime.controller_lease import standby_notes
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.scheduler.supervised import boot_id, start_time
 from cray_agents.runtime.vllm_plugins import proof
 
 T = TypeVar("T")
@@ -71,10 +70,7 @@ def owner(home: Home) -> dict[str, Any] | None:
         return None
     if info.get("host", socket.gethostname()) != socket.gethostname():
         return _reach_other_host(home, info)
-    rebooted = info.get("boot", boot_id()) != boot_id()
-    if rebooted or not _is_our_process(info["pid"]):
-        return None
-    if info.get("ticks") not in (None, start_time(info["pid"])):  # the pid is another process now
+    if not _process(info).alive() or not _is_our_process(info["pid"]):
         return None
     return info | {"root": str(home.root)}
 
@@ -84,25 +80,18 @@ def is_gone(info: dict[str, Any]) -> bool:
 
     A process of another host, or of a container with its own pids, cannot be seen.
     """
-    if not is_visible(info):
-        return False
-    if info.get("boot", boot_id()) != boot_id() or not _is_our_process(info["pid"]):
-        return True
-    return "ticks" in info and start_time(info["pid"]) != info["ticks"]
+    process = _process(info)
+    return process.visible and not (process.alive() and _is_our_process(process.pid))
 
 
 def is_visible(info: dict[str, Any]) -> bool:
     """Tell whether the process of a claim would be seen here while it lives."""
-    host, space = socket.gethostname(), pid_namespace()
-    return (info.get("host", host), info.get("pid_namespace", space)) == (host, space)
+    return _process(info).visible
 
 
-def pid_namespace() -> str:
-    """Return the name of the set of processes that this one can see."""
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
+def _process(info: dict[str, Any]) -> Process:
+    host, space = info.get("host", socket.gethostname()), info.get("pid_namespace")
+    return Process(info["pid"], info.get("ticks"), info.get("boot"), host, space)
 
 
 def _reach_other_host(home: Home, info: dict[str, Any]) -> dict[str, Any]:

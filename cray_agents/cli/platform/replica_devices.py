@@ -14,10 +14,10 @@ from cray_agents.config import Config
 from cray_agents.errors import BadInput, ConfigError
 from cray_agents.ports import Command
 from cray_agents.processes import SAFE_IMPORTS
+from cray_agents.runtime.accounting.ledger import HeldDevices
 from cray_agents.runtime.pool.serving_plan import ServingDevice
 from cray_agents.runtime.pool.vllm_process import has_gpu_build
-from cray_agents.runtime.registry import model_code
-from cray_agents.runtime.scaling.ledger import HeldDevices
+from cray_agents.runtime.registry import foreign_model
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type, gpus_per_server
 from cray_agents.trainers.planning.cluster_resources import gpu_of_host, this_host
 from cray_agents.trainers.planning.step_time import identify
@@ -60,14 +60,14 @@ def replica_command(config: Config) -> Command:
             param="replica_nodes",
         )
     cores = config.replica_cpus or (4 * gpus or 2 * nodes)
-    trusted = os.pathsep.join(map(str, model_code.allowed_directories()))
+    trusted = os.pathsep.join(map(str, foreign_model.allowed_directories()))
     return Command(
         name="replica",
         kind="replica",
         argv=[],
         directory="",
         log="",
-        environment=SAFE_IMPORTS | ({model_code.VARIABLE: trusted} if trusted else {}),
+        environment=SAFE_IMPORTS | ({foreign_model.VARIABLE: trusted} if trusted else {}),
         nodes=nodes,
         ranks=ranks,
         cpus_per_rank=-(-cores // ranks),

@@ -26,8 +26,8 @@ from cray_agents.runtime.gateway.http.error_envelope import ERROR_CODE, BodyTime
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.routing import DeclaredRoute
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.observability.audit_log import AuditLog
-from cray_agents.runtime.observability.call_metrics import OTHER
+from cray_agents.runtime.telemetry.audit_log import AuditLog
+from cray_agents.runtime.telemetry.call_metrics import OTHER
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 INTERNAL = "internal_error"

@@ -21,7 +21,7 @@ from cray_agents.runtime.gateway.model_calls.idempotency import InFlightKey
 from cray_agents.runtime.store.conversations import Continuation
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.observability.live_traces import CallTrace
+    from cray_agents.runtime.telemetry.live_traces import CallTrace
 
 LEAST_LOGPROB = -9999.0  # vLLM's own stand-in for minus infinity
 NOT_SAMPLING = {"model", "stream", "stream_options", "request_id"}

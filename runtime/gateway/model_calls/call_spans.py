@@ -1,6 +1,6 @@
 """Call spans: begin and end the span of a model call, where spans are sent at all.
 
-Called by answer.py. Read next: runtime/observability/live_traces.py.
+Called by answer.py. Read next: runtime/telemetry/live_traces.py.
 """
 
 import time
@@ -36,7 +36,7 @@ def end_span(
     """Send a call's spans. `event`: its record, if there is one; `failure`: the error's type."""
     if services.traces is None or call.trace is None:
         return
-    from cray_agents.runtime.observability.live_traces import CUT, CallEnd
+    from cray_agents.runtime.telemetry.live_traces import CUT, CallEnd
 
     exchange, job = call.exchange, None
     body = {

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.cost.cost_table import (
+from cray_agents.runtime.accounting.cost_table import (
     GROUPS,
     PAGE,
     CostQuery,

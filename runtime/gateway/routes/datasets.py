@@ -45,7 +45,7 @@ from cray_agents.runtime.gateway.http.shapes import (
     page_of,
 )
 from cray_agents.runtime.gateway.services import Services, vocabulary_of
-from cray_agents.runtime.registry.model_files import refuse_links_outside
+from cray_agents.runtime.registry.foreign_model import refuse_links_outside
 from cray_agents.runtime.views.dataset_differences import (
     CHANGES,
     changed_runs,

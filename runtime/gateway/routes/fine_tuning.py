@@ -28,7 +28,7 @@ from cray_agents.errors import BadInput
 from cray_agents.records import digest
 from cray_agents.runtime.disk.checksums import list_whole
 from cray_agents.runtime.fine_tuning.job_events import events
-from cray_agents.runtime.fine_tuning.request import CreateJob, resolve_request
+from cray_agents.runtime.fine_tuning.job_records import CreateJob, resolve_request
 from cray_agents.runtime.fine_tuning.tuning_jobs import JobState
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of

@@ -47,8 +47,8 @@ from cray_agents.runtime.gateway.http.shapes import (
     page_of,
 )
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.observability.timeline import job_timeline
 from cray_agents.runtime.registry import checkpoints, deltas
+from cray_agents.runtime.telemetry.timeline import job_timeline
 from cray_agents.runtime.views.hardware_records import JobHardware
 from cray_agents.runtime.views.job_hardware import job_hardware
 from cray_agents.runtime.views.job_series import job_events, job_series

@@ -37,7 +37,7 @@ from cray_agents.runtime.gateway.http.shapes import (
     page_of,
 )
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.observability.timeline import MOST_RUNS, generation_timeline
+from cray_agents.runtime.telemetry.timeline import MOST_RUNS, generation_timeline
 from cray_agents.runtime.views.generation_evidence import (
     generation_detail,
     outcome_named,

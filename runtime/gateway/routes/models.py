@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.records import ModelVersion, ProbeReport
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.gateway.http import bodies
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
@@ -160,8 +160,8 @@ async def register_version(services: Services, request: Request) -> Response:
 def _job_events(services: Services, job_id: str) -> list[Any]:
     """Return a job's events; none where they are damaged or gone."""
     try:
-        return list(checksums.read_lines(services.home.job(job_id) / "events.jsonl"))
-    except (FileNotFoundError, Corrupt):
+        return list(journal.read(services.home.job(job_id) / "events.jsonl"))
+    except Corrupt:
         return []
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.services import Services
-from cray_agents.runtime.observability.engine_metrics import EngineCollector, scrape
+from cray_agents.runtime.telemetry.replica_metrics import EngineCollector, scrape
 
 POINTS = 600  # of a series, unless the request says otherwise
 MOST_NAMES = 50  # of metrics in a request

@@ -1,7 +1,7 @@
 """OpenAI's uploads: parts of at most 64 MiB, in any order and in parallel, then one file.
 
 Beyond OpenAI's API, an upload may announce its `sha256`, can then be continued, and lists its
-parts. A part whose content is stored already is named by its `sha256` and not sent.
+parts.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.files.blobs import Blob
 from cray_agents.runtime.files.uploads import PART_BYTES, UploadPart, UploadRequest, Uploads
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
@@ -75,8 +74,7 @@ async def create_upload(services: Services, request: Request) -> Response:
     """Begin to send a file in parts.
 
     With `sha256` an upload can be continued: the same request by the same caller, with the same
-    filename and purpose, returns it with its parts. An upload whose content is stored already comes
-    back `completed`. An upload expires a day after its last part.
+    filename and purpose, returns it with its parts. An upload expires a day after its last part.
     """
     body = await read_json(request, services.max_settings)
     announced = parse(UploadRequest, body)
@@ -97,14 +95,13 @@ async def retrieve_upload(services: Services, request: Request) -> Response:
     "/v1/uploads/{upload_id}/parts",
     Role.use,
     form={
-        **object_of(optional={"data": BYTES, "sha256": SHA256_SHAPE}),
-        "anyOf": [{"required": ["data"]}, {"required": ["sha256"]}],
+        **object_of({"data": BYTES}, {"sha256": SHA256_SHAPE}),
     },
     answer=PART,
-    fails=f"{FORM_FAILS}, 404 not_found, 404 content_unknown, 400 part_too_large",
+    fails=f"{FORM_FAILS}, 404 not_found, 400 part_too_large",
 )
 async def add_upload_part(services: Services, request: Request) -> Response:
-    """Send a part of at most 64 MiB, or name one that is stored.
+    """Send a part of at most 64 MiB, and its `sha256` to have it checked.
 
     The same content again is the same part.
     """
@@ -170,18 +167,12 @@ def _upload_id(request: Request) -> str:
 
 
 def _add_part(uploads: Uploads, upload_id: str, form: Form) -> UploadPart:
-    """Add a part that was sent, or named. Raises BadInput, NotFound."""
-    sha256 = form.fields.get("sha256")
-    if form.file is None and sha256 is None:
-        raise BadInput(
-            "data must be given, as a part with a filename; or sha256, of content that is here",
-            param="data",
-            code="missing_file",
-        )
+    """Add a part that was sent. Raises BadInput, NotFound."""
     if form.file is None:
-        assert sha256 is not None
-        return uploads.add_part(upload_id, uploads.find_content(sha256))
-    content: Blob = form.file.publish()
+        raise BadInput(
+            "data must be given, as a part with a filename", param="data", code="missing_file"
+        )
+    sha256, content = form.fields.get("sha256"), form.file.publish()
     if sha256 not in (None, content.sha256):
         raise BadInput(
             f"data has sha256 {content.sha256}, not {sha256}",

@@ -14,11 +14,11 @@ from cray_agents.cli import app
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.cost.cost_table import CostQuery, cost_table, run_cost
+from cray_agents.runtime.accounting.cost_table import CostQuery, cost_table, run_cost
+from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_ledger, read_ledger
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.observability import cost_metrics
-from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, keep_ledger, read_ledger
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.telemetry import file_metrics
 from cray_agents.runtime.views.view_records import CostAmount, CostTable
 from tests.support.costly_root import (
     HOUR,
@@ -144,9 +144,9 @@ async def test_a_loop_has_its_success_and_its_points(tmp_path: Path) -> None:
 async def test_metrics_say_the_same_under_bounded_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost_metrics, "MOST_KEYS", 1)
+    monkeypatch.setattr(file_metrics, "MOST_KEYS", 1)
     async with costly(tmp_path) as (home, store):
-        families = list(cost_metrics.cost_families(home, store, PRICES, {"loop"}))
+        families = list(file_metrics.cost_families(home, store, PRICES, {"loop"}))
         samples = {each.name: each.samples for each in families}
         whole = table(home, store)
         assert sum(each.value for each in samples["cray_cost"]) == pytest.approx(whole.total.cost)
@@ -162,7 +162,7 @@ async def test_metrics_say_the_same_under_bounded_labels(
         keys = {each.labels["key"]: each.value for each in samples["cray_key_cost"]}
         assert set(keys) == {"none", "other"}
         assert sum(keys.values()) == pytest.approx(whole.uses["requests"].cost)
-        none = list(cost_metrics.cost_families(home, store, PriceSettings(), ()))
+        none = list(file_metrics.cost_families(home, store, PriceSettings(), ()))
         assert all(not each.samples for each in none if each.name.startswith("cray_loop"))
         assert all(not each.samples for each in none if each.name.endswith("cost"))
 

@@ -20,18 +20,16 @@ from cray_agents.cli import app
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
-from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.hardware.nvml import describe_gpus, nvml, read_joules, read_load
-from cray_agents.runtime.hardware.sampler import HardwareSampler
-from cray_agents.runtime.hardware.topology import read_topology
-from cray_agents.runtime.scaling.holdings import read_holdings
-from cray_agents.runtime.scaling.ledger import read_ledger
-from cray_agents.runtime.scheduler.slurm_usage import NO_ACCOUNT, parse_usage, read_usage
+from cray_agents.runtime.accounting.holdings import read_holdings
+from cray_agents.runtime.accounting.ledger import read_ledger
+from cray_agents.runtime.disk import checksums, journal
+from cray_agents.runtime.scheduler.nvml import describe_gpus, nvml, read_joules, read_load
+from cray_agents.runtime.scheduler.slurm_reports import NO_ACCOUNT, parse_usage, read_usage
+from cray_agents.runtime.telemetry.sampler import HardwareSampler
 from cray_agents.runtime.views.job_hardware import job_hardware
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 
 ROOT = Path(__file__).parents[3]
-ROOT_PORT, SWITCH = "pci0000:00/0000:00:01.0", "0000:01:00.0"
 
 
 @pytest.fixture(scope="module")
@@ -57,25 +55,11 @@ def put(folder: Path, **texts: object) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A /sys: GPU 0 and mlx5_0 at a switch of NUMA node 0, GPU 1 and an EFA port at root ports."""
+    """A /sys with an InfiniBand port that is up and an EFA port that is down."""
     sys_root = tmp_path / "sys"
-    put(sys_root / "devices/system/node/node0", cpulist="0-31")
-    put(sys_root / "devices/system/node/node1", cpulist="32-63")
-    places = {
-        "0000:03:00.0": f"{ROOT_PORT}/{SWITCH}/0000:02:00.0/0000:03:00.0",
-        "0000:05:00.0": f"{ROOT_PORT}/{SWITCH}/0000:02:01.0/0000:05:00.0",
-        "0000:04:00.0": "pci0000:40/0000:40:01.0/0000:04:00.0",
-        "0000:06:00.0": "pci0000:40/0000:40:02.0/0000:06:00.0",
-    }
-    (sys_root / "bus/pci/devices").mkdir(parents=True)
-    for address, place in places.items():
-        put(sys_root / "devices" / place, numa_node=0 if SWITCH in place else 1)
-        (sys_root / "bus/pci/devices" / address).symlink_to(sys_root / "devices" / place)
     put(
         sys_root / "class/infiniband/mlx5_0/ports/1",
         state="4: ACTIVE",
-        rate="400 Gb/sec (4X NDR)",
-        link_layer="InfiniBand",
         counters__port_xmit_data=1000,
         counters__port_rcv_data=2000,
         counters__symbol_error=7,
@@ -85,16 +69,10 @@ def tree(tmp_path: Path) -> Path:
     put(
         sys_root / "class/infiniband/rdmap0s6/ports/1",
         state="1: DOWN",
-        rate="",
-        link_layer="Unspecified",
         hw_counters__tx_bytes=100,
         hw_counters__rx_bytes=50,
         hw_counters__tx_pkts="not a number",
     )
-    for device, address in (("mlx5_0", "0000:05:00.0"), ("rdmap0s6", "0000:06:00.0")):
-        (sys_root / f"class/infiniband/{device}/device").symlink_to(
-            sys_root / "devices" / places[address]
-        )
     return sys_root
 
 
@@ -104,15 +82,15 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def samples(sampler: HardwareSampler) -> list[dict[str, Any]]:
-    lines = list(checksums.read_lines(sampler.path)) if sampler.path.exists() else []
+    lines = list(journal.read(sampler.path)) if sampler.path.exists() else []
     return [line for line in lines if line["event"] == "sample"]
 
 
 def test_gpus_tell_what_they_have_and_no_more(library: Path) -> None:
     with nvml(str(library)) as driver:
         assert driver is not None
-        assert [each["pci"] for each in describe_gpus(driver, ["0", "1", "7"])] == [
-            "0000:03:00.0", "0000:04:00.0"]  # fmt: skip
+        names = [each["name"] for each in describe_gpus(driver, ["0", "1", "7"])]
+        assert names == ["NVIDIA H100 0", "NVIDIA H100 1"]
         first, second = read_load(driver, "0"), read_load(driver, "GPU-b")
         assert first == {
             "utilization": 0.73, "memory_bytes": 20 << 30, "memory_total_bytes": 80 << 30,
@@ -127,21 +105,6 @@ def test_gpus_tell_what_they_have_and_no_more(library: Path) -> None:
             assert read_joules(driver, gpus) is None
     with nvml("libnone.so.1") as driver:
         assert driver is None and read_joules(driver, ["0"]) is None
-
-
-def test_topology_names_the_gpus_at_a_ports_switch(library: Path, tree: Path) -> None:
-    with nvml(str(library)) as driver:
-        assert driver is not None
-        seen = read_topology(describe_gpus(driver, ["0", "1"]), tree)
-    assert seen["numa_nodes"] == [{"numa": 0, "cores": "0-31"}, {"numa": 1, "cores": "32-63"}]
-    assert [(gpu["numa"], gpu["switch"]) for gpu in seen["gpus"]] == [(0, SWITCH), (1, "")]
-    ports = {port["port"]: port for port in seen["ports"]}
-    assert ports["mlx5_0:1"]["near"] == ["0"] and ports["mlx5_0:1"]["up"]
-    assert ports["rdmap0s6:1"] == {
-        "port": "rdmap0s6:1", "pci": "0000:06:00.0", "numa": 1, "switch": "", "rate": "",
-        "link": "Unspecified", "up": False, "near": [],
-    }  # fmt: skip
-    assert read_topology([], tree / "none") == {"numa_nodes": [], "gpus": [], "ports": []}
 
 
 def test_rates_and_grown_errors_follow_from_counters(library: Path, tree: Path) -> None:
@@ -189,7 +152,7 @@ def test_a_sampler_writes_to_its_end_and_goes_on_after_a_kill(library: Path, tre
     again.start()
     until(lambda: len(samples(again)) > count)
     again.close()
-    lines = list(checksums.read_lines(again.path))
+    lines = list(journal.read(again.path))
     assert [line["event"] for line in lines].count("node") == 2
     assert lines[0]["gpus"][0]["name"] == "NVIDIA H100 0"
     assert lines[1]["gpu0.power_watts"] == 512.5 and "gpu1.power_watts" not in lines[1]
@@ -199,7 +162,7 @@ def test_a_long_jobs_file_stays_small_and_has_its_beginning(tree: Path) -> None:
     sampler = HardwareSampler(tree, sys=tree, library="none", gpus=[], every=0.001, most=6000)
     sampler.start()
     until(lambda: len(samples(sampler)) > 2)
-    begin, sizes = list(checksums.read_lines(sampler.path))[:2], [0]
+    begin, sizes = list(journal.read(sampler.path))[:2], [0]
 
     def has_shrunk() -> bool:
         sizes.append(sampler.path.stat().st_size)
@@ -207,7 +170,7 @@ def test_a_long_jobs_file_stays_small_and_has_its_beginning(tree: Path) -> None:
 
     until(has_shrunk)
     sampler.close()
-    lines = list(checksums.read_lines(sampler.path))
+    lines = list(journal.read(sampler.path))
     assert lines[:2] == begin and max(sizes) <= 6000
     times = [line["time"] for line in lines]
     assert times == sorted(times)
@@ -321,12 +284,12 @@ def test_the_command_shows_gpus_ports_and_the_slowest_rank(library: Path, tree: 
 HOLD = """
 import asyncio, os, sys
 from pathlib import Path
-from cray_agents.runtime.hardware.energy import EnergyTotal
-from cray_agents.runtime.hardware.nvml import nvml
 from cray_agents.runtime.pool.vllm_process import EngineSettings
 from cray_agents.runtime.pool.job_lease import ReplicaSpec
 from cray_agents.runtime.pool.replica_supervisor import ReplicaSupervisor
-from cray_agents.runtime.scaling.ledger import HeldDevices, LedgerFile, holding, keep_ledger
+from cray_agents.runtime.scheduler.nvml import EnergyTotal
+from cray_agents.runtime.scheduler.nvml import nvml
+from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, holding, keep_ledger
 
 folder, counter = Path(sys.argv[1]), Path(os.environ["FAKE_NVML_ENERGY"])
 

@@ -7,7 +7,7 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
-from cray_agents.runtime.observability.audit_log import (
+from cray_agents.runtime.telemetry.audit_log import (
     AuditLog,
     heads,
     read_audit,

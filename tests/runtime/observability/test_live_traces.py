@@ -18,13 +18,13 @@ from cray_agents.ports import EngineCall
 from cray_agents.records import Reward, Run, StopReason, ToolCall, Trajectory, Turn
 from cray_agents.runtime.exports.formats.otel import SCHEMA, trace_hash
 from cray_agents.runtime.gateway.model_calls.admission import Admission
-from cray_agents.runtime.observability.live_traces import (
-    LiveTraces,
-    parse_traceparent,
-)
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store.redaction import Redactor
+from cray_agents.runtime.telemetry.live_traces import (
+    LiveTraces,
+    parse_traceparent,
+)
 from tests.support.bare_models import bare_model
 from tests.support.scraped_metrics import put
 from tests.support.scripted_gateway import Paced, echo, served

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from cray_agents.records import ModelCall, Run, StopReason, ToolCall, Trajectory, Turn
-from cray_agents.runtime.observability.timeline import (
+from cray_agents.runtime.telemetry.timeline import (
     JOB,
     MOST_RUNS,
     PHASES,

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from cray_agents import Platform
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.hardware.sampler import HardwareSampler
+from cray_agents.runtime.telemetry.sampler import HardwareSampler
 from cray_agents.runtime.views.dataset_records import DatasetHistograms, SamplePage
 from cray_agents.runtime.views.dataset_views import histogram_of
 from cray_agents.runtime.views.hardware_records import JobHardware

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cray_agents.runtime.registry.model_config import KINDS
+from cray_agents.runtime.registry.foreign_model import KINDS
 from tests.support.trainers.family_trial import EQUAL, Result, problems
 from tests.support.trainers.tiny_families import FAMILIES, FURTHER
 

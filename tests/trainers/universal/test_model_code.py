@@ -16,7 +16,7 @@ from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
 from cray_agents.runtime.pool.golden_probe import prove
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess, command
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.runtime.registry.model_code import VARIABLE, may_run
+from cray_agents.runtime.registry.foreign_model import VARIABLE, may_run
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from tests.support.trainers.tiny_families import FAMILIES, write_parent

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
 from cray_agents.errors import BadInput, JobError, SetupError
-from cray_agents.runtime.registry.model_config import EMBEDDING, HEAD
+from cray_agents.runtime.registry.foreign_model import EMBEDDING, HEAD
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import RMSNorm
 from cray_agents.trainers.models.head import padded_vocab

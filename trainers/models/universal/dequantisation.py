@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.registry.model_files import Tensor
+from cray_agents.runtime.registry.foreign_model import Tensor
 
 DTYPE = torch.bfloat16  # of every dequantised tensor
 READABLE = "FP8 with weight_scale_inv, MXFP4, GPTQ, AWQ and compressed-tensors"

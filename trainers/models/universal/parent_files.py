@@ -17,8 +17,7 @@ import torch
 from safetensors import safe_open
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.runtime.registry.model_config import read_config
-from cray_agents.runtime.registry.model_files import read_weights
+from cray_agents.runtime.registry.foreign_model import read_config, read_weights
 from cray_agents.trainers.models.universal.conversions import (
     Conversion,
     match_names,

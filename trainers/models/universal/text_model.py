@@ -2,7 +2,7 @@
 
 Of a model that also sees or hears, only the text part is built. A kind that transformers does not
 know is refused by name, unless the operator allows the code that comes with the model
-(runtime/registry/model_code.py). Nothing is fetched. Called by parent_files.py. Read next:
+(runtime/registry/foreign_model.py). Nothing is fetched. Called by parent_files.py. Read next:
 conversions.py.
 """
 
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from cray_agents.errors import BadInput, SetupError
-from cray_agents.runtime.registry.model_code import AUTO_MAP, code_place
-from cray_agents.runtime.registry.model_config import TIED
+from cray_agents.runtime.registry.foreign_model import AUTO_MAP, TIED, code_place
 
 # kinds of the hub whose code is that of another kind, and what transformers calls it
 _SAME_AS = {"kimi_k2": "deepseek_v3"}

@@ -25,7 +25,7 @@ def list_lines(
     as_json: JsonOption = False,
 ) -> None:
     """List the newest changes, oldest first."""
-    from cray_agents.runtime.observability.audit_log import read_audit
+    from cray_agents.runtime.telemetry.audit_log import read_audit
 
     listing = read_audit(root(home).audit)
     lines = listing.rows[-limit:]
@@ -38,7 +38,7 @@ def list_lines(
 @audit.command("verify")
 def verify(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Check every line and the chain between them; exits with 2 if one is damaged or missing."""
-    from cray_agents.runtime.observability.audit_log import heads, verify_audit
+    from cray_agents.runtime.telemetry.audit_log import heads, verify_audit
 
     folder = root(home).audit
     problems, newest = verify_audit(folder), heads(folder)

@@ -1,7 +1,7 @@
 """`cost`: what requests, keys, loops and successes took of GPUs, cores, energy and money.
 
 Reads the ledger and the runs of the shared root; no platform is needed. Prices are those of
-`[prices]`. Read next: runtime/cost/cost_table.py.
+`[prices]`. Read next: runtime/accounting/cost_table.py.
 """
 
 import time
@@ -45,7 +45,7 @@ def cost(
     as_json: JsonOption = False,
 ) -> None:
     """Show what GPUs and cores were held for: time, measured energy, and money by your prices."""
-    from cray_agents.runtime.cost.cost_table import CostQuery, cost_table, run_cost
+    from cray_agents.runtime.accounting.cost_table import CostQuery, cost_table, run_cost
     from cray_agents.runtime.gateway.http.api_keys import id_of_key, key_names
 
     if len([name for name in (loop, key, run) if name is not None]) > 1:

@@ -1,6 +1,6 @@
 """`goodput`: who held the nodes and GPUs of a root, and what came of it.
 
-Reads the ledger on the shared root; no platform is needed. Read next: runtime/scaling/goodput.py.
+Reads the ledger on the shared root; no platform is needed.
 """
 
 import re
@@ -43,8 +43,8 @@ def goodput(
     as_json: JsonOption = False,
 ) -> None:
     """Show what came of the hours that replicas and jobs held GPUs, or nodes without any."""
-    from cray_agents.runtime.scaling.goodput import GroupedBy
-    from cray_agents.runtime.scaling.goodput import goodput as add_up
+    from cray_agents.runtime.accounting.holdings import GroupedBy
+    from cray_agents.runtime.accounting.holdings import goodput as add_up
 
     groups: dict[str, GroupedBy] = {name: name for name in get_args(GroupedBy)}
     if by not in groups:

@@ -139,7 +139,7 @@ def usage(
 
 def _note(home: Home, action: str, key: str, name: str, reason: str) -> None:
     """Write the change to the audit log; the caller is the user of this host."""
-    from cray_agents.runtime.observability.audit_log import AuditLog
+    from cray_agents.runtime.telemetry.audit_log import AuditLog
 
     log = AuditLog(home.audit)
     who = f"{getpass.getuser()}@{socket.gethostname()}"

@@ -22,7 +22,6 @@ from cray_agents.cli.platform.platform_process import (
     is_gone,
     is_visible,
     owner,
-    pid_namespace,
     refuse_second,
     submitter,
 )
@@ -30,6 +29,7 @@ from cray_agents.cli.screen import errors
 from cray_agents.config import Config
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home
+from cray_agents.processes import Process
 from cray_agents.runtime.controller_lease import (
     BEATS,
     LEASE,
@@ -41,7 +41,6 @@ from cray_agents.runtime.controller_lease import (
 )
 from cray_agents.runtime.fine_tuning.job_records import TuningFolder
 from cray_agents.runtime.gateway.http.api_keys import PLATFORM_PREFIX
-from cray_agents.runtime.scheduler.supervised import boot_id, start_time
 from cray_agents.trainers.job.job_state import unfinished_jobs
 
 KILLED_SECONDS = 5.0  # that a silent predecessor may take to be gone
@@ -127,12 +126,13 @@ def _wait_for_silence(home: Home, watch: ClaimWatch) -> None:
 
 
 def _who(name: str, replicas: str, seconds: float) -> dict[str, Any]:
+    this = Process.of()
     return {
-        "host": socket.gethostname(),
-        "boot": boot_id(),
-        "pid_namespace": pid_namespace(),
-        "pid": os.getpid(),
-        "ticks": start_time(os.getpid()),
+        "host": this.host,
+        "boot": this.boot,
+        "pid_namespace": this.space,
+        "pid": this.pid,
+        "ticks": this.start,
         "name": name,
         "replicas": replicas,
         "started": time.time(),

@@ -25,8 +25,8 @@ from pydantic import Field
 
 from cray_agents.errors import Corrupt
 from cray_agents.records import Record, new_id
-from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.disk.group_commit import LineFile
+from cray_agents.runtime.disk import checksums, journal
+from cray_agents.runtime.disk.journal import Journal
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class AuditLog:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: LineFile | None = None
+        self._journal = Journal(lambda: folder / f"{int(time.time()):011d}-{new_id('audit')}.jsonl")
         self._last = ""
         self._lock = threading.Lock()
 
@@ -68,28 +68,19 @@ class AuditLog:
                 self._append(values)
             except OSError as error:
                 log.error("the audit log lacks %s: %s", values, error)
-                self._close()  # it may end in half a line: the next one begins another file
 
     def close(self) -> None:
         """Close the file."""
         with self._lock:
-            self._close()
+            self._journal.close()
 
     def _append(self, values: dict[str, Any]) -> None:
-        if self._file is None:
-            chain: dict[str, Any] = {"heads": heads(self._folder)}
-            self._file = LineFile(self._folder / f"{int(time.time()):011d}-{new_id('audit')}.jsonl")
-        else:
-            chain = {"prev": self._last}
+        begins = self._journal.begins
+        chain = {"heads": heads(self._folder)} if begins else {"prev": self._last}
         line = AuditLine(time=time.time(), **values, **chain)
         text = checksums.with_crc(orjson.dumps(line.model_dump(mode="json")))
-        self._file.append([text])
+        self._journal.append([text])
         self._last = _hash_of(text)
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def heads(folder: Path) -> dict[str, str]:
@@ -148,7 +139,7 @@ def verify_audit(folder: Path) -> list[str]:
 def _files(folder: Path) -> Iterator[tuple[Path, list[bytes]]]:
     """Yield each file with its whole lines, in the order of their beginnings."""
     for path in sorted(folder.glob("*.jsonl")):
-        yield path, checksums.split_lines(path.read_bytes())
+        yield path, journal.split_lines(path.read_bytes())
 
 
 def _hash_of(line: bytes) -> str:

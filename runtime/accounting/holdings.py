@@ -15,19 +15,20 @@ time since the place's last job. What is more than that time is left out: it was
 
 A holder that was killed wrote no end. Its time counts to the last sign of it: the last line of its
 file, the last event of its job, or the last steps or queued job of its session. Called by
-goodput.py, and by runtime/cost/.
+cost_account.py.
 """
 
+import time
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from cray_agents.paths import Home
-from cray_agents.runtime.scaling.ledger import LedgerLine, read_ledger
+from cray_agents.runtime.accounting.ledger import LedgerLine, read_ledger
 
 Use = Literal["serving", "idle", "asleep", "training", "lost", "other"]
 USES: tuple[Use, ...] = get_args(Use)
@@ -367,3 +368,82 @@ def _last_sign(home: Home, line: LedgerLine, facts: _Facts) -> float:
         with suppress(OSError):
             signs.append(path.stat().st_mtime)
     return max(signs, default=0.0)
+
+
+HOUR = 3600.0
+GroupedBy = Literal["kind", "holder", "node"]
+
+
+@dataclass
+class Account:
+    """The hours of one row by what came of them, in seconds, and the work."""
+
+    spent: Counter[Use] = field(default_factory=Counter)
+    tokens_served: int = 0
+    tokens_trained: int = 0
+    steps: int = 0
+    steps_lost: int = 0
+
+    def row(self, name: str) -> dict[str, Any]:
+        """Return the row of a table; hours, and shares of them."""
+        total, useful = self.spent.total(), self.spent["serving"] + self.spent["training"]
+        return {
+            "name": name,
+            "held_hours": total / HOUR,
+            "goodput": useful / total if total else None,
+            "useful_hours": useful / HOUR,
+            "idle_hours": self.spent["idle"] / HOUR,
+            "asleep_hours": self.spent["asleep"] / HOUR,
+            "lost_hours": self.spent["lost"] / HOUR,
+            "other_hours": self.spent["other"] / HOUR,
+            "tokens_served": self.tokens_served,
+            "tokens_trained": self.tokens_trained,
+            "steps": self.steps,
+            "steps_lost": self.steps_lost,
+        }
+
+
+def goodput(
+    home: Home, since: float = 0.0, until: float | None = None, by: GroupedBy = "kind"
+) -> list[dict[str, Any]]:
+    """Return a row for each kind, holder or node, and one of the total; times in unix seconds."""
+    until = time.time() if until is None else until
+    ledger = read_holdings(home)
+    accounts: dict[str, Account] = defaultdict(Account)
+    total = Account()
+    for piece in ledger.pieces:
+        seconds = piece.seconds * piece.share(since, until) * max(1, len(piece.line.gpus))
+        if seconds:
+            for account in (accounts[_key(piece.line, by)], total):
+                account.spent[piece.use] += seconds  # type: ignore[assignment]
+    for line in ledger.served:
+        if since <= line.time < until:
+            for account in (accounts["replica" if by == "kind" else "platform"], total):
+                account.tokens_served += line.tokens
+    keys = _keys_of_places(ledger, by)
+    for each in ledger.steps:
+        if since <= each.attempt.time < until:
+            default = {"kind": "job", "holder": each.attempt.place[0], "node": "unknown"}[by]
+            for account in (accounts[keys.get(each.attempt.place, default)], total):
+                _add_steps(account, each)
+    table = [accounts[key].row(key) for key in sorted(accounts)]
+    return [*table, total.row("total")]
+
+
+def _add_steps(account: Account, steps: KeptSteps) -> None:
+    """Add the work of an attempt, which is counted once however many nodes it had."""
+    account.steps += steps.kept
+    account.steps_lost += steps.attempt.last - steps.attempt.first - steps.kept
+    account.tokens_trained += steps.attempt.tokens
+
+
+def _keys_of_places(ledger: LedgerAccount, by: GroupedBy) -> dict[Place, str]:
+    """Return the row of the first node of each holder and attempt."""
+    keys: dict[Place, str] = {}
+    for piece in ledger.pieces:
+        keys.setdefault((piece.line.holder, piece.line.attempt), _key(piece.line, by))
+    return keys
+
+
+def _key(line: LedgerLine, by: GroupedBy) -> str:
+    return {"kind": line.kind, "holder": line.holder, "node": line.node}[by]

@@ -1,7 +1,8 @@
-"""Slurm usage: what a job took by Slurm's own account, where the cluster keeps one (slurmdbd).
+"""Slurm's reports of a job: why it waits, in words, and what it took where Slurm keeps an account.
 
-Called by views/job_hardware.py. The text is that of `sacct -P` of Slurm 22.05 to 26.05; no cluster
-with accounting was seen.
+The reasons are those of squeue's column REASON, printed by `cray-agents why`. The account is that
+of `sacct -P` of Slurm 22.05 to 26.05 (slurmdbd); no cluster with accounting was seen. Called by
+views/job_hardware.py.
 """
 
 import re
@@ -72,3 +73,53 @@ def _seconds(text: str) -> float | None:
 def _bytes(text: str) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)", text)
     return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+
+
+_WAITS = "wait"
+_ADMIN = "ask the cluster's administrators"
+
+#: How a reason begins: what it means, and the next step. The first that fits counts.
+_REASONS: list[tuple[tuple[str, ...], str, str]] = [
+    (("Priority",), "jobs of higher priority are before it", f"{_WAITS}, or ask for less"),
+    (
+        ("Resources",),
+        "the nodes that it asks for are busy",
+        f"{_WAITS}; `squeue --start` estimates when it begins",
+    ),
+    (
+        ("AssocGrp", "AssocMax", "MaxCpuPer", "QOSGrp", "QOSMax", "QOSMin", "Assoc", "QOS"),
+        "a limit of your account or quality of service is used up or too low for it",
+        "wait until your other jobs end, ask for less, or name another account or qos in"
+        " slurm_options",
+    ),
+    (
+        ("ReqNodeNotAvail", "Nodes_required", "NodeDown"),
+        "the nodes that it needs are down, drained or reserved",
+        f"look at `sinfo -R`, and {_ADMIN}",
+    ),
+    (
+        ("PartitionTimeLimit", "PartitionNodeLimit", "PartitionConfig", "BadConstraints"),
+        "no node of its partition can ever give what it asks for",
+        "cancel it, and change train_minutes, the layout or slurm_options",
+    ),
+    (("PartitionDown", "PartitionInactive"), "its partition takes no jobs now", _ADMIN),
+    (("Reservation",), "a reservation holds the nodes", f"{_WAITS}, or {_ADMIN}"),
+    (("JobHeldUser",), "somebody holds it", "`scontrol release` lets it go"),
+    (
+        ("JobHeldAdmin", "launch failed requeued held", "JobHoldMaxRequeue"),
+        "the cluster holds it, often because a node's prolog failed",
+        f"{_ADMIN}; `scontrol release` lets it go",
+    ),
+    (("Dependency", "BeginTime"), "it is to begin later", _WAITS),
+    (("Licenses",), "no licence is free", _WAITS),
+    (("InvalidAccount", "InvalidQOS"), "its account or qos is not valid", "mend slurm_options"),
+]
+
+
+def describe_reason(reason: str) -> tuple[str, str]:
+    """Return what a pending reason means and the next step; the reason itself if it is unknown."""
+    word = reason.strip("()")
+    for beginnings, meaning, step in _REASONS:
+        if word.startswith(beginnings):
+            return f"{meaning} (Slurm: {word})", step
+    return word, _WAITS

@@ -1,4 +1,4 @@
-"""Engine metrics: the metrics of every replica's vLLM in one text for Prometheus.
+"""Replica metrics: each replica's state, and its vLLM's own metrics, for Prometheus.
 
 Replicas answer only with the platform's secret, so Prometheus cannot scrape them: the gateway does.
 Each sample gets the labels `replica`, `host` and `version`. A label of that name that vLLM gave is
@@ -9,14 +9,65 @@ renamed `exported_...`, as Prometheus itself does. `cray_engine_up` tells which 
 import asyncio
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client import Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from cray_agents.errors import EngineError
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer
+
+BY = ["replica", "host"]
+
+
+def replica_families(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Yield the families of the replicas, by what `Pool.status` returns.
+
+    A further gateway knows less of them: a number that it lacks has no sample.
+    """
+    info = GaugeMetricFamily(
+        "cray_replica_info",
+        "1: the version and state of a replica",
+        labels=[*BY, "version", "state"],
+    )
+    flight = GaugeMetricFamily("cray_replica_requests", "Requests in flight", labels=BY)
+    busy = CounterMetricFamily(
+        "cray_replica_busy_seconds", "Seconds with at least one request in flight", labels=BY
+    )
+    restarts = CounterMetricFamily("cray_replica_restarts", "Restarts of a replica", labels=BY)
+    probe = GaugeMetricFamily(
+        "cray_probe_logprob_diff",
+        "Difference from the trainer's logprobs on the golden probe (nats): max, mean, p99, "
+        "tolerance",
+        labels=[*BY, "version", "kind"],
+    )
+    passed = GaugeMetricFamily(
+        "cray_probe_passed", "1 if the last golden probe passed", labels=[*BY, "version"]
+    )
+    phases = GaugeMetricFamily(
+        "cray_replica_change_seconds",
+        "Seconds by phase of the last change of version",
+        labels=[*BY, "version", "phase"],
+    )
+    for number, replica in enumerate(replicas):
+        place = (str(number), str(replica.get("host") or ""))
+        version = str(replica.get("version") or ", ".join(replica.get("versions") or ()))
+        info.add_metric([*place, version, str(replica.get("state"))], 1)
+        flight.add_metric(place, replica.get("in_flight") or 0)
+        if "busy_seconds" in replica:
+            busy.add_metric(place, replica["busy_seconds"])
+            restarts.add_metric(place, replica.get("restarts") or 0)
+        if report := replica.get("probe"):
+            for kind in ("max", "mean", "p99"):
+                value = report[f"{kind}_logprob_diff"]
+                probe.add_metric([*place, report["version"], kind], value)
+            probe.add_metric([*place, report["version"], "tolerance"], report["tolerance"])
+            passed.add_metric([*place, report["version"]], float(report["passed"]))
+            for phase, seconds in report["seconds"].items():
+                phases.add_metric([*place, report["version"], phase], seconds)
+    yield from (info, flight, busy, restarts, probe, passed, phases)
+
 
 TIMEOUT = 5.0  # seconds for a replica to answer
 LABELS = ("replica", "host", "version")

@@ -1,7 +1,10 @@
 """NVML: what NVIDIA's driver says of this node's GPUs, by ctypes on its own library.
 
 A figure that a GPU does not have is left out, never 0. Names and units of the functions are those
-of the NVML API Reference. No GPU was seen. Called by sampler.py and energy.py.
+of the NVML API Reference. No GPU was seen. Called by telemetry/sampler.py.
+
+The meters count the joules of GPUs since a holder got them, for its lines of the ledger
+(accounting/ledger.py). A counter that went back, as after a reset of the GPU, counts from there on.
 """
 
 import ctypes
@@ -19,14 +22,6 @@ SLOWED = {  # bits of nvmlDeviceGetCurrentClocksThrottleReasons that say that a 
 }
 _SM, _MEMORY = 1, 2  # clocks
 _CORRECTED, _UNCORRECTED = 0, 1  # errors of memory, since the driver's start: counter type 0
-
-
-class _PciInfo(ctypes.Structure):
-    _fields_ = (
-        ("busIdLegacy", ctypes.c_char * 16),
-        *((name, ctypes.c_uint) for name in ("domain", "bus", "device", "device_id", "system_id")),
-        ("busId", ctypes.c_char * 32),
-    )
 
 
 class _Utilization(ctypes.Structure):
@@ -86,15 +81,9 @@ def nvml(library: str = LIBRARY) -> Iterator[Nvml | None]:
 
 
 def describe_gpus(driver: Nvml, gpus: Sequence[str]) -> list[dict[str, str]]:
-    """Return name and PCI address of GPUs, the address as the kernel writes it."""
-    described = []
-    for gpu in gpus:
-        if (handle := driver.gpu(gpu)) is None:
-            continue
-        pci = driver.read("nvmlDeviceGetPciInfo_v3", _PciInfo, handle)
-        address = pci.busId.decode().lower()[-12:] if pci else ""  # its domain has eight digits
-        described.append({"gpu": gpu, "name": driver.name(handle), "pci": address})
-    return described
+    """Return the names of GPUs."""
+    handles = [(gpu, driver.gpu(gpu)) for gpu in gpus]
+    return [{"gpu": gpu, "name": driver.name(handle)} for gpu, handle in handles if handle]
 
 
 def read_load(driver: Nvml, gpu: str) -> dict[str, float | str]:
@@ -138,3 +127,38 @@ def read_joules(driver: Nvml | None, gpus: Sequence[str]) -> float | None:
             return None
         total += spent.value / 1000
     return total if gpus else None
+
+
+class EnergyMeter:
+    """The counters of some GPUs of this node."""
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus = gpus
+        self._before: float | None = None
+
+    def begin(self, driver: Nvml | None) -> float | None:
+        """Begin to measure; return 0, or None if these GPUs have no counters."""
+        self._before = read_joules(driver, self._gpus)
+        return None if self._before is None else 0.0
+
+    def take(self, driver: Nvml | None) -> float | None:
+        """Return the joules since the last call of this or of `begin`; None if not known."""
+        before, now = self._before, read_joules(driver, self._gpus)
+        if before is None or now is None:
+            return None
+        self._before = now
+        return now - before if now >= before else now
+
+
+class EnergyTotal:
+    """The joules of some GPUs of this node since this was made."""
+
+    def __init__(self, driver: Nvml | None, gpus: Sequence[str]) -> None:
+        self._driver, self._meter = driver, EnergyMeter(gpus)
+        self._total = self._meter.begin(driver)
+
+    def read(self) -> float | None:
+        """Return them; None if these GPUs have no counters."""
+        if self._total is not None:
+            self._total += self._meter.take(self._driver) or 0.0
+        return self._total

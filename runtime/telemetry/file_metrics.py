@@ -2,7 +2,11 @@
 
 Jobs and loops are processes without a port. What they write on the shared root is read here, at
 most every `LOOK` seconds however often somebody scrapes, in the caller's thread. Finished records
-never change, so each is read once. Made by the gateway's Services.
+never change, so each is read once, and a job's events only as far as they are new. A restart
+replaces these, and they are then read anew.
+
+Labels are bounded: of loops and jobs those that changed last have series, of keys the largest,
+under the hash of their id. Made by the gateway's Services.
 """
 
 import logging
@@ -10,7 +14,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,16 +23,204 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from cray_agents.config.price_section import PriceSettings
-from cray_agents.errors import CrayError
+from cray_agents.errors import Corrupt, CrayError
 from cray_agents.paths import Home
+from cray_agents.runtime.accounting.cost_account import Amount, CostAccount, account_of
+from cray_agents.runtime.accounting.cost_table import CostQuery, cost_rows
+from cray_agents.runtime.accounting.holdings import read_holdings
 from cray_agents.runtime.batches.batch_records import Status
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.observability.cost_metrics import cost_families
-from cray_agents.runtime.observability.job_tails import JobTails
+from cray_agents.runtime.disk.journal import Tail
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.telemetry.call_metrics import OTHER, key_label
+from cray_agents.runtime.views.view_records import CostAmount, CostRow
+
+#: Families of a job's newest event of a kind: (event, field) -> (name, help).
+NUMBERS = {
+    ("step", "step"): ("cray_job_step", "Steps done"),
+    ("step", "loss"): ("cray_job_loss", "Loss of the newest step (nats)"),
+    ("step", "lr"): ("cray_job_learning_rate", "Learning rate"),
+    ("step", "grad_norm"): ("cray_job_grad_norm", "Norm of the gradient"),
+    ("step", "tokens_per_second"): ("cray_job_tokens_per_second", "Tokens read a second"),
+    ("step", "mfu"): ("cray_job_mfu", "Model FLOPs utilization (fraction)"),
+    ("step", "communication"): (
+        "cray_job_communication",
+        "Share of the step in which the first rank waited for the sum of gradients (fraction)",
+    ),
+    ("step", "memory_gib"): ("cray_job_memory_gib", "Memory of the fullest rank (GiB)"),
+    ("step", "seconds"): ("cray_job_step_seconds", "Seconds of the newest step"),
+    ("step", "time"): ("cray_job_last_step_time", "Unix seconds of the newest step"),
+    ("agreement", "max_difference"): (
+        "cray_job_agreement_max",
+        "Largest difference of trainer's and engine's logprobs (nats)",
+    ),
+    ("agreement", "mean_difference"): ("cray_job_agreement_mean", "Mean of these differences"),
+    ("saved", "seconds"): ("cray_job_save_seconds", "Seconds of the newest resume point"),
+    ("straggler", "ratio"): (
+        "cray_job_straggler_ratio",
+        "The slowest rank's own work in a step, as a multiple of the median rank's",
+    ),
+}
+MOST_BYTES = 4 << 20  # read of a file at the first look: the newest numbers are at its end
+
+
+@dataclass
+class JobTail:
+    """An events file as far as it was read, and the newest event of each kind."""
+
+    path: Path
+    newest: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._tail, self._replaced = Tail(self.path, MOST_BYTES), 0
+
+    def read(self) -> None:
+        """Read the whole lines that are new. Raises OSError; a damaged line is left out."""
+        lines = self._tail.read()
+        if self._tail.replaced != self._replaced:
+            self._replaced, self.newest = self._tail.replaced, {}
+        for line in lines:
+            try:
+                event = checksums.parse(line, self.path)
+            except Corrupt:
+                continue
+            if event.get("median"):
+                event["ratio"] = event["seconds"] / event["median"]
+            self.newest[str(event.get("event"))] = event
+
+
+class JobTails:
+    """The jobs of a root: their states, and the numbers of the `most` that changed last."""
+
+    def __init__(self, home: Home, most: int) -> None:
+        self._home, self._most = home, most
+        self._tails: dict[str, JobTail] = {}
+
+    def families(self) -> Iterator[Metric]:
+        """Yield the families. Raises OSError, Corrupt."""
+        states, changed = Counter[str](), []
+        folder = self._home.jobs
+        for job in folder.iterdir() if folder.is_dir() else ():
+            if not (job / "spec.json").exists():
+                continue
+            states[_state(job)] += 1
+            events = job / "events.jsonl"
+            if events.exists():
+                changed.append((events.stat().st_mtime, job.name))
+        listed = [name for _, name in sorted(changed, reverse=True)[: self._most]]
+        self._tails = {name: self._tail(name) for name in listed}
+        jobs = GaugeMetricFamily("cray_jobs", "Training jobs by state", labels=["state"])
+        for state in ("queued", "running", "succeeded", "failed", "cancelled"):
+            jobs.add_metric([state], states[state])
+        yield jobs
+        for (kind, value), (name, about) in NUMBERS.items():
+            family = GaugeMetricFamily(name, about, labels=["job"])
+            for job_id, tail in self._tails.items():
+                number = tail.newest.get(kind, {}).get(value)
+                if isinstance(number, int | float):
+                    family.add_metric([job_id], number)
+            yield family
+
+    def _tail(self, name: str) -> JobTail:
+        tail = self._tails.get(name) or JobTail(self._home.job(name) / "events.jsonl")
+        tail.read()
+        return tail
+
+
+def _state(job: Path) -> str:
+    """Return a job's state by its files; its scheduler knows more."""
+    if (job / "status.json").exists():
+        return str(checksums.read_json(job / "status.json").get("state"))
+    return "running" if (job / "attempts").exists() else "queued"
+
+
+MOST_KEYS = 50
+ABOUT = "Seconds of GPUs and of cores that were held, by holder and what came of them"
+
+
+def cost_families(
+    home: Home, store: Store, prices: PriceSettings, loops: Collection[str]
+) -> Iterator[Metric]:
+    """Yield the families, of all time. `loops`: those that get series. Raises CrayError."""
+    account = account_of(read_holdings(home), store, prices)
+    yield from _held_families(account)
+    rows = cost_rows(home, store, account, CostQuery(by="loop"), {})
+    yield from _loop_families([row for row in rows if row.loop in loops])
+    yield from _key_families(cost_rows(home, store, account, CostQuery(by="key"), {}))
+
+
+def _held_families(account: CostAccount) -> Iterator[Metric]:
+    seconds = GaugeMetricFamily("cray_held_seconds", ABOUT, labels=["kind", "use", "unit"])
+    energy = GaugeMetricFamily(
+        "cray_energy_joules", "Energy that GPUs measured themselves", labels=["kind", "use"]
+    )
+    money = GaugeMetricFamily(
+        "cray_cost", "Price of what was held, by [prices]", labels=["kind", "use"]
+    )
+    for (kind, use), amount in account.lines.items():
+        _add_seconds(seconds, [kind, use], amount)
+        record = amount.to_record(account.prices)
+        if record.joules is not None:
+            energy.add_metric([kind, use], record.joules)
+        if record.cost is not None:
+            money.add_metric([kind, use], record.cost)
+    yield from (seconds, energy, money)
+
+
+def _loop_families(rows: list[CostRow]) -> Iterator[Metric]:
+    seconds = GaugeMetricFamily(
+        "cray_loop_device_seconds",
+        "Seconds of GPUs and of cores for a loop's runs and for its training",
+        labels=["loop", "use", "unit"],
+    )
+    money = {
+        name: GaugeMetricFamily(f"cray_loop_{name}", about, labels=["loop"])
+        for name, about in (
+            ("cost", "Price of a loop's runs and training"),
+            ("cost_per_success", "... for each run with a reward of 1 or more"),
+            ("cost_per_point", "... for each hundredth of held-out success that was gained"),
+        )
+    }
+    for row in rows:
+        loop = str(row.loop)
+        _add_seconds(seconds, [loop, "serving"], row.serving)
+        _add_seconds(seconds, [loop, "training"], row.training)
+        for name, amount in zip(money, (row.spent, row.per_success, row.per_point), strict=True):
+            if amount is not None and amount.cost is not None:
+                money[name].add_metric([loop], amount.cost)
+    yield from (seconds, *money.values())
+
+
+def _key_families(rows: list[CostRow]) -> Iterator[Metric]:
+    seconds = GaugeMetricFamily(
+        "cray_key_device_seconds",
+        "Seconds of GPUs and of cores in which replicas answered a key",
+        labels=["key", "unit"],
+    )
+    money = GaugeMetricFamily("cray_key_cost", "Price of these", labels=["key"])
+    rest = Amount()
+    for row in rows[:MOST_KEYS]:
+        _add_seconds(seconds, [key_label(row.key or "")], row.spent)
+        if row.spent.cost is not None:
+            money.add_metric([key_label(row.key or "")], row.spent.cost)
+    for row in rows[MOST_KEYS:]:
+        rest.gpu_seconds += row.spent.gpu_seconds
+        rest.core_seconds += row.spent.core_seconds
+        rest.money += row.spent.cost or 0.0
+    if rows[MOST_KEYS:]:
+        _add_seconds(seconds, [OTHER], rest)
+        if rows[0].spent.cost is not None:
+            money.add_metric([OTHER], rest.money)
+    yield from (seconds, money)
+
+
+def _add_seconds(family: GaugeMetricFamily, labels: list[str], amount: Amount | CostAmount) -> None:
+    family.add_metric([*labels, "gpu"], amount.gpu_seconds)
+    family.add_metric([*labels, "core"], amount.core_seconds)
+
 
 LOOK = 10.0  # seconds between two looks at files
 ACCOUNT = 60.0  # seconds between two readings of the ledger, which is read whole
@@ -131,8 +324,8 @@ class FileCollector:
 
     def _loop_families(self) -> Iterator[Metric]:
         numbers = {
-            field: GaugeMetricFamily(f"cray_loop_{field}", about, labels=["loop"])
-            for field, about in _LOOP_NUMBERS.items()
+            name: GaugeMetricFamily(f"cray_loop_{name}", about, labels=["loop"])
+            for name, about in _LOOP_NUMBERS.items()
         }
         phases = GaugeMetricFamily(
             "cray_loop_phase_seconds", "Seconds of the last generation", labels=["loop", "phase"]
@@ -147,13 +340,13 @@ class FileCollector:
             "cray_loop_last_generation_time", "Unix seconds of its end", labels=["loop"]
         )
         for loop, record, promoted, rejected, at in self._loops.newest():
-            for field, family in numbers.items():
-                if isinstance(value := record.get(field), int | float):
+            for name, family in numbers.items():
+                if isinstance(value := record.get(name), int | float):
                     family.add_metric([loop], value)
             for phase, seconds in (record.get("seconds") or {}).items():
                 phases.add_metric([loop, phase], seconds)
-            for field, kind in _RUNS.items():
-                runs.add_metric([loop, kind], record.get(field) or 0)
+            for name, kind in _RUNS.items():
+                runs.add_metric([loop, kind], record.get(name) or 0)
             decided.add_metric([loop, "promoted"], promoted)
             decided.add_metric([loop, "rejected"], rejected)
             ended.add_metric([loop], at)

@@ -1,25 +1,37 @@
-"""Model files: read a foreign model directory without trusting it, and never outside of it.
+"""Foreign models: read a model directory without trusting it, and never outside of it.
 
 A file is opened only if it lies in the directory itself. A link may lead to a file beside it, or
 from a snapshot of a Hugging Face cache to that cache's blobs. Any other link is refused before its
 target is opened, so that an error reveals nothing about it. Weights are safetensors: 8 bytes of
-length, JSON of that length, then the tensors without gaps. Called by checkpoints.py for imports,
-and by trainers/models/ for training. Read next: model_config.py.
+length, JSON of that length, then the tensors without gaps.
+
+Values of a config.json that no model can have are refused, for the kinds in KINDS: the numbers of
+others are known to the engine alone.
+
+`auto_map` in the JSON files of a model names classes in Python files beside it, which run only
+where the operator allows their directory. A reference leads to the directory itself
+(`modeling_x.Model`), or to another one (`/models/x--modeling_x.Model`). Checkpoints hold no code:
+an import and an export make references to an allowed directory whole, so that what runs is always
+that directory's code.
+
+Called by checkpoints.py for imports, and by trainers/models/ for training.
 """
 
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import BadInput
+from cray_agents.config import load_config
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.exact_json import refuse_costly
 from cray_agents.runtime.disk.checksums import FileHash
 
@@ -320,3 +332,185 @@ def _numbers(block: bytes, dtype: str) -> Any:
 
 def _bad_file(path: Path, why: str) -> BadInput:
     return BadInput(f"{path} {why}", param="checkpoint")
+
+
+KINDS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TIED = "tie_word_embeddings"
+# whole numbers from 1 on; a value larger than in any known model means a damaged file
+_MOST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 26,
+    "max_position_embeddings": 1 << 31,
+    "original_max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+}
+_MOST_OF_MIXTURES = {
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 14,
+    "moe_intermediate_size": 1 << 24,
+}
+_MOST_EXPERTS = 1_000_000  # in all layers together
+_FLAGS = (TIED, "use_sliding_window", "norm_topk_prob")
+_FLOATS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read and check a directory's config.json. Raises NotFound without one, BadInput."""
+    if not os.path.lexists(directory / CONFIG):
+        raise NotFound(
+            f"{directory} has no {CONFIG}: give a Hugging Face checkpoint", param="checkpoint"
+        )
+    config = read_json(directory.resolve(), CONFIG)
+    if config.get("model_type") in KINDS:
+        _check_numbers(config, directory / CONFIG)
+    return config
+
+
+def _check_numbers(config: dict[str, Any], path: Path) -> None:
+    """Raise BadInput that names the first key with an impossible value."""
+
+    def refuse(name: str, must: str) -> BadInput:
+        value = repr(config[name])[:100]
+        return BadInput(f"{path} has {name} = {value}, which must be {must}", param="checkpoint")
+
+    most = _MOST | (_MOST_OF_MIXTURES if config["model_type"] in MIXTURES else {})
+    for name, limit in most.items():
+        value = config.get(name)
+        if value is not None and (type(value) is not int or not 1 <= value <= limit):
+            raise refuse(name, f"a whole number from 1 to {limit}")
+    for name in _FLAGS:
+        if not isinstance(config.get(name, False), bool):
+            raise refuse(name, "true or false")
+    for name in _FLOATS:
+        if config.get(name) is not None and not is_positive(config[name]):
+            raise refuse(name, "a finite number above 0")
+    if config.get("initializer_range") and not is_positive(config["initializer_range"]):
+        raise refuse("initializer_range", "a finite number from 0 on")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name), dict | None):
+            raise refuse(name, "an object")
+    for name in ("dtype", "torch_dtype", "hidden_act"):
+        if not isinstance(config.get(name), str | None):
+            raise refuse(name, "a text")
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if heads and heads % (config.get("num_key_value_heads") or heads):
+        raise refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    if heads and hidden and not config.get("head_dim") and hidden % heads:
+        raise refuse("num_attention_heads", f"a divisor of hidden_size ({hidden})")
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if config["model_type"] in MIXTURES and experts:
+        if (config.get("num_experts_per_tok") or 1) > experts:
+            raise refuse("num_experts_per_tok", f"at most the number of experts ({experts})")
+        if experts * (config.get("num_hidden_layers") or 1) > _MOST_EXPERTS:
+            raise refuse("num_hidden_layers", f"less with {experts} experts in each layer")
+
+
+def is_positive(value: object) -> bool:
+    """Tell whether a value of JSON is a finite number above 0."""
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+
+
+def is_tied(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> bool:
+    """Tell whether embedding and head are one tensor, by transformers' rule when it loads a model.
+
+    The config must tie them, and two stored tensors must be equal: `tie_weights` of transformers 5
+    leaves different ones separate.
+    """
+    if not config.get(TIED):
+        return False
+    both = EMBEDDING in weights and HEAD in weights
+    return not both or same_values(directory, weights[EMBEDDING], weights[HEAD])
+
+
+AUTO_MAP = "auto_map"
+VARIABLE = "CRAY_AGENTS_TRUST_REMOTE_CODE"
+_APART = "--"  # between a directory and a file of it, as transformers writes it
+_PLAIN = re.compile(r"\w+\.\w+")  # a file and a class in it
+_NO_CODE = {"tokenizer.json", "vocab.json", "manifest.json", INDEX}  # large, and never asked for it
+
+
+def allowed_directories() -> list[Path]:
+    """Return the directories whose code may run: `trust_remote_code` of the configuration.
+
+    A job's process, which runs elsewhere, has them in its environment. Raises ConfigError.
+    """
+    if (value := os.environ.get(VARIABLE)) is not None:
+        return [Path(each).expanduser() for each in value.split(os.pathsep) if each]
+    return load_config().trust_remote_code
+
+
+def is_allowed(directory: Path) -> bool:
+    """Tell whether the code of exactly this directory may run."""
+    return directory.resolve() in [each.resolve() for each in allowed_directories()]
+
+
+def code_place(reference: str, directory: Path) -> tuple[Path, str] | None:
+    """Return the allowed directory of a reference, and the file and class; None if it may not run.
+
+    `directory`: of the file that has the reference.
+    """
+    place, apart, name = reference.rpartition(_APART)
+    folder = Path(place) if apart else directory.resolve()
+    runs = _PLAIN.fullmatch(name) and folder.is_absolute() and is_allowed(folder)
+    return (folder, name) if runs else None
+
+
+def may_run(directory: Path) -> bool:
+    """Tell whether a model refers to code, and all of it may run. Raises BadInput."""
+    if not allowed_directories():
+        return False
+    references = [each for _, content in _settings(directory) for each in _references(content)]
+    return bool(references) and all(code_place(each, directory) for each in references)
+
+
+def changed_settings(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the files of an allowed directory that refer to its code, with whole references.
+
+    Empty for another directory. Raises BadInput.
+    """
+    if not is_allowed(directory):
+        return {}
+    both = ((name, content, _whole(content, directory)) for name, content in _settings(directory))
+    return {name: whole for name, content, whole in both if whole != content}
+
+
+def with_whole_references(content: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the content of a file of a directory as `changed_settings` has it."""
+    whole: dict[str, Any] = _whole(content, directory) if is_allowed(directory) else content
+    return whole
+
+
+def _settings(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in names_in(directory, {".json"}):
+        if name not in _NO_CODE:
+            yield name, read_json(directory.resolve(), name)
+
+
+def _references(value: Any, *, within: bool = False) -> Iterator[str]:
+    """Yield the texts below any `auto_map`: of classes, or of lists of classes."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _references(inner, within=within or key == AUTO_MAP)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _references(inner, within=within)
+    elif within and isinstance(value, str):
+        yield value
+
+
+def _whole(value: Any, directory: Path, *, within: bool = False) -> Any:
+    if isinstance(value, dict):
+        return {k: _whole(v, directory, within=within or k == AUTO_MAP) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_whole(inner, directory, within=within) for inner in value]
+    if within and isinstance(value, str) and _APART not in value:
+        return f"{directory.resolve()}{_APART}{value}"
+    return value

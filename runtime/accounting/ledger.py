@@ -26,12 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cray_agents.errors import Corrupt
 from cray_agents.records import Record, new_id
-from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.disk.group_commit import LineFile
-from cray_agents.runtime.hardware.energy import EnergyMeter
-from cray_agents.runtime.hardware.nvml import Nvml, nvml
+from cray_agents.runtime.disk import checksums, journal
+from cray_agents.runtime.disk.journal import Journal
+from cray_agents.runtime.scheduler.nvml import EnergyMeter, Nvml, nvml
 
 HolderKind = Literal["replica", "job", "session", "platform"]
 EVERY = 2.0  # seconds between two looks at the replicas
@@ -81,12 +79,12 @@ class HeldDevices:
 
 
 class LedgerFile:
-    """A new file of the ledger. The first line makes it."""
+    """One writer's file of the ledger. The first line makes it."""
 
     def __init__(self, folder: Path, writer: str) -> None:
         """`writer`: the beginning of the file's name."""
-        self._path = folder / f"{new_id(writer)}.jsonl"
-        self._file: LineFile | None = None
+        self._folder = folder
+        self._journal = Journal(lambda: folder / f"{new_id(writer)}.jsonl")
 
     def note(self, **values: Any) -> None:
         """Write a line, with the present time."""
@@ -96,17 +94,14 @@ class LedgerFile:
         """Append lines. A failure is logged, and is no error."""
         texts = [line.model_dump_json(exclude_defaults=True).encode() for line in lines]
         try:
-            self._file = self._file or LineFile(self._path)
-            self._file.append([checksums.with_crc(text) for text in texts])
+            self._journal.append([checksums.with_crc(text) for text in texts])
         except OSError as error:
-            log.warning("the ledger %s lacks %d lines: %s", self._path, len(lines), error)
+            log.warning("the ledger %s lacks %d lines: %s", self._folder, len(lines), error)
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-            self._file = None
+        with suppress(OSError):
+            self._journal.close()
 
 
 @contextmanager
@@ -133,17 +128,11 @@ def holding(folder: Path, **holder: Any) -> Iterator[LedgerFile]:
 def read_ledger(folder: Path) -> Iterator[list[LedgerLine]]:
     """Yield the lines of each file. A damaged line is left out, with a warning."""
     for path in sorted(folder.glob("*.jsonl")):
-        lines = []
         try:
-            whole = checksums.split_lines(path.read_bytes())
+            lines = list(journal.read(path, LedgerLine, damaged="skip"))
         except OSError as error:
             log.warning("%s cannot be read: %s", path, error)
             continue
-        for number, line in enumerate(whole, 1):
-            try:
-                lines.append(checksums.parse_as(LedgerLine, line, f"{path}: line {number}"))
-            except Corrupt as error:
-                log.warning("left out: %s", error)
         if lines:
             yield lines
 

@@ -2,7 +2,7 @@
 
     hardware.<node>.jsonl   a line every ten seconds, with a checksum
 
-A `node` line (topology, see topology.py) begins each attempt of the job. A `sample` line is flat:
+A `node` line with the names of its GPUs begins each attempt of the job. A `sample` line is flat:
 `gpu0.power_watts`, `mlx5_0:1.sent_bytes_per_second`, `host.load`. Of errors it has those that grew
 since the attempt began, and by how much. At MOST bytes every second sample is dropped, and the
 next ones come half as often: the file has the whole job, if more coarsely.
@@ -21,10 +21,9 @@ from typing import Any
 import orjson
 
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.hardware import ports
-from cray_agents.runtime.hardware.nvml import LIBRARY, Nvml, describe_gpus, nvml, read_load
-from cray_agents.runtime.hardware.topology import read_topology
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
+from cray_agents.runtime.scheduler.nvml import LIBRARY, Nvml, describe_gpus, nvml, read_load
+from cray_agents.runtime.telemetry import ports
 
 EVERY = 10.0  # seconds
 MOST = 8 << 20  # bytes of a file
@@ -80,7 +79,7 @@ class HardwareSampler:
             with nvml(self._library) as driver:
                 self._drop_torn_line()
                 gpus = [] if driver is None else describe_gpus(driver, self._gpus)
-                self._write("node", {"node": self.node, **read_topology(gpus, self._sys)})
+                self._write("node", {"node": self.node, "gpus": gpus})
                 ended = False
                 while not ended:
                     self._write("sample", self.sample(driver))

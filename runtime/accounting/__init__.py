@@ -1,0 +1,1 @@
+"""Accounting: who held which devices, and what requests, keys and loops cost."""

@@ -1,1 +1,0 @@
-"""Cost: seconds of devices, energy and money, by request, key, loop, generation and success."""

@@ -1,1 +1,0 @@
-"""Hardware: load, energy and place of a node's GPUs and network ports. Start at sampler.py."""

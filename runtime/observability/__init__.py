@@ -1,1 +1,0 @@
-"""Observability: numbers, traces, an audit log and timelines of a platform."""
