@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cray_agents.agent.sessions import PlatformSession as PlatformSession
     from cray_agents.agent.tool import tool as tool
     from cray_agents.agent.trl_class import as_trl as as_trl
-    from cray_agents.cli.platform.platform_process import local_platform as local_platform
     from cray_agents.engines.json_tool_calls import ConstrainedEngine as ConstrainedEngine
     from cray_agents.engines.no_real_models import no_real_models as no_real_models
     from cray_agents.engines.openai_engine import OpenAIEngine as OpenAIEngine
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from cray_agents.rewards.llm_judge import judge as judge
     from cray_agents.rewards.reward import reward as reward
     from cray_agents.rewards.scanner import scanner as scanner
+    from cray_agents.server.platform_process import local_platform as local_platform
     from cray_agents.tasks.task_set import TaskSet as TaskSet
     from cray_agents.trainers.models.seed_model import make_tiny_model as make_tiny_model
     from cray_agents.training_commands import Datum as Datum
@@ -77,7 +77,7 @@ _MODULES = {
     "Hooks": "agent.hooks",
     "Hyperparameters": "training_jobs",
     "judge": "rewards.llm_judge",
-    "local_platform": "cli.platform.platform_process",
+    "local_platform": "server.platform_process",
     "Loop": "loop.loop",
     "Lora": "training_jobs",
     "make_tiny_model": "trainers.models.seed_model",

@@ -26,7 +26,6 @@ from cray_agents import (
     make_tiny_model,
 )
 from cray_agents import warm_up as run_warm_up
-from cray_agents.cli.platform.platform_process import client, key, serving
 from cray_agents.config import load_config
 from cray_agents.generation import promoted_holdout_success
 from cray_agents.paths import Home
@@ -34,6 +33,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.records import Message, Run, Task
 from cray_agents.runtime.datasets import dataset_runs, shards
 from cray_agents.runtime.store import Store
+from cray_agents.server.platform_process import client, key, serving
 from tests.support.environments.echo import COUNT, numbers, question
 from tests.support.environments.pythons import venv
 from tests.support.environments.workers import HERE, command, openenv_server, worker

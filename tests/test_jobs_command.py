@@ -16,8 +16,8 @@ import pytest
 
 from cray_agents import Hyperparameters, ScriptedEngine
 from cray_agents.cli import main
-from cray_agents.cli.platform.platform_process import SUBMITTER
 from cray_agents.paths import Home
+from cray_agents.server.platform_process import SUBMITTER
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from cray_agents.training_jobs import JobSpec, JobStatus, Layout, Policy

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cray_agents import Curriculum, PromotionTest, ScriptedEngine, Stage, TaskSet, reward
-from cray_agents.cli.jobs.why import explain
-from cray_agents.cli.loop.generation_table import row
+from cray_agents.cli.generation_table import row
+from cray_agents.cli.why import explain
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
 from cray_agents.loop.live.schedule import Watch

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.loop import calculator_loop
+from cray_agents.cli import calculator_loop
 from tests.bench.rivals import held_out, skyrl_side
 from tests.bench.rivals.training import area, cells, reached
 from tests.bench.rivals.training_sides import Learned, Point, exact, trl_trainer

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform.commands.top import BARS, curve
+from cray_agents.cli.top import BARS, curve
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.support.command_line import cli

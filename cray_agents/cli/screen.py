@@ -7,7 +7,6 @@ where a command forgets to; before the layout, `disarm` and `one_line` do, so th
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ from rich.text import Text
 from cray_agents.config import load_config
 from cray_agents.errors import NotFound
 from cray_agents.paths import Home
+from cray_agents.server.platform_process import shown_path
 
 LOG_WIDTH = 120  # columns, where there is no terminal to ask
 _C1 = range(0x7F, 0xA0)  # with DEL; U+009B begins a command to xterm, as ESC [ does
@@ -171,15 +171,3 @@ def check_stored(home: Home) -> None:
         named = ", ".join(f"--home {shown_path(path)}" for path in sorted(nested))
         hint = f"; roots in it: {named}" if nested else ""
         raise NotFound(f"nothing is stored on {home.root}{hint}", param="home")
-
-
-def command(words: str, home: Home) -> str:
-    """Return a command of ours as one types it here for this root."""
-    option = "" if load_config().root == home else f" --home {shown_path(home.root)}"
-    return f"cray-agents {words}{option}"
-
-
-def shown_path(path: Path) -> str:
-    """Return a path as one types it here: relative to the working directory, if it lies in it."""
-    folder = Path.cwd()
-    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))

@@ -7,7 +7,7 @@
                        /ended.json     its end, written once
 
 A site's Slurm runs a script for itself, and anybody who asks `status` records its end. Without one,
-the process that submits a script runs it, and ends with it. Called by cli/jobs/scripts.py.
+the process that submits a script runs it, and ends with it. Called by cli/scripts.py.
 """
 
 import os

@@ -12,7 +12,7 @@ of the connection: so a process that passes the number on to a server that lives
 the wrong place. A network between hosts whose packets others change is not kept out; TLS would be.
 
 gateway/routes/gateways.py, lock.py and pool/slurm/replica_supervisor.py answer.
-pool/engine/connectors.py and cli/platform/platform_process.py ask.
+pool/engine/connectors.py and server/platform_process.py ask.
 """
 
 import errno

@@ -14,7 +14,7 @@ import zstandard
 from typer.testing import CliRunner, Result
 
 from cray_agents.cli import app
-from cray_agents.cli.data import export as command
+from cray_agents.cli import export as command
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe

@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cray_agents.cli import app
-from cray_agents.cli.runs.runs import age, table
+from cray_agents.cli import age, app, table
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import (

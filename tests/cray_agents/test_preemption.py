@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.jobs.why import explain
+from cray_agents.cli.why import explain
 from cray_agents.errors import Superseded
 from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
 from cray_agents.runtime.scaling.ledger import read_ledger

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.errors import ConfigError
 from cray_agents.ports import Command
 from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
+from cray_agents.server.permissions import make_private
 from tests.support.command_line import cli
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}

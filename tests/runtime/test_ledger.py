@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from cray_agents import ScriptedEngine
 from cray_agents.cli import app
-from cray_agents.cli.platform.replica_devices import devices_of_replicas
 from cray_agents.config import Config
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
@@ -28,6 +27,7 @@ from cray_agents.runtime.scaling.ledger import (
     read_ledger,
 )
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type
+from cray_agents.server.replica_devices import devices_of_replicas
 from cray_agents.trainers.job.job_ledger import held_cores, holding_node
 from tests.support.scripted_pool import Mortal, ask, says_version, serving
 

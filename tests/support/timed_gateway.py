@@ -28,7 +28,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cray_agents import ScriptedEngine
-from cray_agents.cli.platform.compose import GC
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.processes import die_with_parent
@@ -39,6 +38,7 @@ from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.server.gateway_parts import GC
 from cray_agents.trainers.job.scripted_trainer import ScriptedTrainer
 from tests.support.scripted_platform import PROBE, bare_model
 

@@ -16,7 +16,7 @@ import pytest
 
 from cray_agents import Agent, ScriptedEngine
 from cray_agents.agent.tool import Tool, perform
-from cray_agents.cli.agent.mcp import serve
+from cray_agents.cli.mcp import serve
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Run, ToolCall

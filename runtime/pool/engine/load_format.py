@@ -1,6 +1,6 @@
 """Load format: choose the reader of weights that vLLM is started with (`--load-format`).
 
-cli/platform/compose.py calls `load_format` once, and vllm_replica.py puts the result on the command
+server/compose.py calls `load_format` once, and vllm_replica.py puts the result on the command
 line. Names and packages are those of vLLM 0.32, whose formats that cannot load again into a running
 server are left out. The order of FAST follows their makers' figures; nothing was run on a GPU.
 """

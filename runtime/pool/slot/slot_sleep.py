@@ -1,6 +1,6 @@
 """Slot sleep: free a replica's GPU while others use it, and serve afterwards, once proven.
 
-`SlotSleep` is the sleep of a turn (cli/platform/gpu_turns.py), after which the former version
+`SlotSleep` is the sleep of a turn (server/gpu_turns.py), after which the former version
 serves again. `fall_asleep` and `wake_up` are its steps, which slot_places.py takes too.
 """
 

@@ -27,7 +27,7 @@ from tinker_cookbook.rl.types import (
 )
 from transformers import AutoTokenizer
 
-from cray_agents.cli.loop import calculator_loop
+from cray_agents.cli import calculator_loop
 from cray_agents.records import Task
 from tests.bench.rivals import held_out
 from tests.bench.rivals.skyrl_side import CLIP, GROUP, GROUPS, RANK, RATE, SUBSTEPS, Way

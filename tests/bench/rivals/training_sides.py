@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from cray_agents.cli.loop import calculator_loop
-from cray_agents.cli.platform.platform_process import client, serving
+from cray_agents.cli import calculator_loop
 from cray_agents.config import load_config
 from cray_agents.generation import base_version
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
+from cray_agents.server.platform_process import client, serving
 from cray_agents.tasks.task_set import TaskSet
 from cray_agents.tools.calculator import evaluate
 from tests.bench.rivals import held_out, skyrl_side

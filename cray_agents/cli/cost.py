@@ -1,0 +1,164 @@
+"""`cost`: what requests, keys, loops and successes took of GPUs, cores, energy and money.
+
+Reads the ledger and the runs of the shared root; no platform is needed. Prices are those of
+`[prices]`. Read next: runtime/cost/cost_table.py.
+"""
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from cray_agents.cli.goodput import seconds_of
+from cray_agents.cli.runs import open_store
+from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, when
+from cray_agents.config import load_config
+from cray_agents.errors import BadInput
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.views.view_records import CostAmount, CostRow, CostTable
+
+HOUR, KWH, DAY = 3600.0, 3.6e6, 86_400.0
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command()(cost)
+
+
+def cost(
+    loop: Annotated[str | None, typer.Option(help="The generations of this loop.")] = None,
+    key: Annotated[
+        str | None, typer.Option(help="This API key by day: its name or id, or none.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help="The requests of this run.")] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(help="use, key, model, loop, or generation \\[default: use]."),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(help="Only the last 30m, 12h or 7d, from a whole hour on \\[default: all]."),
+    ] = None,
+    home: HomeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what GPUs and cores were held for: time, measured energy, and money by your prices."""
+    from cray_agents.runtime.cost.cost_table import CostQuery, cost_table, run_cost
+    from cray_agents.runtime.gateway.http.api_keys import id_of_key, key_names
+
+    if len([name for name in (loop, key, run) if name is not None]) > 1:
+        raise BadInput("give one of --loop, --key and --run", param="loop")
+    if run is not None and (by is not None or since is not None):
+        raise BadInput("--run: give it alone", param="run")
+    grouped = by or ("generation" if loop is not None else "key" if key is not None else "use")
+    begin = 0.0 if since is None else time.time() - seconds_of(since)
+    opened, prices = root(home), load_config({"home": home}).prices
+    names = key_names(opened)
+    query = CostQuery(
+        by=grouped,
+        bucket=DAY if key is not None and grouped == "key" else None,
+        key=None if key is None else id_of_key(key, names),
+        loop=loop,
+        since=begin,
+    )
+    with open_store(home) as store:
+        if run is not None:
+            table = run_cost(opened, store, prices, run, names)
+        else:
+            table = cost_table(opened, store, prices, query, names)
+    if as_json:
+        print(table.model_dump_json(indent=2))
+    else:
+        _print(table)
+
+
+def _print(table: "CostTable") -> None:
+    """Print a table for people."""
+    columns = ["gpu_hours", "core_hours", "kwh", "cost"]
+    if table.by == "run":
+        rows = [
+            {"request": each.id, "prompt_tokens": each.prompt_tokens,
+             "sampled_tokens": each.sampled_tokens, **_amount(each.spent)}
+            for each in table.requests or ()
+        ]  # fmt: skip
+        whole = {"request": "all", **_counts(table.data[0]), **_amount(table.data[0].spent)}
+        show(
+            [*rows, whole], ["request", "prompt_tokens", "sampled_tokens", *columns], as_json=False
+        )
+    elif table.by == "use":
+        rows = [{"use": use, **_amount(amount)} for use, amount in table.uses.items()]
+        show([*rows, {"use": "held", **_amount(table.total)}], ["use", *columns], as_json=False)
+    else:
+        unit = _unit(table)
+        lines = [*table.data, *([table.whole] if table.whole is not None else [])]
+        rows = [{**_name(row), **_counts(row), **_amount(row.spent), **_ratios(row, unit)}
+                for row in lines]  # fmt: skip
+        of = ["name", "runs", "succeeded"]
+        if table.by in ("loop", "generation"):
+            of += ["holdout", "gain"]
+            columns += ["per_point"]
+        show(rows, [*of, *columns, "per_success"], as_json=False)
+        if table.has_more:
+            errors.print(f"more rows than {len(table.data)} are left out: see GET /v1/cost")
+    hours = f"from {when(table.since)}" if table.since else "from the beginning"
+    console.print(f"{hours} to {when(table.until)}; {escape(_money(table))}", soft_wrap=True)
+
+
+def _unit(table: "CostTable") -> str:
+    """Return the unit of ratios: money where there are prices, else the devices that were held."""
+    return table.currency or ("GPU-seconds" if table.total.gpu_seconds else "core-seconds")
+
+
+def _money(table: "CostTable") -> str:
+    if table.currency is None:
+        return f"no [prices] are given: per_success and per_point are in {_unit(table)}"
+    missing = ", ".join(table.unpriced)
+    return f"cost in {table.currency}" + (f", without a price for {missing}" if missing else "")
+
+
+def _name(row: "CostRow") -> dict[str, Any]:
+    label = row.name or row.key or row.model or row.loop or "none"
+    if row.id == "whole":
+        return {"name": f"{label} in all"}
+    if row.generation is not None:
+        return {"name": f"generation {row.generation}"}
+    if row.loop and row.id.endswith(":None"):
+        return {"name": "no generation"}
+    return {"name": label if row.time is None else f"{label} {when(row.time)[:10]}"}
+
+
+def _counts(row: "CostRow") -> dict[str, Any]:
+    return {
+        "runs": row.runs,
+        "succeeded": row.succeeded,
+        "prompt_tokens": row.prompt_tokens,
+        "sampled_tokens": row.sampled_tokens,
+        "holdout": row.holdout_success,
+        "gain": row.gain,
+    }
+
+
+def _amount(amount: "CostAmount") -> dict[str, Any]:
+    return {
+        "gpu_hours": _figure(amount.gpu_seconds / HOUR),
+        "core_hours": _figure(amount.core_seconds / HOUR),
+        "kwh": _figure(None if amount.joules is None else amount.joules / KWH),
+        "cost": _figure(amount.cost),
+    }
+
+
+def _figure(value: float | None) -> str:
+    """Return a number with four digits that count: hours and money may be tiny."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _ratios(row: "CostRow", unit: str) -> dict[str, Any]:
+    def in_unit(amount: "CostAmount | None") -> str:
+        if amount is None:
+            return "-"
+        seconds = amount.gpu_seconds if unit == "GPU-seconds" else amount.core_seconds
+        return _figure(seconds if amount.cost is None else amount.cost)
+
+    return {"per_success": in_unit(row.per_success), "per_point": in_unit(row.per_point)}

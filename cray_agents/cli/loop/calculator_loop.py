@@ -1,1 +1,0 @@
-../../../cookbook/02_calculator_loop.py

@@ -1,0 +1,282 @@
+"""`scan`: look for something in stored runs after the fact, and record the findings beside them."""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cray_agents.cli.filter_options import FilterOptions
+from cray_agents.cli.option_groups import expand_groups
+from cray_agents.cli.rescore import find_function
+from cray_agents.cli.root_access import open_root
+from cray_agents.cli.screen import HomeOption, JsonOption, console, show
+from cray_agents.config import load_config
+from cray_agents.engines.openai_engine import OpenAIEngine
+from cray_agents.errors import BadInput
+from cray_agents.queries import RunQuery
+from cray_agents.records import CLEAR, SCAN
+from cray_agents.server.platform_process import client, key, running
+
+if TYPE_CHECKING:
+    from cray_agents.platform.client import Platform
+    from cray_agents.records import Reward, Run
+    from cray_agents.rewards.reward import RewardFunction
+    from cray_agents.runtime.store import Store
+    from cray_agents.runtime.store.index import RunFacts
+
+TOGETHER = 64  # runs that are scanned at once
+SHOWN_FAILURES = 3
+
+
+class BatchEngine(OpenAIEngine):
+    """An engine whose requests yield to all others of the gateway."""
+
+    async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request, after those that people wait for."""
+        return await super().chat(_yielding(request))
+
+    async def stream(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Answer as chunks, after those that people wait for."""
+        async with aclosing(super().stream(_yielding(request))) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield chunk
+
+
+def _yielding(request: dict[str, Any]) -> dict[str, Any]:
+    headers = request.get("extra_headers") or {}
+    return {**request, "extra_headers": {**headers, "X-Priority": "batch"}}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("scan")(scan)
+
+
+@expand_groups
+def scan(
+    scanners: Annotated[
+        list[str],
+        typer.Argument(
+            help="`secrets`, `pii`, or your own @scanner functions: FILE.py:NAME, MODULE:NAME."
+        ),
+    ],
+    home: HomeOption = None,
+    *,
+    filters: FilterOptions,
+    share: Annotated[
+        float, typer.Option(help="Scan this share of the runs, chosen by a hash of their ids.")
+    ] = 1.0,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also scan runs that the scanner has scanned before.")
+    ] = False,
+    every: Annotated[
+        float | None,
+        typer.Option(min=1, help="Go on: scan what came in since, each so many seconds."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Record nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for something in stored runs, and record what was found.
+
+    A finding is a reward of source `scan:NAME`, which counts in no sum. A run with one gets the tag
+    `scan:NAME`, and a run in which nothing was found `clear:NAME`: filters, recipes of training
+    sets and canaries take these tags. A judge asks the platform that runs on this root, else that
+    at $CRAY_AGENTS_URL, with requests that yield to all others.
+    """
+    if not 0 < share <= 1:
+        raise BadInput(f"--share {share:g}: give a share above 0, up to 1", param="share")
+    functions = [find_scanner(target) for target in scanners]
+    scan_of_runs = RunScan(functions, filters.run_filter(), home, share, again, dry_run)
+    while True:
+        report = asyncio.run(scan_of_runs.report())
+        if as_json:
+            print(json.dumps(report, indent=None if every else 2), flush=True)
+        else:
+            _print(report, dry_run)
+        if every is None:
+            return
+        time.sleep(every)
+
+
+def find_scanner(target: str) -> "RewardFunction":
+    """Return the scanner of a built-in's name, FILE.py:NAME or MODULE:NAME. Raises BadInput."""
+    from cray_agents.rewards.scanner import scanner_name
+
+    if ":" not in target:
+        from cray_agents.runtime.scans.built_in_scanners import built_in_scanner
+
+        return built_in_scanner(target)
+    function: RewardFunction = find_function(target, "scanner")
+    if scanner_name(function) is None:
+        raise BadInput(
+            f"{target} is no scanner: put @scanner above the function, or make it by "
+            "scanner(judge(...), name=...)",
+            param="scanner",
+        )
+    return function
+
+
+class RunScan:
+    """A scan of the runs that match a filter. `report` does it once, and can be called again."""
+
+    def __init__(
+        self,
+        functions: "Sequence[RewardFunction]",
+        chosen: Any,
+        home: Any,
+        share: float,
+        again: bool,
+        dry_run: bool,
+    ) -> None:
+        from cray_agents.rewards.scanner import scanner_name
+
+        self._functions = {str(scanner_name(function)): function for function in functions}
+        if len(self._functions) < len(functions):
+            raise BadInput("two scanners have the same name", param="scanner")
+        self._query = RunQuery(**chosen.model_dump(), order="id")
+        self._config = load_config({"home": home})
+        self._share, self._again, self._dry_run = share, again, dry_run
+
+    async def report(self) -> dict[str, Any]:
+        """Scan, record the findings, and return the counts of each scanner."""
+        from cray_agents.runtime.store import Store
+        from cray_agents.runtime.store.redaction import Redactor
+
+        root = open_root(self._config)
+        info = running(root)
+        platform = None if info is None else client(info)
+        engine = BatchEngine() if info is None else BatchEngine(info["url"], api_key=key(info))
+        functions = self._with_engine(engine)
+        counts = {
+            name: {"scanner": name, "scanned": 0, "found": 0, "failed": 0, "failures": []}
+            for name in functions
+        }
+        runs = left = 0
+        store = Store(root, redactor=Redactor.of(self._config))
+        try:
+            for some in _chunks(self._chosen(store)):
+                missing_of = {facts.run_id: self._missing(facts) for facts in some}
+                stored = list(
+                    store.runs_by_id(name for name, missing in missing_of.items() if missing)
+                )
+                runs += len(some)
+                left += sum(run.redacted != [] for run in stored)
+                by_run = await asyncio.gather(
+                    *(
+                        self._scan(
+                            run, {name: functions[name] for name in missing_of[run.id]}, counts
+                        )
+                        for run in stored
+                        if not run.redacted
+                    )
+                )
+                if not self._dry_run:
+                    await self._record(store, platform, [each for one in by_run for each in one])
+        finally:
+            await store.close()
+            if platform is not None:
+                await platform.close()
+        return {"runs": runs, "redacted": left, "scanners": list(counts.values())}
+
+    def _with_engine(self, engine: BatchEngine) -> "dict[str, RewardFunction]":
+        from cray_agents.rewards.llm_judge import bind_engine
+
+        bound = bind_engine(self._functions.values(), engine)
+        return dict(zip(self._functions, bound, strict=True))
+
+    def _chosen(self, store: "Store") -> "Iterator[RunFacts]":
+        for facts in store.facts(self._query):
+            if _fraction(facts.run_id) < self._share and "judge" not in facts.tags:
+                yield facts
+
+    def _missing(self, facts: "RunFacts") -> list[str]:
+        """Return the names of the scanners that have to look at a run."""
+        return [
+            name
+            for name in self._functions
+            if self._again or not {SCAN + name, CLEAR + name} & set(facts.tags)
+        ]
+
+    async def _scan(
+        self, run: "Run", functions: "dict[str, RewardFunction]", counts: dict[str, Any]
+    ) -> "list[tuple[str, Reward]]":
+        from cray_agents.rewards.scanner import scan as look
+
+        rewards = []
+        for name, function in functions.items():
+            findings, failures = await look(run, [function])
+            count = counts[name]
+            count["scanned"] += not failures
+            count["found"] += any(each.value for each in findings)
+            count["failed"] += len(failures)
+            if failures and len(count["failures"]) < SHOWN_FAILURES:
+                count["failures"].append(f"{run.id}: {failures[0]}")
+            rewards += [(run.id, finding) for finding in findings]
+        return rewards
+
+    async def _record(
+        self, store: "Store", platform: "Platform | None", findings: "Iterable[tuple[str, Reward]]"
+    ) -> None:
+        """Record findings through the platform that runs, whose canaries then count them."""
+        from cray_agents.records import Event, new_id
+        from cray_agents.runtime.store.feedback import check_rewards
+
+        given = list(findings)
+        for run_id, finding in given:
+            check_rewards([finding], self._config.reward_limit, f"{finding.name} of {run_id}")
+        if platform is not None:
+            await asyncio.gather(
+                *(
+                    platform.reward(
+                        run_id,
+                        each.value,
+                        name=each.name,
+                        who=each.source,
+                        turn=each.turn,
+                        comment=each.comment,
+                    )
+                    for run_id, each in given
+                )
+            )
+            return
+        events = [
+            Event(
+                id=new_id("reward"),
+                run_id=run_id,
+                kind="reward",
+                body=each.model_dump(mode="json"),
+                time=each.time,
+            )
+            for run_id, each in given
+        ]
+        if events:
+            await store.append(events, new=True)
+
+
+def _fraction(run_id: str) -> float:
+    """Return a number in [0, 1) that is always the same for a run."""
+    return int.from_bytes(hashlib.blake2b(run_id.encode(), digest_size=8).digest()) / 2**64
+
+
+def _chunks(facts: "Iterator[RunFacts]") -> "Iterator[Sequence[RunFacts]]":
+    while some := list(islice(facts, TOGETHER)):
+        yield some
+
+
+def _print(report: dict[str, Any], dry_run: bool) -> None:
+    show(report["scanners"], ["scanner", "scanned", "found", "failed"], as_json=False)
+    recorded = "would be recorded" if dry_run else "are recorded"
+    console.print(f"{report['runs']} runs; the findings {recorded}", markup=False)
+    if report["redacted"]:
+        console.print(f"  {report['redacted']} runs left out: redacted", markup=False)
+    for row in report["scanners"]:
+        for failure in row["failures"]:
+            console.print(f"  failed: {failure}", markup=False)
+        if row["found"]:
+            console.print(f"  cray-agents runs list --tag {SCAN}{row['scanner']}", markup=False)
