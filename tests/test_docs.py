@@ -114,7 +114,7 @@ def test_commands_exist(page: str, command: str) -> None:
     group = KNOWN[" ".join(path)]
     if words and hasattr(group, "commands"):
         assert words[0][0] in "[<|-" or words[0].isupper(), f"{page}: no command {words[0]!r}"
-    known = {name: option for option in group.params
+    known = {name: option for option in (*KNOWN[""].params, *group.params)
              for name in [*option.opts, *option.secondary_opts]}  # fmt: skip
     for place, word in enumerate(words):
         name, given, value = word.strip("[]").partition("=")

@@ -199,4 +199,4 @@ def test_the_command_line_tells_of_them(
     told = jobs("logs", name)
     assert f"step {STEPS}/{STEPS}" in told and f"succeeded: checkpoint {name}" in told
     losses = [event["loss"] for event in site.events(method, "step")]
-    assert f"{name}: {losses[0]:.4g} → {losses[-1]:.4g}" in jobs("plot", name, "--what", "loss")
+    assert f"{losses[0]:.4f} → {losses[-1]:.4f}" in page

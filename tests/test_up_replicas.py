@@ -245,5 +245,7 @@ def test_the_only_vllm_goes_and_the_next_request_waits_for_another(platform: Pla
         assert platform.ask()["model"] == "m@1"
         print(f"answered {time.monotonic() - began:.1f} s after it was asked")
     assert platform.cli("down").returncode == 0
-    rows = {row["name"]: row for row in json.loads(platform.cli("goodput", "--json").stdout)}
+    rows = {
+        row["name"]: row for row in json.loads(platform.cli("usage", "goodput", "--json").stdout)
+    }
     assert rows["replica"]["tokens_served"] == 8 and 0 < rows["replica"]["goodput"] < 1

@@ -1,172 +1,159 @@
-"""`batch` command: queue a file of requests on a platform, watch it, fetch its results."""
+"""`batch` command: run a file of requests on a platform, and look after batches."""
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import MofNCompleteColumn
 
-from cray_agents.cli.screen import (
-    HomeOption,
-    JsonOption,
-    UrlOption,
-    console,
-    disarm,
-    progress_bar,
-    show,
-    when,
-)
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.platform_access import found_platform
+from cray_agents.cli.screen import console, print_json, progress_bar, show, when
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
 from cray_agents.exact_json import load_json
 from cray_agents.platform.client import Platform
 from cray_agents.platform.transport import typed_error
-from cray_agents.server.platform_process import find_platform, key
+from cray_agents.server.platform_process import key
 
 if TYPE_CHECKING:
     import openai
 
 POLL = 1.0  # seconds between polls of a batch
+NEWEST = 20  # batches that `batch status` lists
 ENDED = {"completed", "failed", "expired", "cancelled"}
 COLUMNS = ["id", "status", "total", "completed", "failed", "created"]
 
-BatchId = Annotated[str, typer.Argument(help="As `batch list` shows it.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Write the results to this file; - for the screen."),
+]
+ErrorsOption = Annotated[
+    Path | None,
+    typer.Option("--errors", help="Write the failed lines to this file; - for the screen."),
+]
 
-batch = typer.Typer(
-    no_args_is_help=True, help="Batches: submit, list, show, wait, cancel, results."
-)
+batch = Commands(no_args_is_help=True, help="Batches of requests: run, status.")
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command group."""
     app.add_typer(batch, name="batch")
 
 
-@batch.command()
-def submit(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL of requests.")],
+@batch.command("run", takes="json url")
+def run(
+    file: Annotated[
+        Path,
+        typer.Argument(exists=True, dir_okay=False, help="A file of requests, one a line."),
+    ],
     endpoint: Annotated[
-        str | None, typer.Option(help="What the lines ask \\[default: the url of the first one].")
+        str | None,
+        typer.Option(help="The endpoint that the lines ask \\[default: the url of the first one]."),
     ] = None,
-    window: Annotated[str, typer.Option(help="Time to finish in, such as 24h or 7d.")] = "24h",
-    wait_too: Annotated[bool, typer.Option("--wait", help="Return when it has ended.")] = False,
-    home: HomeOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
+    window: Annotated[str, typer.Option(help="The time to finish in, such as 24h or 7d.")] = "24h",
+    output: OutputOption = None,
+    errors: ErrorsOption = None,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="Return when it is queued; `batch status` looks after it."),
+    ] = False,
 ) -> None:
-    """Upload a file of requests and queue it."""
+    """Upload a file of requests, queue it, and wait for its end.
+
+    The exit code is 1 if the batch did not complete.
+    """
+    if detach and (output or errors):
+        raise BadInput("--output and --errors: there is nothing yet with --detach", param="output")
     endpoint = endpoint or first_url(file)
-    with Server(home, url) as client:
+    with openai_client() as client:
         with file.open("rb") as content:
             uploaded = client.files.create(file=(file.name, content), purpose="batch")
         options: Any = {"endpoint": endpoint, "completion_window": window}
-        submitted = client.batches.create(input_file_id=uploaded.id, **options)
-        if wait_too:
-            submitted = follow(client, submitted.id)
-        print_batch(submitted, as_json)
-        if wait_too:
-            exit_unless_completed(submitted)
+        entry = client.batches.create(input_file_id=uploaded.id, **options)
+        if not detach:
+            entry = follow(client, entry.id)
+        _show_or_save(client, entry, output, errors)
+    if not detach:
+        exit_unless_completed(entry)
 
 
-@batch.command("list")
-def list_batches(
-    home: HomeOption = None,
-    url: UrlOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 20,
-    as_json: JsonOption = False,
-) -> None:
-    """List batches, the newest first."""
-    rows: list[dict[str, Any]] = []
-    damaged: list[dict[str, str]] = []
-    with Server(home, url) as client:
-        for page in client.batches.list(limit=min(limit, 100)).iter_pages():
-            rows += map(table_row, page.data)
-            damaged += (page.model_extra or {}).get("damaged", ())
-            if len(rows) >= limit:
-                break
-    show(rows[:limit], COLUMNS, as_json=as_json, damaged=damaged)
-
-
-@batch.command("show")
-def show_batch(
-    batch_id: BatchId, home: HomeOption = None, url: UrlOption = None, as_json: JsonOption = False
-) -> None:
-    """Show one batch: how far it is, and what is wrong with its input."""
-    with Server(home, url) as client:
-        print_batch(client.batches.retrieve(batch_id), as_json)
-
-
-@batch.command()
-def wait(
-    batch_id: BatchId, home: HomeOption = None, url: UrlOption = None, as_json: JsonOption = False
-) -> None:
-    """Wait for a batch's end. Exit code 1 if it did not complete."""
-    with Server(home, url) as client:
-        ended = follow(client, batch_id)
-        print_batch(ended, as_json)
-        exit_unless_completed(ended)
-
-
-@batch.command()
-def cancel(
-    batch_id: BatchId, home: HomeOption = None, url: UrlOption = None, as_json: JsonOption = False
-) -> None:
-    """Ask no more lines of a batch; what is done is kept."""
-    with Server(home, url) as client:
-        print_batch(client.batches.cancel(batch_id), as_json)
-
-
-@batch.command()
-def results(
-    batch_id: BatchId,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A file \\[default: the screen].")
+@batch.command("status", takes="json url")
+def status(
+    batch_id: Annotated[
+        str | None,
+        typer.Argument(help=f"The batch's id \\[default: the newest {NEWEST} are listed]."),
     ] = None,
-    failed: Annotated[bool, typer.Option("--errors", help="The error file instead.")] = False,
-    home: HomeOption = None,
-    url: UrlOption = None,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Wait for its end; exit with 1 if it did not complete."),
+    ] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Ask no more of its lines; what is done is kept.")
+    ] = False,
+    output: OutputOption = None,
+    errors: ErrorsOption = None,
 ) -> None:
-    """Fetch the output file of a batch, or its error file."""
-    with Server(home, url) as client:
-        current = client.batches.retrieve(batch_id)
-        file_id = current.error_file_id if failed else current.output_file_id
-        if file_id is None:
-            which = "error" if failed else "output"
-            raise NotFound(f"batch {batch_id} is {current.status} and has no {which} file")
-        with client.files.with_streaming_response.content(file_id) as response:
-            if output is not None:
-                response.stream_to_file(output)
-                return
-            for chunk in response.iter_bytes():
-                sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
+    """List the newest batches; or show one: how far it is, and what is wrong with its input."""
+    if batch_id is None:
+        if wait or cancel or output or errors:
+            raise BadInput("name a batch: `cray-agents batch status` lists them", param="batch_id")
+        with openai_client() as client:
+            page = client.batches.list(limit=NEWEST)
+            damaged = (page.model_extra or {}).get("damaged", ())
+            show([table_row(entry) for entry in page.data], COLUMNS, damaged=damaged)
+        return
+    with openai_client() as client:
+        entry: Any = client.batches.cancel(batch_id) if cancel else None
+        entry = entry or (follow(client, batch_id) if wait else client.batches.retrieve(batch_id))
+        _show_or_save(client, entry, output, errors)
+    if wait:
+        exit_unless_completed(entry)
 
 
-class Server:
-    """An OpenAI client of the platform; its errors are raised as this package's errors."""
+def _show_or_save(
+    client: "openai.OpenAI", entry: Any, output: Path | None, errors: Path | None
+) -> None:
+    """Print a batch, or write its files where they were asked for. Raises NotFound."""
+    for path, which in ((output, "output"), (errors, "error")):
+        if path is not None:
+            _save(client, entry, which, path)
+    if output is None and errors is None:
+        print_batch(entry)
 
-    def __init__(self, home: Path | None, url: str | None) -> None:
-        info = find_platform(home, url)
-        self.url = Platform(info["url"]).url
-        secret = key(info) or "none"
-        import openai
 
-        self._client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=secret)
+def _save(client: "openai.OpenAI", entry: Any, which: str, path: Path) -> None:
+    file_id = getattr(entry, f"{which}_file_id")
+    if file_id is None:
+        raise NotFound(f"batch {entry.id} is {entry.status} and has no {which} file")
+    with client.files.with_streaming_response.content(file_id) as response:
+        if str(path) != "-":
+            response.stream_to_file(path)
+            return
+        for chunk in response.iter_bytes():
+            sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
 
-    def __enter__(self) -> "openai.OpenAI":
-        return self._client
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        import openai
+@contextmanager
+def openai_client() -> "Iterator[openai.OpenAI]":
+    """Yield an OpenAI client of the platform; its errors are raised as this package's errors."""
+    import openai
 
-        self._client.close()
-        if isinstance(error, openai.APIStatusError):
+    info = found_platform()
+    url = Platform(info["url"]).url
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key(info) or "none") as client:
+        try:
+            yield client
+        except openai.APIStatusError as error:
             raise typed_error(error) from error
-        if isinstance(error, openai.APIConnectionError):
+        except openai.APIConnectionError as error:
             raise EngineUnavailable(
-                f"no platform answers at {self.url}: start one with `cray-agents up`, or name "
-                "another with --url"
+                f"no platform answers at {url}: start one with `cray-agents up`, or name another "
+                "with --url"
             ) from error
 
 
@@ -183,12 +170,12 @@ def follow(client: "openai.OpenAI", batch_id: str) -> Any:
     return current
 
 
-def print_batch(entry: Any, as_json: bool) -> None:
+def print_batch(entry: Any) -> None:
     """Print one batch."""
-    if as_json:
-        print(disarm(entry.model_dump_json(indent=2)))
+    if given().json:
+        print_json(entry)
         return
-    show([table_row(entry)], COLUMNS, as_json=False)
+    show([table_row(entry)], COLUMNS)
     for name in ("output_file_id", "error_file_id"):
         if value := getattr(entry, name):
             console.print(f"{name}: {value}", highlight=False)

@@ -13,40 +13,33 @@ from typing import Annotated
 
 import typer
 
-from cray_agents.cli.screen import HomeOption, UrlOption, errors, root
-from cray_agents.config import load_config
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.platform_access import platform_client
+from cray_agents.cli.screen import errors, root, settings
 from cray_agents.platform.client import Platform
 from cray_agents.processes import alive
-from cray_agents.server.platform_process import (
-    ask_once,
-    client,
-    platform_at,
-    running,
-    serving,
-)
+from cray_agents.server.platform_process import ask_once, client, running, serving
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command."""
-    app.command()(dashboard)
+    app.command("dashboard", takes="url")(dashboard)
 
 
 def dashboard(
-    home: HomeOption = None,
-    url: UrlOption = None,
     browser: Annotated[
-        bool, typer.Option(help="Open a browser; otherwise only print the URL.")
+        bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the URL.")
     ] = True,
 ) -> None:
     """Open the platform's pages in a browser. The URL that it prints works once, for a minute.
 
     If no platform runs, one without replicas is started to look at what is stored; Ctrl-C ends it.
     """
-    config = load_config({"home": home})
-    if url or running(config.root) or "CRAY_AGENTS_URL" in os.environ:
-        _open(platform_at(home, url), browser)
+    config = settings()
+    if given().url or running(config.root) or "CRAY_AGENTS_URL" in os.environ:
+        _open(platform_client(), browser)
         return
-    root(home)
+    root()
     with suppress(KeyboardInterrupt), serving(config, name="", replicas=0) as info:
         _open(client(info), browser)
         errors.print("no platform ran here: one without replicas shows the root until Ctrl-C")

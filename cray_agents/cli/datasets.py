@@ -1,17 +1,14 @@
-"""`dataset` command: build training sets, list them, and show why runs are in or out.
+"""`dataset` command: build training sets, list them, and show how many runs are in, or out and why.
 
 The commands work in this process, on the shared root; no platform is needed. Read next:
 runtime/datasets/, cray_agents/queries.py.
 """
 
-import json
 import tomllib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,17 +16,18 @@ import typer
 from pydantic import ValidationError
 from rich.progress import MofNCompleteColumn
 
-from cray_agents.cli.filter_options import (
-    AgentOption,
-    GenerationOption,
-    LoopOption,
-    ModelOption,
-    TagOption,
+from cray_agents.cli.options import Commands, given, key_value
+from cray_agents.cli.screen import (
+    console,
+    open_root,
+    print_json,
+    progress_bar,
+    root,
+    settings,
+    show,
+    when,
 )
-from cray_agents.cli.option_groups import expand_groups, options_under
-from cray_agents.cli.root_access import open_root
-from cray_agents.cli.screen import HomeOption, JsonOption, console, progress_bar, root, show, when
-from cray_agents.config import load_config
+from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json
 from cray_agents.processes import leave_out
@@ -44,178 +42,126 @@ COLUMNS = ["id", "method", "samples", "trained_tokens", "accepted_runs", "consid
 LINES = ["run", "task", "generation", "attempt", "reward", "accepted", "reason", "detail"]
 EXAMPLES = 3  # runs that a dry run shows for each reason
 
-DatasetId = Annotated[str, typer.Argument(help="As `dataset list` shows it.")]
+DatasetId = Annotated[str, typer.Argument(help="The dataset's id, as `dataset list` shows it.")]
 RecipeOption = Annotated[
     Path | None,
     typer.Option(
         "--recipe",
         exists=True,
         dir_okay=False,
-        help="A DatasetRecipe as .toml or .json; options here go before it.",
+        help="A DatasetRecipe as .toml or .json; the options here override its fields.",
     ),
 ]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Say what would be in and out, and why; write nothing.")
 ]
 
-dataset = typer.Typer(no_args_is_help=True, help="Training sets: build, list, show, runs.")
+dataset = Commands(no_args_is_help=True, help="Training sets: build, list, show.")
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command group."""
     app.add_typer(dataset, name="dataset")
 
 
-_option = options_under("How they are chosen")
-
-
-@dataclass(frozen=True)
-class RecipeOptions:
-    """Options that set fields of the recipe; None: not given."""
-
-    method: Annotated[str | None, _option("sft (the default), grpo, dpo, kto or distill.")] = None
-    min_reward: Annotated[
-        float | None, _option("sft, dpo: at least this; kto: desirable from it.")
-    ] = None
-    best_of: Annotated[int | None, _option("sft: the best so many of each task.", min=1)] = None
-    min_margin: Annotated[float | None, _option("dpo: rewards differ by this.", min=0)] = None
-    max_per_task: Annotated[int | None, _option("At most so many of a task.", min=1)] = None
-    max_tokens: Annotated[int | None, _option("The longest sample.", min=2)] = None
-    step: Annotated[int | None, _option("The loop's training set of this number.", min=0)] = None
-    max_uses: Annotated[int | None, _option("Use a run in so many steps at most.", min=1)] = None
-    validation: Annotated[
-        float | None, _option("Keep this fraction of the tasks apart.", min=0)
-    ] = None
-    near_duplicates: Annotated[
-        float | None,
-        _option("Leave out what is so similar to an earlier sample: above 0, up to 1."),
-    ] = None
-    held_out: Annotated[
-        list[str] | None,
-        _option(
-            "Leave out runs whose input is in this file (a path or an uploaded id); repeatable."
-        ),
-    ] = None
-    balance_by: Annotated[str | None, _option("Balance groups of this key of metadata.")] = None
-    balance_power: Annotated[
-        float | None, _option("0: each group weighs the same; 1: each sample does.")
-    ] = None
-    tokenizer: Annotated[
-        str | None, _option("A checkpoint's directory or id, or name@N, to render with.")
-    ] = None
-    render: Annotated[bool, _option("Render imported runs, which have no tokens.")] = False
-
-
-@dataset.command()
-@expand_groups
+@dataset.command("build")
 def build(
     recipe: RecipeOption = None,
-    loop: LoopOption = None,
-    generation: GenerationOption = None,
-    agent: AgentOption = None,
-    model: ModelOption = None,
-    tag: TagOption = None,
-    *,
-    options: RecipeOptions,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
+    terms: WhereOption = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A field of DatasetRecipe, such as min_reward=0.5, best_of=2, min_margin=0.1,"
+            " max_per_task=4, max_tokens=4096, step=3, max_uses=2, validation=0.1,"
+            " near_duplicates=0.8, balance_by=kind, balance_power=0.5 or render=true; repeatable.",
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="The training method: sft (the default), grpo, dpo, kto or distill."),
+    ] = None,
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A file (a path or an uploaded id) whose inputs must stay out; repeatable."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="The checkpoint's directory or id, or name@N, to render with."),
+    ] = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Build a training set, or find it: the same recipe over the same runs is the same set."""
-    given = asdict(options) | {
-        "loop": loop,
-        "generations": generation or None,
-        "render": options.render or None,
-    }
-    held_out = given.pop("held_out")
-    run_filter = {"agent": agent, "model": model, "tags": tag or None}
-    _build_or_plan(
-        home, recipe_of(recipe, given, run_filter, held_out), as_json=as_json, dry_run=dry_run
-    )
+    """Build a training set, or find it: the same recipe over the same runs is the same set.
+
+    The recipe's fields are in cray_agents/queries.py. `--where` chooses the runs; its `loop` and
+    `generation` are the recipe's own.
+    """
+    fields = dict(key_value(text, "set") for text in setting or ())
+    fields |= {"method": method, "tokenizer": tokenizer}
+    chosen = parse_where(terms).model_dump(exclude_defaults=True)
+    if (one := chosen.pop("generation", None)) is not None:
+        chosen["generations"] = [one]
+    fields |= {name: chosen.pop(name) for name in ("loop", "generations") if name in chosen}
+    _build_or_plan(recipe_of(recipe, fields, chosen, held_out), dry_run=dry_run)
 
 
-def _build_or_plan(
-    home: Path | None, recipe: DatasetRecipe, *, as_json: bool, dry_run: bool
-) -> None:
+def _build_or_plan(recipe: DatasetRecipe, *, dry_run: bool) -> None:
     from cray_agents.runtime.datasets import build_dataset, plan_dataset
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.store import Store
 
     leave_out("torch")
-    root_home = open_root(load_config({"home": home}), new=bool(recipe.demonstrations))
+    home = open_root(settings(), new=bool(recipe.demonstrations))
     if recipe.tokenizer is not None:
         folder = Path(recipe.tokenizer).expanduser().absolute()
-        tokenizer = folder if folder.is_dir() else Registry(root_home).directory(recipe.tokenizer)
+        tokenizer = folder if folder.is_dir() else Registry(home).directory(recipe.tokenizer)
         recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
-    store = Store(root_home)
+    store = Store(home)
     examples = _Examples()
     with _progress() as on_progress:
         if dry_run:
-            manifest = plan_dataset(store, root_home, recipe, on_progress, examples.add)
+            manifest = plan_dataset(store, home, recipe, on_progress, examples.add)
         else:
-            manifest = build_dataset(store, root_home, recipe, on_progress)
-    if as_json:
-        print(json.dumps(manifest, indent=2))
+            manifest = build_dataset(store, home, recipe, on_progress)
+    if given().json:
+        print_json(manifest)
         return
     _print_counts(manifest)
     if not dry_run:
-        console.print(f"{root_home.dataset(manifest['id'])}", highlight=False, soft_wrap=True)
+        console.print(f"{home.dataset(manifest['id'])}", highlight=False, soft_wrap=True)
         return
-    show(examples.rows(), LINES, as_json=False)
+    show(examples.rows(), LINES)
     console.print("nothing was written", highlight=False)
 
 
 @dataset.command("list")
 def list_all(
-    home: HomeOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 20,
-    as_json: JsonOption = False,
+    limit: Annotated[int, typer.Option(min=1, help="The length of the list, at most.")] = 20,
 ) -> None:
     """List training sets, the newest first."""
     from cray_agents.runtime.datasets import list_datasets
 
-    listing = list_datasets(root(home), limit=limit)
+    listing = list_datasets(root(), limit=limit)
     rows = [{**each, "when": when(each["created"])} for each in listing.rows]
-    show(rows, COLUMNS, as_json=as_json, damaged=listing.damaged)
+    show(rows, COLUMNS, damaged=listing.damaged)
 
 
 @dataset.command("show")
-def show_one(dataset_id: DatasetId, home: HomeOption = None, as_json: JsonOption = False) -> None:
+def show_one(dataset_id: DatasetId) -> None:
     """Show one training set: counts, why runs are not in it, where its card lies."""
     from cray_agents.runtime.datasets import read_dataset
     from cray_agents.runtime.datasets.reader import CARD
 
-    manifest = read_dataset(root(home), dataset_id)
-    if as_json:
-        print(json.dumps(manifest, indent=2))
+    manifest = read_dataset(root(), dataset_id)
+    if given().json:
+        print_json(manifest)
         return
     _print_counts(manifest)
-    card = root(home).dataset(dataset_id) / CARD
+    card = root().dataset(dataset_id) / CARD
     console.print(f"card: {card}", highlight=False, soft_wrap=True)
-
-
-@dataset.command()
-def runs(
-    dataset_id: DatasetId,
-    home: HomeOption = None,
-    reason: Annotated[
-        str | None, typer.Option(help="Only those left out for this, such as low_reward.")
-    ] = None,
-    accepted: Annotated[
-        bool | None, typer.Option("--in/--out", help="Only those that are in, or out.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """List every run that a training set considered: in or out, and why."""
-    from cray_agents.runtime.datasets import dataset_runs
-
-    matches = (
-        row
-        for row in dataset_runs(root(home), dataset_id)
-        if reason in (None, row["reason"]) and accepted in (None, row["accepted"])
-    )
-    show(list(islice(matches, limit)), LINES, as_json=as_json)
 
 
 def recipe_of(

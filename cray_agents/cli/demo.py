@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from cray_agents.cli import calculator_loop
 from cray_agents.cli.generation_table import LEGEND, LoopScreen, generations_table
+from cray_agents.cli.options import Commands, given
 from cray_agents.cli.report import write_report
-from cray_agents.cli.screen import clock, console
+from cray_agents.cli.screen import clock, console, errors, print_json
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.generation import Generation
@@ -34,37 +36,39 @@ from cray_agents.server.platform_process import client, serving, shown_path
 CONTROLS = ("shuffled-rewards",)
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command."""
-    app.command()(demo)
+    app.command("demo")(demo)
 
 
 def demo(
-    seed: Annotated[int, typer.Option(min=0, help="Of the model, the tasks and the data.")] = 0,
-    home: Annotated[
-        Path | None, typer.Option(help="Where it all goes \\[default: .cray-agents/demo-<seed>].")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write what the table shows to this file.")
-    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="The seed of the model, the tasks and the data.")
+    ] = 0,
     control: Annotated[
         str | None, typer.Option(help="shuffled-rewards: permute the rewards among the runs.")
     ] = None,
     generations: Annotated[
-        int | None, typer.Option(min=1, help="At most so many \\[default: the cookbook's].")
+        int | None,
+        typer.Option(min=1, help="The most generations \\[default: those of the cookbook]."),
     ] = None,
     scheduler: Annotated[
-        str | None, typer.Option(help="auto, slurm or local \\[default: auto].")
+        str | None,
+        typer.Option(help="What runs training jobs: auto, slurm or local \\[default: auto]."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Everything, but little of it: does it run here?")
+        bool, typer.Option("--quick", help="Do little of everything, to see that it runs here.")
     ] = False,
 ) -> None:
-    """Watch an agent train itself. The same command goes on where a killed one stopped."""
+    """Watch an agent train itself. The same command goes on where a killed one stopped.
+
+    Its root is .cray-agents/demo-SEED, unless --home names another. With --json the table is
+    printed as JSON.
+    """
     if control is not None and control not in CONTROLS:
         raise BadInput(f"control {control!r} is not known; valid: {CONTROLS[0]}", param="control")
     name = f"demo-{seed}" + ("-quick" if quick else "") + (f"-{control}" if control else "")
-    folder = home or Path(".cray-agents") / name
+    folder = given().home or Path(".cray-agents") / name
     config = load_config({"home": folder, "scheduler": scheduler, "port": 0})
     make_private(config.root.root, config.group)
     claim(config.root.root / "demo.json", {"seed": seed, "control": control, "quick": quick})
@@ -77,9 +81,9 @@ def demo(
         loop.on_progress = screen.progress
         done, info, examples = run_demo(config, loop, most, seed, quick, screen)
     result = summary(seed, control, info, time.monotonic() - started, done)
-    print_results(config, loop, result, done, examples)
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+    print_results(errors if given().json else console, config, loop, result, done, examples)
+    if given().json:
+        print_json(result)
 
 
 def claim(path: Path, settings: dict[str, Any]) -> None:
@@ -155,7 +159,7 @@ def summary(
     seconds: float,
     done: list[Generation],
 ) -> dict[str, Any]:
-    """Return the table's data as `--json` writes it. `seconds` are of this invocation."""
+    """Return the table's data as `--json` prints it. `seconds` are of this invocation."""
     return {
         "seed": seed,
         "control": control,
@@ -168,6 +172,7 @@ def summary(
 
 
 def print_results(
+    screen: Console,
     config: Config,
     loop: Loop,
     result: dict[str, Any],
@@ -186,10 +191,10 @@ def print_results(
         "loop": loop.name,
         "home": str(config.root.root),
     }
-    console.print(generations_table(done))
-    console.print(LEGEND, style="dim")
+    screen.print(generations_table(done))
+    screen.print(LEGEND, style="dim")
     first, last = done[0], done[-1]
-    console.print(
+    screen.print(
         f"\ntest success {first.test_success:.1%} → [bold]{last.test_success:.1%}[/] on "
         f"{last.test_tasks} tasks that nothing was decided on, in {clock(result['seconds'])}"
     )
@@ -209,4 +214,4 @@ def print_results(
         f"  {command} chat {recipe} --forget --home {root}",
         f"  {command} export --home {root} --output trajectories.jsonl",
     ]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    screen.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

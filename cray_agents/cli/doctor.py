@@ -13,8 +13,9 @@ from typing import Any
 
 import typer
 
-from cray_agents.cli.screen import HomeOption, JsonOption, errors, show, when
-from cray_agents.config import Config, load_config
+from cray_agents.cli.options import Commands
+from cray_agents.cli.screen import errors, settings, show, when
+from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import python as python_argv
@@ -40,17 +41,17 @@ MEMORY_GIB, DISK_GIB = 8, 5
 DRIVER, OLDEST_DRIVER = "/proc/driver/nvidia/version", 580
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command."""
-    app.command()(doctor)
+    app.command("doctor")(doctor)
 
 
-def doctor(home: HomeOption = None, as_json: JsonOption = False) -> None:
+def doctor() -> None:
     """Check this machine. Exit code 2 when something needed is missing."""
-    config = load_config({"home": home})
+    config = settings()
     rows = [*python(), *packages(), *slurm(), *sandbox(), *training(config)]
-    rows += [*machine(config.root.root), *control(config.root)]
-    show(rows, ["check", "state", "found", "to mend it"], as_json=as_json)
+    rows += [*machine(config.root.root), *control(config.root), *audit(config.root)]
+    show(rows, ["check", "state", "found", "to mend it"])
     if any(row["state"] == "missing" for row in rows):
         raise typer.Exit(2)
 
@@ -243,3 +244,18 @@ def control(home: Home) -> list[dict[str, Any]]:
         check("standbys", True, ", ".join(waiting) or "none", ""),
         check("gateways", True, gateways, ""),
     ]
+
+
+def audit(home: Home) -> list[dict[str, Any]]:
+    """Check each line of the audit log and the chain between them; [] for a root without one.
+
+    `found` has the newest line of each file: noted elsewhere, it proves the log's end, too.
+    """
+    from cray_agents.runtime.observability.audit_log import heads, verify_audit
+
+    if not home.audit.is_dir():
+        return []
+    problems = verify_audit(home.audit)
+    newest = ", ".join(f"{name} {last}" for name, last in heads(home.audit).items())
+    mend = f"the audit log is not whole: {'; '.join(problems)}"
+    return [check("audit log", not problems, newest or "empty", mend)]

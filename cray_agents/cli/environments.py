@@ -11,18 +11,21 @@ from typing import Annotated
 
 import typer
 
+from cray_agents.cli.options import Commands, given
 from cray_agents.errors import BadInput, SetupError
 
 LAUNCHER = Path(__file__).parents[1] / "env_worker" / "launcher.py"
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command."""
-    app.command(name="env-worker")(work)
+    app.command("env-worker", takes="url")(work)
 
 
 def work(
-    adapter: Annotated[str, typer.Option(help="trl, inspect, verifiers or openenv.")],
+    adapter: Annotated[
+        str, typer.Option(help="Its framework: trl, inspect, verifiers or openenv.")
+    ],
     env: Annotated[
         str,
         typer.Option(
@@ -39,27 +42,27 @@ def work(
         typer.Option(help="The name in the loop's WorkerEnvironment(NAME) \\[default: adapter]."),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE for the adapter; repeatable.")
+        list[str] | None, typer.Option(help="A KEY=VALUE for the adapter; repeatable.")
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, max=1024, help="Runs at a time.")] = 4,
+    slots: Annotated[int, typer.Option(min=1, max=1024, help="The number of runs at a time.")] = 4,
     lease: Annotated[
         float, typer.Option(min=1, max=3600, help="Seconds until a dead worker's run is lost.")
     ] = 60.0,
-    url: Annotated[
-        str | None, typer.Option(help="The platform \\[default: $CRAY_AGENTS_URL, or port 8000].")
-    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="Write the environment's tasks to this file (- for stdout), and end."),
     ] = None,
 ) -> None:
-    """Carry out a loop's runs in an environment of another framework."""
+    """Carry out a loop's runs in an environment of another framework.
+
+    The platform is that of --url, else of $CRAY_AGENTS_URL, else on port 8000.
+    """
     python = Path(sys.executable) if venv is None else venv / "bin" / "python"
     if not os.access(python, os.X_OK):
         raise BadInput(f"--venv {venv}: there is no {python}", param="venv")
     words = ["--adapter", adapter, "--env", env, "--slots", str(slots), "--lease", str(lease)]
-    given = {"--name": name, "--url": url, "--tasks": tasks}
-    words += [word for key, value in given.items() if value for word in (key, value)]
+    chosen = {"--name": name, "--url": given().url, "--tasks": tasks}
+    words += [word for key, value in chosen.items() if value for word in (key, value)]
     words += [word for each in option or () for word in ("--option", each)]
     try:
         os.execv(python, [str(python), str(LAUNCHER), *words])

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import MofNCompleteColumn, TextColumn
 
-from cray_agents.cli.filter_options import AGE, FilterOptions
-from cray_agents.cli.option_groups import expand_groups
-from cray_agents.cli.screen import HomeOption, check_stored, errors, progress_bar
-from cray_agents.config import load_config
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import check_stored, errors, progress_bar, settings
+from cray_agents.cli.where import WhereOption, ages_of, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.server.permissions import make_private
 
@@ -55,7 +54,11 @@ Formats:
 
 RunsArgument = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RUN]...", help="These runs alone.", show_default=False),
+    typer.Argument(
+        metavar="[RUN]...",
+        help="The ids of the runs to export \\[default: all that match].",
+        show_default=False,
+    ),
 ]
 FormatOption = Annotated[str, typer.Option("--format", "-f", help="One of those above.")]
 OutputOption = Annotated[
@@ -68,12 +71,16 @@ OutputOption = Annotated[
     ),
 ]
 DatasetOption = Annotated[
-    str | None, typer.Option("--dataset", help="Of this dataset; --split is then one of its own.")
+    str | None, typer.Option("--dataset", help="Export this dataset, not runs.")
 ]
-StrictOption = Annotated[bool, typer.Option("--strict", help="A loss is an error.")]
+SplitOption = Annotated[
+    str | None,
+    typer.Option("--split", help="With --dataset: its split, train or validation [train]."),
+]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Take a loss for an error.")]
 AllowOption = Annotated[
     list[str] | None,
-    typer.Option("--allow", help="With --strict: but not the loss of this code; repeatable."),
+    typer.Option("--allow", help="With --strict: allow the loss of this code; repeatable."),
 ]
 SkipMissingOption = Annotated[
     bool, typer.Option("--skip-missing", help="Leave out runs that were pruned or are damaged.")
@@ -85,56 +92,55 @@ RestartOption = Annotated[
     bool, typer.Option("--restart", help="Begin anew; remove what a half export left.")
 ]
 ShardOption = Annotated[
-    int | None, typer.Option("--shard-size", min=1, help="Rows in a Parquet shard [10000].")
+    int | None, typer.Option("--shard-size", min=1, help="The rows of a Parquet shard [10000].")
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
-SummaryOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command."""
-    app.command(help=HELP)(export)
+    app.command("export", help=HELP)(export)
 
 
-@expand_groups
 def export(
     runs: RunsArgument = None,
     form: FormatOption = "jsonl",
     output: OutputOption = None,
-    home: HomeOption = None,
     dataset: DatasetOption = None,
-    *,
-    filters: FilterOptions,
+    split: SplitOption = None,
+    terms: WhereOption = None,
     strict: StrictOption = False,
     allow: AllowOption = None,
     skip_missing: SkipMissingOption = False,
     skip_unsupported: SkipUnsupportedOption = False,
     restart: RestartOption = False,
     shard_size: ShardOption = None,
-    as_json: SummaryOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """See HELP."""
     from cray_agents.runtime.exports import exporter
 
     chosen = exporter.format_named(form)
-    config = load_config({"home": home})
+    config = settings()
     root = config.root
     check_stored(root)
     make_private(root.root, config.group)  # the export itself gets the modes of the user's umask
+    chosen_runs = parse_where(terms)
     if dataset is not None:
-        _check_alone(filters, "--dataset", "a dataset's runs are chosen when it is built")
+        if terms:
+            raise BadInput(
+                "--where does not go with --dataset, whose runs are chosen when it is built",
+                param="where",
+            )
         if runs:
             raise BadInput("name runs, or a dataset, not both", param="runs")
-        source = exporter.open_dataset(
-            root, dataset, chosen, filters.split or "train", skip_missing
-        )
+        source = exporter.open_dataset(root, dataset, chosen, split or "train", skip_missing)
     else:
-        if runs:
-            _check_alone(filters, "the names of runs", "they choose all of them", split=True)
-        source = exporter.open_runs(
-            root, filters.run_filter(), _ages(filters), skip_missing, runs or ()
-        )
+        if split:
+            raise BadInput("--split is a dataset's: give --dataset, or --where", param="split")
+        if runs and terms:
+            raise BadInput("--where does not go with the names of runs", param="where")
+        source = exporter.open_runs(root, chosen_runs, ages_of(terms), skip_missing, runs or ())
     rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
     with _show_progress(quiet) as on_progress:
         if output is None:
@@ -148,28 +154,13 @@ def export(
             except OSError as error:  # it names a draft
                 why = error.strerror or error
                 raise BadInput(f"{output} cannot be written: {why}", param="output") from error
-    if as_json:
+    if given().json:
         report = {"format": form, "output": str(output) if output else None, **asdict(summary)}
         print(json.dumps(report, indent=2), file=sys.stdout if output else sys.stderr)
     elif not quiet:
         _print_summary(summary, output)
-        if dataset is not None and filters.split is None and exporter.has_validation(root, dataset):
+        if dataset is not None and split is None and exporter.has_validation(root, dataset):
             errors.print("  the dataset's validation split is not in it: --split validation")
-
-
-def _check_alone(filters: FilterOptions, beside: str, why: str, *, split: bool = False) -> None:
-    """Raise BadInput for filters beside what chooses the runs; for --split only if told so."""
-    for name, value in asdict(filters).items():
-        if value is not None and (split or name != "split"):
-            raise BadInput(
-                f"--{name.replace('_', '-')} does not go with {beside}: {why}", param=name
-            )
-
-
-def _ages(filters: FilterOptions) -> dict[str, str]:
-    """Return since and until, if they are ages such as 7d."""
-    given = {"since": filters.since or "", "until": filters.until or ""}
-    return {name: text for name, text in given.items() if AGE.fullmatch(text.strip().lower())}
 
 
 def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":

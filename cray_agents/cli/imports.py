@@ -1,7 +1,6 @@
 """`import` command: read conversations and runs from files into the store."""
 
 import asyncio
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -9,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 from rich.progress import DownloadColumn
 
-from cray_agents.cli.root_access import open_root
-from cray_agents.cli.screen import HomeOption, console, errors, progress_bar
-from cray_agents.config import load_config
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import console, errors, open_root, print_json, progress_bar, settings
 from cray_agents.errors import BadInput
 from cray_agents.records import Split
 
@@ -21,23 +19,22 @@ if TYPE_CHECKING:
 FORMATS = "openai (chats, preferences), sharegpt, atif, openenv, jsonl (whole records, by `export`)"
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command."""
     app.command("import")(import_runs)
 
 
 def import_runs(
     file: Annotated[
-        Path, typer.Argument(help="JSON lines, a JSON array or one object; also .zst, .gz.")
+        Path,
+        typer.Argument(help="A file of JSON lines, a JSON array or one object; also .zst, .gz."),
     ],
-    form: Annotated[str, typer.Option("--format", "-f", help=f"{FORMATS}.")],
-    loop: Annotated[str | None, typer.Option(help="The loop they are to belong to.")] = None,
-    split: Annotated[str | None, typer.Option(help="train, holdout or test.")] = None,
-    tag: Annotated[list[str] | None, typer.Option(help="A tag for all; repeatable.")] = None,
-    agent: Annotated[str | None, typer.Option(help="The agent they are said to be of.")] = None,
-    reward: Annotated[float | None, typer.Option(help="A reward for all.")] = None,
-    home: HomeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
+    form: Annotated[str, typer.Option("--format", "-f", help=f"The file's format: {FORMATS}.")],
+    loop: Annotated[str | None, typer.Option(help="The loop that the runs belong to.")] = None,
+    split: Annotated[str | None, typer.Option(help="The split: train, holdout or test.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(help="A tag for all runs; repeatable.")] = None,
+    agent: Annotated[str | None, typer.Option(help="The agent whose runs they are.")] = None,
+    reward: Annotated[float | None, typer.Option(help="A reward for all runs.")] = None,
 ) -> None:
     """Import conversations as runs; what was imported before is not doubled."""
     from cray_agents.runtime.imports import Importing
@@ -53,9 +50,9 @@ def import_runs(
         agent=agent,
         reward=reward,
     )
-    done = asyncio.run(_import(home, file, form, options))
-    if as_json:
-        print(json.dumps(asdict(done), indent=2))
+    done = asyncio.run(_import(file, form, options))
+    if given().json:
+        print_json(asdict(done))
         return
     duplicates = f"; {done.duplicates} were there already" if done.duplicates else ""
     console.print(
@@ -69,17 +66,17 @@ def import_runs(
     if done.forgotten:
         errors.print(
             f"{done.forgotten} events are of runs that were forgotten here: import them again "
-            "after `cray-agents runs compact`",
+            "after `cray-agents maintain compact`",
             highlight=False,
         )
 
 
-async def _import(home: Path | None, file: Path, form: str, options: "Importing") -> "Imported":
+async def _import(file: Path, form: str, options: "Importing") -> "Imported":
     from cray_agents.runtime.imports import import_file
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.redaction import Redactor
 
-    config = load_config({"home": home})
+    config = settings()
     options = replace(options, reward_limit=config.reward_limit)
     store = Store(open_root(config, new=True), redactor=Redactor.of(config))
     try:

@@ -1,4 +1,4 @@
-"""Hardware of a job, for `jobs hardware`: its nodes with their GPUs and ports. For jobs.py."""
+"""Hardware of a job, for `jobs show --hardware`: its nodes with their GPUs and ports."""
 
 import time
 
@@ -85,7 +85,7 @@ def _print_node(node: NodeHardware) -> None:
             }
         )
     if rows:
-        show(rows, COLUMNS, as_json=False)
+        show(rows, COLUMNS)
 
 
 def _share(value: float | str | None) -> str:

@@ -1,224 +1,205 @@
-"""`jobs`: list, show, follow, plot and control training jobs of the shared root.
+"""`jobs`: submit, list, show, follow and control training jobs of the shared root.
 
 Only `pause`, `resume` and `cancel` need the running platform; `submit` uses it, if there is one.
-Read next: submit.py, scripts.py, event_stream.py, job_page.py, curves.py.
+Read next: submit.py, event_stream.py, job_page.py, job_hardware.py.
 """
 
 import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import (
-    HomeOption,
-    JsonOption,
     console,
     errors,
     line,
+    print_json,
     root,
+    settings,
     show,
     when,
 )
-from cray_agents.cli.scripts import (
-    cancel_script,
-    is_script,
-    print_script,
-    print_script_log,
-    script_of,
-    script_rows,
-    submit_script,
-)
 from cray_agents.cli.submit import submit
-from cray_agents.config import load_config
-from cray_agents.errors import BadInput, Corrupt, JobError, NotFound, SetupError
+from cray_agents.config import Config
+from cray_agents.errors import BadInput, JobError, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
-from cray_agents.runtime.scheduler.script_jobs import script_jobs
-from cray_agents.server.platform_process import ask, command, owner, running, submitter
+from cray_agents.server.platform_process import (
+    ask_once,
+    client,
+    command,
+    owner,
+    running,
+    submitter,
+)
 from cray_agents.training_jobs import JobStatus
 
-COLUMNS = ["id", "scheduler_job_id", "method", "state", "done", "loss_first", "loss_last", "when"]
+COLUMNS = ["id", "scheduler_job_id", "method", "state", "done", "loss_last", "when"]
+POINTS = 600  # of a series of `jobs show --hardware --json`, at most
 
 JobId = Annotated[
-    str, typer.Argument(help="As `jobs list` shows it, its first letters, or the scheduler's id.")
+    str,
+    typer.Argument(help="The job as `jobs list` shows it, its first letters, or Slurm's number."),
 ]
 
-jobs = typer.Typer(
+jobs = Commands(
     no_args_is_help=True,
-    help="Training jobs: submit, list, show, hardware, logs, plot, pause, resume, cancel; scripts.",
+    help="Training jobs: submit, list, show, logs, pause, resume, cancel.",
 )
 jobs.command("submit")(submit)
-jobs.command("submit-script")(submit_script)
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command group."""
     app.add_typer(jobs, name="jobs")
 
 
 @jobs.command("list")
-def list_jobs(home: HomeOption = None, as_json: JsonOption = False) -> None:
-    """List training jobs, oldest first, then scripts."""
-    config = load_config({"home": home})
+def list_jobs() -> None:
+    """List training jobs, oldest first."""
     from cray_agents.runtime.disk.checksums import list_whole
 
-    place = root(home)
-    rows = list_whole(job_ids(place), lambda name: job_row(place, name))
-    scripts = script_rows(config, script_jobs(place))
-    damaged = [*rows.damaged, *scripts.damaged]
-    show([*rows.rows, *scripts.rows], COLUMNS, as_json=as_json, damaged=damaged)
+    home = root()
+    rows = list_whole(job_ids(home), lambda name: job_row(home, name))
+    show(rows.rows, COLUMNS, damaged=rows.damaged)
 
 
 @jobs.command("show")
-def show_job(job_id: JobId, home: HomeOption = None, as_json: JsonOption = False) -> None:
-    """Show what a job was asked, how far it is and when it will be done, and what it left."""
-    from cray_agents.cli.job_page import job_report, print_page
-
-    if is_script(job_id):
-        job = script_of(config := load_config({"home": home}), job_id)
-        listing = script_rows(config, [job])
-        if listing.damaged:
-            raise Corrupt(listing.damaged[0]["reason"])
-        show(listing.rows, [*listing.rows[0]], as_json=as_json)
-        return
-    root_home = root(home)
-    report = job_report(root_home, named_job(root_home, job_id))
-    print(json.dumps(report, indent=2)) if as_json else print_page(report)
-
-
-@jobs.command("hardware")
-def show_hardware(
+def show_job(
     job_id: JobId,
-    points: Annotated[int, typer.Option(min=3, help="With --json: of a series, at most.")] = 600,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
+    hardware: Annotated[
+        bool,
+        typer.Option(
+            "--hardware",
+            help="Show its GPUs and network ports by node, its slowest rank and why it waits.",
+        ),
+    ] = False,
+    script: Annotated[
+        bool,
+        typer.Option(
+            "--script", help="Print the batch script that a submission gives to a site's Slurm."
+        ),
+    ] = False,
 ) -> None:
-    """Show a job's GPUs and network ports, node by node, its slowest rank and why it waits."""
-    from cray_agents.cli.job_hardware import print_hardware, read_hardware
+    """Show what a job was asked, how far it is and when it will be done, and what it left."""
+    home = root()
+    name = named_job(home, job_id)
+    if hardware and script:
+        raise BadInput("give --hardware or --script, not both", param="script")
+    if script:
+        print_script(settings(), name)
+    elif hardware:
+        from cray_agents.cli.job_hardware import print_hardware, read_hardware
 
-    root_home = root(home)
-    hardware = read_hardware(root_home, named_job(root_home, job_id), points)
-    print(hardware.model_dump_json(indent=2)) if as_json else print_hardware(hardware)
+        hardware_facts = read_hardware(home, name, POINTS)
+        print_json(hardware_facts) if given().json else print_hardware(hardware_facts)
+    else:
+        from cray_agents.cli.job_page import job_report, print_page
+
+        report = job_report(home, name)
+        print_json(report) if given().json else print_page(report)
+
+
+def print_script(config: Config, job_id: str) -> None:
+    """Print the batch script that a submission of a job gives to a site's Slurm.
+
+    Raises NotFound, and SchedulerError for a job that no Slurm could run.
+    """
+    from cray_agents.runtime.scheduler.site_environment import with_shared_root
+    from cray_agents.runtime.scheduler.slurm import Slurm
+    from cray_agents.runtime.store.index import identity_of
+    from cray_agents.trainers.job.journal import JobJournal
+    from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+    from cray_agents.trainers.planning.cluster_resources import resources_of
+
+    home = config.root
+    slurm = Slurm(
+        home.slurm,
+        options=config.slurm_options,
+        settings=with_shared_root(config.job, str(home.root)),
+        root=identity_of(home),
+    )
+    trainer = MegatronTrainer(home, slurm, resources_of(config))
+    print(slurm.script(trainer.command_of(JobJournal(home, job_id).spec())), end="")
 
 
 @jobs.command("logs")
 def job_logs(
     job_id: JobId,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until it ends; exit 1 if it fails.")
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Go on until the job ends; exit with 1 if it does not succeed."
+        ),
     ] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank's own log.")] = None,
-    tail: Annotated[int, typer.Option(min=1, help="The last so many events and lines.")] = 100,
-    home: HomeOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The events as JSON lines.")] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Print the own log of this rank alone.")
+    ] = None,
+    tail: Annotated[
+        int, typer.Option(min=1, help="The number of newest events and lines to begin with.")
+    ] = 100,
 ) -> None:
-    """Print what a job tells: its steps and other events, and (behind a bar) its log."""
+    """Print the events of a job, such as its steps, and (behind a bar) its log.
+
+    With --json the events alone, one a line.
+    """
     from cray_agents.cli.event_stream import has_ended, stream_job
     from cray_agents.cli.job_page import sentence
     from cray_agents.trainers.job.journal import JobJournal
 
-    if is_script(job_id):
-        if rank is not None or as_json:
-            raise BadInput("a script has no ranks and no events: leave --rank and --json out")
-        print_script_log(load_config({"home": home}), job_id, tail=tail, follow=follow)
-        return
-    root_home = root(home)
-    journal = JobJournal(root_home, named_job(root_home, job_id))
+    home = root()
+    journal = JobJournal(home, named_job(home, job_id))
     spec = journal.spec()
     log = journal.log if rank is None else journal.folder / "logs" / f"rank-{rank}.txt"
-    if rank is not None and as_json:
+    if rank is not None and given().json:
         raise BadInput("a rank's log has no events: leave out --rank or --json", param="rank")
     if rank is not None and rank >= spec.layout.world:
         ranks = f"its ranks are 0 to {spec.layout.world - 1}"
         raise BadInput(f"{journal.job_id} has no rank {rank}; {ranks}", param="rank")
-    if follow and not has_ended(journal) and not restarts_jobs(root_home):
-        errors.print(f"no platform runs on {root_home.root}: a job that dies is not started again")
+    if follow and not has_ended(journal) and not restarts_jobs(home):
+        errors.print(f"no platform runs on {home.root}: a job that dies is not started again")
     for item in stream_job(journal, log, tail, events=rank is None, follow=follow):
         if isinstance(item, str):
-            if not as_json:
+            if not given().json:
                 line(item if rank is not None else f"│ {item}", style="dim")
-        elif as_json:
+        elif given().json:
             print(json.dumps(item), flush=True)
         else:
             line(sentence(item, spec.hyperparameters.steps))
     if follow:
-        report_end(root_home, journal.job_id)
+        report_end(home, journal.job_id)
 
 
-@jobs.command("script")
-def job_script(job_id: JobId, home: HomeOption = None) -> None:
-    """Print the batch script that a submission of the job gives to a site's Slurm."""
-    config = load_config({"home": home})
-    print_script(config, job_id if is_script(job_id) else named_job(config.root, job_id))
-
-
-@jobs.command("plot")
-def plot_jobs(
-    job_ids: Annotated[
-        list[str], typer.Argument(help="Jobs as in `jobs show`; several are laid over each other.")
-    ],
-    what: Annotated[
-        str | None,
-        typer.Option(help="Such as loss,grad_norm,lr. Without: the loss, and what a method has."),
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a picture instead.")
-    ] = None,
-    join: Annotated[
-        bool, typer.Option("--join", help="One job after the other, as a loop trained them.")
-    ] = False,
-    home: HomeOption = None,
-) -> None:
-    """Draw a job's curves: loss, evaluation loss, learning rate, whatever its steps measure."""
-    from cray_agents.cli.curves import draw_panel, make_panels, write_png
-    from cray_agents.trainers.job.journal import JobJournal
-
-    root_home = root(home)
-    ids = [named_job(root_home, job_id) for job_id in job_ids]
-    wanted = [name.strip() for name in what.split(",")] if what is not None else []
-    events = {name: JobJournal(root_home, name).events() for name in ids}
-    panels = make_panels(events, wanted, join=join)
-    if png is not None:
-        write_png(panels, png)
-        console.print(f"wrote {png}", soft_wrap=True)
-        return
-    for panel in panels:
-        console.print(draw_panel(panel, console.width), soft_wrap=True)
-
-
-@jobs.command("pause")
-def pause_job(job_id: JobId, home: HomeOption = None) -> None:
+@jobs.command("pause", takes="")
+def pause_job(job_id: JobId) -> None:
     """Let a job save where it stands and end its processes; it stays so until `jobs resume`."""
-    print_state(call_platform(root(home), job_id, Platform.pause_job))
+    print_state(call_platform(job_id, Platform.pause_job))
 
 
-@jobs.command("resume")
-def resume_job(job_id: JobId, home: HomeOption = None) -> None:
+@jobs.command("resume", takes="")
+def resume_job(job_id: JobId) -> None:
     """Let a paused job go on from where it was paused."""
-    print_state(call_platform(root(home), job_id, Platform.resume_job))
+    print_state(call_platform(job_id, Platform.resume_job))
 
 
-@jobs.command("cancel")
-def cancel_job(job_id: JobId, home: HomeOption = None) -> None:
+@jobs.command("cancel", takes="")
+def cancel_job(job_id: JobId) -> None:
     """End a job for good; one that has ended stays what it is."""
-    if is_script(job_id):
-        status = cancel_script(load_config({"home": home}), job_id)
-        console.print(f"{job_id} is {status.state}")
-        return
-    print_state(call_platform(root(home), job_id, Platform.cancel_job))
+    print_state(call_platform(job_id, Platform.cancel_job))
 
 
 def call_platform(
-    home: Home, job_id: str, method: Callable[[Platform, str], Awaitable[JobStatus]]
+    job_id: str, method: Callable[[Platform, str], Awaitable[JobStatus]]
 ) -> JobStatus:
-    """Call a job method of a root's platform. Raises NotFound, BadInput, SetupError."""
+    """Call a job method of the root's platform. Raises NotFound, BadInput, SetupError."""
+    home = root()
     full_id = named_job(home, job_id)
     info = running(home)
     if info is None:
         raise SetupError(f"no platform runs on {home.root}: {_without_platform(home, full_id)}")
-    return ask(info, lambda platform: method(platform, full_id))
+    return ask_once(client(info), lambda platform: method(platform, full_id))
 
 
 def _without_platform(home: Home, job_id: str) -> str:

@@ -1,7 +1,6 @@
-"""`runs fsck`, `compact`, `prune`: care for stored data, with or without a platform."""
+"""`maintain fsck`, `compact`, `prune`: care for stored data, with or without a platform."""
 
 import asyncio
-import json
 from collections import Counter
 from dataclasses import asdict
 from itertools import islice
@@ -9,75 +8,80 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cray_agents.cli.datasets import dataset
-from cray_agents.cli.filter_options import FilterOptions
-from cray_agents.cli.option_groups import expand_groups
-from cray_agents.cli.root_access import open_root
-from cray_agents.cli.runs import runs
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, size
-from cray_agents.config import load_config
-from cray_agents.errors import BadInput
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import (
+    console,
+    errors,
+    open_root,
+    print_json,
+    root,
+    settings,
+    show,
+    size,
+)
+from cray_agents.cli.where import WhereOption, parse_where
+from cray_agents.errors import BadInput, SetupError
+from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
+from cray_agents.server.platform_process import ask_once, client, owner, running
 
 if TYPE_CHECKING:
     from cray_agents.runtime.store import Store
 
 FINDING_COLUMNS = ["path", "kind", "offset", "at", "lost", "repairable", "message"]
 MAX_SAMPLE = 10  # run ids that `prune` names
+KEEP = 2  # versions that were promoted before and whose weights stay
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands, in the group `runs`."""
-    runs.command("fsck")(check)
-    dataset.command("fsck")(check)
-    runs.command("compact")(compact_segments)
-    runs.command("prune")(prune)
+maintain = Commands(
+    no_args_is_help=True, help="Care for stored data: fsck (check), compact, prune (delete)."
+)
 
 
+def add_to(app: Commands) -> None:
+    """Register the command group."""
+    app.add_typer(maintain, name="maintain")
+
+
+@maintain.command("fsck")
 def check(
-    home: HomeOption = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Mend what can be mended, keep the damaged bytes.")
+        bool,
+        typer.Option("--repair", help="Mend what can be mended, and keep the damaged bytes."),
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
-    """Read everything under the root and tell what is damaged, and where.
+    """Read everything under the root and say what is damaged, and where.
 
     Runs, datasets, checkpoints, files, batches, uploads, versions, jobs, loops, keys: all that has
-    a checksum or a hash. --repair mends segments; what else is damaged stays as it is. Exit code 1
-    if anything is damaged, with --repair if anything is lost.
+    a checksum or a hash. --repair mends segments; what else is damaged stays as it is. The exit
+    code is 1 if anything is damaged, with --repair if anything is lost.
     """
     from cray_agents.runtime.fsck import check as look
     from cray_agents.runtime.store.segments.salvage import repair as mend
 
-    home_ = root(home)
+    home = root()
     rows = []
     with errors.status("reading everything"):
-        for finding in look(home_):
-            done = mend(home_.segments, finding) if repair else None
+        for finding in look(home):
+            done = mend(home.segments, finding) if repair else None
             rows.append({**finding._asdict(), "done": done})
-    columns = [*FINDING_COLUMNS, "done"] if repair else FINDING_COLUMNS
-    show(rows, columns, as_json=as_json)
+    show(rows, [*FINDING_COLUMNS, "done"] if repair else FINDING_COLUMNS)
     if not rows:
         errors.print("everything is whole", style="green")
     elif not repair and any(row["repairable"] for row in rows):
-        errors.print("`cray-agents runs fsck --repair` mends what it can; no byte is destroyed")
+        errors.print("`cray-agents maintain fsck --repair` mends what it can; no byte is destroyed")
     if any(row["lost"] != 0 or not repair for row in rows):
         raise typer.Exit(1)
 
 
-def compact_segments(
-    home: HomeOption = None,
-    dry_run: DryRun = False,
-    as_json: JsonOption = False,
-) -> None:
+@maintain.command("compact")
+def compact_segments(dry_run: DryRun = False) -> None:
     """Merge small segments, and give back the space of forgotten runs; readers need not stop."""
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.compaction import compact, plan
 
-    store = Store(open_root(load_config({"home": home})))
+    store = Store(open_root(settings()))
     if not dry_run:
         store.seal_orphans()
     groups = plan(store, thorough=True)
@@ -90,8 +94,8 @@ def compact_segments(
     else:
         rows = [asdict(done) for group in groups if (done := compact(store, group))]
     asyncio.run(store.close())
-    if as_json:
-        print(json.dumps(rows, indent=2))
+    if given().json:
+        print_json(rows)
         return
     verb = "would be compacted" if dry_run else "compacted"
     console.print(f"{sum(len(row['segments']) for row in rows)} segments {verb}")
@@ -103,45 +107,117 @@ def compact_segments(
         )
 
 
-@expand_groups
+@maintain.command("prune")
 def prune(
-    home: HomeOption = None,
-    *,
-    filters: FilterOptions,
+    what: Annotated[
+        str, typer.Argument(metavar="runs|models", help="What to delete: runs, or weights.")
+    ],
+    name: Annotated[
+        str | None, typer.Argument(help="With `models`: prune the versions of this name alone.")
+    ] = None,
+    terms: WhereOption = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With `models`: how many versions that were promoted before stay"
+            f" \\[default: {KEEP}].",
+        ),
+    ] = None,
     dry_run: DryRun = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: JsonOption = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="With `runs`: do not ask before it is done.")
+    ] = False,
 ) -> None:
-    """Forget the runs that match: `--until 90d` those of more than ninety days ago.
+    """Forget runs, or delete the weights of versions that nobody needs.
 
-    They are gone from every answer at once, from the disk with `runs compact`. Datasets that were
-    made of them stay as they are.
+    `prune runs --where until=90d` forgets the runs of more than ninety days ago: they are gone from
+    every answer at once, from the disk with `maintain compact`. Datasets that were made of them
+    stay as they are.
+
+    `prune models` deletes weights, and resume points of jobs that ended. What stays: what is
+    promoted, was promoted lately or is newest, canaries, what replicas hold, what jobs and loops go
+    on from; and every record: a deleted version stays in the history.
     """
-    wanted = filters.run_filter()
+    if what == "runs" and name is None and keep is None:
+        _prune_runs(parse_where(terms), dry_run=dry_run, yes=yes)
+    elif what == "models" and terms is None and not yes:
+        _prune_models(name, keep or KEEP, dry_run=dry_run)
+    else:
+        raise BadInput(
+            "give `runs` with --where and --yes, or `models` with a name and --keep", param="what"
+        )
+
+
+def _prune_models(name: str | None, keep: int, *, dry_run: bool) -> None:
+    from cray_agents.runtime.retention import prune as retention
+
+    home = root()
+    with errors.status("looking for what nobody needs"):
+        pruned = retention.prune(
+            home, name, keep=keep, in_use=lambda: loaded_versions(home), dry_run=dry_run
+        )
+    if given().json:
+        print_json(asdict(pruned) | {"bytes": pruned.bytes, "dry_run": dry_run})
+        return
+    kinds = {"weights": pruned.weights, "resume points": pruned.points, "left over": pruned.drafts}
+    rows = [
+        {"what": kind, "of": owner_name, "size": size(count)}
+        for kind, sizes in kinds.items()
+        for owner_name, count in sizes.items()
+    ]
+    if rows:
+        show(rows, ["what", "of", "size"])
+    for version, why in pruned.kept.items():
+        console.print(f"{version} stays: {why}", highlight=False, markup=False)
+    console.print(f"{size(pruned.bytes)} {'would be ' if dry_run else ''}given back")
+
+
+def loaded_versions(home: Home) -> set[str]:
+    """Return the versions that the replicas of a root's platform hold. Raises SetupError."""
+    info = running(home)
+    if info is None:
+        if (platform_owner := owner(home)) is None:
+            return set()
+        raise SetupError(
+            f"the platform on {home.root} (pid {platform_owner['pid']}) does not say what its"
+            " replicas hold: it is starting or ending; try again in a moment"
+        )
+    return {
+        version
+        for replica in ask_once(client(info), lambda platform: platform.pool(spares=True))
+        for version in (replica["version"], *replica["versions"])
+        if version is not None
+    }
+
+
+def _prune_runs(wanted: RunFilter, *, dry_run: bool, yes: bool) -> None:
     if wanted == RunFilter():
-        raise BadInput("say which runs to forget: without a filter it would be all of them")
+        raise BadInput(
+            "say which runs to forget: without --where it would be all of them", param="where"
+        )
     from cray_agents.runtime.store import Store
 
-    store = Store(open_root(load_config({"home": home})))
+    store = Store(open_root(settings()))
     report = preview(store, wanted)
-    if not as_json:
+    if not given().json:
         print_preview(report)
     if not dry_run and report["runs"]:
         if not yes:
             typer.confirm(f"Forget {report['runs']} runs?", abort=True)
         report["forgotten"] = asyncio.run(forget(store, wanted))
-    if as_json:
-        print(json.dumps(report, indent=2))
+    if given().json:
+        print_json(report)
     elif "forgotten" in report:
         count = report["forgotten"]
-        console.print(f"{count} runs forgotten; `cray-agents runs compact` frees space")
+        console.print(f"{count} runs forgotten; `cray-agents maintain compact` frees space")
 
 
 async def forget(store: "Store", wanted: RunFilter) -> int:
     """Forget the runs and close the store. Return their number."""
     query = RunQuery(**wanted.model_dump(), order="id")
     try:
-        return await store.forget((row.run_id for row in store.facts(query)), "runs prune")
+        return await store.forget((row.run_id for row in store.facts(query)), "maintain prune")
     finally:
         await store.close()
 

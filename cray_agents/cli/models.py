@@ -1,63 +1,59 @@
-"""`models`: list, promote, roll back, try out and prune model versions.
+"""`models`: list, show, promote, roll back and try out model versions.
 
-List, show, history and lineage only read the shared root, with or without a platform. Promote,
-rollback and reject call the running platform, which swaps at once. Without a platform they decide
-what the next one serves. A canary needs a platform. Read next: runtime/registry/registry.py,
+List and show only read the shared root, with or without a platform. Promote, rollback and reject
+call the running platform, which swaps at once. Without a platform they decide what the next one
+serves. A canary needs a platform. Read next: runtime/registry/registry.py,
 runtime/registry/canary.py.
 """
 
 import getpass
-import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.tree import Tree
 
-from cray_agents.cli.screen import (
-    HomeOption,
-    JsonOption,
-    console,
-    errors,
-    root,
-    show,
-    size,
-    when,
-)
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.platform_access import ask_root
+from cray_agents.cli.screen import console, errors, print_json, print_table, root, show, when
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.records import ModelVersion
-from cray_agents.server.platform_process import ask, command, fetch, owner, running
+from cray_agents.server.platform_process import (
+    ask_once,
+    client,
+    command,
+    fetch,
+    owner,
+    running,
+)
 
 if TYPE_CHECKING:
     from cray_agents.runtime.registry.registry import ModelEvent, Registry
 
 
-models = typer.Typer(
+models = Commands(
     no_args_is_help=True,
-    help="Model versions: list, show, history, lineage, promote, rollback, reject, canary,"
-    " memorisation, drift, prune.",
+    help="Model versions: list, show, promote, rollback, reject, canary.",
 )
 
-Name = Annotated[str, typer.Argument(help="A model's name.")]
-Version = Annotated[str, typer.Argument(help="name@N")]
-NameOrVersion = Annotated[str, typer.Argument(help="name or name@N")]
-Reason = Annotated[str, typer.Option("--reason", help="Why; it is kept in the history.")]
-Who = Annotated[str, typer.Option("--who", help="Who; default: the user of this shell.")]
+Name = Annotated[str, typer.Argument(help="The name of a model.")]
+Version = Annotated[str, typer.Argument(help="The version, as name@N.")]
+NameOrVersion = Annotated[str, typer.Argument(help="A name, or a version as name@N.")]
+Reason = Annotated[str, typer.Option("--reason", help="The reason; it is kept in the history.")]
+Who = Annotated[str, typer.Option("--who", help="Who decides \\[default: the user of this shell].")]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command group."""
     app.add_typer(models, name="models")
 
 
 @models.command("list")
-def list_models(home: HomeOption = None, as_json: JsonOption = False) -> None:
+def list_models() -> None:
     """List every version of every name; the promoted one is what the bare name means.
 
     `replicas`: how many of the running platform's hold it; -: none runs.
@@ -65,64 +61,56 @@ def list_models(home: HomeOption = None, as_json: JsonOption = False) -> None:
     from cray_agents.runtime.disk.checksums import list_whole
     from cray_agents.runtime.registry.registry import Registry
 
-    root_home = root(home)
-    registry, counts = Registry(root_home), replica_counts(root_home)
+    home = root()
+    registry, counts = Registry(home), replica_counts(home)
     names = list_whole(registry.names(), lambda name: version_rows(registry, name))
     rows = [
         row | {"replicas": None if counts is None else counts[row["id"]]}
         for versions in names.rows
         for row in versions
     ]
-    columns = ["id", "promoted", "replicas", "last", "weights", "job", "when", "checkpoint"]
-    show(rows, columns, as_json=as_json, damaged=names.damaged)
+    columns = ["id", "promoted", "replicas", "last", "weights", "job", "when"]
+    show(rows, columns, damaged=names.damaged)
 
 
 @models.command("show")
-def show_model(
-    version: NameOrVersion, home: HomeOption = None, as_json: JsonOption = False
-) -> None:
-    """Show one version: where it came from, its metrics and its files."""
+def show_model(name: NameOrVersion) -> None:
+    """Show a version: its record, its files, the versions it is related to, and its name's history.
+
+    A bare name shows the lineage and the history of all its versions.
+    """
     from cray_agents.runtime.registry.checkpoints import manifest_of
-    from cray_agents.runtime.registry.registry import Registry
-
-    root_home = root(home)
-    model = Registry(root_home).resolve(version)
-    directory = root_home.checkpoint(model.checkpoint)
-    manifest = manifest_of(directory).model_dump(mode="json")
-    probe = manifest.pop("probe")
-    details = {"id": model.id, "weights": directory.is_dir(), "probes": len(probe)}
-    record = model.model_dump() | details | {"manifest": manifest}
-    print(json.dumps(record, indent=2)) if as_json else console.print_json(data=record)
-
-
-@models.command("history")
-def history(name: Name, home: HomeOption = None, as_json: JsonOption = False) -> None:
-    """List what happened to a name: promotions, rollbacks, rejections, canaries; who and why."""
-    from cray_agents.runtime.registry.registry import Registry
-
-    events = Registry(root(home)).history(name)
-    rows = [
-        event.model_dump(mode="json") | {"id": f"{name}@{event.version}", "when": when(event.time)}
-        for event in events
-    ]
-    show(rows, ["number", "when", "kind", "id", "who", "reason"], as_json=as_json)
-
-
-@models.command("lineage")
-def lineage(name: NameOrVersion, home: HomeOption = None, as_json: JsonOption = False) -> None:
-    """Show where versions come from: parent, dataset and job of each; of name@N both ways."""
     from cray_agents.runtime.registry.lineage import lineage_of
     from cray_agents.runtime.registry.registry import Registry
 
-    kin = lineage_of(Registry(root(home)), name)
-    if as_json:
-        print(json.dumps(kin, indent=2))
+    home = root()
+    registry = Registry(home)
+    record: dict[str, Any] = {}
+    if "@" in name or registry.promoted(name) is not None:
+        version = registry.resolve(name)
+        directory = home.checkpoint(version.checkpoint)
+        manifest = manifest_of(directory).model_dump(mode="json")
+        probes = len(manifest.pop("probe"))
+        details = {"id": version.id, "weights": directory.is_dir(), "probes": probes}
+        record = version.model_dump() | details | {"manifest": manifest}
+    kin = lineage_of(registry, name)
+    history = [
+        event.model_dump(mode="json") | {"id": f"{event.name}@{event.version}"}
+        for event in registry.history(name.partition("@")[0])
+    ]
+    if given().json:
+        print_json(record | {"lineage": kin, "history": history})
         return
+    if "@" in name:
+        console.print_json(data=record)
     for tree in lineage_trees(kin):
         console.print(tree)
+    rows = [event | {"when": when(event["time"])} for event in history]
+    if rows:
+        print_table(rows, ["number", "when", "kind", "id", "who", "reason"])
 
 
-@models.command("promote")
+@models.command("promote", takes="")
 def promote(
     version: Version,
     force: Annotated[
@@ -131,28 +119,27 @@ def promote(
     ] = False,
     reason: Reason = "",
     who: Who = "",
-    home: HomeOption = None,
 ) -> None:
     """Let the bare name mean a version, once all replicas hold it; no request is lost."""
     name, number = parse_version(version)
     wanted, by = _version(name, number), who or user()
     decide(
-        home,
         lambda p: p.promote(wanted, who=by, reason=reason, force=force),
         lambda registry: registry.promote(name, number, who=by, reason=reason),
     )
 
 
-@models.command("rollback")
+@models.command("rollback", takes="")
 def rollback(
     name: Name,
-    to: Annotated[int | None, typer.Option(help="This version instead of the last one.")] = None,
+    to: Annotated[
+        int | None, typer.Option(help="The number of a version to go back to, not the last one.")
+    ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also to a version that never was promoted.")
+        bool, typer.Option("--force", help="Allow a version that never was promoted.")
     ] = False,
     reason: Reason = "",
     who: Who = "",
-    home: HomeOption = None,
 ) -> None:
     """Let the bare name mean what it meant before its last promotion."""
     by = who or user()
@@ -161,40 +148,42 @@ def rollback(
         before = registry.rollback_target(name, to, force=force)
         return registry.roll_back(name, before.number, who=by, reason=reason)
 
-    decide(home, lambda p: p.rollback(name, to, who=by, reason=reason, force=force), roll_back)
+    decide(lambda p: p.rollback(name, to, who=by, reason=reason, force=force), roll_back)
 
 
-@models.command("reject")
-def reject(version: Version, reason: Reason = "", who: Who = "", home: HomeOption = None) -> None:
+@models.command("reject", takes="")
+def reject(version: Version, reason: Reason = "", who: Who = "") -> None:
     """Note in the history that a version was found not good enough."""
     name, number = parse_version(version)
     wanted, by = _version(name, number), who or user()
     decide(
-        home,
         lambda p: p.reject(wanted, who=by, reason=reason),
         lambda registry: registry.reject(name, number, who=by, reason=reason),
     )
 
 
-@models.command("canary")
+@models.command("canary", takes="")
 def canary(
     version: NameOrVersion,
-    share: Annotated[float, typer.Option(help="Of the live sessions, 0 to 1.")] = 0.1,
+    share: Annotated[
+        float, typer.Option(help="The share of the live sessions that it answers, 0 to 1.")
+    ] = 0.1,
     promote_after: Annotated[
         int | None, typer.Option(help="Promote it after so many sessions, if it is no worse.")
     ] = None,
     giver: Annotated[
         list[str] | None,
-        typer.Option(help="An API key whose rewards count, by name; repeatable."),
+        typer.Option(help="The name of an API key whose rewards count; repeatable."),
     ] = None,
     scanner: Annotated[
         list[str] | None,
-        typer.Option(help="A scanner that must not find more (`cray-agents scan`); repeatable."),
+        typer.Option(
+            help="The name of a scanner that must not find more (`cray-agents scan`); repeatable."
+        ),
     ] = None,
-    stop: Annotated[bool, typer.Option("--stop", help="End the one that runs.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End the canary that runs.")] = False,
     reason: Reason = "",
     who: Who = "",
-    home: HomeOption = None,
 ) -> None:
     """Let name@N answer a share of the live sessions; name alone shows the one that runs.
 
@@ -202,13 +191,12 @@ def canary(
     than beside it.
     """
     name, at, _ = version.partition("@")
+    by = who or user()
     if stop:
-        print_event(
-            call_platform(home, lambda p: p.stop_canary(name, who=who or user(), reason=reason))
-        )
+        print_event(ask_root(lambda p: p.stop_canary(name, who=by, reason=reason)))
         return
     if not at:
-        console.print_json(data=call_platform(home, lambda p: p.canary_status(name)))
+        console.print_json(data=ask_root(lambda p: p.canary_status(name)))
         return
     wanted = _version(*parse_version(version))
     test = {
@@ -217,48 +205,7 @@ def canary(
         "givers": giver or [],
         "scanners": scanner or [],
     }
-    by = who or user()
-    print_event(call_platform(home, lambda p: p.canary(wanted, who=by, reason=reason, **test)))
-
-
-@models.command("prune")
-def prune(
-    name: Annotated[str | None, typer.Argument(help="Of this name alone.")] = None,
-    keep: Annotated[
-        int, typer.Option(min=1, help="How many versions that were promoted before stay, too.")
-    ] = 2,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go, and delete nothing.")
-    ] = False,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Delete the weights of versions that nobody needs, and resume points of jobs that ended.
-
-    What stays: what is promoted, was promoted lately or is newest, canaries, what replicas hold,
-    what jobs and loops go on from; and every record: a deleted version stays in the history.
-    """
-    from cray_agents.runtime.retention import prune as retention
-
-    root_home = root(home)
-    with errors.status("looking for what nobody needs"):
-        pruned = retention.prune(
-            root_home, name, keep=keep, in_use=lambda: loaded_versions(root_home), dry_run=dry_run
-        )
-    if as_json:
-        print(json.dumps(asdict(pruned) | {"bytes": pruned.bytes, "dry_run": dry_run}, indent=2))
-        return
-    kinds = {"weights": pruned.weights, "resume points": pruned.points, "left over": pruned.drafts}
-    rows = [
-        {"what": kind, "of": owner_name, "size": size(count)}
-        for kind, sizes in kinds.items()
-        for owner_name, count in sizes.items()
-    ]
-    if rows:
-        show(rows, ["what", "of", "size"], as_json=False)
-    for version, why in pruned.kept.items():
-        console.print(f"{version} stays: {why}", highlight=False, markup=False)
-    console.print(f"{size(pruned.bytes)} {'would be ' if dry_run else ''}given back")
+    print_event(ask_root(lambda p: p.canary(wanted, who=by, reason=reason, **test)))
 
 
 def parse_version(version: str) -> tuple[str, int]:
@@ -272,7 +219,6 @@ def parse_version(version: str) -> tuple[str, int]:
 
 
 def decide(
-    home: Path | None,
     online: Callable[[Platform], Awaitable[dict[str, Any]]],
     offline: "Callable[[Registry], ModelEvent]",
 ) -> None:
@@ -282,9 +228,9 @@ def decide(
     """
     from cray_agents.runtime.registry.registry import Registry
 
-    root_home = root(home)
-    if running(root_home) is not None:
-        print_event(call_platform(home, online))
+    root_home = root()
+    if (running_here := running(root_home)) is not None:
+        print_event(ask_once(client(running_here), online))
         return
     if (platform_owner := owner(root_home)) is not None:
         raise SetupError(
@@ -307,36 +253,6 @@ def replica_counts(home: Home) -> Counter[str] | None:
     except (SetupError, OSError):  # the platform is another user's, or has just ended
         return None
     return Counter(version for replica in replicas for version in replica["versions"])
-
-
-def loaded_versions(home: Home) -> set[str]:
-    """Return the versions that the replicas of a root's platform hold. Raises SetupError."""
-    info = running(home)
-    if info is None:
-        if (platform_owner := owner(home)) is None:
-            return set()
-        raise SetupError(
-            f"the platform on {home.root} (pid {platform_owner['pid']}) does not say what its"
-            " replicas hold: it is starting or ending; try again in a moment"
-        )
-    return {
-        version
-        for replica in ask(info, lambda platform: platform.pool(spares=True))
-        for version in (replica["version"], *replica["versions"])
-        if version is not None
-    }
-
-
-def call_platform(
-    home: Path | None, method: Callable[[Platform], Awaitable[dict[str, Any]]]
-) -> dict[str, Any]:
-    """Call a method of a root's platform. Raises SetupError if none runs."""
-    root_home = root(home)
-    info = running(root_home)
-    if info is None:
-        up = command("up", root_home)
-        raise SetupError(f"no platform runs on {root_home.root}: start it with `{up}`")
-    return ask(info, method)
 
 
 def print_event(event: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ Only a model's config is read: no GPU, platform or weights are needed. Read next
 trainers/planning/.
 """
 
-import json
 import re
 import sys
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from cray_agents.cli.option_groups import expand_groups, options_under
-from cray_agents.cli.screen import HomeOption, JsonOption, console, show
-from cray_agents.config import load_config
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import console, print_json, settings, show
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.training_jobs import (
@@ -43,83 +41,139 @@ COLUMNS = [
     "gib",
     "fits",
     "hours",
-    "dollars",
 ]
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 LENGTH = 4096  # default tokens of a sequence
-
-_amount = options_under("How much (one of)")
-_cluster = options_under("Where")
-_method = options_under("How")
 
 
 @dataclass(frozen=True)
 class AmountOptions:
     """The text to train on, by one of these measures."""
 
-    dataset: Annotated[str | None, _amount()] = None
-    tokens: Annotated[float | None, _amount(min=1)] = None
-    samples: Annotated[int | None, _amount(min=1)] = None
-    size: Annotated[float | None, _amount("Of text.", "--bytes", min=1)] = None
-    bytes_per_token: Annotated[float, _amount(min=0.1)] = 4.0
+    dataset: str | None
+    tokens: float | None
+    samples: int | None
+    size: float | None
+    bytes_per_token: float
 
 
 @dataclass(frozen=True)
 class ClusterOptions:
     """The GPUs to train on."""
 
-    gpu: Annotated[str, _cluster("H100, H200, A100, ...")] = "H100"
-    gpus: Annotated[int | None, _cluster(min=1)] = None
-    nodes: Annotated[int | None, _cluster(min=1)] = None
-    gpus_per_node: Annotated[int, _cluster(min=1)] = 8
-    mfu: Annotated[
-        float | None, _cluster("Of peak, of a GPU that never waits; default as published runs.")
-    ] = None
-    price: Annotated[float | None, _cluster("Dollars per GPU and hour.", min=0)] = None
+    gpu: str
+    gpus: int | None
+    nodes: int | None
+    gpus_per_node: int
+    mfu: float | None
+    price: float | None
 
 
 @dataclass(frozen=True)
 class MethodOptions:
     """The method and its hyperparameters."""
 
-    sequence_length: Annotated[int | None, _method(min=1)] = None
-    epochs: Annotated[float, _method()] = 1.0
-    method: Annotated[str, _method("sft, dpo, kto, grpo, distill.")] = "sft"
-    teacher: Annotated[str | None, _method("distill: as --model, but no size.")] = None
-    lora_rank: Annotated[int | None, _method(min=1)] = None
-    way: Annotated[str | None, _method("native or universal; default by the model's kind.")] = None
-    dtype: Annotated[str, _method()] = "bfloat16"
-    batch_size: Annotated[int, _method("Sequences of a step.", min=1)] = 128
-    microbatch_tokens: Annotated[int | None, _method("Default: as many as fit.", min=1)] = None
-    fp8: Annotated[str | None, _method("tensorwise, delayed, blockwise, mxfp8.")] = None
-    recompute: Annotated[
-        str, _method("auto, none, full, or modules: layernorm, mlp, moe_act, moe, core_attn.")
-    ] = "auto"
+    sequence_length: int | None
+    epochs: float
+    method: str
+    teacher: str | None
+    lora_rank: int | None
+    way: str | None
+    dtype: str
+    batch_size: int
+    microbatch_tokens: int | None
+    fp8: str | None
+    recompute: str
 
 
-def add_to(app: typer.Typer) -> None:
+def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=heading, **limits)
+
+
+_AMOUNT, _CLUSTER, _HOW = "How much (one of)", "Where", "How"
+
+
+def add_to(app: Commands) -> None:
     """Register the command."""
-    app.command()(plan)
+    app.command("plan")(plan)
 
 
-@expand_groups
 def plan(
     model: Annotated[
         str,
         typer.Option(help="A directory with a config.json, name@N, or only a size such as 7B."),
     ],
-    amount: AmountOptions,
-    hardware: ClusterOptions,
-    how: MethodOptions,
-    limit: Annotated[int, typer.Option(min=0, help="Layouts to list.")] = 12,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
+    dataset: Annotated[str | None, _under(_AMOUNT, "The dataset to train on.")] = None,
+    tokens: Annotated[float | None, _under(_AMOUNT, "The number of tokens.", min=1)] = None,
+    samples: Annotated[int | None, _under(_AMOUNT, "The number of sequences.", min=1)] = None,
+    size: Annotated[float | None, _under(_AMOUNT, "The bytes of text.", "--bytes", min=1)] = None,
+    bytes_per_token: Annotated[
+        float, _under(_AMOUNT, "With --bytes: the bytes of a token.", min=0.1)
+    ] = 4.0,
+    gpu: Annotated[str, _under(_CLUSTER, "The kind of GPU: H100, H200, A100, ...")] = "H100",
+    gpus: Annotated[int | None, _under(_CLUSTER, "The number of GPUs in all.", min=1)] = None,
+    nodes: Annotated[int | None, _under(_CLUSTER, "The number of nodes.", min=1)] = None,
+    gpus_per_node: Annotated[int, _under(_CLUSTER, "The GPUs of a node.", min=1)] = 8,
+    mfu: Annotated[
+        float | None,
+        _under(
+            _CLUSTER,
+            "The share of peak that a GPU that never waits reaches; default as published runs.",
+        ),
+    ] = None,
+    price: Annotated[float | None, _under(_CLUSTER, "Dollars per GPU and hour.", min=0)] = None,
+    sequence_length: Annotated[int | None, _under(_HOW, "The tokens of a sequence.", min=1)] = None,
+    epochs: Annotated[float, _under(_HOW, "How often each sequence is trained on.")] = 1.0,
+    method: Annotated[
+        str, _under(_HOW, "The training method: sft, dpo, kto, grpo, distill.")
+    ] = "sft",
+    teacher: Annotated[
+        str | None, _under(_HOW, "With distill: the teacher, as --model, but no size.")
+    ] = None,
+    lora_rank: Annotated[
+        int | None, _under(_HOW, "The rank of LoRA adapters to train.", min=1)
+    ] = None,
+    way: Annotated[
+        str | None, _under(_HOW, "The backend: native or universal; default by the model's kind.")
+    ] = None,
+    dtype: Annotated[str, _under(_HOW, "The precision: bfloat16 or float32.")] = "bfloat16",
+    batch_size: Annotated[int, _under(_HOW, "The sequences of a step.", min=1)] = 128,
+    microbatch_tokens: Annotated[
+        int | None, _under(_HOW, "The tokens of a micro-batch; default as many as fit.", min=1)
+    ] = None,
+    fp8: Annotated[
+        str | None, _under(_HOW, "The FP8 recipe: tensorwise, delayed, blockwise, mxfp8.")
+    ] = None,
+    recompute: Annotated[
+        str,
+        _under(
+            _HOW,
+            "The activations to recompute: auto, none, full, or modules: layernorm, mlp, moe_act,"
+            " moe, core_attn.",
+        ),
+    ] = "auto",
+    limit: Annotated[int, typer.Option(min=0, help="The number of layouts to list.")] = 12,
 ) -> None:
     """Estimate memory, time and cost of a training run, and choose its layout."""
+    amount = AmountOptions(dataset, tokens, samples, size, bytes_per_token)
+    hardware = ClusterOptions(gpu, gpus, nodes, gpus_per_node, mfu, price)
+    how = MethodOptions(
+        sequence_length,
+        epochs,
+        method,
+        teacher,
+        lora_rank,
+        way,
+        dtype,
+        batch_size,
+        microbatch_tokens,
+        fp8,
+        recompute,
+    )
     from cray_agents.trainers.planning.plan import Workload, make_plan, plan_by_size
 
-    root = load_config({"home": home}).root
+    root = settings().root
     _check("method", how.method, get_args(MethodName))
     policy = None if how.recompute == "auto" else _recompute(how.recompute)
     if how.fp8 is not None:
@@ -127,7 +181,7 @@ def plan(
     _check("dtype", how.dtype, ("bfloat16", "float32"))
     _check_models(model, how)
     known = _size(model) or _architecture(root, model, how.way)
-    teacher = None if how.teacher is None else _architecture(root, how.teacher)
+    teaching = None if how.teacher is None else _architecture(root, how.teacher)
     length = how.sequence_length or _usual_length(root, amount.dataset, known)
     workload = Workload(
         _positive("tokens", _tokens(root, amount, length)),
@@ -148,13 +202,13 @@ def plan(
             lora=Lora(rank=how.lora_rank) if how.lora_rank else None,
         )
         at_once = how.microbatch_tokens or _microbatch(
-            known, hyper, cluster, length, policy, teacher
+            known, hyper, cluster, length, policy, teaching
         )
         _check_length(length, known, at_once)
         hyper = hyper.model_copy(update={"max_tokens_per_microbatch": at_once})
-        estimate = make_plan(known, workload, cluster, hyper, policy, teacher)
-    if as_json:
-        print(json.dumps(estimate.data(), indent=2))
+        estimate = make_plan(known, workload, cluster, hyper, policy, teaching)
+    if given().json:
+        print_json(estimate.data())
     else:
         _print_plan(estimate, limit)
 
@@ -313,7 +367,7 @@ def _print_plan(estimate: "Plan", limit: int) -> None:
         console.print(f"{'':<8} {reason}", highlight=False, soft_wrap=True)
     if limit:
         console.print()
-        show(estimate.rows(estimate.choice.ranking[:limit]), COLUMNS, as_json=False)
+        show(estimate.rows(estimate.choice.ranking[:limit]), COLUMNS)
 
 
 def _lines(estimate: "Plan") -> list[tuple[str, str]]:

@@ -1,19 +1,23 @@
 """`up`, `down`, `status` commands: run a platform, end it, show its state.
 
-`up` composes gateway, pool, store, scheduler and trainer in one process (compose.py);
-platform_process.py finds, starts and ends that process.
+`up` composes gateway, pool, store, scheduler and trainer in one process (server/compose.py);
+server/platform_process.py finds, starts and ends that process. overview.py draws `status --watch`.
 """
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cray_agents.cli.screen import HomeOption, JsonOption, console, show, when
-from cray_agents.config import load_config
-from cray_agents.errors import SetupError
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.platform_access import platform_client
+from cray_agents.cli.screen import console, one_line, print_json, settings, show, when
+from cray_agents.config import Config
+from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
+from cray_agents.platform.client import Platform
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.controller_lease import end_for_good
 from cray_agents.server.platform_process import (
@@ -31,67 +35,83 @@ from cray_agents.server.platform_process import (
 )
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the commands."""
-    app.command()(up)
-    app.command()(down)
-    app.command()(status)
-    app.command()(gateway)
+    app.command("up", takes="")(up)
+    app.command("down", takes="")(down)
+    app.command("status", takes="json url")(status)
 
 
 def up(
     model: Annotated[
         Path | None,
-        typer.Option(help="A Hugging Face checkpoint directory. Default: what the root promotes."),
+        typer.Option(help="The directory of a Hugging Face checkpoint to serve at first."),
     ] = None,
     name: Annotated[
         str | None,
         typer.Option(
-            help="The name people ask for \\[default: the root's, if it has one; else 'default']."
+            help="The model name of requests \\[default: the root's only one, or 'default']."
         ),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="0 picks a free one \\[default: 8000].")] = None,
-    home: HomeOption = None,
+    host: Annotated[
+        str | None, typer.Option(help="The address to listen on \\[default: 127.0.0.1].")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="The port to listen on; 0: a free one \\[default: 8000].")
+    ] = None,
     replicas: Annotated[
         str,
         typer.Option(
-            help="vLLM servers behind the gateway: N on this host, slurm:N or slurm:MIN-MAX as"
+            help="The vLLM servers behind the gateway: N on this host, slurm:N or slurm:MIN-MAX as"
             " Slurm jobs, or 0."
         ),
     ] = "1",
     standby: Annotated[
-        bool, typer.Option(help="Wait while another process controls the root; then follow it.")
+        bool,
+        typer.Option(
+            "--standby", help="Wait while another process controls the root; then follow it."
+        ),
     ] = False,
     gateways: Annotated[
         int | None,
-        typer.Option(help="Gateway processes that share the port \\[default: 1]."),
+        typer.Option(help="The number of gateway processes that share the port \\[default: 1]."),
     ] = None,
+    gateway_only: Annotated[
+        bool,
+        typer.Option(
+            "--gateway-only",
+            help="Run one more gateway, on this or another host, for the platform that runs on"
+            " the root.",
+        ),
+    ] = False,
     detach: Annotated[
-        bool, typer.Option(help="Return when it is ready; end it with down.")
+        bool,
+        typer.Option("--detach", help="Return when the platform is ready; `down` ends it then."),
     ] = False,
     scheduler: Annotated[
-        str | None, typer.Option(help="auto, slurm or local \\[default: auto].")
+        str | None,
+        typer.Option(help="What runs training jobs: auto, slurm or local \\[default: auto]."),
     ] = None,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run the platform: gateway, vLLM, store, scheduler and trainer. Ctrl-C ends it."""
-    flags = {"home": home, "port": port, "scheduler": scheduler, "gateways": gateways}
-    config = load_config(flags)
+    flags = {"host": host, "port": port, "scheduler": scheduler, "gateways": gateways}
+    config = settings(**flags)
+    if gateway_only:
+        if model or name or standby or detach or gateways or replicas != "1":
+            raise BadInput(
+                "--gateway-only goes with --host and --port alone: the platform that runs on the"
+                " root has the rest",
+                param="gateway_only",
+            )
+        from cray_agents.server.further_process import serve_further
+
+        serve_further(config, parent)
+        return
     name = name or _only_name(config.root, model)
     count = ReplicaCount.parse(replicas)
     if detach:
-        process = start(config, model, name, count, with_parent=False, standby=standby)
-        end = command("down", config.root)
-        if standby and wait_until_waiting(config.root, process) is None:
-            log = log_file(config.root, standby=True)
-            console.print(f"a standby waits (pid {process.pid}); its log is {log}")
-            return
-        if not count.total:
-            info = wait_until_live(config.root, process)
-            console.print(f"{info['url']} is up, without replicas (end it: {end})")
-            return
-        info = wait_until_ready(config.root, process)
-        console.print(f"{name} is served at {info['url']}/v1 (end it: {end})")
+        _start_detached(config, model, name, count, standby=standby)
         return
     if parent is not None:
         die_with_parent(parent)
@@ -100,6 +120,23 @@ def up(
     from cray_agents.server.compose import serve
 
     serve(config, model, name, count, standby=standby)
+
+
+def _start_detached(
+    config: Config, model: Path | None, name: str, count: ReplicaCount, *, standby: bool
+) -> None:
+    """Start a platform that goes on without this command, and wait until it is ready."""
+    process = start(config, model, name, count, with_parent=False, standby=standby)
+    end = command("down", config.root)
+    if standby and wait_until_waiting(config.root, process) is None:
+        log = log_file(config.root, standby=True)
+        console.print(f"a standby waits (pid {process.pid}); its log is {log}")
+    elif not count.total:
+        info = wait_until_live(config.root, process)
+        console.print(f"{info['url']} is up, without replicas (end it: {end})")
+    else:
+        info = wait_until_ready(config.root, process)
+        console.print(f"{name} is served at {info['url']}/v1 (end it: {end})")
 
 
 def _only_name(home: Home, model: Path | None) -> str:
@@ -111,13 +148,12 @@ def _only_name(home: Home, model: Path | None) -> str:
 
 
 def down(
-    home: HomeOption = None,
     hand_over: Annotated[
         bool, typer.Option("--hand-over", help="Let a standby take over, without a pause.")
     ] = False,
 ) -> None:
     """End the platform that runs on this shared root, and the standbys that wait for it."""
-    root = load_config({"home": home}).root
+    root = settings().root
     info = running(root)
     if info is None:
         console.print(f"no platform runs on {root.root}")
@@ -130,27 +166,65 @@ def down(
     console.print(f"ended the platform on {root.root} (pid {info['pid']})")
 
 
-def gateway(
-    home: HomeOption = None,
-    host: Annotated[
-        str | None, typer.Option(help="The address it listens on \\[default: 127.0.0.1].")
+def status(
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show replicas, queue, loops, jobs and warnings, drawn anew until q or Ctrl-C.",
+        ),
+    ] = False,
+    events: Annotated[
+        bool,
+        typer.Option("--events", help="Print a line for each change there, until Ctrl-C."),
+    ] = False,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="With --events: only changes of this kind, as run or job; repeatable."),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="0 picks a free one \\[default: 8000].")] = None,
-    of: Annotated[int | None, typer.Option(hidden=True)] = None,
+    after: Annotated[
+        str | None,
+        typer.Option(help="With --events: go on behind this `cursor`, which --json shows."),
+    ] = None,
 ) -> None:
-    """Run one more gateway on a root whose platform runs, as on another host. Ctrl-C ends it."""
-    from cray_agents.server.further_process import serve_further
-
-    serve_further(load_config({"home": home, "host": host, "port": port}), of)
-
-
-def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
     """Say what runs on this shared root: the platform, its replicas and their versions."""
-    root = load_config({"home": home}).root
+    if (kind or after) and not events:
+        raise BadInput("--kind and --after go with --events", param="events")
+    if watch and events:
+        raise BadInput("give --watch or --events, not both", param="watch")
+    if watch:
+        from cray_agents.cli import overview
+
+        overview.watch(platform_client())
+    elif events:
+        kinds = frozenset([*kind, "reset"] if kind else [])
+        asyncio.run(_follow_events(platform_client(), after, kinds))
+    elif given().url:
+        raise BadInput(
+            "--url goes with --watch or --events; or name a root with --home", param="url"
+        )
+    else:
+        _show_status()
+
+
+async def _follow_events(platform: Platform, after: str | None, kinds: frozenset[str]) -> None:
+    """Print what changes; `reset` means that changes were missed: look at everything anew."""
+    try:
+        async for change in platform.views.changes(after):
+            if kinds and change["kind"] not in kinds:
+                continue
+            words = (change["kind"], change["id"] or "(any)", change["change"])
+            print(json.dumps(change) if given().json else one_line(" ".join(words)), flush=True)
+    finally:
+        await platform.close()
+
+
+def _show_status() -> None:
+    root = settings().root
     info = running(root)
     if info is None:
-        if as_json:
-            print(json.dumps({"running": False, "home": str(root.root)}))
+        if given().json:
+            print_json({"running": False, "home": str(root.root)})
         else:
             console.print(f"no platform runs on {root.root}")
         raise typer.Exit(1)
@@ -158,8 +232,8 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
     replicas, lease = [*pool["data"], *pool["spares"]], pool["lease"]
     info = {name: value for name, value in info.items() if name not in ("token", "root")}
     info |= {"running": True} | about
-    if as_json:
-        print(json.dumps(info | {"replicas": replicas, "lease": lease}, indent=2))
+    if given().json:
+        print_json(info | {"replicas": replicas, "lease": lease})
         return
     process = f"pid {info['pid']}" if info["pid"] else f"on {info['host']}"
     console.print(
@@ -173,7 +247,7 @@ def status(home: HomeOption = None, as_json: JsonOption = False) -> None:
     if not any(replica["job"] for replica in replicas):
         columns = [column for column in columns if column not in ("host", "job")]
     if rows:
-        show(rows, columns, as_json=False)
+        show(rows, columns)
     for replica in replicas:
         if (last := replica["last_restart"]) is not None:
             console.print(f"restarted at {when(last['time'])}: {last['why']}", markup=False)

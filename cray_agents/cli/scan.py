@@ -7,16 +7,15 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cray_agents.cli.filter_options import FilterOptions
-from cray_agents.cli.option_groups import expand_groups
-from cray_agents.cli.rescore import find_function
-from cray_agents.cli.root_access import open_root
-from cray_agents.cli.screen import HomeOption, JsonOption, console, show
-from cray_agents.config import load_config
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import console, open_root, settings, show
+from cray_agents.cli.user_files import find_function
+from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.engines.openai_engine import OpenAIEngine
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
@@ -53,34 +52,51 @@ def _yielding(request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "extra_headers": {**headers, "X-Priority": "batch"}}
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command."""
     app.command("scan")(scan)
 
 
-@expand_groups
 def scan(
     scanners: Annotated[
         list[str],
         typer.Argument(
-            help="`secrets`, `pii`, or your own @scanner functions: FILE.py:NAME, MODULE:NAME."
+            metavar="NAME...",
+            help="`secrets`, `pii`, or your own @scanner functions as FILE.py:NAME or MODULE:NAME;"
+            " or `memorisation NAME` and `drift NAME@N NAME@M`, which look at versions.",
         ),
     ],
-    home: HomeOption = None,
-    *,
-    filters: FilterOptions,
+    terms: WhereOption = None,
     share: Annotated[
-        float, typer.Option(help="Scan this share of the runs, chosen by a hash of their ids.")
+        float, typer.Option(help="The share of the runs to scan, chosen by a hash of their ids.")
     ] = 1.0,
     again: Annotated[
-        bool, typer.Option("--again", help="Also scan runs that the scanner has scanned before.")
+        bool, typer.Option("--again", help="Scan runs that the scanner has scanned before, too.")
     ] = False,
     every: Annotated[
         float | None,
-        typer.Option(min=1, help="Go on: scan what came in since, each so many seconds."),
+        typer.Option(min=1, help="Go on, and scan what came in since, each so many seconds."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Record nothing.")] = False,
-    as_json: JsonOption = False,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="memorisation: a dataset to compare with \\[default: the model's own]; repeatable."
+        ),
+    ] = None,
+    planted: Annotated[
+        Path | None, typer.Option(help="memorisation: a file of planted strings, one a line.")
+    ] = None,
+    length: Annotated[
+        int,
+        typer.Option(
+            min=4, max=10_000, help="memorisation: the tokens in a row that count as repeated."
+        ),
+    ] = 50,
+    alpha: Annotated[
+        float,
+        typer.Option(help="drift: the greatest probability of reporting one where there is none."),
+    ] = 0.05,
 ) -> None:
     """Look for something in stored runs, and record what was found.
 
@@ -88,14 +104,39 @@ def scan(
     `scan:NAME`, and a run in which nothing was found `clear:NAME`: filters, recipes of training
     sets and canaries take these tags. A judge asks the platform that runs on this root, else that
     at $CRAY_AGENTS_URL, with requests that yield to all others.
+
+    `memorisation NAME` shows how often a model's runs repeat its training sets. `drift NAME@N
+    NAME@M` compares the habits of two versions; the exit code is 1 if one has drifted. These two
+    record nothing.
     """
+    name, *versions = scanners
+    chosen = parse_where(terms)
+    if name in ("drift", "memorisation"):
+        if share != 1 or again or every is not None or dry_run:
+            raise BadInput(
+                f"scan {name}: it looks at versions, and takes no --share, --again, --every or"
+                " --dry-run",
+                param="scanner",
+            )
+        if len(versions) != (2 if name == "drift" else 1):
+            words = "drift NAME@N NAME@M" if name == "drift" else "memorisation NAME"
+            raise BadInput(f"write it as `cray-agents scan {words}`", param="scanner")
+        if chosen.model is not None or chosen.text is not None:
+            raise BadInput(f"scan {name}: --where takes no model and no text", param="where")
+        from cray_agents.cli import version_scans
+
+        if name == "drift":
+            version_scans.drift(versions[0], versions[1], chosen, alpha)
+        else:
+            version_scans.memorisation(versions[0], chosen, dataset, planted, length)
+        return
     if not 0 < share <= 1:
         raise BadInput(f"--share {share:g}: give a share above 0, up to 1", param="share")
     functions = [find_scanner(target) for target in scanners]
-    scan_of_runs = RunScan(functions, filters.run_filter(), home, share, again, dry_run)
+    scan_of_runs = RunScan(functions, chosen, share, again, dry_run)
     while True:
         report = asyncio.run(scan_of_runs.report())
-        if as_json:
+        if given().json:
             print(json.dumps(report, indent=None if every else 2), flush=True)
         else:
             _print(report, dry_run)
@@ -129,7 +170,6 @@ class RunScan:
         self,
         functions: "Sequence[RewardFunction]",
         chosen: Any,
-        home: Any,
         share: float,
         again: bool,
         dry_run: bool,
@@ -140,7 +180,7 @@ class RunScan:
         if len(self._functions) < len(functions):
             raise BadInput("two scanners have the same name", param="scanner")
         self._query = RunQuery(**chosen.model_dump(), order="id")
-        self._config = load_config({"home": home})
+        self._config = settings()
         self._share, self._again, self._dry_run = share, again, dry_run
 
     async def report(self) -> dict[str, Any]:
@@ -270,7 +310,7 @@ def _chunks(facts: "Iterator[RunFacts]") -> "Iterator[Sequence[RunFacts]]":
 
 
 def _print(report: dict[str, Any], dry_run: bool) -> None:
-    show(report["scanners"], ["scanner", "scanned", "found", "failed"], as_json=False)
+    show(report["scanners"], ["scanner", "scanned", "found", "failed"])
     recorded = "would be recorded" if dry_run else "are recorded"
     console.print(f"{report['runs']} runs; the findings {recorded}", markup=False)
     if report["redacted"]:
@@ -279,4 +319,6 @@ def _print(report: dict[str, Any], dry_run: bool) -> None:
         for failure in row["failures"]:
             console.print(f"  failed: {failure}", markup=False)
         if row["found"]:
-            console.print(f"  cray-agents runs list --tag {SCAN}{row['scanner']}", markup=False)
+            console.print(
+                f"  cray-agents runs list --where tag={SCAN}{row['scanner']}", markup=False
+            )

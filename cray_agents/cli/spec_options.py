@@ -5,13 +5,13 @@ no prefix. Read next: cray_agents/training_jobs.py for the meaning of each key; 
 """
 
 import difflib
-import json
 from math import ceil
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from cray_agents.cli.options import key_value
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.exact_json import parse_json
 from cray_agents.paths import Home
@@ -35,13 +35,13 @@ def read_fields(file: Path | None, options: Fields, settings: list[str]) -> Fiel
         if value is not None:
             put(fields, key, value)
     for text in settings:
-        put(fields, *_setting(text, "set"))
+        put(fields, *key_value(text, "set"))
     return fields
 
 
 def layout_of(text: str) -> Fields:
     """Read a layout such as `data=2,tensor=2`. Raises BadInput."""
-    return dict(_setting(part, "layout") for part in text.split(","))
+    return dict(key_value(part, "layout") for part in text.split(","))
 
 
 def put(fields: Fields, key: str, value: Any) -> None:
@@ -65,16 +65,6 @@ def _read(file: Path) -> Fields:
         raise BadInput(f"{file} is no job's spec: it must be an object like a JobSpec's, and its"
                        f" {HYPER} one, too", param="spec")  # fmt: skip
     return fields
-
-
-def _setting(text: str, option: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not (key.strip() and equals):
-        raise BadInput(f"--{option} {text!r}: write it as key=value", param=option)
-    try:
-        return key.strip(), json.loads(value)
-    except ValueError:
-        return key.strip(), value.strip()
 
 
 # ---- making the spec

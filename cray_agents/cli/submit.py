@@ -14,10 +14,10 @@ from typing import Annotated
 import typer
 
 from cray_agents.cli.job_targets import say, train, with_trainer_choices
-from cray_agents.cli.root_access import open_root
-from cray_agents.cli.screen import HomeOption, console
+from cray_agents.cli.options import given
+from cray_agents.cli.screen import console, open_root, print_json, settings
 from cray_agents.cli.spec_options import build_spec, layout_of, read_fields
-from cray_agents.config import Config, load_config
+from cray_agents.config import Config
 from cray_agents.errors import BadInput, JobError
 from cray_agents.paths import Home
 from cray_agents.training_jobs import JobSpec, JobStatus, explain_learning_rate
@@ -85,13 +85,9 @@ def submit(
         str | None, typer.Option(help="Register the result as the next version of this name.")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it is submitted.")] = False,
-    home: HomeOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The final status as JSON; all else on stderr.")
-    ] = False,
 ) -> None:
     """Train a model: start a job, or find it, and follow it to its end. Ctrl-C saves and stops."""
-    config = load_config({"home": home})
+    config = settings()
     open_root(config, new=True)
     _check_name(name, detach=detach)
     options = {
@@ -107,14 +103,14 @@ def submit(
         "reference": reference,
         "teacher": teacher,
     }
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if given().json else contextlib.nullcontext():
         job = build_spec(config.root, read_fields(spec, options, setting or []), epochs)
         job = with_trainer_choices(config, job)
         status = _train_unless_ended(config, job, detach=detach)
         if status.state == "succeeded":
             _report_result(config.root, status, name)
-    if as_json:
-        print(status.model_dump_json(indent=2))
+    if given().json:
+        print_json(status)
     if status.state in ("failed", "cancelled"):
         raise JobError(f"{status.id} {status.state}: {status.error or 'for good'}")
     if status.state == "paused":

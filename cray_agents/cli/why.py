@@ -4,15 +4,15 @@ It rests on the records of the shared root, on the verdicts on ended attempts (j
 on Slurm's reason. Only a replica needs the running platform. Read next: jobs.py.
 """
 
-import json
 import time
 from typing import Annotated, Any
 
 import typer
 
 from cray_agents.cli.jobs import job_ids, named_job
+from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform import describe_controller
-from cray_agents.cli.screen import HomeOption, JsonOption, clock, line, root, when
+from cray_agents.cli.screen import clock, line, print_json, root, when
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
@@ -26,7 +26,7 @@ SILENT = 120.0  # seconds without an event after which a running job is said to 
 Answer = dict[str, Any]
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the command."""
     app.command("why")(why)
 
@@ -34,18 +34,18 @@ def add_to(app: typer.Typer) -> None:
 def why(
     name: Annotated[
         str,
-        typer.Argument(help="A job as `jobs show` takes it, a loop's name, replica-0, controller."),
+        typer.Argument(
+            help="A job as `jobs show` takes it, a loop's name, replica-N, or controller."
+        ),
     ],
-    home: HomeOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Say why a job, a loop or a replica waits, hangs, failed or was rejected, and what to do.
 
     Of the controller it says who it is, since when, and which standbys wait.
     """
-    answer = explain(root(home), name)
-    if as_json:
-        print(json.dumps(answer, indent=2))
+    answer = explain(root(), name)
+    if given().json:
+        print_json(answer)
         return
     line(" ".join(answer["why"]))
     line(f"Next: {answer['next']}.")

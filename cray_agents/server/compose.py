@@ -532,8 +532,8 @@ async def run_gateway(config: Config, port: int, number: int) -> None:
     It does not die with the platform: where that is killed it answers models' calls on, as long as
     replicas do, until another process has taken over (further_process.py).
     """
-    argv = python("-m", "cray_agents", "gateway", "--home", str(config.root.root))
-    argv += ["--host", config.host, "--port", str(port), "--of", str(os.getpid())]
+    argv = python("-m", "cray_agents", "up", "--gateway-only", "--home", str(config.root.root))
+    argv += ["--host", config.host, "--port", str(port), "--parent", str(os.getpid())]
     await _run(argv, config.root.logs / f"gateway-{number}.log", GATEWAY_STOP, outlives=True)
 
 

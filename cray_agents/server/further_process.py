@@ -1,6 +1,6 @@
 """Further gateway process: one more gateway on a root that another process decides for.
 
-`up` with `gateways` starts some at its own port (compose.py), and `cray-agents gateway`
+`up` with `gateways` starts some at its own port (compose.py), and `up --gateway-only`
 one by hand, as on another host. This module makes the parts and ends them; what such a gateway
 answers itself is in runtime/gateway/further_gateway.py.
 """

@@ -209,12 +209,11 @@ def client(info: dict[str, Any]) -> Platform:
     return Platform(info["url"], api_key=lasting_key(info))
 
 
-def find_platform(home: Path | None, url: str | None) -> dict[str, Any]:
+def find_platform(root: Home, url: str | None) -> dict[str, Any]:
     """Return the platform at this URL, else the one on the root, else that of $CRAY_AGENTS_URL.
 
     Only the root's has more than its `url`. Raises SetupError if there is none.
     """
-    root = load_config({"home": home}).root
     if url is None and (info := running(root)) is not None:
         return info
     if (url := url or os.environ.get("CRAY_AGENTS_URL")) is None:
@@ -224,16 +223,6 @@ def find_platform(home: Path | None, url: str | None) -> dict[str, Any]:
             "name another with --url or CRAY_AGENTS_URL"
         )
     return {"url": url}
-
-
-def platform_at(home: Path | None, url: str | None) -> Platform:
-    """Return a client of what `find_platform` finds."""
-    return client(find_platform(home, url))
-
-
-def ask(info: dict[str, Any], request: Callable[[Platform], Awaitable[T]]) -> T:
-    """Send one request by a client of a platform, given its claim, and return the answer."""
-    return ask_once(client(info), request)
 
 
 def ask_once(platform: Platform, request: Callable[[Platform], Awaitable[T]]) -> T:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.agents import load
+from cray_agents.cli.user_files import load
 
 FILE = Path(__file__).parents[2] / "cookbook" / "02_calculator_loop.py"
 METHODS = [name for name in os.environ.get("CRAY_TEST_METHODS", "").split(",") if name]

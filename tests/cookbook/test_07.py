@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cray_agents import Hyperparameters, PromotionTest, Run, ScriptedEngine, Task
-from cray_agents.cli.agents import load
+from cray_agents.cli.user_files import load
 from tests.support.scripted_platform import platform
 
 FILE = Path(__file__).parents[2] / "cookbook" / "07_code_writer.py"

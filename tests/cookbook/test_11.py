@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cray_agents import Datum
-from cray_agents.cli.agents import load
+from cray_agents.cli.user_files import load
 from tests.support.quick_recipe import quick_lines
 
 FILE = Path(__file__).parents[2] / "cookbook" / "11_own_loss.py"

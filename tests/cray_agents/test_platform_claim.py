@@ -50,7 +50,12 @@ def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
     monkeypatch.delenv("CRAY_AGENTS_URL", raising=False)
     home = Home(tmp_path / "home")
     with claimed_elsewhere(home) as token:
-        for command in (("status",), ("down",), ("models", "rollback", "m"), ("upload", __file__)):
+        for command in (
+            ("status",),
+            ("down",),
+            ("models", "rollback", "m"),
+            ("batch", "run", __file__),
+        ):
             done = cli(*command, "--home", home.root, cwd=tmp_path)
             said = " ".join(done.stderr.split())
             assert done.returncode == 2

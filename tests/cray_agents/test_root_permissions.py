@@ -46,7 +46,7 @@ def test_what_commands_write_is_their_users_alone(
         ("import", "chats.jsonl", "--format", "openai", "--reward", "1"),
         ("keys", "create", "ann"),
         ("runs", "list"),
-        ("runs", "compact"),
+        ("maintain", "compact"),
         ("export", "--format", "jsonl", "-o", tmp_path / "mine.jsonl"),
     ):
         os.umask(0o022)

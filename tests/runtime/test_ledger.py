@@ -322,7 +322,7 @@ async def test_a_platforms_replicas_are_written_as_they_change(tmp_path: Path) -
 def test_the_command_shows_a_row_for_each(tmp_path: Path) -> None:
     home = Home(tmp_path)
     write(home, line(0, "hold", "job-1", node="a"), line(1, "leave", "job-1", node="a"))
-    arguments = ["goodput", "--home", str(tmp_path), "--json"]
+    arguments = ["usage", "goodput", "--home", str(tmp_path), "--json"]
     result = CliRunner().invoke(app, arguments)
     assert [row["name"] for row in json.loads(result.stdout)] == ["job", "total"]
     result = CliRunner().invoke(app, [*arguments, "--since", "7d", "--by", "node"])

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from cray_agents.cli.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, command, environment
 from tests.bench.gateway import CHAT
 from tests.bench.rivals.environments import ROOT, Rivals, version_of

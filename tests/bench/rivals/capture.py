@@ -26,7 +26,7 @@ from pathlib import Path
 
 import aiohttp
 
-from cray_agents.cli.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.bench.gateway import CONCURRENT, session
 from tests.bench.gateways import started

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from cray_agents import local_platform
-from cray_agents.cli.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.runtime.vllm_plugins.lock import HEADER
 from tests.bench.gateway import CHAT, CONCURRENT, PATH, latencies, session, throughput
 from tests.bench.gateways import started

@@ -1,70 +1,55 @@
-"""`top` command: the overview of the dashboard in a terminal, drawn anew every few seconds.
+"""Overview of a platform, for `status --watch`: the dashboard's first page, in a terminal.
 
-It asks the same routes as the dashboard's first page, with the caller's key: what the key may not
-read is left out.
+It asks the same routes as that page, with the caller's key: what the key may not read is left out.
 """
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cray_agents.cli.screen import HomeOption, JsonOption, UrlOption, console, one_line
+from cray_agents.cli.options import given
+from cray_agents.cli.screen import console, one_line, print_json
 from cray_agents.errors import AccessDenied, EngineError
 from cray_agents.platform.client import Platform
-from cray_agents.server.platform_process import find_platform, key
 
+EVERY = 2.0  # seconds between two looks
 LOOPS, JOBS, WARNINGS, REPLICAS = 6, 8, 5, 24  # rows of each
 BARS = "▁▂▃▄▅▆▇█"
 POINTS = 24  # of a curve of held-out success
 STATES = {"serving": "green", "running": "green", "succeeded": "green", "failed": "red"}
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(top)
-
-
-def top(
-    home: HomeOption = None,
-    url: UrlOption = None,
-    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+def watch(platform: Platform) -> None:
     """Show replicas, queue, loops, jobs and warnings of a platform, until q or Ctrl-C.
 
-    Without a terminal, with --once or --json it looks once.
+    Without a terminal, or with `--json`, once.
     """
-    info = find_platform(home, url)
-    platform = Platform(info["url"], api_key=key(info))
-    once = once or as_json or not (sys.stdin.isatty() and sys.stdout.isatty())
+    once = given().json or not (sys.stdin.isatty() and sys.stdout.isatty())
     with suppress(KeyboardInterrupt):
-        asyncio.run(_show_once(platform, as_json) if once else _follow(platform, every))
+        asyncio.run(_show_once(platform) if once else _follow(platform))
 
 
-async def _show_once(platform: Platform, as_json: bool) -> None:
+async def _show_once(platform: Platform) -> None:
     try:
         overview = await look(platform)
     finally:
         await platform.close()
-    if as_json:
-        print(json.dumps(overview, indent=2))
+    if given().json:
+        print_json(overview)
     else:
         console.print(draw(overview))
 
 
-async def _follow(platform: Platform, every: float) -> None:
+async def _follow(platform: Platform) -> None:
     quitting = asyncio.Event()
     overview: dict[str, Any] | None = None
     try:
@@ -78,7 +63,7 @@ async def _follow(platform: Platform, every: float) -> None:
                     picture = lost if overview is None else Group(lost, draw(overview))
                 live.update(picture, refresh=True)
                 try:
-                    await asyncio.wait_for(quitting.wait(), every)
+                    await asyncio.wait_for(quitting.wait(), EVERY)
                 except TimeoutError:
                     continue
     finally:

@@ -1,50 +1,134 @@
-"""`cost`: what requests, keys, loops and successes took of GPUs, cores, energy and money.
+"""`usage`: what keys and models used, what it cost, and what came of the hours of devices.
 
-Reads the ledger and the runs of the shared root; no platform is needed. Prices are those of
-`[prices]`. Read next: runtime/cost/cost_table.py.
+Reads the runs and the ledger of the shared root; no platform is needed. Prices are those of
+`[prices]`. Read next: runtime/views/usage.py, runtime/cost/cost_table.py,
+runtime/scaling/goodput.py.
 """
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.markup import escape
 
-from cray_agents.cli.goodput import seconds_of
-from cray_agents.cli.runs import open_store
-from cray_agents.cli.screen import HomeOption, JsonOption, console, errors, root, show, when
-from cray_agents.config import load_config
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import (
+    console,
+    errors,
+    open_store,
+    print_json,
+    root,
+    settings,
+    show,
+    when,
+)
+from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
 
 if TYPE_CHECKING:
     from cray_agents.runtime.views.view_records import CostAmount, CostRow, CostTable
 
+GOODPUT = [
+    "name",
+    "held_hours",
+    "goodput",
+    "useful_hours",
+    "idle_hours",
+    "asleep_hours",
+    "lost_hours",
+    "other_hours",
+    "tokens_served",
+    "tokens_trained",
+    "steps",
+    "steps_lost",
+]
 HOUR, KWH, DAY = 3600.0, 3.6e6, 86_400.0
+MOST_ROWS = 1000  # of `usage keys`
+
+Since = Annotated[
+    str | None,
+    typer.Option("--since", help="Count the last 30m, 12h or 7d alone \\[default: everything]."),
+]
+
+usage = Commands(
+    no_args_is_help=True, help="What was used and what came of it: keys, cost, goodput."
+)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command()(cost)
+def add_to(app: Commands) -> None:
+    """Register the command group."""
+    app.add_typer(usage, name="usage")
 
 
-def cost(
-    loop: Annotated[str | None, typer.Option(help="The generations of this loop.")] = None,
-    key: Annotated[
-        str | None, typer.Option(help="This API key by day: its name or id, or none.")
+def _begin(since: str | None) -> float:
+    return 0.0 if since is None else time.time() - duration(since, "since")
+
+
+@usage.command("goodput")
+def goodput(
+    since: Since = None,
+    by: Annotated[str, typer.Option(help="The groups: kind, holder or node.")] = "kind",
+) -> None:
+    """Show what came of the hours that replicas and jobs held GPUs, or nodes without any."""
+    from cray_agents.runtime.scaling.goodput import GroupedBy
+    from cray_agents.runtime.scaling.goodput import goodput as add_up
+
+    groups: dict[str, GroupedBy] = {name: name for name in get_args(GroupedBy)}
+    if by not in groups:
+        raise BadInput(f"--by {by!r}: give {', '.join(groups)}", param="by")
+    show(add_up(root(), _begin(since), by=groups[by]), GOODPUT)
+
+
+@usage.command("keys")
+def keys(
+    by: Annotated[str, typer.Option(help="The groups, with commas: key, model.")] = "key,model",
+    every: Annotated[
+        str | None, typer.Option(help="Group by time as well, in spans of 1h or 1d, say.")
     ] = None,
-    run: Annotated[str | None, typer.Option(help="The requests of this run.")] = None,
+    since: Since = None,
+) -> None:
+    """Sum up the recorded runs, calls, tokens and seconds of API keys and models."""
+    from cray_agents.queries import RunFilter
+    from cray_agents.runtime.gateway.http.api_keys import key_names
+    from cray_agents.runtime.views.usage import check_groups, usage_table
+
+    groups = [name.strip() for name in by.split(",") if name.strip()]
+    check_groups(groups)
+    bucket = None if every is None else duration(every, "every")
+    which = RunFilter() if since is None else RunFilter(since=_begin(since))
+    with open_store() as store:
+        table = usage_table(
+            store, which, groups, key_names(root()), bucket=bucket, owner=None, limit=MOST_ROWS
+        )
+    if given().json:
+        print_json(table)
+        return
+    rows = [{**row, "key": row["name"], "time": row["time"] and when(row["time"])}
+            for row in table["data"]]  # fmt: skip
+    columns = [*(["time"] if bucket else []), *groups, "runs", "calls", "prompt_tokens"]
+    show(rows, [*columns, "sampled_tokens", "seconds", "errors"])
+    if table["has_more"]:
+        errors.print(f"and more groups: these {MOST_ROWS} are the largest")
+
+
+@usage.command("cost")
+def cost(
     by: Annotated[
         str | None,
-        typer.Option(help="use, key, model, loop, or generation \\[default: use]."),
+        typer.Option(help="The groups: use, key, model, loop or generation \\[default: use]."),
     ] = None,
-    since: Annotated[
+    loop: Annotated[str | None, typer.Option(help="Count the generations of this loop.")] = None,
+    key: Annotated[
         str | None,
-        typer.Option(help="Only the last 30m, 12h or 7d, from a whole hour on \\[default: all]."),
+        typer.Option(help="Count this API key by day: its name or id, or `none` for no key."),
     ] = None,
-    home: HomeOption = None,
-    as_json: JsonOption = False,
+    run: Annotated[str | None, typer.Option(help="Count the requests of this run.")] = None,
+    since: Since = None,
 ) -> None:
-    """Show what GPUs and cores were held for: time, measured energy, and money by your prices."""
+    """Show what GPUs and cores were held for: time, measured energy, and money by your prices.
+
+    With --since from a whole hour on.
+    """
     from cray_agents.runtime.cost.cost_table import CostQuery, cost_table, run_cost
     from cray_agents.runtime.gateway.http.api_keys import id_of_key, key_names
 
@@ -53,28 +137,27 @@ def cost(
     if run is not None and (by is not None or since is not None):
         raise BadInput("--run: give it alone", param="run")
     grouped = by or ("generation" if loop is not None else "key" if key is not None else "use")
-    begin = 0.0 if since is None else time.time() - seconds_of(since)
-    opened, prices = root(home), load_config({"home": home}).prices
+    opened, prices = root(), settings().prices
     names = key_names(opened)
     query = CostQuery(
         by=grouped,
         bucket=DAY if key is not None and grouped == "key" else None,
         key=None if key is None else id_of_key(key, names),
         loop=loop,
-        since=begin,
+        since=_begin(since),
     )
-    with open_store(home) as store:
+    with open_store() as store:
         if run is not None:
             table = run_cost(opened, store, prices, run, names)
         else:
             table = cost_table(opened, store, prices, query, names)
-    if as_json:
-        print(table.model_dump_json(indent=2))
+    if given().json:
+        print_json(table)
     else:
-        _print(table)
+        _print_cost(table)
 
 
-def _print(table: "CostTable") -> None:
+def _print_cost(table: "CostTable") -> None:
     """Print a table for people."""
     columns = ["gpu_hours", "core_hours", "kwh", "cost"]
     if table.by == "run":
@@ -84,12 +167,10 @@ def _print(table: "CostTable") -> None:
             for each in table.requests or ()
         ]  # fmt: skip
         whole = {"request": "all", **_counts(table.data[0]), **_amount(table.data[0].spent)}
-        show(
-            [*rows, whole], ["request", "prompt_tokens", "sampled_tokens", *columns], as_json=False
-        )
+        show([*rows, whole], ["request", "prompt_tokens", "sampled_tokens", *columns])
     elif table.by == "use":
         rows = [{"use": use, **_amount(amount)} for use, amount in table.uses.items()]
-        show([*rows, {"use": "held", **_amount(table.total)}], ["use", *columns], as_json=False)
+        show([*rows, {"use": "held", **_amount(table.total)}], ["use", *columns])
     else:
         unit = _unit(table)
         lines = [*table.data, *([table.whole] if table.whole is not None else [])]
@@ -99,7 +180,7 @@ def _print(table: "CostTable") -> None:
         if table.by in ("loop", "generation"):
             of += ["holdout", "gain"]
             columns += ["per_point"]
-        show(rows, [*of, *columns, "per_success"], as_json=False)
+        show(rows, [*of, *columns, "per_success"])
         if table.has_more:
             errors.print(f"more rows than {len(table.data)} are left out: see GET /v1/cost")
     hours = f"from {when(table.since)}" if table.since else "from the beginning"

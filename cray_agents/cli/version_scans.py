@@ -1,18 +1,15 @@
-"""`models memorisation`: how often versions repeat their training sets or planted strings."""
+"""`scan drift` and `scan memorisation`: scans of whole versions, by all their runs. For scan.py."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cray_agents.cli.filter_options import FactOptions
-from cray_agents.cli.models import NameOrVersion, models
-from cray_agents.cli.option_groups import expand_groups
-from cray_agents.cli.screen import HomeOption, JsonOption, console, root, show
+from cray_agents.cli.options import given
+from cray_agents.cli.screen import console, print_json, root, show
 from cray_agents.errors import BadInput
-from cray_agents.queries import RunQuery
+from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.tasks.record_source import read_whole
 
 if TYPE_CHECKING:
@@ -22,49 +19,69 @@ LEAST_PLANTED = 8  # characters: a shorter string stands in a text by chance
 MOST_PLANTED = 10_000
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command, in the group `models`."""
-    models.command("memorisation")(memorisation)
+def drift(earlier: str, later: str, chosen: RunFilter, alpha: float) -> None:
+    """Compare the habits of two versions: length, tool calls, refusals, repetition and others.
+
+    Runs of both are paired in the order in which they began. A sequential test decides, and may be
+    looked at while runs come in. `alpha`: the greatest probability of reporting a drift where there
+    is none. Raises typer.Exit with 1 if a habit has drifted.
+    """
+    from cray_agents.runtime.registry.registry import Registry
+    from cray_agents.runtime.scans.drift import compare_habits
+    from cray_agents.runtime.store import Store
+
+    if not 0 < alpha < 1:
+        raise BadInput(f"--alpha {alpha:g}: give a probability above 0, below 1", param="alpha")
+    home = root()
+    registry = Registry(home)
+    versions = [registry.resolve(name).id for name in (earlier, later)]
+    if versions[0] == versions[1]:
+        raise BadInput(f"{earlier} and {later} are the same version", param="later")
+    store = Store(home)
+    streams = [
+        store.stream(RunQuery(**chosen.model_dump() | {"model": version}, order="oldest"))
+        for version in versions
+    ]
+    habits = compare_habits(zip(*streams, strict=False), alpha)
+    drifted = [row["habit"] for row in habits if row["drifted"]]
+    if given().json:
+        print_json({"versions": versions, "alpha": alpha, "habits": habits})
+    else:
+        show(
+            habits,
+            ["habit", "pairs", "earlier", "later", "evidence", "limit", "drifted", "about"],
+        )
+        if not habits[0]["pairs"]:
+            console.print(f"no runs of both {versions[0]} and {versions[1]}", markup=False)
+    if drifted:
+        raise typer.Exit(1)
 
 
-@expand_groups
 def memorisation(
-    name: NameOrVersion,
-    home: HomeOption = None,
-    dataset: Annotated[
-        list[str] | None,
-        typer.Option(help="Compare with this one; again: and that. Default: its training sets."),
-    ] = None,
-    planted: Annotated[
-        Path | None, typer.Option(help="A file of planted strings, one a line.")
-    ] = None,
-    length: Annotated[
-        int, typer.Option(min=4, max=10_000, help="Tokens in a row that count as repeated.")
-    ] = 50,
-    *,
-    facts: FactOptions,
-    as_json: JsonOption = False,
+    name: str,
+    chosen: RunFilter,
+    datasets: list[str] | None,
+    planted: Path | None,
+    length: int,
 ) -> None:
-    """Tell how often a model's runs repeat its training set, token by token, or a planted string.
+    """Show how often a model's runs repeat its training sets, token by token, or planted strings.
 
-    Each version is compared with the training sets of itself and its ancestors. Runs that a set
-    was made of do not count.
+    Each version is compared with the training sets of itself and its ancestors, or with `datasets`.
+    Runs that a set was made of do not count. `planted`: a file of strings, one a line. `length`:
+    tokens in a row that count as repeated.
     """
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.runtime.scans.memorisation import Memorisation
     from cray_agents.runtime.store import Store
 
-    root_home = root(home)
-    registry = Registry(root_home)
+    home = root()
+    registry = Registry(home)
     if "@" in name or not (known := registry.versions(name)):
         known = [registry.resolve(name)]
     versions = [version.id for version in known]
     strings = [] if planted is None else _read_planted(planted)
-    sets = {version: dataset or _training_sets(registry, version) for version in versions}
-    chosen = facts.run_filter()
-    if chosen.model is not None:
-        raise BadInput("--model: the argument says which versions", param="model")
-    store = Store(root_home)
+    sets = {version: datasets or _training_sets(registry, version) for version in versions}
+    store = Store(home)
     query = RunQuery(**chosen.model_dump(), order="id")
     rows = []
     for version in versions:
@@ -73,14 +90,14 @@ def memorisation(
             if {call.model for call in run.calls} == {version}:
                 comparison.add(run, version)
         for each in sets[version]:
-            comparison.compare(root_home, each)
+            comparison.compare(home, each)
         rows += [
             counted.to_dict() | {"datasets": sets[version]} for counted in comparison.versions()
         ]
-    if as_json:
-        print(json.dumps(rows, indent=2))
+    if given().json:
+        print_json(rows)
         return
-    _print(rows, strings, name)
+    _print_memorised(rows, strings, name)
 
 
 def _training_sets(registry: "Registry", version: str) -> list[str]:
@@ -115,7 +132,7 @@ def _read_planted(path: Path) -> list[str]:
     return strings
 
 
-def _print(rows: list[dict[str, Any]], strings: list[str], model: str) -> None:
+def _print_memorised(rows: list[dict[str, Any]], strings: list[str], model: str) -> None:
     if not rows:
         console.print(f"no runs of {model} are recorded", markup=False)
         return
@@ -123,7 +140,7 @@ def _print(rows: list[dict[str, Any]], strings: list[str], model: str) -> None:
         row | {"95 %": _interval(row["interval"]), "sets": len(row["datasets"])} for row in rows
     )
     columns = ["model", "sets", "runs", "compared", "repeating", "rate", "95 %"]
-    show(list(table), columns + ["with_planted"] * bool(strings), as_json=False)
+    show(list(table), columns + ["with_planted"] * bool(strings))
     for row in rows:
         for run in row["repeating_runs"]:
             console.print(f"  {row['model']} repeats its training set: {run}", markup=False)

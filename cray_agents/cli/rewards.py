@@ -1,24 +1,20 @@
-"""`runs rescore`: rewards of stored runs by a changed reward function, beside those they have."""
+"""`runs reward` and `runs rescore`: rewards for stored runs, by a person or by a function."""
 
 import asyncio
-import importlib
 import inspect
-import json
-import sys
+import math
 import types
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cray_agents.cli.filter_options import FilterOptions
-from cray_agents.cli.option_groups import expand_groups
-from cray_agents.cli.root_access import open_root
-from cray_agents.cli.runs import runs
-from cray_agents.cli.screen import HomeOption, JsonOption, console
-from cray_agents.config import load_config
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.runs import RunId, runs
+from cray_agents.cli.screen import console, open_root, print_json, settings
+from cray_agents.cli.user_files import find_function
+from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunQuery
 
@@ -27,31 +23,78 @@ if TYPE_CHECKING:
     from cray_agents.records import Reward, Run
     from cray_agents.rewards.reward import RewardFunction
     from cray_agents.runtime.store import Store
+    from cray_agents.runtime.store.feedback import Feedback
 
 TOGETHER = 64  # runs that are scored at once
 SHOWN_FAILURES = 3
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command, in the group `runs`."""
+def add_to(app: Commands) -> None:
+    """Register the commands, in the group `runs`."""
+    # otherwise typer takes a negative value for an option
+    runs.command("reward", context_settings={"ignore_unknown_options": True})(reward)
     runs.command("rescore")(rescore)
 
 
-@expand_groups
+def reward(
+    run_id: RunId,
+    value: Annotated[float, typer.Argument(help="The reward: a number, which may be negative.")],
+    name: Annotated[str, typer.Option(help="The name of what is judged.")] = "feedback",
+    who: Annotated[str, typer.Option(help="The source of the judgement.")] = "human",
+    turn: Annotated[
+        int | None,
+        typer.Option(min=1, help="The turn that is judged, as `runs show` counts them."),
+    ] = None,
+    comment: Annotated[str | None, typer.Option(help="The reason, in words.")] = None,
+) -> None:
+    """Reward a run. A later reward of the same name, source and turn replaces it."""
+    from cray_agents.runtime.store.feedback import Feedback
+
+    if not math.isfinite(value):
+        raise BadInput(f"{value} is no reward: give a finite number", param="value")
+    if not (name and who):
+        raise BadInput("--name and --who must not be empty", param="who" if name else "name")
+    place = None if turn is None else turn - 1
+    feedback = Feedback(value=value, name=name, source=who, turn=place, comment=comment)
+    recorded = asyncio.run(_give(settings(), run_id, feedback))
+    if given().json:
+        print_json(recorded)
+        return
+    target = "" if turn is None else f" for turn {turn}"
+    console.print(f"{run_id}: {name} = {value:g}{target}, by {who}", highlight=False, markup=False)
+
+
+async def _give(config: "Config", run_id: str, feedback: "Feedback") -> "Reward":
+    from cray_agents.records import Reward
+    from cray_agents.runtime.store import Store
+    from cray_agents.runtime.store.feedback import check_feedback, check_rewards, give_feedback
+    from cray_agents.runtime.store.redaction import Redactor
+
+    check_rewards([Reward(**feedback.model_dump())], config.reward_limit)
+    store = Store(open_root(config), redactor=Redactor.of(config))
+    try:
+        check_feedback(store, run_id, feedback)
+        return await give_feedback(store, run_id, feedback)
+    finally:
+        await store.close()
+
+
 def rescore(
-    reward: Annotated[
-        str, typer.Option(help="The function: FILE.py:NAME, or MODULE:NAME of what is installed.")
+    function: Annotated[
+        str,
+        typer.Option(
+            "--reward",
+            help="The reward function: FILE.py:NAME, or MODULE:NAME of what is installed.",
+        ),
     ],
-    home: HomeOption = None,
-    *,
-    filters: FilterOptions,
+    terms: WhereOption = None,
     source: Annotated[
-        str, typer.Option(help="The source of the new rewards; `function` replaces the loop's own.")
+        str,
+        typer.Option(help="The source of the new rewards; `function` replaces the loop's own."),
     ] = "rescore",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Compare the rewards only, record none.")
+        bool, typer.Option("--dry-run", help="Compare the rewards, and record none.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Compute a reward of stored runs again, and record it beside the rewards that they have.
 
@@ -61,32 +104,31 @@ def rescore(
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.redaction import Redactor
 
-    function = stateless_function(reward)
-    wanted = filters.run_filter()
-    config = load_config({"home": home})
+    scorer = stateless_function(function)
+    query = RunQuery(**parse_where(terms).model_dump(), order="id")
+    config = settings()
     store = Store(open_root(config), redactor=Redactor.of(config))
-    query = RunQuery(**wanted.model_dump(), order="id")
-    report = asyncio.run(_rescore(store, query, function, source, dry_run, config))
-    if as_json:
-        print(json.dumps(report, indent=2))
+    counts = asyncio.run(_rescore(store, query, scorer, source, dry_run, config))
+    if given().json:
+        print_json(counts)
         return
     recorded = "would be recorded" if dry_run else "were recorded"
     console.print(
-        f"{report['scored']} of {report['runs']} runs scored: {report['changed']} rewards"
-        f" {recorded}, {report['same']} are as they were",
+        f"{counts['scored']} of {counts['runs']} runs scored: {counts['changed']} rewards"
+        f" {recorded}, {counts['same']} are as they were",
         markup=False,
     )
-    if report["scored"]:
-        before, after = report["mean_before"], report["mean_after"]
+    if counts["scored"]:
+        before, after = counts["mean_before"], counts["mean_after"]
         was = "none before" if before is None else f"{before:.4g} before"
-        console.print(f"  mean of {report['name']}: {after:.4g}, {was}", markup=False)
+        console.print(f"  mean of {counts['name']}: {after:.4g}, {was}", markup=False)
     for name in ("redacted", "infrastructure"):
-        if report[name]:
-            console.print(f"  {report[name]} runs left out: {name}", markup=False)
-    for failure in report["failures"][:SHOWN_FAILURES]:
+        if counts[name]:
+            console.print(f"  {counts[name]} runs left out: {name}", markup=False)
+    for failure in counts["failures"][:SHOWN_FAILURES]:
         console.print(f"  failed: {failure}", markup=False)
-    if report["failed"]:
-        console.print(f"  {report['failed']} runs without a new reward", markup=False)
+    if counts["failed"]:
+        console.print(f"  {counts['failed']} runs without a new reward", markup=False)
 
 
 def stateless_function(target: str) -> "RewardFunction":
@@ -121,29 +163,6 @@ def stateless_function(target: str) -> "RewardFunction":
             param="reward",
         )
     return function
-
-
-def find_function(target: str, param: str) -> Any:
-    """Return what FILE.py:NAME or MODULE:NAME names, given as `param`. Raises BadInput."""
-    place, _, name = target.rpartition(":")
-    if not place or not name.isidentifier():
-        raise BadInput(f"{param} {target!r}: name it as FILE.py:NAME or MODULE:NAME", param=param)
-    function = getattr(_module(place, param), name, None)
-    if function is None:
-        raise BadInput(f"{place} has no {name!r}", param=param)
-    return function
-
-
-def _module(place: str, param: str) -> types.ModuleType:
-    if place.endswith(".py"):
-        from cray_agents.cli.agents import load
-
-        return load(Path(place))
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        raise BadInput(f"{param}: no module {error.name!r}", param=param) from error
 
 
 async def _rescore(
