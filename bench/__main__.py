@@ -29,7 +29,6 @@ from bench import (
     swap,
     training,
     trajectories,
-    uploads,
     waits,
 )
 from bench.rivals import catalog
@@ -102,7 +101,6 @@ ALL = {
     "memory": gateway.memory,
     "waits": waits.main,
     "batches": batches.main,
-    "uploads": uploads.main,
     "writers": trajectories.writers,
     "listing": trajectories.listing,
     "exports": trajectories.exporting,

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from bench.rounds import row
 from cray_agents import Agent, Task
-from cray_agents.cli.platform.platform_process import client, serving
 from cray_agents.config import load_config
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts
 from cray_agents.loop.version_gate import VersionGate
 from cray_agents.platform.client import Platform
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ModelVersion, Run
+from cray_agents.server.platform_process import client, serving
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training import Hyperparameters
 

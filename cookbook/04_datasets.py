@@ -48,14 +48,15 @@ def main(folder: Path) -> None:
     cray_agents("import", chats, "--format", "openai", "--loop", "weather", "--reward", 1, *where)
     cray_agents("runs", "list", *where)
     cray_agents("runs", "stats", "--by", "agent,model", *where)
-    recipe = ("--loop", "weather", "--render", "--tokenizer", tokenizer, "--held-out", held_out)
-    cray_agents("dataset", "build", *recipe, *where)
+    recipe = ("--set", "render=true", "--tokenizer", tokenizer, "--held-out", held_out)
+    cray_agents("dataset", "build", "--where", "loop=weather", *recipe, *where)
     cray_agents("dataset", "list", *where)
     for form, target in (("trl", "chats.trl.jsonl"), ("sharegpt", "chats.sharegpt.jsonl")):
-        cray_agents("export", "--format", form, "--loop", "weather", "-o", folder / target, *where)
+        what = ("--format", form, "--where", "loop=weather")
+        cray_agents("export", *what, "-o", folder / target, *where)
     shutil.rmtree(folder / "huggingface", ignore_errors=True)  # no folder is overwritten
     cray_agents("export", "--format", "huggingface", "-o", folder / "huggingface", *where)
-    cray_agents("runs", "fsck", *where)
+    cray_agents("maintain", "fsck", *where)
 
 
 if __name__ == "__main__":

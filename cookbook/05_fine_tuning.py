@@ -112,8 +112,8 @@ class Shop:
 
     def dataset(self, loop: str, method: str) -> str:
         """A training set of what was imported, a quarter of the questions kept apart; its id."""
-        what = ("--loop", loop, "--method", method, "--validation", 0.25)
-        how = ("--render", "--tokenizer", self.model, "--home", self.root)
+        what = ("--where", f"loop={loop}", "--method", method, "--set", "validation=0.25")
+        how = ("--set", "render=true", "--tokenizer", self.model, "--home", self.root)
         made = cray_agents("dataset", "build", *what, *how, "--json", answers=True)
         counts = {split: count["samples"] for split, count in made["splits"].items()}
         print(f"{loop}: {made['id']} for {method}, samples: {counts}", flush=True)

@@ -33,7 +33,7 @@ stopped; after a platform whose node is gone, they say which file to remove firs
     cray-agents loop cookbook/07_code_writer.py --generations 20
     cray-agents status
     cray-agents jobs list
-    cray-agents models lineage coder
+    cray-agents models show coder
 
 6. A promotion that you regret is taken back within seconds; what runs is ended by `down`, on the
 platform's node:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from cray_agents.agent.environment import Environment as Environment
     from cray_agents.agent.run_context import RunContext as RunContext
     from cray_agents.agent.tool import tool as tool
-    from cray_agents.cli.platform.platform_process import local_platform as local_platform
     from cray_agents.errors import ToolError as ToolError
     from cray_agents.loop.loop import Loop as Loop
     from cray_agents.loop.methods import DPO as DPO
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from cray_agents.rewards.llm_judge import judge as judge
     from cray_agents.rewards.reward import reward as reward
     from cray_agents.rewards.scanner import scanner as scanner
+    from cray_agents.server.platform_process import local_platform as local_platform
     from cray_agents.tasks.task_set import TaskSet as TaskSet
 
 _MOVED = {
@@ -69,7 +69,7 @@ __getattr__, __all__ = lazy_names(
         "agent.environment": ["Environment"],
         "agent.run_context": ["RunContext"],
         "agent.tool": ["tool"],
-        "cli.platform.platform_process": ["local_platform"],
+        "server.platform_process": ["local_platform"],
         "errors": ["ToolError"],
         "loop.loop": ["Loop"],
         "loop.methods": ["DPO", "GRPO", "KTO", "RFT", "SFT", "Distill", "Training"],

@@ -9,10 +9,9 @@
                                        attempts/<n>, megatron/step-<n>/ (resume points)
       sessions/<id>/                   a training session: spec.json, attempts/<n>, queue/<job>,
                                        offers/, log.txt; its jobs are in jobs/
-      scripts/<id>/                    a script that `jobs submit-script` submitted, with its log
       checkpoints/<id>/                immutable: a Hugging Face directory, manifest.json (last)
       checkpoints/<id>/delta/          what changed in its parent: the weights may be made of it
-      checkpoints/<id>.pruned          the record of one that `models prune` deleted
+      checkpoints/<id>.pruned          the record of one that `maintain prune models` deleted
       models/<name>/<n>.json           versions, append-only
       models/<name>/history/<n>.json   the name's history, append-only: promotions, rollbacks,
                                        rejections, canaries; in an older root the first of them
@@ -91,10 +90,6 @@ class Home:
     @property
     def sessions(self) -> Path:
         return self.root / "sessions"
-
-    @property
-    def scripts(self) -> Path:
-        return self.root / "scripts"
 
     def checkpoint(self, checkpoint_id: str) -> Path:
         return self.root / "checkpoints" / checkpoint_id

@@ -29,7 +29,7 @@ def python(*words: str) -> list[str]:
 
     Python would look there first, and run any file that is named as a module of the library or of a
     package. That folder is the user's, or a model's. A user's own FILE.py has its folder on the
-    path all the same, for its loader puts it there (cli/agent/agents.py).
+    path all the same, for its loader puts it there (cli/agents.py).
     """
     return [sys.executable, "-P", *words]
 

@@ -18,7 +18,8 @@ class RunFilter(StrictRecord):
     """A filter of runs: each given field must match.
 
     `model` is a `name@N`, or a `name` in any version. `error` is the type of the run's error, `*`
-    any error. `since` and `until` bound its start, in unix seconds. A run must have all `tags`.
+    any error. `since` and `until` bound its start, in unix seconds. A run must have all `tags`, and
+    none of `without_tags`.
     `text` is searched in its input, output and messages, ignoring case. A run without a reward
     matches no range of rewards. `tokens` are those of all its calls' prompts and answers.
     """
@@ -43,6 +44,8 @@ class RunFilter(StrictRecord):
     since: float | None = None
     until: float | None = None
     tags: list[str] = Field(default_factory=list)
+    # left out where it is empty: recipes and exports of before have no such field in their ids
+    without_tags: list[str] = Field(default_factory=list, exclude_if=lambda tags: not tags)
     text: str | None = None
 
 

@@ -30,7 +30,7 @@ longer than a third of `lease`. Numbered files decide then: an event of the regi
 after those that its writer has read, so it fails if the new holder wrote one. If the new holder
 has written none, the late event is the only one, and is followed like any other.
 
-Called by cli/platform/root/root_claim.py; registry.py, the schedulers and the trainer call `check`.
+Called by server/root_claim.py; registry.py, the schedulers and the trainer call `check`.
 """
 
 import json

@@ -9,7 +9,7 @@
     all other JSON                records and lines of journals, against disk/checksums.py
 
 Records older than the checksums only have to be JSON. Not read: logs, drafts, slurm/, and exports/,
-whose files may be half written. Called by `cray-agents runs fsck` and `dataset fsck`. Changes
+whose files may be half written. Called by `cray-agents maintain fsck`. Changes
 nothing.
 """
 

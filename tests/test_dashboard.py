@@ -252,7 +252,7 @@ def test_batches_show_failed_lines_and_are_cancelled_and_saved(
     page.open("#/batch")
     page.page.locator("tr", has_text="validating").get_by_role("link").click()
     page.page.get_by_role("button", name="Cancel the batch").click()
-    assert "cray-agents batch cancel batch_" in page.page.inner_text("dialog")
+    assert "cray-agents batch status --cancel batch_" in page.page.inner_text("dialog")
     page.page.locator("dialog").get_by_role("button", name="Cancel the batch").click()
     page.wait_for("cancel")
     assert page.page.evaluate("window.broken") is None

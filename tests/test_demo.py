@@ -47,14 +47,16 @@ KEYS = {
 
 
 def command(home: Path) -> list[str]:
-    result = home.parent / "result.json"
-    words = ["demo", "--quick", "--home", str(home), "--json", str(result)]
+    words = ["--home", str(home), "--json", "demo", "--quick"]
     return [sys.executable, "-m", "cray_agents", *words]
 
 
 def start(home: Path) -> subprocess.Popen[bytes]:
-    with (home.parent / "demo.log").open("ab") as log:
-        return subprocess.Popen(command(home), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    with (
+        (home.parent / "demo.log").open("ab") as log,
+        (home.parent / "result.json").open("wb") as result,
+    ):
+        return subprocess.Popen(command(home), stdout=result, stderr=log, stdin=subprocess.DEVNULL)
 
 
 def finish(home: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:

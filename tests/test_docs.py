@@ -120,7 +120,7 @@ def faults(text: str) -> Iterator[str]:
     left = words[0] if words and hasattr(group, "commands") else "-"
     if left[0] not in "[<|-" and not left.isupper():
         yield f"no command {left!r}"
-    known = {name: option for option in group.params
+    known = {name: option for option in (*KNOWN[""].params, *group.params)
              for name in [*option.opts, *option.secondary_opts]}  # fmt: skip
     for place, word in enumerate(words):
         name, given, value = word.strip("[]").partition("=")

@@ -16,18 +16,20 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from cray_agents import RFT, Agent, Data, Loop, TaskSet, Training
+from cray_agents import Agent, Loop, TaskSet, Training
 from cray_agents.agent import WorkerEnvironment
-from cray_agents.cli.platform.platform_process import client, key, serving
 from cray_agents.config import load_config
 from cray_agents.generation import promoted_holdout_success
 from cray_agents.loop import WarmUp
 from cray_agents.loop import warm_up as run_warm_up
+from cray_agents.loop.methods import RFT
+from cray_agents.loop.settings import Data
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Message, Run, Task
 from cray_agents.runtime.datasets import dataset_runs, shards
 from cray_agents.runtime.store import Store
+from cray_agents.server.platform_process import client, key, serving
 from cray_agents.testing import make_tiny_model
 from tests.support.environments.echo import COUNT, numbers, question
 from tests.support.environments.pythons import venv

@@ -8,33 +8,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from cray_agents.cli import main
-from cray_agents.cli.platform.platform_process import SUBMITTER
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.paths import Home
-from cray_agents.testing import ScriptedEngine
+from cray_agents.server.platform_process import SUBMITTER
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training import Hyperparameters
 from cray_agents.training_jobs import JobSpec, JobStatus, Layout, Policy
 from tests.support.scripted_platform import bare_model, platform
 from tests.support.scripted_trainer import ScriptedTrainer
 
-HIDE_MATPLOTLIB = """
-import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "matplotlib":
-            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
-sys.meta_path.insert(0, Hidden())
-from cray_agents.cli import main
-sys.argv[0] = "cray-agents"
-main()
-"""
 # a trainer's process that dies in the middle of a line
 DIES = """
 import os, sys
@@ -304,7 +292,13 @@ def test_jobs_are_named_briefly_but_not_too_briefly(root: Root) -> None:
     root.started(second)
     there = root.refused("show", "job-none")
     assert first.id in there and second.id in there
-    for words in (["show"], ["logs", "-f"], ["plot"], ["cancel"]):
+    for words in (
+        ["show"],
+        ["show", "--hardware"],
+        ["show", "--script"],
+        ["logs", "-f"],
+        ["cancel"],
+    ):
         assert "no job 'x'" in root.refused(*words, "x")
     assert "give more" in root.refused("show", "job-")
 
@@ -323,54 +317,6 @@ def test_without_a_platform_it_says_what_works(root: Root, verb: str) -> None:
         submitting.communicate("\n")
     journal.write_status(JobStatus(id=journal.job_id, state="succeeded", steps=4))
     assert "has succeeded already" in root.refused(verb, journal.job_id)
-
-
-def test_plots_in_the_terminal(root: Root) -> None:
-    one, two = root.started(spec(1)), root.started(spec(2, method="grpo"))
-    steps(one, *range(1, 41), loss=lambda step: 8.0 - step / 8)
-    steps(two, *range(1, 21), loss=lambda step: 2.5, ratio=lambda step: math.nan)
-    two.event("evaluation", step=20, loss=9.25, tokens=5)
-    said = root.jobs("plot", one.job_id, two.job_id).out
-    rows = [line.partition(" │") for line in said.splitlines()]
-    numbers = [left.strip() for left, bar, _ in rows if bar]
-    assert [n for n in numbers if n] == ["9.25", "5.875", "2.5"]  # highest, middle, lowest
-    assert f"{one.job_id}: 7.875 → 3, lowest 3 at step 40" in said
-    assert f"{two.job_id}, validation: 9.25 → 9.25" in said
-    axis = next(line.split() for line in said.splitlines() if line.split()[:1] == ["1"])
-    assert axis == ["1", "40"]
-    assert not [line for line in said.splitlines() if len(line) > 120]
-    joined = root.jobs("plot", one.job_id, two.job_id, "--join", "--what", "grad_norm,loss").out
-    assert joined.count("2 jobs: ") == 2 and "7.875 → 2.5, lowest 2.5 at step 41" in joined
-    unknown = root.refused("plot", one.job_id, "--what", "loss,reward")
-    assert "no reward" in unknown and "there are lr, grad_norm, tokens" in unknown
-    assert "no step is done yet" in root.refused("plot", root.started(spec(3)).job_id)
-
-
-def test_a_falling_loss_falls_on_the_screen(root: Root) -> None:
-    journal = root.started(spec())
-    steps(journal, *range(1, 5), loss=lambda step: 5.0 - step)
-    rows = [r.partition("│")[2] for r in root.jobs("plot", journal.job_id).out.splitlines()]
-    drawn = [[place for place, dots in enumerate(row) if dots != " "] for row in rows if row]
-    assert len(drawn) == 10 and drawn[0][0] == 0 and drawn[-1][-1] == 107  # corner to corner
-    assert all(above[0] < below[0] for above, below in pairwise(drawn))
-
-
-def test_plots_as_png(root: Root, tmp_path: Path) -> None:
-    journal = root.started(spec())
-    steps(journal, *range(1, 30), kl=lambda step: step / 10)
-    png = tmp_path / "curves.png"
-    done = root.jobs("plot", journal.job_id, "--png", png)
-    assert (done.code, done.out) == (0, f"wrote {png}\n"), done.err
-    head = png.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    size = int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
-    assert size == (900, 600)  # two panels
-    assert "there is no directory" in root.refused(
-        "plot", journal.job_id, "--png", tmp_path / "no" / "a.png"
-    )
-    words = ["jobs", "plot", journal.job_id, "--home", root.home.root, "--png", png]
-    without = run_script(HIDE_MATPLOTLIB, *words)
-    assert without.code == 2 and "'cray-agents[export]'" in without.err
 
 
 def test_pausing_resuming_and_cancelling_ask_the_platform(

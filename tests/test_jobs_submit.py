@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cray_agents.cli import main
-from cray_agents.cli.jobs.spec_options import build_spec, read_fields
+from cray_agents.cli.spec_options import build_spec, read_fields
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe

@@ -64,14 +64,14 @@ LOOKS = [
     "--help",
     "runs list",
     "runs stats",
-    "runs fsck",
-    "runs prune --until 9d",
+    "maintain fsck",
+    "maintain prune runs --where until=9d",
     "jobs list",
     "dataset list",
-    "batch list",
+    "batch status",
     "keys list",
     "models list",
-    "models prune",
+    "maintain prune models",
     "down",
 ]
 
@@ -82,7 +82,7 @@ def test_what_is_there_can_be_looked_at(tmp_path: Path) -> None:
     done = light(commands(*LOOKS), tmp_path)
     ended = [line for line in done.stdout.splitlines() if line.startswith("ended:")]
     told = dict(zip(LOOKS, ended, strict=True))
-    elsewhere = {"batch list"}  # it asks a platform, and none runs here
+    elsewhere = {"batch status"}  # it asks a platform, and none runs here
     assert {look for look, end in told.items() if end != "ended: 0"} == elsewhere, done.stderr
 
 

@@ -7,24 +7,14 @@ from typing import Any
 
 import pytest
 
-from cray_agents import (
-    DPO,
-    GRPO,
-    KTO,
-    RFT,
-    SFT,
-    Distill,
-    PromotionTest,
-    TaskSet,
-    Training,
-    reward,
-)
-from cray_agents.cli.jobs.why import explain
-from cray_agents.cli.loop.generation_table import row
+from cray_agents import Distill, PromotionTest, TaskSet, Training, reward
+from cray_agents.cli.generation_table import row
+from cray_agents.cli.why import explain
 from cray_agents.errors import BadInput
 from cray_agents.generation import Generation
 from cray_agents.loop import Curriculum
 from cray_agents.loop.live.schedule import Live
+from cray_agents.loop.methods import DPO, GRPO, KTO, RFT, SFT
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.queries import RunQuery

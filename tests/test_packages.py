@@ -98,8 +98,8 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(built: Built) -> Non
 
 
 def test_the_demo_and_the_cookbook_share_a_recipe() -> None:
-    link = ROOT / "cray_agents" / "cli" / "loop" / "calculator_loop.py"
-    assert str(link.readlink()) == "../../../cookbook/02_calculator_loop.py"
+    link = ROOT / "cray_agents" / "cli" / "calculator_loop.py"
+    assert str(link.readlink()) == "../../cookbook/02_calculator_loop.py"
 
 
 def test_its_metadata_is_whole(built: Built) -> None:
@@ -121,8 +121,8 @@ def test_the_sdist_builds_the_same_wheel(built: Built) -> None:
 
 RUN = """
 import sys
-from cray_agents.cli.agent.agents import load_agent
-from cray_agents.cli.loop import calculator_loop
+from cray_agents.cli.agents import load_agent
+from cray_agents.cli import calculator_loop
 print(calculator_loop.__file__, load_agent(calculator_loop.__file__).name)
 print(calculator_loop.agent.tool_schemas[0]["function"]["name"])
 from cray_agents.cli import main
@@ -145,7 +145,7 @@ def test_the_wheel_runs_without_the_checkout(built: Built, tmp_path: Path, comma
     empty = command == "models list"
     assert ("nothing is stored on" in done.stderr) is empty, done.stderr
     assert done.returncode == (2 if empty else 0), done.stderr
-    recipe = tmp_path / "wheel" / "cray_agents" / "cli" / "loop" / "calculator_loop.py"
+    recipe = tmp_path / "wheel" / "cray_agents" / "cli" / "calculator_loop.py"
     assert done.stdout.splitlines()[:2] == [f"{recipe} calculator", "calculator"]
 
 

@@ -15,7 +15,7 @@ from bench.rivals import held_out, skyrl_side
 from bench.rivals.training import area, cells, reached
 from bench.rivals.training_sides import Learned, Point, exact, trl_trainer
 from bench.rivals.trl_settings import load
-from cray_agents.cli.loop import calculator_loop
+from cray_agents.cli import calculator_loop
 
 
 def way(*points: tuple[float, int, float]) -> Learned:

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform import platform_process
-from cray_agents.cli.platform.gateways.sockets import listen
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import alive
 from cray_agents.runtime.scheduler.private_cluster import PORTS
+from cray_agents.server import platform_process
+from cray_agents.server.gateway_ports import listen
 from tests.support.bare_models import bare_model
 from tests.support.command_line import cli
 from tests.support.deciding_controller import controller

@@ -106,8 +106,8 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
     hosts = [Host(tmp_path / f"host{n}", home.root) for n in range(3)]
     writers = [Writer(hosts[n % 3], f"w{n}") for n in range(WRITERS)]
     builds = [
-        ["-m", "cray_agents", "dataset", "build", "--home", "{root}", "--loop", "faults",
-         "--step", str(step), "--max-uses", "1", "--min-reward", "1", "--json"]
+        ["-m", "cray_agents", "dataset", "build", "--home", "{root}", "--where", "loop=faults",
+         "--set", f"step={step}", "--set", "max_uses=1", "--set", "min_reward=1", "--json"]
         for step in range(STEPS)
     ]  # fmt: skip
     out = tmp_path / "out.jsonl"

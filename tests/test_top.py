@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform.commands.top import BARS, curve
+from cray_agents.cli.overview import BARS, curve
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.support.command_line import cli
@@ -51,7 +51,7 @@ class Terminal:
 def terminal(*words: str, columns: int, key: str) -> Iterator[Terminal]:
     screen, other = pty.openpty()
     ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    argv = [sys.executable, "-m", "cray_agents", "top", *words]
+    argv = [sys.executable, "-m", "cray_agents", "status", "--watch", *words]
     environment = {**os.environ, "CRAY_AGENTS_API_KEY": key, "TERM": "xterm-256color"}
     process = subprocess.Popen(
         argv, cwd=ROOT, stdin=other, stdout=other, stderr=other, env=environment
@@ -70,7 +70,7 @@ def test_it_follows_until_q_and_through_a_restart(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    watched = terminal("--url", url, "--every", "0.5", columns=60, key=secret)
+    watched = terminal("--url", url, columns=60, key=secret)
     with gateway(tmp_path / "home", port=port) as (_, process), watched as top:
         top.wait_for(b"serving")
         top.wait_for(b"at the engines")
@@ -91,22 +91,32 @@ def test_a_key_sees_what_it_may_read(tmp_path: Path) -> None:
     secrets = {role: keys.create(role.name, role)[1] for role in Role}
     with gateway(tmp_path / "home") as (url, _):
         for role, secret in secrets.items():
-            done = cli("top", "--url", url, "--json", cwd=tmp_path, CRAY_AGENTS_API_KEY=secret)
+            done = cli(
+                "status",
+                "--watch",
+                "--url",
+                url,
+                "--json",
+                cwd=tmp_path,
+                CRAY_AGENTS_API_KEY=secret,
+            )
             assert done.returncode == 0, done.stderr
             overview = json.loads(done.stdout)
             assert overview["who"]["role"] == role.name
             assert (overview["jobs"] is None) == (role < Role.train)
-            text = cli("top", "--url", url, cwd=tmp_path, CRAY_AGENTS_API_KEY=secret).stdout
+            text = cli(
+                "status", "--watch", "--url", url, cwd=tmp_path, CRAY_AGENTS_API_KEY=secret
+            ).stdout
             assert ("not for this key" in text) == (role < Role.admin)
-        wrong = cli("top", "--url", url, cwd=tmp_path, CRAY_AGENTS_API_KEY="sk-wrong")
+        wrong = cli("status", "--watch", "--url", url, cwd=tmp_path, CRAY_AGENTS_API_KEY="sk-wrong")
     assert wrong.returncode == 1 and "incorrect API key" in wrong.stderr
 
 
 def test_there_must_be_a_platform(tmp_path: Path) -> None:
-    done = cli("top", "--home", tmp_path / "home", cwd=tmp_path)
+    done = cli("status", "--watch", "--home", tmp_path / "home", cwd=tmp_path)
     words = " ".join(done.stderr.split())
     assert done.returncode == 2 and "start one with `cray-agents up --home home" in words
-    gone = cli("top", "--url", "http://127.0.0.1:9", "--once", cwd=tmp_path)
+    gone = cli("status", "--watch", "--url", "http://127.0.0.1:9", cwd=tmp_path)
     assert gone.returncode == 1 and "no platform answers" in " ".join(gone.stderr.split())
 
 

@@ -16,7 +16,6 @@ import pytest
 
 from cray_agents import Agent, Task
 from cray_agents.cli import main
-from cray_agents.cli.platform.platform_process import client, fetch, serving
 from cray_agents.config import load_config
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts
 from cray_agents.loop.version_gate import VersionGate
@@ -24,6 +23,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import ProbeReport, Run
 from cray_agents.runtime.scheduler.choose import missing_programs
+from cray_agents.server.platform_process import client, fetch, serving
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training import Hyperparameters
 from cray_agents.training_jobs import JobStatus, Layout, Lora, MethodName, Policy
@@ -200,4 +200,4 @@ def test_the_command_line_tells_of_them(
     told = jobs("logs", name)
     assert f"step {STEPS}/{STEPS}" in told and f"succeeded: checkpoint {name}" in told
     losses = [event["loss"] for event in site.events(method, "step")]
-    assert f"{name}: {losses[0]:.4g} → {losses[-1]:.4g}" in jobs("plot", name, "--what", "loss")
+    assert f"{losses[0]:.4f} → {losses[-1]:.4f}" in page

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from cray_agents import Platform
-from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.platform.training_session import TrainingSession
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.server.gpu_turns import TrainingSide, take_turns
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer

@@ -19,12 +19,12 @@ from typing import Any
 import openai
 import pytest
 
-from cray_agents.cli.platform.platform_process import client, serving
 from cray_agents.config import load_config
 from cray_agents.errors import EngineUnavailable
 from cray_agents.paths import Home
 from cray_agents.processes import alive, python
 from cray_agents.runtime.store import Store
+from cray_agents.server.platform_process import client, serving
 from cray_agents.trainers.models.seed_model import make_seed_model
 
 pytestmark = pytest.mark.vllm

@@ -18,9 +18,6 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform import replica_devices
-from cray_agents.cli.platform.compose import slurm_hosts
-from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
@@ -29,6 +26,9 @@ from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.programs import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
+from cray_agents.server import replica_devices
+from cray_agents.server.compose import slurm_hosts
+from cray_agents.server.platform_process import ReplicaCount
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.bare_models import bare_model
 
@@ -245,5 +245,7 @@ def test_the_only_vllm_goes_and_the_next_request_waits_for_another(platform: Pla
         assert platform.ask()["model"] == "m@1"
         print(f"answered {time.monotonic() - began:.1f} s after it was asked")
     assert platform.cli("down").returncode == 0
-    rows = {row["name"]: row for row in json.loads(platform.cli("goodput", "--json").stdout)}
+    rows = {
+        row["name"]: row for row in json.loads(platform.cli("usage", "goodput", "--json").stdout)
+    }
     assert rows["replica"]["tokens_served"] == 8 and 0 < rows["replica"]["goodput"] < 1

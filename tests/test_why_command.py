@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cray_agents.cli import main
-from cray_agents.cli.jobs.why import explain
+from cray_agents.cli.why import explain
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
 from cray_agents.paths import Home

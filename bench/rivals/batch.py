@@ -33,7 +33,7 @@ from bench.rivals.server_process import (
     wait_until,
 )
 from bench.rivals.site import Site
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.runtime.pool.vllm_process import EngineSettings, command, environment
 from tests.support.store.plain_reader import events_of
 

@@ -34,7 +34,7 @@ from bench.rivals.process_tree import kill_tree
 from bench.rivals.report import Report
 from bench.rivals.server_process import answers, foreign, free_port, program, wait_until
 from bench.rivals.site import Site
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.runtime.vllm_plugins.wire import HEADER
 from tests.support.store.plain_reader import events_of
 from tests.support.unix_servers import socket_of

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from cray_agents.cli.loop import calculator_loop
+from cray_agents.cli import calculator_loop
 from cray_agents.errors import ToolError
 from cray_agents.records import Message, Task
 from cray_agents.tools.calculator import evaluate

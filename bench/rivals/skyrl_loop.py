@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from bench.rivals import held_out
 from bench.rivals.skyrl_side import CLIP, GROUP, GROUPS, RANK, RATE, SUBSTEPS, Way
-from cray_agents.cli.loop import calculator_loop
+from cray_agents.cli import calculator_loop
 from cray_agents.records import Task
 
 

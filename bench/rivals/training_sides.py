@@ -24,12 +24,12 @@ from pydantic import BaseModel
 
 from bench.rivals import held_out, skyrl_side
 from bench.rivals.trl_settings import for_cpu, load
-from cray_agents.cli.loop import calculator_loop
-from cray_agents.cli.platform.platform_process import client, serving
+from cray_agents.cli import calculator_loop
 from cray_agents.config import load_config
 from cray_agents.generation import base_version
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
+from cray_agents.server.platform_process import client, serving
 from cray_agents.tasks.task_set import TaskSet
 from cray_agents.tools.calculator import evaluate
 

@@ -19,7 +19,7 @@ from bench.rivals.litellm import litellm_proxy
 from bench.rivals.report import Report
 from bench.rounds import ROUNDS
 from cray_agents import local_platform
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.runtime.vllm_plugins.wire import HEADER
 from tests.support.unix_servers import socket_of
 from tests.support.vllm_pool import secret_of

@@ -2,55 +2,55 @@
 
 Commands that only look (models, runs, jobs) read the shared root directly. Commands that change
 something talk to the running platform. Only the modules of the command that is asked for are
-imported, which halves its time, and heavy imports wait until it needs them.
+imported, which halves its time, and heavy imports wait until it needs them. To add a command, write
+a function in the module of its group, register it with `Commands.command` (options.py), and, for a
+new group, name it in COMMANDS.
 """
 
 import functools
+import importlib
 import importlib.metadata
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
+from cray_agents.cli.options import Commands, RootGroup, split_root_options
 from cray_agents.cli.screen import errors
 from cray_agents.errors import BadInput, CrayError, JobError, NotFound, RealModelCall, SetupError
 
 if TYPE_CHECKING:
-    app: typer.Typer
+    app: Commands
 
-#: Each command or group of commands, and the modules that add it.
+#: Each command or group of commands, and the modules that add it with their `add_to`.
 COMMANDS = {
-    "demo": ("loop.demo",),
-    "up": ("platform.commands.platform",),
-    "gateway": ("platform.commands.platform",),
-    "down": ("platform.commands.platform",),
-    "status": ("platform.commands.platform",),
-    "top": ("platform.commands.top",),
-    "run": ("agent.agents",),
-    "chat": ("agent.agents",),
-    "loop": ("loop.loops",),
-    "mcp": ("agent.mcp",),
-    "env-worker": ("agent.environments",),
-    "models": ("models.models", "models.memorisation", "models.drift"),
-    "jobs": ("jobs.jobs",),
-    "why": ("jobs.why",),
-    "runs": ("runs.runs", "runs.maintenance", "runs.reward", "runs.rescore", "runs.score"),
-    "scan": ("runs.scan",),
-    "dataset": ("data.datasets", "data.dataset_diff", "runs.maintenance"),
-    "plan": ("jobs.plan",),
-    "goodput": ("platform.commands.goodput",),
-    "cost": ("platform.commands.cost",),
-    "export": ("data.export",),
-    "import": ("data.imports",),
-    "batch": ("data.batch",),
-    "upload": ("data.upload",),
-    "keys": ("platform.commands.keys",),
-    "doctor": ("platform.commands.doctor",),
-    "dashboard": ("platform.commands.dashboard",),
-    "events": ("platform.commands.events",),
-    "audit": ("platform.commands.audit",),
+    "demo": ("demo",),
+    "up": ("platform",),
+    "down": ("platform",),
+    "status": ("platform",),
+    "dashboard": ("dashboard",),
+    "doctor": ("doctor",),
+    "run": ("agents",),
+    "chat": ("agents",),
+    "mcp": ("agents",),
+    "env-worker": ("environments",),
+    "loop": ("loops",),
+    "models": ("models",),
+    "jobs": ("jobs",),
+    "plan": ("plan",),
+    "why": ("why",),
+    "runs": ("runs", "rewards"),
+    "scan": ("scan",),
+    "dataset": ("datasets",),
+    "export": ("export",),
+    "import": ("imports",),
+    "batch": ("batch",),
+    "usage": ("usage",),
+    "keys": ("keys",),
+    "maintain": ("maintenance",),
 }
 
 
@@ -60,24 +60,30 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[
-    bool,
-    typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
-]
+def take_options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+    home: Annotated[
+        Path | None, typer.Option(help="The shared root \\[default: .cray-agents].")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="The URL of a platform \\[default: the one on the root].")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """LLM agents that train themselves: vLLM serves them, Megatron-core trains them.
 
-
-def take_options(version: Version = False) -> None:
-    """LLM agents that train themselves: vLLM serves them, Megatron-core trains them."""
+    The options below may also stand behind a command.
+    """
 
 
 @functools.cache
-def make_app(*names: str) -> typer.Typer:
+def make_app(*names: str) -> Commands:
     """Return the command line with these commands of COMMANDS, whose modules alone are imported."""
-    made = typer.Typer(
-        name="cray-agents",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
+    made = Commands(
+        name="cray-agents", cls=RootGroup, no_args_is_help=True, pretty_exceptions_enable=False
     )
     made.callback()(take_options)
     for module in dict.fromkeys(module for name in names for module in COMMANDS[name]):
@@ -85,7 +91,7 @@ def make_app(*names: str) -> typer.Typer:
     return made
 
 
-def __getattr__(name: str) -> typer.Typer:
+def __getattr__(name: str) -> Commands:
     """Return `app`, the command line with all commands."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -98,11 +104,11 @@ _CALLER_ERRORS = (BadInput, NotFound, SetupError, RealModelCall)
 
 def main() -> None:
     """Run a command. Exit code 2: the input or this machine must change; 1: something failed."""
-    command = sys.argv[1:2]
     try:
+        command = split_root_options(sys.argv[1:])[1][:1]
         make_app(*(command if command and command[0] in COMMANDS else COMMANDS))()
     except (CrayError, RealModelCall) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}")
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         if isinstance(error, JobError) and error.log_tail:
             errors.print(escape(error.log_tail))
         sys.exit(2 if isinstance(error, _CALLER_ERRORS) else 1)

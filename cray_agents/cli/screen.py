@@ -1,20 +1,20 @@
-"""Terminal output that commands share: consoles, common options, tables that are also JSON.
+"""Terminal output that commands share: consoles, and tables that are also JSON.
 
 Texts of models, tools and logs are printed without markup, and their control characters as
 pictures or escapes: a stored text must not drive the terminal. The consoles here see to it, also
 where a command forgets to; before the layout, `disarm` and `one_line` do, so that columns fit.
 """
 
+import asyncio
 import json
 import os
-import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -22,11 +22,17 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from cray_agents.config import load_config
+from cray_agents.cli.options import given
+from cray_agents.config import Config, load_config
 from cray_agents.errors import NotFound
 from cray_agents.paths import Home
+from cray_agents.server.permissions import keep_private
+from cray_agents.server.platform_process import shown_path
 
-LOG_WIDTH = 120  # columns, where there is no terminal to ask
+if TYPE_CHECKING:
+    from cray_agents.runtime.store import Store
+
+LOG_WIDTH = 100  # columns, where there is no terminal to ask
 _C1 = range(0x7F, 0xA0)  # with DEL; U+009B begins a command to xterm, as ESC [ does
 _BIDI = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # they turn the order of what follows
 _PICTURES: dict[int, int | str] = {
@@ -49,37 +55,40 @@ _width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
 console = _DisarmedConsole(width=None if sys.stdout.isatty() else _width)
 errors = _DisarmedConsole(stderr=True, width=_width)
 
-HomeOption = Annotated[
-    Path | None, typer.Option("--home", help="The shared root \\[default: .cray-agents].")
-]
-UrlOption = Annotated[
-    str | None, typer.Option("--url", help="A platform's URL \\[default: the one on this root].")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+def print_json(value: Any) -> None:
+    """Print a value, or a record of pydantic, as JSON."""
+    if isinstance(value, BaseModel):
+        print(disarm(value.model_dump_json(indent=2)))
+    else:
+        print(json.dumps(value, indent=2, default=str))
 
 
 def show(
     rows: Sequence[dict[str, Any]],
     columns: Sequence[str],
     *,
-    as_json: bool,
     damaged: Sequence[dict[str, str]] = (),
 ) -> None:
-    """Print rows as a table of some columns, or whole as a JSON list.
+    """Print rows as a table of some columns, or with `--json` whole as a list.
 
     The damaged records that the list leaves out are named on stderr.
     """
     for each in damaged:
         print(disarm(f"left out: {each['id']}: {each['reason']}"), file=sys.stderr)
-    if as_json:
-        print(json.dumps(list(rows), indent=2, default=str))
-        return
-    if not rows:
+    if given().json:
+        print_json(list(rows))
+    elif not rows:
         errors.print("there are none", style="dim")
-        return
+    else:
+        print_table(rows, columns)
+
+
+def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    """Print rows as a table of some columns."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column)
+    for place, column in enumerate(columns):  # the first is a name, which people copy whole
+        table.add_column(column, overflow="fold", no_wrap=place == 0)
     for row in rows:
         table.add_row(*(escape(cell(row.get(column))) for column in columns))
     console.print(table)
@@ -156,11 +165,44 @@ def progress_bar(*counts: str | ProgressColumn) -> Progress:
                     disable=not errors.is_terminal)  # fmt: skip
 
 
-def root(home: Path | None) -> Home:
+def settings(**flags: Any) -> Config:
+    """Return the configuration, with `--home` and flags of the command."""
+    return load_config({"home": given().home, **flags})
+
+
+def root() -> Home:
     """Return the root that a command looks at. Raises NotFound if nothing is stored there."""
-    shared_root = load_config({"home": home}).root
+    shared_root = settings().root
     check_stored(shared_root)
     return shared_root
+
+
+def open_root(config: Config, *, new: bool = False) -> Home:
+    """Make the root private and return it; later files of this process are private, too.
+
+    Raises NotFound if nothing is stored there, unless it may be a `new` root.
+    """
+    if not new:
+        check_stored(config.root)
+    if note := keep_private(config):
+        errors.print(note, highlight=False, markup=False, soft_wrap=True)
+    return config.root
+
+
+@contextmanager
+def open_store() -> "Iterator[Store]":
+    """Yield the store of the root, to read and append; close it at the end."""
+    from cray_agents.runtime.store import Store
+    from cray_agents.runtime.store.redaction import Redactor
+
+    config = settings()
+    checked_root = open_root(config)
+    with errors.status("looking at what is stored"):
+        store = Store(checked_root, redactor=Redactor.of(config))
+    try:
+        yield store
+    finally:
+        asyncio.run(store.close())
 
 
 def check_stored(home: Home) -> None:
@@ -171,15 +213,3 @@ def check_stored(home: Home) -> None:
         named = ", ".join(f"--home {shown_path(path)}" for path in sorted(nested))
         hint = f"; roots in it: {named}" if nested else ""
         raise NotFound(f"nothing is stored on {home.root}{hint}", param="home")
-
-
-def command(words: str, home: Home) -> str:
-    """Return a command of ours as one types it here for this root."""
-    option = "" if load_config().root == home else f" --home {shown_path(home.root)}"
-    return f"cray-agents {words}{option}"
-
-
-def shown_path(path: Path) -> str:
-    """Return a path as one types it here: relative to the working directory, if it lies in it."""
-    folder = Path.cwd()
-    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))

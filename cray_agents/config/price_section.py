@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
 
 
 class PriceSettings(BaseModel):
-    """The section `[prices]`: what an hour of a device and energy cost, for `cray-agents cost`."""
+    """The section `[prices]`: what an hour of a device and energy cost, for `usage cost`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -387,7 +387,7 @@ class Platform:
         request is sent once only, as a second one would go back further.
         """
         body = {"to": to, "who": who, "reason": reason, "force": force}
-        once = f"look at `cray-agents models history {name}` before you ask again"
+        once = f"look at `cray-agents models show {name}` before you ask again"
         return await self._http.post(f"/models/{name}/rollback", body, patient=True, once=once)
 
     async def history(self, name: str) -> list[dict[str, Any]]:

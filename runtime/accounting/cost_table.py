@@ -1,7 +1,7 @@
 """Cost table: rows of cost by key, model, loop, generation or use, for the API and the command.
 
-Called by gateway/routes/costs.py and `cray-agents cost`. Read next: cost_account.py, which gives
-time to requests and jobs.
+Called by gateway/routes/costs.py and `cray-agents usage cost`. Read next: cost_account.py, which
+gives time to requests and jobs.
 """
 
 from collections import defaultdict

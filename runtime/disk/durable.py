@@ -144,7 +144,9 @@ def remove(folder: Path) -> int:
     except FileNotFoundError:  # another process deletes it too
         return 0
     except OSError as error:
-        log.warning("%s is not deleted whole: %s; `models prune` tries again", aside, error)
+        log.warning(
+            "%s is not deleted whole: %s; `maintain prune models` tries again", aside, error
+        )
     return before - size_of(aside)
 
 

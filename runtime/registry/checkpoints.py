@@ -158,9 +158,9 @@ def refuse_pruned(directory: Path) -> None:
     if (pruned := read_pruned(directory)) is not None:
         since = datetime.fromtimestamp(pruned.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
         raise NotFound(
-            f"the weights of {directory.name} were removed by `cray-agents models prune` ({since}):"
-            " its records stay, but it can be neither served nor trained from; take another"
-            " version, `cray-agents models list` shows which have their weights",
+            f"the weights of {directory.name} were removed by `cray-agents maintain prune models`"
+            f" ({since}): its records stay, but it can be neither served nor trained from; take"
+            " another version, `cray-agents models list` shows which have their weights",
             param="checkpoint",
             code="pruned",
         )

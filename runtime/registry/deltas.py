@@ -136,7 +136,7 @@ def build(directory: Path, manifest: Manifest, parent: Path, target: Path) -> No
                 raise Corrupt(
                     f"{directory.name} is not rebuilt: {parent.name} with its changes gives"
                     f" {file} the hash {actual}, and the manifest says {manifest.files[file]}."
-                    f" One of them is damaged: `cray-agents runs fsck` tells which"
+                    f" One of them is damaged: `cray-agents maintain fsck` tells which"
                 )
 
         for _ in threads.map(write, weight_files(manifest)):

@@ -2,7 +2,7 @@
 
 A job's spec names the checkpoint that it started from, and a checkpoint's manifest names the
 parent's weights by hash. No second copy exists that could be wrong. Called by
-runtime/gateway/routes/models.py and cli/models/models.py.
+runtime/gateway/routes/models.py and cli/models.py.
 """
 
 import logging

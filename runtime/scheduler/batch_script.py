@@ -1,8 +1,8 @@
 """Batch script: the bash text that runs a command as a Slurm job.
 
-Called by `slurm.py`, and shown by `cray-agents jobs script`. Tests compare its text. The command
-always runs under `srun`, also on one node; but a person's script (kind `script`) runs where it is,
-as by sbatch. Besides starting the command, the batch script does this:
+Called by `slurm.py`, and shown by `jobs show --script`. Tests compare its text. The command always
+runs under `srun`, also on one node; but a person's script (kind `script`) runs where it is, as by
+sbatch. Besides starting the command, the batch script does this:
 
 - It claims a start by exclusive create. A controller that is killed within seconds of starting a
   job may start the same job again; the second start finds the claim and ends with 75.

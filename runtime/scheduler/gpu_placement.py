@@ -2,9 +2,9 @@
 
 Replicas get theirs from the front. Training gets the rest, or from the end as many as it asks for;
 spare replicas may start on the GPUs between. Where the GPUs do not suffice for both, both sides get
-the same ones and use them by turns (cli/platform/gpu_turns.py). Both sides are told by
+the same ones and use them by turns (server/gpu_turns.py). Both sides are told by
 CUDA_VISIBLE_DEVICES. pool/vllm_process.py sets it for a replica, local.py and
-batch_script.py for a job of this host. Called by choose.py, cli/platform/compose.py and `doctor`.
+batch_script.py for a job of this host. Called by choose.py, server/compose.py and `doctor`.
 None of this was run on a GPU.
 """
 

@@ -3,7 +3,7 @@
 A compacted segment is published whole under its own name, and lists the segments that it replaces.
 Only then are these removed. Readers of the old segments find the events in the new one. Several
 compactors at once cost space but never lose events: a double is dropped only if its twin is in the
-same new segment. Called by the platform at intervals (`keep_up`) and by `cray-agents runs compact`.
+same new segment. Called by the platform at intervals (`keep_up`), and by `maintain compact`.
 """
 
 import asyncio

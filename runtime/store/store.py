@@ -142,7 +142,9 @@ class Store:
             raise NotFound(f"no run {run_id!r} is recorded", param="run_id")
         runs = self._read([run_id], "full")
         if not runs:
-            raise Corrupt(f"the events of run {run_id!r} cannot be read: `cray-agents runs fsck`")
+            raise Corrupt(
+                f"the events of run {run_id!r} cannot be read: see `cray-agents maintain fsck`"
+            )
         return runs[0]
 
     def run_state(self, run_id: str) -> bytes:

@@ -6,7 +6,7 @@ Beside its fields a line has `prev`, the SHA-256 of the line before it with its 
 line has `heads` instead: of each file that there was, the hash of its newest line. So the chain
 breaks where a line was changed or taken out, a file removed, or the end of an older file cut off.
 Only at the end of the newest file nothing follows that could tell: note the heads that
-`cray-agents audit verify` prints elsewhere, to prove that end, too.
+`cray-agents doctor` prints elsewhere, to prove that end, too.
 
 The gateway writes a line for every request to a management route that changes something, before its
 answer begins (http/middleware.py); `cray-agents keys` writes its own.

@@ -78,7 +78,7 @@ def _damage(store: Store) -> list[HealthWarning]:
     count = len(store.problems)
     if not count:
         return []
-    message = f"{count} damaged places in the store: `cray-agents runs fsck` names them"
+    message = f"{count} damaged places in the store: `cray-agents maintain fsck` names them"
     return [HealthWarning(kind="damage", level="error", message=message, count=count, of=count)]
 
 

@@ -2,7 +2,7 @@
 
 The files are those of telemetry/sampler.py, in the folder of the job, or of the session that
 trained it. A damaged line, or one that is still written, is left out. Called by
-gateway/routes/jobs.py and `jobs hardware`.
+gateway/routes/jobs.py and `jobs show --hardware`.
 """
 
 from collections.abc import Iterable, Sequence

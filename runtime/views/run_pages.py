@@ -195,7 +195,7 @@ def with_heads(store: Store, rows: Iterable[RunFacts]) -> Iterator[RunFacts]:
     """Yield rows of a list. A run that only calls tell of gets input and output of its last one."""
     for row in rows:
         listed = row
-        with suppress(CrayError, KeyError, TypeError):  # moved or damaged: `runs fsck` tells
+        with suppress(CrayError, KeyError, TypeError):  # moved or damaged: `maintain fsck` tells
             calls = () if row.described else store.places(row.run_id)[1].calls[-1:]
             for call in store.bodies(calls):
                 questions: Iterator[Body] = (m for m in call["messages"] if m.get("role") == "user")

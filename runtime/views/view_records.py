@@ -486,7 +486,7 @@ class TurnPair(Record):
 
 
 class RunDifferences(Record):
-    """Differences of two runs. The lists are those of `cray-agents runs diff --json`.
+    """Differences of two runs. Lists are in the order of the runs.
 
     `turns`: all turns, aligned. `first`: the index in `turns` of the first pair that differs.
     """

@@ -12,7 +12,7 @@ of the connection: so a process that passes the number on to a server that lives
 the wrong place. A network between hosts whose packets others change is not kept out; TLS would be.
 
 gateway/routes/gateways.py, lock.py and pool/replica_supervisor.py answer.
-pool/vllm_http.py and cli/platform/platform_process.py ask.
+pool/vllm_http.py and server/platform_process.py ask.
 """
 
 import errno

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cray_agents import Run
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.testing import ScriptedEngine
 from tests.support.quick_recipe import quick_lines
 

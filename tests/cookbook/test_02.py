@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents import GRPO
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
+from cray_agents.loop.methods import GRPO
 
 FILE = Path(__file__).parents[2] / "cookbook" / "02_calculator_loop.py"
 METHODS = [name for name in os.environ.get("CRAY_TEST_METHODS", "").split(",") if name]

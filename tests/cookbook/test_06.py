@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cray_agents import Run, Task
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.engines.scripted import tool_call
 from cray_agents.testing import ScriptedEngine
 from tests.support.quick_recipe import quick_lines

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cray_agents import PromotionTest, Run, Task
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.testing import ScriptedEngine
 from cray_agents.training import Hyperparameters
 from tests.support.scripted_platform import platform

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets import dataset_runs, list_datasets

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from tests.support.quick_recipe import quick_lines
 
 FILE = Path(__file__).parents[2] / "cookbook" / "09_feedback.py"

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from cray_agents.cli import app
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.config import load_config
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from cray_agents.training import Datum
 from tests.support.quick_recipe import quick_lines
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cray_agents import Distill
-from cray_agents.cli.agent.agents import load
+from cray_agents.cli.user_files import load
 from tests.support.quick_recipe import quick_lines
 
 FILE = Path(__file__).parents[2] / "cookbook" / "12_distillation.py"

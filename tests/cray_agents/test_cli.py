@@ -208,8 +208,9 @@ def test_doctor_imports_what_packages_beside_torch_may_break(tmp_path: Path) -> 
         assert rows[name]["to mend it"].startswith("pip uninstall torchvision:")
 
 
-READERS = ["runs list", "runs stats", "runs compact", "cost", "goodput", "models list", "jobs list",
-           "dataset list", "keys list", "export", "audit list", "why x", "dashboard"]  # fmt: skip
+READERS = ["runs list", "runs stats", "maintain compact", "maintain fsck", "usage cost",
+           "usage goodput", "models list", "jobs list", "dataset list", "keys list", "export",
+           "why x", "dashboard"]  # fmt: skip
 
 
 def test_a_mistyped_root_is_said_and_not_made(tmp_path: Path) -> None:
@@ -258,8 +259,8 @@ def test_ctrl_c_while_python_imports_is_no_traceback() -> None:
 
 def test_what_to_start_is_named_with_its_root(tmp_path: Path) -> None:
     (tmp_path / "root" / "segments").mkdir(parents=True)
-    (tmp_path / "file").touch()
-    for words in ("events", "batch list", "top", "runs score x m@1", "upload file"):
+    (tmp_path / "file").write_text('{"url": "/v1/chat/completions"}\n')
+    for words in ("status --events", "batch status", "status --watch", "batch run file"):
         done = cli(*words.split(), "--home", "root", cwd=tmp_path)
         said = " ".join(done.stderr.split())
         assert (done.returncode, "`cray-agents up --home root" in said) == (2, True), said

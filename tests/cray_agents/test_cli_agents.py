@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from cray_agents import Platform
 from cray_agents.cli import app
-from cray_agents.cli.agent.agents import load_agent
+from cray_agents.cli.agents import load_agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
 from cray_agents.testing import ScriptedEngine

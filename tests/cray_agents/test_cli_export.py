@@ -14,7 +14,7 @@ import zstandard
 from typer.testing import CliRunner, Result
 
 from cray_agents.cli import app
-from cray_agents.cli.data import export as command
+from cray_agents.cli import export as command
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
@@ -97,13 +97,13 @@ def test_every_format(home: Path, pairs: str, tmp_path: Path, name: str) -> None
 
 
 def test_lines_to_stdout_and_the_rest_to_stderr(home: Path) -> None:
-    done = cli("--format", "openai", "--min-reward", 1, home=home)
+    done = cli("--format", "openai", "--where", "reward>=1", home=home)
     assert done.returncode == 0
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == RUNS // 2 and all("messages" in row for row in rows)
     assert f"{RUNS // 2} records of {RUNS // 2} runs" in done.stderr
     assert "conversation_only" in done.stderr
-    quiet = cli("--format", "openai", "--min-reward", 1, "--quiet", home=home)
+    quiet = cli("--format", "openai", "--where", "reward>=1", "--quiet", home=home)
     assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
 
 
@@ -124,15 +124,14 @@ def test_filters(home: Path, tmp_path: Path) -> None:
         return [json.loads(line)["id"] for line in (tmp_path / "out").read_bytes().splitlines()]
 
     everything = [name_of(n) for n in range(RUNS)]
-    assert names("--loop", "l", "--agent", "agent", "--tag", "small") == everything
-    assert names("--task", "task-000001", "--max-reward", 0) == [name_of(4), name_of(6)]
-    assert names("--text", "ANSWER 17 ") == [name_of(17)]
-    assert names("--model", "m", "--stop-reason", "completed", "--split", "train") == everything
-    assert (
-        names("--generation", 1, "--generation", 2, "--until", "2023-11-14T22:13:21+00:00")
-        == (everything[:2])
-    )
-    assert names("--since", "7d") == names("--error", "*") == []
+    assert names("--where", "loop=l agent=agent tag=small tag!=big") == everything
+    assert names("--where", "task=task-000001 reward<=0") == [name_of(4), name_of(6)]
+    assert names("--where", 'text="ANSWER 17 "') == [name_of(17)]
+    assert names("--where", "model=m stop_reason=completed split=train") == everything
+    until = "generation=1,2 until=2023-11-14T22:13:21+00:00"
+    assert names("--where", until) == everything[:2]
+    assert names("--where", "since=7d") == names("--where", "error=*") == []
+    assert names("--where", "tag!=small") == []
 
 
 def test_a_dataset_and_its_splits(home: Path, pairs: str, tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_named_runs_alone(home: Path, tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "verl.parquet").num_rows == 2
     target = ["-o", tmp_path / "no"]
     refused(here("run-nope", *target, home=home), "run-nope", "recorded")
-    refused(here(*chosen, "--min-reward", 1, *target, home=home), "--min-reward", "names")
+    refused(here(*chosen, "--where", "reward>=1", *target, home=home), "--where", "names")
     refused(here(*chosen, "--dataset", "d", *target, home=home), "not both")
     assert not (tmp_path / "no").exists()
 
@@ -208,11 +207,13 @@ def test_what_is_refused(home: Path, pairs: str, tmp_path: Path) -> None:
     refused(tried("-f", "hugging-face"), "'huggingface' is meant", "sharegpt")
     refused(tried("-f", "trl-preference"), "dataset build --method dpo")
     refused(tried("--dataset", "ds-0"), "ds-0")
-    refused(tried("--dataset", pairs, "--loop", "l"), "--loop", "--dataset")
+    refused(tried("--dataset", pairs, "--where", "loop=l"), "--where", "--dataset")
     refused(tried("--dataset", pairs, "--split", "test"), "train and validation")
-    refused(tried("--since", "yesterday"), "--since", "7d", "'yesterday'")
-    refused(tried("--stop-reason", "done"), "completed")
-    refused(tried("--min-reward", 2, "--max-reward", 1), "nothing can match")
+    refused(tried("--where", "since=yesterday"), "since", "7d", "'yesterday'")
+    refused(tried("--since", "7d"), '--where "since=7d"')
+    refused(tried("--split", "train"), "--dataset")
+    refused(tried("--where", "stop_reason=done"), "completed")
+    refused(tried("--where", "reward>=2 reward<=1"), "no reward can match")
     refused(tried("-f", "openai", "--strict"), name_of(0), "conversation_only")
     allowed = tried("-f", "openai", "--strict", "--allow", "conversation_only")
     assert allowed.exit_code == 0

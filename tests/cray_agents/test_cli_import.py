@@ -37,7 +37,7 @@ def test_import_list_export_and_import_again(tmp_path: Path) -> None:
     words = ("import", "chats.jsonl", "--format", "openai", "--tag", "a", "--tag", "b")
     more = ("--loop", "l", "--split", "holdout", "--agent", "clerk", "--reward", "0.5")
     assert cli(*words, *more).stdout == "1 runs imported, 0 model calls\n"
-    (row,) = told("runs", "list", "--tag", "a")
+    (row,) = told("runs", "list", "--where", "tag=a")
     assert (row["loop"], row["split"], row["agent"], row["reward"]) == (
         "l",
         "holdout",

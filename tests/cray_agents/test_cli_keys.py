@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform import compose, platform_process
-from cray_agents.cli.platform.gateways import sockets
-from cray_agents.cli.platform.gateways.shared_port import Ports
-from cray_agents.cli.platform.root import root_claim
 from cray_agents.config import Config
 from cray_agents.errors import ConfigError, SetupError
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from cray_agents.runtime.telemetry.audit_log import read_audit
+from cray_agents.server import gateway_parts, gateway_ports, platform_process, root_claim
+from cray_agents.server.gateway_ports import Ports
 from tests.support.command_line import cli
 
 
@@ -36,7 +35,7 @@ def test_create_list_revoke(tmp_path: Path) -> None:
     other = json.loads(cli("keys", "create", "bob", "--json", *home, cwd=tmp_path).stdout)
     assert (other["name"], other["role"], other["secret"][:8]) == ("bob", "use", "sk-cray-")
     ended = cli("keys", "revoke", "ann", "--reason", "she left", *home, cwd=tmp_path)
-    assert "she left" in cli("audit", "list", *home, cwd=tmp_path).stdout
+    assert read_audit(Home(tmp_path).audit).rows[-1].reason == "she left"
     assert (ended.returncode, found.id in ended.stdout) == (0, True)
     listed = cli("keys", "list", "--json", *home, cwd=tmp_path).stdout
     rows = [(row["name"], row["role"], row["state"]) for row in json.loads(listed)]
@@ -68,19 +67,19 @@ def test_who_may_be_let_in_without_a_key(tmp_path: Path) -> None:
     keys = Keys(Home(tmp_path))
     for host in ("127.0.0.1", "localhost", "127.1.2.3", "::1"):
         for mode in ("auto", "required", "off"):
-            compose.check_access(config(tmp_path, host=host, api_keys=mode))
+            gateway_parts.check_access(config(tmp_path, host=host, api_keys=mode))
     for host in ("0.0.0.0", "10.0.0.1", "gpu1", "::", "127.evil.example"):
         with pytest.raises(ConfigError, match="keys create"):
-            compose.check_access(config(tmp_path, host=host))
+            gateway_parts.check_access(config(tmp_path, host=host))
         with pytest.raises(ConfigError, match="api_keys = 'off'"):
-            compose.check_access(config(tmp_path, host=host, api_keys="off"))
+            gateway_parts.check_access(config(tmp_path, host=host, api_keys="off"))
     keys.create("ann")
-    compose.check_access(config(tmp_path, host="0.0.0.0"))
+    gateway_parts.check_access(config(tmp_path, host="0.0.0.0"))
     with pytest.raises(ConfigError, match="api_keys = 'off'"):
-        compose.check_access(config(tmp_path, host="0.0.0.0", api_keys="off"))
+        gateway_parts.check_access(config(tmp_path, host="0.0.0.0", api_keys="off"))
     keys.revoke("ann")
     with pytest.raises(ConfigError, match="keys create"):
-        compose.check_access(config(tmp_path, host="0.0.0.0"))
+        gateway_parts.check_access(config(tmp_path, host="0.0.0.0"))
 
 
 def test_only_its_user_reads_the_platforms_own_key(
@@ -97,7 +96,7 @@ def test_only_its_user_reads_the_platforms_own_key(
     monkeypatch.setattr(durable, "os", Watched())
     before = os.umask(0)
     try:
-        with sockets.listen("127.0.0.1", 0) as listener:
+        with gateway_ports.listen("127.0.0.1", 0) as listener:
             lease = root_claim.claim(Home(tmp_path), Ports(listener), "m")
     finally:
         os.umask(before)
@@ -123,6 +122,6 @@ def test_another_users_platform_is_named() -> None:
 
 def test_addresses(tmp_path: Path) -> None:
     for host, shown in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")):
-        with sockets.listen(host, 0) as listener:
+        with gateway_ports.listen(host, 0) as listener:
             port = listener.getsockname()[1]
-            assert sockets.address(listener) == f"http://{shown}:{port}"
+            assert gateway_ports.address(listener) == f"http://{shown}:{port}"

@@ -1,4 +1,4 @@
-"""`runs fsck`, `runs compact`, `runs prune`, as people call them."""
+"""`maintain fsck`, `compact` and `prune`, as people call them."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def told(result: Result) -> Any:
 
 
 def test_a_store_that_is_whole(home: Home) -> None:
-    result = cli(home, "runs", "fsck", "--json")
+    result = cli(home, "maintain", "fsck", "--json")
     assert result.exit_code == 0 and told(result) == []
 
 
@@ -48,14 +48,14 @@ def test_damage_is_told_with_its_place_and_mended(home: Home) -> None:
     path = sorted(home.segments.glob("*.zst"))[3]
     whole = path.read_bytes()
     path.write_bytes(whole[:100] + bytes([whole[100] ^ 8]) + whole[101:])
-    result = cli(home, "runs", "fsck", "--json")
+    result = cli(home, "maintain", "fsck", "--json")
     assert result.exit_code == 1
     finding = told(result)[0]
     assert (finding["path"], finding["kind"]) == (str(path), "bad_frame")
     assert finding["repairable"] and finding["lost"] == 3
-    result = cli(home, "runs", "fsck", "--repair", "--json")
+    result = cli(home, "maintain", "fsck", "--repair", "--json")
     assert result.exit_code == 1, "lines were lost"
-    assert told(cli(home, "runs", "fsck", "--json")) == []
+    assert told(cli(home, "maintain", "fsck", "--json")) == []
     kept = [file.read_bytes() for file in (home.segments / "damaged").iterdir()]
     assert any(len(data) == len(whole) for data in kept), "no byte is destroyed"
     assert len(told(cli(home, "runs", "list", "--json"))) == 9
@@ -63,20 +63,20 @@ def test_damage_is_told_with_its_place_and_mended(home: Home) -> None:
 
 def test_compaction_and_its_dry_run(home: Home) -> None:
     before = sorted(home.segments.iterdir())
-    rows = told(cli(home, "runs", "compact", "--dry-run", "--json"))
+    rows = told(cli(home, "maintain", "compact", "--dry-run", "--json"))
     assert sum(len(row["segments"]) for row in rows) == 10
     assert sorted(home.segments.iterdir()) == before
-    (row,) = told(cli(home, "runs", "compact", "--json"))
+    (row,) = told(cli(home, "maintain", "compact", "--json"))
     assert len(row["segments"]) == 10 and row["bytes_after"] < row["bytes_before"]
     assert len(list(home.segments.glob("*.jsonl.zst"))) == 1
     assert len(told(cli(home, "runs", "list", "--json"))) == 10
-    assert "0 segments" in cli(home, "runs", "compact").stdout
+    assert "0 segments" in cli(home, "maintain", "compact").stdout
 
 
 def test_pruning_and_its_dry_run(home: Home) -> None:
     good = {event["run_id"] for event in stored(home) if event["body"].get("value") == 1.0}
     assert 0 < len(good) < 10
-    asked = ("runs", "prune", "--loop", "faults", "--max-reward", "0")
+    asked = ("maintain", "prune", "runs", "--where", "loop=faults reward<=0")
     about = told(cli(home, *asked, "--dry-run", "--json"))
     assert about["runs"] == 10 - len(good) and about["loops"] == {"faults": about["runs"]}
     assert "forgotten" not in about and len(told(cli(home, "runs", "list", "--json"))) == 10
@@ -85,10 +85,10 @@ def test_pruning_and_its_dry_run(home: Home) -> None:
     about = told(cli(home, *asked, "--yes", "--json"))
     assert about["forgotten"] == 10 - len(good)
     assert {row["id"] for row in told(cli(home, "runs", "list", "--json"))} == good
-    cli(home, "runs", "compact")
+    cli(home, "maintain", "compact")
     assert {e["run_id"] for e in stored(home) if e["kind"] != "forget"} == good
 
 
 def test_pruning_everything_by_mistake_is_refused(home: Home) -> None:
     with pytest.raises(BadInput, match="which runs"):
-        cli(home, "runs", "prune", "--yes")
+        cli(home, "maintain", "prune", "runs", "--yes")

@@ -79,7 +79,7 @@ def rewards(home: Path, run_id: str) -> dict[str, float]:
 
 
 def rescore(home: Path, *words: str, target: str = "rewards.py:length") -> Any:
-    argv = ["runs", "rescore", "--home", home, "--loop", "l", "--reward", target, *words]
+    argv = ["runs", "rescore", "--home", home, "--where", "loop=l", "--reward", target, *words]
     return cli(*argv, cwd=home.parent)
 
 
@@ -117,11 +117,11 @@ def test_an_outline_lists_turns(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(write())
-    argv = ["runs", "outline", "r", "--home", tmp_path / "home"]
+    argv = ["runs", "show", "--outline", "r", "--home", tmp_path / "home"]
     (mark,) = json.loads(cli(*argv, "--json", cwd=tmp_path).stdout)
-    assert (mark["n"], mark["prompt"], mark["sampled"], mark["messages"]) == (0, 1, 3, 1)
+    assert (mark["turn"], mark["prompt"], mark["sampled"], mark["messages"]) == (1, 1, 3, 1)
     assert "sampled" in cli(*argv, cwd=tmp_path).stdout
-    assert cli("runs", "outline", "none", *argv[3:], cwd=tmp_path).returncode == 2
+    assert cli("runs", "show", "--outline", "none", *argv[4:], cwd=tmp_path).returncode == 2
 
 
 @pytest.mark.parametrize(

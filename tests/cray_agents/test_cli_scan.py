@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cray_agents import Run, judge, scanner
-from cray_agents.cli.runs.scan import find_scanner
+from cray_agents.cli.scan import find_scanner
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery

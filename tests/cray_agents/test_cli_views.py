@@ -1,4 +1,4 @@
-"""`runs score`, `keys usage` and `events`, against a gateway with a scripted engine."""
+"""`usage keys` and `status --events`, against a gateway with a scripted engine."""
 
 import json
 import signal
@@ -42,43 +42,25 @@ def say(served: Platform, run: str, text: str) -> None:
         )
 
 
-def test_a_turn_is_scored_under_a_version(served: Platform, tmp_path: Path) -> None:
-    at = ("--url", served.url)
-    done = cli("runs", "score", "scored", "m", "--json", *at, cwd=tmp_path)
-    scored = json.loads(done.stdout)
-    assert done.returncode == 0 and scored["model"] == "m@1"
-    assert bytes(scored["ids"][:3]) == b"abc"
-    assert scored["logprobs"][:3] == [-0.97, -0.98, -0.99]  # as this engine scores
-    table = cli("runs", "score", "scored", "m@1", "--turn", 1, *at, cwd=tmp_path).stdout
-    assert "'a'" in table and "entropy" in table
-    differences = [
-        one - two for one, two in zip(scored["logprobs"], scored["recorded"], strict=True)
-    ]
-    assert f"add up to {sum(differences):.4f} nats" in table
-    for words, code in ((("scored", "m@7"), 2), (("scored", "m", "--turn", 2), 2), (("x", "m"), 2)):
-        done = cli("runs", "score", *words, *at, cwd=tmp_path)
-        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
-
-
 def test_usage_is_summed_up_by_key_model_and_time(
     served: Platform, home: Path, tmp_path: Path
 ) -> None:
-    table = json.loads(cli("keys", "usage", "--json", "--home", home, cwd=tmp_path).stdout)
+    table = json.loads(cli("usage", "keys", "--json", "--home", home, cwd=tmp_path).stdout)
     (row,) = table["data"]
     assert (row["key"], row["model"], row["runs"], row["calls"]) == ("", "m@1", 1, 1)
     assert row["sampled_tokens"] > 2 and not table["has_more"]
     by_day = cli(
-        "keys", "usage", "--by", "model", "--every", "1d", "--since", "7d", "--home", home,
+        "usage", "keys", "--by", "model", "--every", "1d", "--since", "7d", "--home", home,
         cwd=tmp_path,
     )  # fmt: skip
     assert by_day.returncode == 0 and "m@1" in by_day.stdout and "time" in by_day.stdout
     for words, said in ((("--by", "agent"), "key, model"), (("--every", "day"), "--every 'day'")):
-        done = cli("keys", "usage", *words, "--home", home, cwd=tmp_path)
+        done = cli("usage", "keys", *words, "--home", home, cwd=tmp_path)
         assert done.returncode == 2 and said in done.stderr
 
 
 def test_events_are_told_until_ctrl_c(served: Platform) -> None:
-    argv = [sys.executable, "-m", "cray_agents", "events", "--json", "--kind", "run"]
+    argv = [sys.executable, "-m", "cray_agents", "status", "--events", "--json", "--kind", "run"]
     argv += ["--url", served.url]
     with (
         subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform.commands.platform import _only_name
-from cray_agents.cli.platform.first_version import first_version
+from cray_agents.cli.platform import _only_name
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.server.first_version import first_version
 from tests.support.command_line import cli
 from tests.support.scripted_gateway import checkpoint
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform import compose
-from cray_agents.cli.platform.gpu_turns import TrainingSide, take_turns
 from cray_agents.config import load_config
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import BadInput
@@ -27,6 +25,8 @@ from cray_agents.runtime.pool.vllm_process import VllmProcess
 from cray_agents.runtime.pool.vllm_process import command as vllm_command
 from cray_agents.runtime.scheduler.gpu_placement import place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
+from cray_agents.server import compose
+from cray_agents.server.gpu_turns import TrainingSide, take_turns
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from tests.support.in_process_engine import InProcessEngine
@@ -233,7 +233,7 @@ from pathlib import Path
 from cray_agents.ports import Command
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.paths import Home
-from cray_agents.cli.platform.gpu_turns import TrainingSide
+from cray_agents.server.gpu_turns import TrainingSide
 home = Home(Path(sys.argv[1]))
 local = LocalProcesses(home.slurm, gpus=["0"], turns=True)
 training = TrainingSide(home, local)

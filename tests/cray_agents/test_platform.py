@@ -119,7 +119,7 @@ async def test_a_rollback_whose_answer_is_lost_is_not_asked_twice(tmp_path: Path
     async with served(tmp_path) as gateway:
         await with_versions(gateway, tmp_path, 3)
         async with behind(gateway, lost=1) as platform:
-            with pytest.raises(EngineUnavailable, match="models history calc` before you ask"):
+            with pytest.raises(EngineUnavailable, match="models show calc` before you ask"):
                 await platform.rollback("calc", who="me", reason="worse")
             kinds = [event["kind"] for event in await platform.history("calc")]
             assert kinds == ["promoted", "promoted", "promoted", "rolled_back"]

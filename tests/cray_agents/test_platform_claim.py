@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform import compose, platform_process
-from cray_agents.cli.platform.gateways import sockets
-from cray_agents.cli.platform.gateways.shared_port import Ports
-from cray_agents.cli.platform.root import root_claim
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import start_time
 from cray_agents.runtime.controller_lease import ControllerLease
+from cray_agents.server import compose, gateway_ports, platform_process, root_claim
+from cray_agents.server.gateway_ports import Ports
 from tests.support.command_line import cli
 from tests.support.scripted_gateway import served
 
@@ -40,7 +38,7 @@ def another_host(name: str = "node7") -> Iterator[None]:
 def claimed_elsewhere(home: Home) -> Iterator[str]:
     """A platform of another host on loopback, which nobody here can look at, but for its beat."""
     home.root.mkdir()
-    with another_host(), sockets.listen("127.0.0.1", 0) as listener:
+    with another_host(), gateway_ports.listen("127.0.0.1", 0) as listener:
         lease = root_claim.claim(home, Ports(listener), "m")
     yield lease.token
     lease.give_back(hand_over=False)
@@ -52,7 +50,12 @@ def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
     monkeypatch.delenv("CRAY_AGENTS_URL", raising=False)
     home = Home(tmp_path / "home")
     with claimed_elsewhere(home) as token:
-        for command in (("status",), ("down",), ("models", "rollback", "m"), ("upload", __file__)):
+        for command in (
+            ("status",),
+            ("down",),
+            ("models", "rollback", "m"),
+            ("batch", "run", __file__),
+        ):
             done = cli(*command, "--home", home.root, cwd=tmp_path)
             said = " ".join(done.stderr.split())
             assert done.returncode == 2
@@ -120,18 +123,18 @@ def claim(home: Home) -> str:
 
 
 def claim_and_stop(home: Home) -> ControllerLease:
-    with sockets.listen("127.0.0.1", 0) as listener:
+    with gateway_ports.listen("127.0.0.1", 0) as listener:
         lease = root_claim.claim(home, Ports(listener), "m")
     lease._stopped.set()
     return lease
 
 
 def test_where_others_reach_it() -> None:
-    with sockets.listen("127.0.0.1", 0) as listener:
-        assert sockets.address_elsewhere(listener) is None
-    with another_host("gpu1"), sockets.listen("0.0.0.0", 0) as listener:
+    with gateway_ports.listen("127.0.0.1", 0) as listener:
+        assert gateway_ports.address_elsewhere(listener) is None
+    with another_host("gpu1"), gateway_ports.listen("0.0.0.0", 0) as listener:
         port = listener.getsockname()[1]
-        assert sockets.address_elsewhere(listener) == f"http://gpu1:{port}"
+        assert gateway_ports.address_elsewhere(listener) == f"http://gpu1:{port}"
 
 
 def test_one_from_before_a_reboot_is_gone(tmp_path: Path) -> None:
@@ -173,9 +176,9 @@ CLAIMING = """
 import sys
 import time
 from pathlib import Path
-from cray_agents.cli.platform.gateways import sockets
-from cray_agents.cli.platform.root import root_claim
-from cray_agents.cli.platform.gateways.shared_port import Ports
+from cray_agents.server import gateway_ports
+from cray_agents.server import root_claim
+from cray_agents.server.gateway_ports import Ports
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home
 
@@ -187,7 +190,7 @@ def meet(place):
         time.sleep(0)
 
 leases = []
-with sockets.listen("127.0.0.1", 0) as listener:
+with gateway_ports.listen("127.0.0.1", 0) as listener:
     for root in sorted(folder.glob("root-*")):
         meet(f"before-{root.name}")
         try:

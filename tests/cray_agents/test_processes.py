@@ -33,9 +33,9 @@ def test_a_program_ends_after_its_exit_handlers_and_tears_nothing_down() -> None
 #: Where Python's path is named and no program of ours is started with the current folder in reach.
 OTHER_USES = {
     "cray_agents/processes.py": "the helper",
-    "cray_agents/cli/agent/environments.py": "a script of ours, by any venv's Python",
+    "cray_agents/cli/environments.py": "a script of ours, by any venv's Python",
     "cray_agents/env_worker/slot.py": "a script of ours, by any venv's Python",
-    "cray_agents/cli/loop/demo.py": "shown",
+    "cray_agents/cli/demo.py": "shown",
     "cray_agents/env_worker/adapters.py": "shown",
     "cray_agents/env_worker/verifiers_taskset.py": "its folder, for PATH",
     "runtime/scheduler/site_environment.py": "compared",

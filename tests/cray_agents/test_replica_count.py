@@ -9,12 +9,6 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform.platform_process import ReplicaCount
-from cray_agents.cli.platform.replica_count import (
-    keep_replica_count,
-    replica_rule,
-    scaling_rules,
-)
 from cray_agents.config import Config
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import BadInput, PoolBusy
@@ -22,6 +16,12 @@ from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
+from cray_agents.server.platform_process import ReplicaCount
+from cray_agents.server.replica_count import (
+    keep_replica_count,
+    replica_rule,
+    scaling_rules,
+)
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Paced, echo, served
 from tests.support.scripted_pool import (

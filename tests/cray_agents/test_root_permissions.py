@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform.root.permissions import make_private
 from cray_agents.errors import ConfigError
 from cray_agents.ports import Command
 from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
+from cray_agents.server.permissions import make_private
 from tests.support.command_line import cli
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
@@ -46,7 +46,7 @@ def test_what_commands_write_is_their_users_alone(
         ("import", "chats.jsonl", "--format", "openai", "--reward", "1"),
         ("keys", "create", "ann"),
         ("runs", "list"),
-        ("runs", "compact"),
+        ("maintain", "compact"),
         ("export", "--format", "jsonl", "-o", tmp_path / "mine.jsonl"),
     ):
         os.umask(0o022)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.platform.gateways.shared_port import listen_together
-from cray_agents.cli.platform.gateways.sockets import listen
 from cray_agents.errors import SetupError
 from cray_agents.paths import Home, host_cache
+from cray_agents.server.gateway_ports import listen, listen_together
 from tests.support.strangers import as_stranger, listeners, needs_root, taker
 
 HOST = "127.0.0.1"

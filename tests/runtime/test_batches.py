@@ -19,7 +19,6 @@ import orjson
 import pytest
 from openai.types import Batch
 
-from cray_agents.cli.platform.child_processes import run_worker
 from cray_agents.errors import EngineError
 from cray_agents.paths import Home
 from cray_agents.runtime.background import BackgroundTasks
@@ -31,6 +30,7 @@ from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.views.view_records import BatchErrors
+from cray_agents.server.compose import run_worker
 from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_gateway import served
 from tests.support.scripted_platform import platform

@@ -176,7 +176,7 @@ async def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_damaged_claim_on_the_root_lets_no_second_platform_in(tmp_path: Path) -> None:
-    from cray_agents.cli.platform import platform_process
+    from cray_agents.server import platform_process
 
     home = Home(tmp_path)
     home.platform.write_bytes(checksums.with_crc(b'{"url":"http://127.0.0.1:1","pid":1}'))

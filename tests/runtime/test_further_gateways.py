@@ -16,8 +16,6 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from cray_agents.cli.platform.compose import admitted_each, outage_seconds
-from cray_agents.cli.platform.gateways.further_process import further_services
 from cray_agents.config import Config
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.controller_link import ControllerLink
@@ -34,6 +32,8 @@ from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.vllm_plugins.proof import proof_of
+from cray_agents.server.further_process import further_services
+from cray_agents.server.gateway_parts import admitted_each, outage_seconds
 from tests.support.odd_heads import ODD_HEADS, odd_request
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, says, until
 from tests.support.scripted_pool import checkpoint

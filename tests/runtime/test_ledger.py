@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cray_agents.cli import app
-from cray_agents.cli.platform.replica_devices import devices_of_replicas
 from cray_agents.config import Config
+from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
 from cray_agents.runtime.accounting.holdings import HOUR, GroupedBy, goodput, read_holdings
@@ -26,7 +26,7 @@ from cray_agents.runtime.accounting.ledger import (
     read_ledger,
 )
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type
-from cray_agents.testing import ScriptedEngine
+from cray_agents.server.replica_devices import devices_of_replicas
 from cray_agents.trainers.job.launch import held_cores, holding_node
 from tests.support.scripted_pool import Mortal, ask, says_version, serving
 
@@ -321,7 +321,7 @@ async def test_a_platforms_replicas_are_written_as_they_change(tmp_path: Path) -
 def test_the_command_shows_a_row_for_each(tmp_path: Path) -> None:
     home = Home(tmp_path)
     write(home, line(0, "hold", "job-1", node="a"), line(1, "leave", "job-1", node="a"))
-    arguments = ["goodput", "--home", str(tmp_path), "--json"]
+    arguments = ["usage", "goodput", "--home", str(tmp_path), "--json"]
     result = CliRunner().invoke(app, arguments)
     assert [row["name"] for row in json.loads(result.stdout)] == ["job", "total"]
     result = CliRunner().invoke(app, [*arguments, "--since", "7d", "--by", "node"])

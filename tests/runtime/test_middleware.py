@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cray_agents.cli.platform.platform_process import fetch
 from cray_agents.errors import TooManyRequests
 from cray_agents.runtime.gateway.app import declarations
 from cray_agents.runtime.gateway.http.api_keys import FRESH_SECONDS, Role
@@ -21,6 +20,7 @@ from cray_agents.runtime.gateway.http.bodies import json_response, read_json
 from cray_agents.runtime.gateway.http.middleware import duration
 from cray_agents.runtime.gateway.http.routing import Declaration, DeclaredRoute, Router
 from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.server.platform_process import fetch
 from tests.support.gateway_with_keys import TOKEN, Site, site_at
 
 CHAT = "/v1/chat/completions"

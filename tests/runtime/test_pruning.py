@@ -1,4 +1,4 @@
-"""`models prune`: what nobody needs goes, what somebody needs stays, and so do all records."""
+"""`maintain prune models`: what nobody needs goes; what somebody needs stays, as all records."""
 
 import asyncio
 import json
@@ -165,7 +165,7 @@ def test_records_of_what_was_pruned_stay(site: Site) -> None:
     record = checkpoints.manifest_of(site.folder(2))
     assert (record.job, record.metrics["steps"]) == (site.registry.resolve("calc@2").job, 2)
     for use in (checkpoints.read_manifest, checkpoints.verify, checkpoints.config_sha256):
-        with pytest.raises(NotFound, match="removed by `cray-agents models prune`") as refused:
+        with pytest.raises(NotFound, match="by `cray-agents maintain prune models`") as refused:
             use(site.folder(2))
         assert refused.value.code == "pruned"
 
@@ -326,7 +326,7 @@ def test_a_killed_prune_is_finished_by_the_next(site: Site) -> None:
     argv = [sys.executable, "-c", KILLED, str(site.home.root)]
     assert subprocess.run(argv, check=False).returncode == -signal.SIGKILL
     assert site.left == [1, 5] and len(find_set_aside(site.home)) == 3
-    with pytest.raises(NotFound, match="models prune"):
+    with pytest.raises(NotFound, match="prune models"):
         checkpoints.read_manifest(site.folder(3))
     done = site.prune(in_use=lambda: ["calc@3"])  # as of a swap that was under way
     assert site.left == [1, 3, 5] and not find_set_aside(site.home)
@@ -430,20 +430,22 @@ async def test_the_command_beside_a_platform(
     row(site, 5)
     engines = [ScriptedEngine(lambda request, version: version) for _ in range(2)]
 
-    async def models(*words: str) -> subprocess.CompletedProcess[str]:
+    async def command(*words: str) -> subprocess.CompletedProcess[str]:
         home = str(site.home.root)
-        return await asyncio.to_thread(partial(cli, "models", *words, "--home", home, cwd=tmp_path))
+        return await asyncio.to_thread(partial(cli, *words, "--home", home, cwd=tmp_path))
 
     async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
         claimed(gateway.url)
         assert (await gateway.call("POST", "/v1/models/calc/versions/3/stage"))[0] == 200
-        dry = json.loads((await models("prune", "calc", "--dry-run", "--json")).stdout)
+        dry = json.loads(
+            (await command("maintain", "prune", "models", "calc", "--dry-run", "--json")).stdout
+        )
         assert dry["weights"].keys() == {"calc@2", "calc@4"} and dry["dry_run"]
         assert dry["kept"]["calc@3"] == "a replica holds it"
-        done = await models("prune", "calc")
+        done = await command("maintain", "prune", "models", "calc")
         assert done.returncode == 0 and "calc@3 stays: a replica holds it" in done.stdout
         assert "given back" in done.stdout and site.left == [1, 3, 5]
-        reason = "removed by `cray-agents models prune`"
+        reason = "removed by `cray-agents maintain prune models`"
         for path, body in (
             ("calc/versions/2/stage", {}),
             ("calc/promote", {"version": 2}),
@@ -457,9 +459,9 @@ async def test_the_command_beside_a_platform(
         assert (status, refused["error"]["param"]) == (404, "parent")
         assert reason in refused["error"]["message"]
         assert (await gateway.ask("hi")).text == "calc@1"
-        rows = json.loads((await models("list", "--json")).stdout)
+        rows = json.loads((await command("models", "list", "--json")).stdout)
         assert [row["id"] for row in rows if not row["weights"]] == ["calc@2", "calc@4"]
-        shown = json.loads((await models("show", "calc@2", "--json")).stdout)
+        shown = json.loads((await command("models", "show", "calc@2", "--json")).stdout)
         assert shown["manifest"]["metrics"]["steps"] == 2 and not shown["weights"]
-    done = await models("prune")
+    done = await command("maintain", "prune", "models")
     assert done.returncode == 2 and "try again in a moment" in " ".join(done.stderr.split())

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform.platform_process import ReplicaCount
-from cray_agents.cli.platform.replica_devices import cpu_has_bfloat16, serving_device
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, ConfigError
 from cray_agents.runtime.pool.serving_plan import ServedModel, ServingDevice, plan_serving
 from cray_agents.runtime.pool.vllm_process import EngineSettings, command
+from cray_agents.server.platform_process import ReplicaCount
+from cray_agents.server.replica_devices import cpu_has_bfloat16, serving_device
 
 TOY = ServedModel("toy", 1_600_000, "float32", 1024, 2 * 2 * 3 * 32)
 SMOLLM2 = ServedModel("SmolLM2-135M", 269_060_552, "bfloat16", 8192, 30 * 2 * 3 * 64)

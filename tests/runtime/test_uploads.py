@@ -1,12 +1,9 @@
-"""Uploads: OpenAI's client, our additions, `cray-agents upload`, and `kill -9`."""
+"""Uploads: OpenAI's client, our additions, and `kill -9`."""
 
 import hashlib
-import json
 import os
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +13,6 @@ from typing import Any
 import openai
 import pytest
 
-from cray_agents.cli import main
 from cray_agents.paths import Home
 from cray_agents.runtime.files.blobs import Blobs
 from cray_agents.runtime.files.files import Files
@@ -273,54 +269,6 @@ def test_a_sweep_keeps_the_parts_of_pending_uploads(tmp_path: Path) -> None:
     os.utime(tmp_path / "uploads" / expired / "parts", (time.time() - 86400 - 3601,) * 2)
     assert sweep(files, uploads) == 1
     assert (files.blobs.size(kept), files.blobs.size(gone)) == (4, None)
-
-
-# The command
-
-
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "cray_agents", "upload", *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_the_command_sends_what_lacks(client: openai.OpenAI, url: str, tmp_path: Path) -> None:
-    data = os.urandom(10_500)
-    path = tmp_path / "w.bin"
-    path.write_bytes(data)
-    words = (path, "--url", url, "--json", "--part-bytes", 1000)
-    mime = "application/octet-stream"
-    upload = begin(client, len(data), sha256=sha256(data), mime_type=mime)
-    for start in (0, 4000, 10_000):  # an earlier attempt came this far
-        send(client, upload["id"], data[start : start + 1000])
-    done = command(*words)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["sent"], report["bytes"]) == (8000, len(data))
-    assert client.files.content(report["id"]).read() == data
-    assert json.loads(command(*words).stdout) == {**report, "sent": 0}
-    assert command(path, "--url", f"{url}/v1").stdout == f"{report['id']}\n"
-
-
-def test_the_command_fails_with_a_word(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "w.bin"
-    path.write_bytes(b"x")
-    monkeypatch.delenv("CRAY_AGENTS_URL", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    for words, message in (
-        ((tmp_path / "none", "--url", url), "no such file"),
-        ((path, "--url", url, "--purpose", "nonsense"), "purpose"),
-        ((path, "--home", tmp_path / "nowhere"), "no platform runs on"),
-        ((path, "--url", f"http://127.0.0.1:{port}"), "no platform answers at"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["cray-agents", "upload", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        out, err = capsys.readouterr()
-        assert (end.value.code, out) == (2, "")
-        assert message in " ".join(err.split())
 
 
 # kill -9

@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import save
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from cray_agents.cli.platform.compose import serve
-from cray_agents.cli.platform.platform_process import ReplicaCount
 from cray_agents.config import Config
 from cray_agents.errors import EngineError, SetupError, SwapError
 from cray_agents.paths import Home
@@ -34,6 +32,8 @@ from cray_agents.runtime.pool.weight_transfer import (
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.runtime.vllm_plugins.worker import Extension
+from cray_agents.server.compose import serve
+from cray_agents.server.platform_process import ReplicaCount
 from cray_agents.trainers.checkpointing import weight_sender
 from cray_agents.trainers.checkpointing.weight_sender import NcclLink, WeightSender
 from cray_agents.trainers.models.seed_model import make_seed_model

@@ -45,9 +45,9 @@ def main() -> None:
     wall = time.time
     time.time = lambda: wall() + random.uniform(-86400, 86400)
 
-    from cray_agents.cli.platform.root.root_claim import stand_by
     from cray_agents.config import Config
     from cray_agents.runtime.registry.registry import Registry
+    from cray_agents.server.root_claim import stand_by
 
     config = Config.model_validate({"home": home, "port": 0, "lease_seconds": lease})
     control = stand_by(config, "m", "0")

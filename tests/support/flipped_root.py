@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from cray_agents.cli.loop import demo
-from cray_agents.cli.platform import platform_process
+from cray_agents.cli import demo
 from cray_agents.errors import Corrupt
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
@@ -67,6 +66,7 @@ from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.reader import Damage, Segments
 from cray_agents.runtime.telemetry.audit_log import AuditLog, read_audit
+from cray_agents.server import platform_process
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.save import POINT, SEAL
 from cray_agents.trainers.data.samples import read_samples

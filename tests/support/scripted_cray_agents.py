@@ -6,9 +6,9 @@ python -m tests.support.scripted_cray_agents up ...
 from dataclasses import replace
 
 from cray_agents.cli import main
-from cray_agents.cli.platform import compose
 from cray_agents.config import Config
 from cray_agents.runtime.pool.vllm_process import EngineSettings
+from cray_agents.server import compose
 from tests.support.scripted_server import PROGRAM
 
 _settings = compose.engine_settings

@@ -88,9 +88,10 @@ class SharedSite:
         self, stack: AsyncExitStack, port: int = 0, of: int | None = None
     ) -> FurtherGateway:
         """Start one; it is killed when the stack is left. `of`: who is said to have started it."""
-        argv = [sys.executable, "-m", "cray_agents", "gateway", "--home", str(self.home.root)]
+        argv = [sys.executable, "-m", "cray_agents", "up", "--gateway-only"]
+        argv += ["--home", str(self.home.root)]
         process = await asyncio.create_subprocess_exec(
-            *argv, "--port", str(port), "--of", str(of or os.getpid()),
+            *argv, "--port", str(port), "--parent", str(of or os.getpid()),
             cwd=self.folder, stderr=asyncio.subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip

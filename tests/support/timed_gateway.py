@@ -27,7 +27,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cray_agents.cli.platform.compose import GC
 from cray_agents.paths import Home
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.processes import die_with_parent
@@ -37,6 +36,7 @@ from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.server.gateway_parts import GC
 from cray_agents.testing import ScriptedEngine
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import PROBE, bare_model

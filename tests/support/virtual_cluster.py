@@ -10,8 +10,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cray_agents.cli.platform.cluster_view import ClusterView
-from cray_agents.cli.platform.replica_count import PlatformLoad, ReplicaController
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.model_calls.admission import Admission
@@ -19,6 +17,8 @@ from cray_agents.runtime.pool.job_lease import JOB_PREFIX
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ScalingRules
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
+from cray_agents.server.cluster_view import ClusterView
+from cray_agents.server.replica_count import PlatformLoad, ReplicaController
 from cray_agents.trainers.job.job_state import restart_unfinished_jobs
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model

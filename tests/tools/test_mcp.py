@@ -16,7 +16,7 @@ import pytest
 
 from cray_agents import Agent
 from cray_agents.agent.tool import Tool, perform
-from cray_agents.cli.agent.mcp import serve
+from cray_agents.cli.agents import serve_mcp
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Run, ToolCall
@@ -435,4 +435,4 @@ def test_an_agent_as_a_server_over_http_for_another_agent(agent_file: Path) -> N
 
 def test_a_port_without_http(agent_file: Path) -> None:
     with pytest.raises(BadInput, match="--port is for --http"):
-        serve(str(agent_file), port=1)
+        serve_mcp(str(agent_file), port=1)

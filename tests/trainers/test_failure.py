@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from cray_agents.cli.jobs.job_page import job_report, sentence
-from cray_agents.cli.jobs.why import explain
+from cray_agents.cli.job_page import job_report, sentence
+from cray_agents.cli.why import explain
 from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandStatus
 from cray_agents.records import canonical

@@ -292,7 +292,7 @@ def test_what_cannot_be_planned_is_told(
 def test_planning_needs_no_torch() -> None:
     """`plan` answers on a machine that only starts jobs."""
     script = (
-        "import sys, cray_agents.cli.jobs.plan, cray_agents.trainers.planning.plan\n"
+        "import sys, cray_agents.cli.plan, cray_agents.trainers.planning.plan\n"
         "print(sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

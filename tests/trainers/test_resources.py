@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cray_agents.cli.jobs.scripts import print_script
+from cray_agents.cli.jobs import print_script
 from cray_agents.config import load_config
 from cray_agents.config.job_section import JobSettings
 from cray_agents.errors import BadInput, ConfigError, NotFound

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli.platform.first_version import first_version
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.server.first_version import first_version
 from cray_agents.trainers.models.architecture import SUPPORTED
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.training_jobs import Hyperparameters, Layout

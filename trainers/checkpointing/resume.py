@@ -148,8 +148,8 @@ def newest_point(folder: Path, job_id: str) -> Path:
     if not points:
         raise NotFound(
             f"optimizer_from={job_id!r}: that job has no resume point in {folder} (it has none yet,"
-            " or `models prune` removed them); start without optimizer_from, or name a finished job"
-            " of this home",
+            " or `maintain prune models` removed them); start without optimizer_from, or name"
+            " a finished job of this home",
             param="optimizer_from",
         )
     read_seal(points[0])
@@ -163,7 +163,7 @@ def kept_point(jobs: Path, state_from: str) -> Path:
     if not point.is_dir():
         raise NotFound(
             f"state_from={state_from!r}: {point} does not exist: that command kept no state, or"
-            " `models prune` removed it with the weights; start without state_from",
+            " `maintain prune models` removed it with the weights; start without state_from",
             param="state_from",
         )
     read_seal(point)

@@ -121,7 +121,7 @@ class StoredRuns:
             return Item(cursor, (runs[name],), count, losses)
         if not self.skip_missing:
             raise Corrupt(
-                f"run {name} cannot be read whole: `cray-agents runs fsck` tells why; "
+                f"run {name} cannot be read whole: `cray-agents maintain fsck` tells why; "
                 "--skip-missing (skip_missing=true) leaves out such runs"
             )
         return Item(cursor, (), count, (*losses, (MISSING, 1)))

@@ -5,7 +5,7 @@ A key has up to two files, neither of which ever changes. `keys/<id>.json` holds
 password would need a slow, salted hash, because people choose guessable ones. A secret here is 256
 random bits, which nobody can guess.
 
-`cray-agents keys` (cli/platform/commands/keys.py) makes them; auth.py calls `check`.
+`cray-agents keys` (cli/keys.py) makes them; auth.py calls `check`.
 """
 
 import hashlib

@@ -55,7 +55,7 @@ class GatewayReport(Record):
 async def report_gateway(services: Services, request: Request) -> Response:
     """Take a further gateway's report, and return its share of the engines.
 
-    Gateways send it; see `cray-agents gateway`.
+    Gateways send it; see `up --gateway-only`.
     """
     report = await read_record(GatewayReport, request, services.max_settings)
     services.note_other_gateways()

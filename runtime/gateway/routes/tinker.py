@@ -69,7 +69,7 @@ CLIENT_FLAGS = {
 }
 WARNING = (
     "cray-agents: adapters are of the attention and MLP layers; train_unembed has no effect, and"
-    " weights are kept until `cray-agents models prune`, whatever their ttl_seconds"
+    " weights are kept until `cray-agents maintain prune models`, whatever their ttl_seconds"
 )
 #: Paths that the client has, and this platform does not.
 REFUSED = {

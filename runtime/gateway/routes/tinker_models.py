@@ -468,8 +468,8 @@ def _job_from(
     if not kept_state(folder / "megatron", saved.sequence).is_dir():
         raise NotFound(
             f"the optimizer's state of {saved.path} is not there: save_state keeps it, until"
-            " `models prune` removes the weights; create_training_client_from_state begins with a"
-            " new optimizer",
+            " `maintain prune models` removes the weights; create_training_client_from_state begins"
+            " with a new optimizer",
             param="optimizer",
         )
     spec = checksums.read_json(folder / "spec.json")

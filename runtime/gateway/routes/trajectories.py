@@ -69,7 +69,8 @@ from cray_agents.runtime.store.feedback import (
 )
 from cray_agents.runtime.views.run_pages import with_heads
 
-FILTERS = tuple(name for name in RunFilter.model_fields if name not in ("generations", "tags"))
+_LISTS = ("generations", "tags", "without_tags")
+FILTERS = tuple(name for name in RunFilter.model_fields if name not in _LISTS)
 PAGE_LIMIT = 1000  # runs in one answer
 FEW = 20  # events that are checked and written on the event loop
 TOKEN_LISTS: dict[str, Any] = {"prompt_token_ids": [], "token_ids": [], "logprobs": []}

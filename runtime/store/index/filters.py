@@ -96,6 +96,9 @@ def match_condition(
             add(f"EXISTS ({member} = runs.{column})", kind, name)
         else:
             add(_one_of(f"+{column}", sets))
+    for tag in query.without_tags:
+        member = "SELECT 1 FROM members WHERE kind = ? AND name = ? AND code"
+        add(f"NOT EXISTS ({member} = runs.tags)", TAGS, tag)
     if None in values:
         return None  # a name without a code: no run has it
     return SqlCondition(" AND ".join(conditions), values)

@@ -1,4 +1,4 @@
-"""Salvage: find damage in segments and repair it. Called by `cray-agents runs fsck`.
+"""Salvage: find damage in segments and repair it. Called by `cray-agents maintain fsck`.
 
 Nothing is destroyed. The readable lines of a damaged segment go into a new one. It replaces the old
 one like a compacted segment, so every host's index follows. The damaged file goes to

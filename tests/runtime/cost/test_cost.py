@@ -257,7 +257,7 @@ def test_the_command_shows_lines_loops_keys_and_runs(
     )
 
     def run(*arguments: str) -> str:
-        done = CliRunner().invoke(app, ["cost", "--home", str(home), *arguments])
+        done = CliRunner().invoke(app, ["usage", "cost", "--home", str(home), *arguments])
         assert done.exit_code == 0, done.output
         return done.stdout
 
@@ -277,10 +277,10 @@ def test_the_command_shows_lines_loops_keys_and_runs(
         (["--since", "week"], "30m, 12h or 7d"),
         (["--by", "colour"], "use, key, model, loop, generation"),
     ):
-        failed = CliRunner().invoke(app, ["cost", "--home", str(home), *wrong])
+        failed = CliRunner().invoke(app, ["usage", "cost", "--home", str(home), *wrong])
         assert said in str(failed.exception)
     (tmp_path / "cray-agents.toml").write_text("[prices]\ngpu_hours = {h100 = 3.0}\n")
-    failed = CliRunner().invoke(app, ["cost", "--home", str(home)])
+    failed = CliRunner().invoke(app, ["usage", "cost", "--home", str(home)])
     assert isinstance(failed.exception, ConfigError) and "gpu_hour?" in str(failed.exception)
 
 

@@ -34,7 +34,7 @@ async def home(tmp_path: Path) -> Home:
 def test_a_recipe_is_a_file_and_options(home: Home, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('loop = "l"\nmin_reward = 0.9\nvalidation = 0.0\n[where]\nagent = "calc"\n')
-    words = ("build", "--recipe", recipe, "--min-reward", 0.25, "--generation", 1)
+    words = ("build", "--recipe", recipe, "--set", "min_reward=0.25", "--where", "generation=1")
     planned = cli(*words, "--dry-run", cwd=tmp_path)
     assert planned.exit_code == 0, planned.stderr
     assert "2 of 2 runs are in" in planned.stdout and "nothing was written" in planned.stdout
@@ -46,27 +46,22 @@ def test_a_recipe_is_a_file_and_options(home: Home, tmp_path: Path) -> None:
 
 
 def test_what_is_there_and_why(home: Home, tmp_path: Path) -> None:
-    made = json.loads(cli("build", "--loop", "l", "--json", cwd=tmp_path).stdout)
+    made = json.loads(cli("build", "--where", "loop=l", "--json", cwd=tmp_path).stdout)
     listed = json.loads(cli("list", "--json", cwd=tmp_path).stdout)
     assert [row["id"] for row in listed] == [made["id"]]
     shown = cli("show", made["id"], cwd=tmp_path)
     assert "low_reward" in shown.stdout and "README.md" in shown.stdout
-    rows = json.loads(
-        cli(
-            "runs", made["id"], "--reason", "low_reward", "--limit", 3, "--json", cwd=tmp_path
-        ).stdout
-    )
-    assert [row["run"] for row in rows] == ["r0", "r1", "r2"]
-    inside = json.loads(cli("runs", made["id"], "--in", "--json", cwd=tmp_path).stdout)
-    assert [(row["run"], row["reward"]) for row in inside] == [("r4", 1.0)]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("build", "--loop", "nobody"), "no run can be trained on: 0 considered (none match)"),
+        (
+            ("build", "--where", "loop=nobody"),
+            "no run can be trained on: 0 considered (none match)",
+        ),
         (("build", "--method", "ppo"), "should be 'sft', 'grpo', 'dpo', 'kto' or 'distill'"),
-        (("build", "--min-margin", "0.5"), "min_margin has no effect with method 'sft'"),
+        (("build", "--set", "min_margin=0.5"), "min_margin has no effect with method 'sft'"),
         (("build", "--recipe", "broken.json"), "broken.json is no recipe"),
         (("show", "ds-none"), "no dataset 'ds-none'"),
     ],

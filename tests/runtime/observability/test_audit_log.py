@@ -121,15 +121,20 @@ def test_the_commands(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     assert cli("keys", "create", "web", "--home", home.root, cwd=tmp_path).returncode == 0
     assert cli("keys", "revoke", "web", "--home", home.root, cwd=tmp_path).returncode == 0
-    listed = cli("audit", "list", "--json", "--home", home.root, cwd=tmp_path)
-    rows = json.loads(listed.stdout)
-    assert [row["action"] for row in rows] == ["keys create --role use", "keys revoke"]
-    assert all("@" in row["who"] and row["path"].endswith(" web") for row in rows)
-    assert cli("audit", "verify", "--home", home.root, cwd=tmp_path).returncode == 0
+    rows = read_audit(home.audit).rows
+    assert [row.action for row in rows] == ["keys create --role use", "keys revoke"]
+    assert all("@" in row.who and row.path.endswith(" web") for row in rows)
+
+    def audit() -> dict[str, str]:
+        """What `doctor` says of the log."""
+        done = cli("doctor", "--json", "--home", home.root, cwd=tmp_path)
+        return {row["check"]: row for row in json.loads(done.stdout)}["audit log"]
+
+    newest = max(home.audit.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert audit()["state"] == "ok" and newest.name in audit()["found"]
     first = min(home.audit.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     first.write_bytes(first.read_bytes().replace(b"use", b"xyz"))
-    done = cli("audit", "verify", "--home", home.root, cwd=tmp_path)
-    assert done.returncode == 2 and "damaged" in " ".join(done.stderr.split())
+    assert audit()["state"] == "missing" and "damaged" in audit()["to mend it"]
 
 
 def _witness(folder: Path) -> str:

@@ -94,20 +94,20 @@ def test_the_command_tells_it(tmp_path: Path) -> None:
         registry.register("m", *registry.import_checkpoint(model))
 
     def drift(*words: object) -> Any:
-        return cli("models", "drift", *words, "--home", home.root, cwd=tmp_path)
+        return cli("scan", "drift", *words, "--home", home.root, cwd=tmp_path)
 
     done = drift("m@1", "m@2", "--json")
     assert done.returncode == 1, done.stderr
     rows = {row["habit"]: row for row in json.loads(done.stdout)["habits"]}
     assert (rows["tokens"]["pairs"], rows["tokens"]["drifted"]) == (60, "more")
     assert rows["turns"]["drifted"] is None
-    none = drift("m@1", "m@2", "--loop", "another")
+    none = drift("m@1", "m@2", "--where", "loop=another")
     assert none.returncode == 0 and "no runs of both m@1 and m@2" in none.stdout
     for words, message in (
         (("m@1", "m@1"), "are the same version"),
         (("m@1", "m@9"), "m@9"),
         (("m@1", "m@2", "--alpha", "2"), "give a probability"),
-        (("m@1", "m@2", "--model", "m"), "say which runs"),
+        (("m@1", "m@2", "--where", "model=m"), "takes no model"),
     ):
         wrong = drift(*words)
         assert wrong.returncode == 2 and message in " ".join(wrong.stderr.split())

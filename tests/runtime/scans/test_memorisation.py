@@ -65,7 +65,7 @@ async def home(tmp_path: Path) -> Home:
 
 
 def told(home: Home, *words: object, code: int = 0) -> Any:
-    done = cli("models", "memorisation", *words, "--home", home.root, cwd=home.root.parent)
+    done = cli("scan", "memorisation", *words, "--home", home.root, cwd=home.root.parent)
     assert done.returncode == code, done.stdout + done.stderr
     text = " ".join((done.stdout + done.stderr).split())
     return json.loads(done.stdout) if "--json" in words else text
@@ -100,7 +100,7 @@ def test_planted_strings_are_found(home: Home, tmp_path: Path) -> None:
     planted.write_text("\n")
     assert "0 strings" in told(home, "m", "--planted", planted, code=2)
     assert "m@9" in told(home, "m@9", code=2)
-    assert "--model" in told(home, "m", "--model", "m@1", code=2)
+    assert "takes no model" in told(home, "m", "--where", "model=m@1", code=2)
     assert "no dataset 'x'" in told(home, "m", "--dataset", "x", code=2)
 
 

@@ -1,17 +1,13 @@
 """Differences of two datasets over HTTP, in the SDK and on the command line: each run by hand."""
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from typer.testing import CliRunner
 
 from cray_agents import Platform
-from cray_agents.cli import app
-from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.views.dataset_records import ChangedRun, DatasetDifferences
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.runtime.views.test_run_views import model_with_tokenizer
@@ -136,25 +132,9 @@ async def test_what_is_wrong_is_said(gateway: Gateway, pair: tuple[str, str]) ->
         assert param in (None, answer["error"]["param"])
 
 
-async def test_the_sdk_and_the_command_have_the_same(
-    gateway: Gateway, pair: tuple[str, str]
-) -> None:
+async def test_the_sdk_has_the_same(gateway: Gateway, pair: tuple[str, str]) -> None:
     answer = await get(gateway, f"/v1/datasets/diff?a={pair[0]}&b={pair[1]}")
     views = Platform(gateway.url).views
     assert await views.dataset_diff(*pair) == answer
     rows = await views.dataset_diff_runs(*pair, change="added")
     assert [one["run"] for one in rows["data"]] == ["r3"]
-    home = ["--home", str(gateway.services.home.root)]
-    done = CliRunner().invoke(app, ["dataset", "diff", *pair, "--json", *home])
-    assert done.exit_code == 0, done.exception
-    assert json.loads(done.stdout) == answer
-    done = CliRunner().invoke(app, ["dataset", "diff", *pair, *home])
-    assert done.exit_code == 0, done.exception
-    for word in ("added", "low reward", "min_reward", "trained_tokens"):
-        assert word in done.output
-    done = CliRunner().invoke(app, ["dataset", "diff", *pair, "--runs", "added", "--json", *home])
-    assert [one["run"] for one in json.loads(done.stdout)] == ["r3"]
-    done = CliRunner().invoke(app, ["dataset", "diff", pair[0], "ds-none", *home])
-    assert isinstance(done.exception, NotFound)
-    done = CliRunner().invoke(app, ["dataset", "diff", *pair, "--runs", "odd", *home])
-    assert isinstance(done.exception, BadInput)

@@ -7,7 +7,7 @@ import type { components } from "../lib/openapi";
 import { useResource } from "../lib/resource";
 import { go, href, setParams } from "../lib/route";
 import { openRun } from "../lib/run_list";
-import { CopyAs, quoted } from "./copy_as";
+import { CopyAs } from "./copy_as";
 import { RunLink, ScreenLink } from "./screen_link";
 import { Empty, Loaded, NotShown } from "./states";
 
@@ -46,7 +46,6 @@ export function DatasetDiff({ one, other, params }: { one: string; other: string
         <span class="spacer" />
         <button onClick={() => go(href(["dataset", other], { against: one }))}>Swap</button>
         <CopyAs
-          cli={`cray-agents dataset diff ${quoted(one)} ${quoted(other)}`}
           python={`await Platform().views.dataset_diff(${JSON.stringify(one)}, ${JSON.stringify(other)})`}
           path={address("/v1/datasets/diff", {}, query)}
         />

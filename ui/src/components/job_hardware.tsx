@@ -53,7 +53,7 @@ export function JobHardware(props: { of: Hardware; node: string; choose: (node: 
                 ))}
               </tbody>
             </table>
-            {has_more && <p class="hint">These are the first {nodes.length} nodes; cray-agents jobs hardware shows all.</p>}
+            {has_more && <p class="hint">These are the first {nodes.length} nodes; cray-agents jobs show --hardware shows all.</p>}
           </div>
         ) : (
           <Empty>No node was sampled: the job has not started, or an older release trained it.</Empty>

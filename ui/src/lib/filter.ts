@@ -74,10 +74,16 @@ function unescape(text: string): string {
   return text.replace(/\\(.)/g, "$1");
 }
 
-/** Return the options of `cray-agents runs` for a query. */
+/** Return the option `--where` of `cray-agents runs` for a query; nothing for an empty one. */
 export function asOptions(query: Filter["query"]): string {
-  const quote = (value: unknown) => `'${String(value).replace(/'/g, "'\\''")}'`;
-  return Object.entries(query)
-    .flatMap(([name, value]) => (Array.isArray(value) ? value : [value]).map((one) => `--${name.replace(/_/g, "-")} ${quote(one)}`))
-    .join(" ");
+  const terms = Object.entries(query).flatMap(([name, value]) =>
+    (Array.isArray(value) ? value : [value]).map((one) => {
+      const date = name === "since" || name === "until";
+      const text = date ? new Date(Number(one) * 1000).toISOString() : String(one);
+      const word = /^[^\s"]+$/.test(text) ? text : `"${text.replace(/"/g, "")}"`;
+      const bound = /^(min|max)_(.+)$/.exec(name);
+      return bound ? `${bound[2]}${bound[1] === "min" ? ">=" : "<="}${word}` : `${name}=${word}`;
+    }),
+  );
+  return terms.length ? `--where '${terms.join(" ").replace(/'/g, "'\\''")}'` : "";
 }

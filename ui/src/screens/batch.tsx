@@ -43,12 +43,12 @@ function List({ params }: { params: URLSearchParams }) {
       <div class="row">
         <h1>Batches</h1>
         <span class="spacer" />
-        <CopyAs cli="cray-agents batch list" path="/v1/batches" />
+        <CopyAs cli="cray-agents batch status" path="/v1/batches" />
       </div>
       <Loaded of={list}>
         {({ data, has_more }) =>
           data.length === 0 ? (
-            <Empty>No batch was submitted yet. "cray-agents batch submit FILE" sends one.</Empty>
+            <Empty>No batch was submitted yet. "cray-agents batch run FILE" sends one.</Empty>
           ) : (
             <div class="section">
               <div class="table-box" tabIndex={0} role="region" aria-label="Batches">
@@ -126,7 +126,7 @@ function One({ id }: { id: string }) {
               </button>
             )}
             <CopyAs
-              cli={`cray-agents batch show ${quoted(id)}`}
+              cli={`cray-agents batch status ${quoted(id)}`}
               python={`await Platform().views.batch_errors(${JSON.stringify(id)})`}
               path={address("/v1/batches/{batch_id}", { batch_id: id })}
             />
@@ -157,7 +157,7 @@ function One({ id }: { id: string }) {
             <Action
               title="Cancel the batch"
               danger
-              cli={() => `cray-agents batch cancel ${quoted(id)}`}
+              cli={() => `cray-agents batch status --cancel ${quoted(id)}`}
               act={(reason) => post("/v1/batches/{batch_id}/cancel", { path: { batch_id: id }, reason }).then(batch.reload)}
               close={() => setCancelling(false)}
             >

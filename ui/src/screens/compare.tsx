@@ -1,6 +1,6 @@
 /** Compare: two runs, turn beside turn, with the words in which they differ. */
 import { useEffect, useState } from "preact/hooks";
-import { CopyAs, quoted } from "../components/copy_as";
+import { CopyAs } from "../components/copy_as";
 import { Failure, Loaded, NotShown } from "../components/states";
 import { VirtualList } from "../components/virtual_list";
 import { get } from "../lib/api";
@@ -59,7 +59,6 @@ function Chooser({ a, b }: { a: string; b: string }) {
       <span class="spacer" />
       {a && b && (
         <CopyAs
-          cli={`cray-agents runs diff ${quoted(a)} ${quoted(b)}`}
           path={`/v1/trajectories/diff?a=${encodeURIComponent(a)}&b=${encodeURIComponent(b)}`}
         />
       )}

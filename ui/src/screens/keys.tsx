@@ -97,7 +97,7 @@ export default function Keys({ params }: ScreenProps) {
           </button>
         )}
         <CopyAs
-          cli={may("admin") ? `cray-agents cost --by key --since ${length / DAY}d` : undefined}
+          cli={may("admin") ? `cray-agents usage cost --by key --since ${length / DAY}d` : undefined}
           python={`await Platform().views.usage("key", since=${since})`}
           path={address("/v1/usage", {}, { by: "key", since })}
         />

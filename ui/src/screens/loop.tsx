@@ -34,7 +34,7 @@ export default function Loop({ path }: ScreenProps) {
         </ScreenLink>
         <span class="spacer" />
         <CopyAs
-          cli={`cray-agents runs stats --loop ${quoted(id)}`}
+          cli={`cray-agents runs stats --where ${quoted(`loop=${id}`)}`}
           python={`await Platform().generations(${JSON.stringify(id)})`}
           path={`/v1/loops/${encodeURIComponent(id)}/generations`}
         />

@@ -1,1 +1,0 @@
-"""Commands that take an agent: `run`, `chat` and `mcp`."""

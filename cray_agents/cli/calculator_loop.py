@@ -1,0 +1,1 @@
+../../cookbook/02_calculator_loop.py

@@ -1,1 +1,0 @@
-"""Data commands: `dataset`, `export`, `import`, `batch` and `upload`."""

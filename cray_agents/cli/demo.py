@@ -1,0 +1,217 @@
+"""`demo`: the built-in self-improving loop, end to end on real parts, with a report at the end.
+
+calculator_loop.py defines the agent, its tasks and its reward. It is a link to the cookbook's
+recipe 02, and a copy of it in the wheel. This command makes the seed model, starts a platform for
+as long as the demo, warms the model up, runs the loop, and prints the results. Everything is on
+disk under the home: after a kill, the same command goes on.
+"""
+
+import asyncio
+import importlib.util
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cray_agents.cli import calculator_loop
+from cray_agents.cli.generation_table import LEGEND, LoopScreen, generations_table
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.report import write_report
+from cray_agents.cli.screen import clock, console, errors, print_json
+from cray_agents.config import Config, load_config
+from cray_agents.errors import BadInput, StoreError
+from cray_agents.generation import Generation
+from cray_agents.loop.loop import Loop
+from cray_agents.platform.client import Platform
+from cray_agents.records import Run
+from cray_agents.runtime.disk import checksums
+from cray_agents.server.permissions import make_private
+from cray_agents.server.platform_process import client, serving, shown_path
+
+CONTROLS = ("shuffled-rewards",)
+
+
+def add_to(app: Commands) -> None:
+    """Register the command."""
+    app.command("demo")(demo)
+
+
+def demo(
+    seed: Annotated[
+        int, typer.Option(min=0, help="The seed of the model, the tasks and the data.")
+    ] = 0,
+    control: Annotated[
+        str | None, typer.Option(help="shuffled-rewards: permute the rewards among the runs.")
+    ] = None,
+    generations: Annotated[
+        int | None,
+        typer.Option(min=1, help="The most generations \\[default: those of the cookbook]."),
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="What runs training jobs: auto, slurm or local \\[default: auto]."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do little of everything, to see that it runs here.")
+    ] = False,
+) -> None:
+    """Watch an agent train itself. The same command goes on where a killed one stopped.
+
+    Its root is .cray-agents/demo-SEED, unless --home names another. With --json the table is
+    printed as JSON.
+    """
+    if control is not None and control not in CONTROLS:
+        raise BadInput(f"control {control!r} is not known; valid: {CONTROLS[0]}", param="control")
+    name = f"demo-{seed}" + ("-quick" if quick else "") + (f"-{control}" if control else "")
+    folder = given().home or Path(".cray-agents") / name
+    config = load_config({"home": folder, "scheduler": scheduler, "port": 0})
+    make_private(config.root.root, config.group)
+    claim(config.root.root / "demo.json", {"seed": seed, "control": control, "quick": quick})
+    started = time.monotonic()
+    loop = calculator_loop.make_loop(seed, quick)
+    if control:
+        loop = replace(loop, control="shuffled-rewards", name=f"{loop.name}-{control}")
+    most = generations or calculator_loop.size_of("rft", quick).generations
+    with LoopScreen(f"demo, seed {seed}", most) as screen:
+        loop.on_progress = screen.progress
+        done, info, examples = run_demo(config, loop, most, seed, quick, screen)
+    result = summary(seed, control, info, time.monotonic() - started, done)
+    print_results(errors if given().json else console, config, loop, result, done, examples)
+    if given().json:
+        print_json(result)
+
+
+def claim(path: Path, settings: dict[str, Any]) -> None:
+    """Write this demo's settings to its home.
+
+    Raises BadInput for the home of another demo, StoreError if the home cannot be written.
+    """
+    if path.exists() and (known := checksums.read_json(path)) != settings:
+        raise BadInput(f"{path.parent} holds another demo ({known}): choose another --home")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(checksums.with_crc(json.dumps(settings).encode()))
+    except OSError as error:
+        raise StoreError(
+            f"{path.parent} cannot be written ({error.strerror}): choose another --home"
+        ) from error
+
+
+def run_demo(
+    config: Config, loop: Loop, most: int, seed: int, quick: bool, screen: LoopScreen
+) -> tuple[list[Generation], dict[str, Any], list[tuple[str, Run]]]:
+    """Run seed model, platform, warm-up and loop; steps that are done are not repeated."""
+    model = config.root.root / "seed-model"
+    if not model.exists():
+        screen.say("making the seed model")
+        calculator_loop.make_model(model, seed)
+    screen.say("starting the platform (the vLLM server takes about half a minute)")
+    with serving(config, model=model, name=loop.agent.model, ready=False) as process:
+        loop.platform = client(process)
+        calculator_loop.warm_up(loop, quick)
+        done = []
+        for generation in loop.run(most):
+            screen.generation(generation)
+            done.append(generation)
+        info, examples = asyncio.run(report_facts(client(process), loop, done))
+    return done, info, examples
+
+
+async def report_facts(
+    platform: Platform, loop: Loop, done: list[Generation]
+) -> tuple[dict[str, Any], list[tuple[str, Run]]]:
+    """Return the platform's info and the examples of `before_and_after`; close the client."""
+    try:
+        return await platform.info(), await before_and_after(platform, loop, done)
+    finally:
+        await platform.close()
+
+
+async def before_and_after(
+    platform: Platform, loop: Loop, done: list[Generation], count: int = 4
+) -> list[tuple[str, Run]]:
+    """Return runs of the same test questions, before and after; most improved first."""
+    ends = []
+    for version in (done[0].test_version, done[-1].test_version):
+        runs = [run async for run in platform.runs(loop=loop.name, split="test", model=version)]
+        ends.append({run.task.id: run for run in runs if run.task})
+    first, last = ends
+    changed = sorted(
+        first.keys() & last.keys(),
+        key=lambda task: ((first[task].reward or 0) - (last[task].reward or 0), task),
+    )
+    return [
+        (f"{caption}: {runs[task].input}", runs[task])
+        for task in changed[:count]
+        for caption, runs in (("before", first), ("after", last))
+    ]
+
+
+def summary(
+    seed: int,
+    control: str | None,
+    info: dict[str, Any],
+    seconds: float,
+    done: list[Generation],
+) -> dict[str, Any]:
+    """Return the table's data as `--json` prints it. `seconds` are of this invocation."""
+    return {
+        "seed": seed,
+        "control": control,
+        "engine": info["engine"],
+        "trainer": info["trainer"],
+        "scheduler": info["scheduler"],
+        "seconds": round(seconds, 1),
+        "generations": [generation.model_dump(mode="json") for generation in done],
+    }
+
+
+def print_results(
+    screen: Console,
+    config: Config,
+    loop: Loop,
+    result: dict[str, Any],
+    done: list[Generation],
+    examples: list[tuple[str, Run]],
+) -> None:
+    """Print the table, the report's path, and commands to try next."""
+    title = f"An agent trains itself: seed {result['seed']}"
+    title += f", control {result['control']}" if result["control"] else ""
+    facts = {
+        "engine": f"{result['engine']['name']} {result['engine']['version']}",
+        "trainer": f"{result['trainer']['name']} {result['trainer']['version']}",
+        "scheduler": f"{result['scheduler']['name']}: jobs "
+        + ", ".join(g.job_id for g in done if g.job_id),
+        "time": f"{clock(result['seconds'])} (this invocation)",
+        "loop": loop.name,
+        "home": str(config.root.root),
+    }
+    screen.print(generations_table(done))
+    screen.print(LEGEND, style="dim")
+    first, last = done[0], done[-1]
+    screen.print(
+        f"\ntest success {first.test_success:.1%} → [bold]{last.test_success:.1%}[/] on "
+        f"{last.test_tasks} tasks that nothing was decided on, in {clock(result['seconds'])}"
+    )
+    if importlib.util.find_spec("matplotlib") is None:
+        lines = ["report: needs matplotlib: pip install 'cray-agents[export]', and the same again"]
+    else:
+        png, page = write_report(config.root.root / "report", title, done, facts, examples)
+        lines = [f"report: {page}", f"plot:   {png}"]
+    command = shown_path(Path(sys.executable).with_name("cray-agents"))
+    recipe = shown_path(Path(calculator_loop.__file__).resolve())
+    root = shown_path(config.root.root)
+    lines += [
+        "",
+        "See every run and decision in a browser, chat with the trained agent (ask: What is "
+        "472 * 385?), export its runs:",
+        f"  {command} dashboard --home {root}",
+        f"  {command} chat {recipe} --forget --home {root}",
+        f"  {command} export --home {root} --output trajectories.jsonl",
+    ]
+    screen.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,229 @@
+"""`export` command: write runs or a dataset in a format of another tool.
+
+After an interruption, the same command resumes the export. Read next: runtime/exports/.
+"""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import MofNCompleteColumn, TextColumn
+
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import check_stored, errors, progress_bar, settings
+from cray_agents.cli.where import WhereOption, ages_of, parse_where
+from cray_agents.errors import BadInput
+from cray_agents.server.permissions import make_private
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.exports.writers.counts import ExportProgress, OnProgress, Summary
+
+SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
+
+FORMATS = {  # as --help lists them; runtime/exports defines them
+    "jsonl": "the whole record, a run per line",
+    "openai": "chats for OpenAI's fine-tuning",
+    "openai-preference": "pairs for OpenAI's fine-tuning",
+    "trl": "chats for TRL's SFTTrainer",
+    "trl-prompt-completion": "the last answer and what came before it",
+    "trl-preference": "pairs for TRL's DPOTrainer",
+    "sharegpt": "chats of `from` and `value`",
+    "atif": "a trajectory document per run, with tokens",
+    "otel": "OpenTelemetry GenAI spans, a trace per run",
+    "openenv": "OpenEnv's TrainingTrace, a run per line, with tokens",
+    "eval": "a log of Inspect AI, a sample per run, for Inspect View",
+    "tokens": "Parquet: ids, labels, logprobs, advantages",
+    "verl": "Parquet: a task per row, for verl's RL trainers",
+    "huggingface": "a folder for datasets.load_dataset",
+    "html": "one page that shows the runs in a browser, without a platform",
+}
+HELP = """Write runs, or a dataset, in a format that other tools read.
+
+Interrupted, the same command goes on where it was. What a format leaves out is told at the end.
+
+\b
+Formats:
+""" + "\n".join(f"{name:<22} {about}" for name, about in FORMATS.items())
+
+RunsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]...",
+        help="The ids of the runs to export \\[default: all that match].",
+        show_default=False,
+    ),
+]
+FormatOption = Annotated[str, typer.Option("--format", "-f", help="One of those above.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="A file; .zst compresses lines; for Parquet a folder, or one file in .parquet. "
+        "Without it lines go to stdout.",
+    ),
+]
+DatasetOption = Annotated[
+    str | None, typer.Option("--dataset", help="Export this dataset, not runs.")
+]
+SplitOption = Annotated[
+    str | None,
+    typer.Option("--split", help="With --dataset: its split, train or validation [train]."),
+]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Take a loss for an error.")]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow", help="With --strict: allow the loss of this code; repeatable."),
+]
+SkipMissingOption = Annotated[
+    bool, typer.Option("--skip-missing", help="Leave out runs that were pruned or are damaged.")
+]
+SkipUnsupportedOption = Annotated[
+    bool, typer.Option("--skip-unsupported", help="Leave out runs that the format cannot carry.")
+]
+RestartOption = Annotated[
+    bool, typer.Option("--restart", help="Begin anew; remove what a half export left.")
+]
+ShardOption = Annotated[
+    int | None, typer.Option("--shard-size", min=1, help="The rows of a Parquet shard [10000].")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
+
+
+def add_to(app: Commands) -> None:
+    """Register the command."""
+    app.command("export", help=HELP)(export)
+
+
+def export(
+    runs: RunsArgument = None,
+    form: FormatOption = "jsonl",
+    output: OutputOption = None,
+    dataset: DatasetOption = None,
+    split: SplitOption = None,
+    terms: WhereOption = None,
+    strict: StrictOption = False,
+    allow: AllowOption = None,
+    skip_missing: SkipMissingOption = False,
+    skip_unsupported: SkipUnsupportedOption = False,
+    restart: RestartOption = False,
+    shard_size: ShardOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """See HELP."""
+    from cray_agents.runtime.exports import exporter
+
+    chosen = exporter.format_named(form)
+    config = settings()
+    root = config.root
+    check_stored(root)
+    make_private(root.root, config.group)  # the export itself gets the modes of the user's umask
+    chosen_runs = parse_where(terms)
+    if dataset is not None:
+        if terms:
+            raise BadInput(
+                "--where does not go with --dataset, whose runs are chosen when it is built",
+                param="where",
+            )
+        if runs:
+            raise BadInput("name runs, or a dataset, not both", param="runs")
+        source = exporter.open_dataset(root, dataset, chosen, split or "train", skip_missing)
+    else:
+        if split:
+            raise BadInput("--split is a dataset's: give --dataset, or --where", param="split")
+        if runs and terms:
+            raise BadInput("--where does not go with the names of runs", param="where")
+        source = exporter.open_runs(root, chosen_runs, ages_of(terms), skip_missing, runs or ())
+    rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
+    with _show_progress(quiet) as on_progress:
+        if output is None:
+            summary = _to_stdout(source, chosen, rules, on_progress)
+        else:
+            options = exporter.ExportOptions(rules, shard_size or exporter.SHARD_SIZE, restart)
+            try:
+                summary = exporter.export(
+                    source, chosen, output, options=options, on_progress=on_progress
+                )
+            except OSError as error:  # it names a draft
+                why = error.strerror or error
+                raise BadInput(f"{output} cannot be written: {why}", param="output") from error
+    if given().json:
+        report = {"format": form, "output": str(output) if output else None, **asdict(summary)}
+        print(json.dumps(report, indent=2), file=sys.stdout if output else sys.stderr)
+    elif not quiet:
+        _print_summary(summary, output)
+        if dataset is not None and split is None and exporter.has_validation(root, dataset):
+            errors.print("  the dataset's validation split is not in it: --split validation")
+
+
+def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
+    """Stream lines to stdout; the reader may stop early, as `head` does."""
+    from cray_agents.runtime.exports import exporter
+
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    tally, size = exporter.ExportCounts(), 0
+    for data in exporter.stream(source, form, tally, rules, on_progress):
+        sys.stdout.buffer.write(data)
+        size += len(data)
+    sys.stdout.buffer.flush()
+    losses = exporter.describe_losses(tally.losses)
+    summary: Summary = exporter.Summary(tally.records, tally.runs, 1, size, losses)
+    return summary
+
+
+@contextmanager
+def _show_progress(quiet: bool) -> Iterator["OnProgress"]:
+    """Show progress: a bar on a terminal, a line every SAY_EVERY seconds in a log."""
+    if quiet:
+        yield lambda progress: None
+    elif errors.is_terminal:
+        counts = (MofNCompleteColumn(), "runs", TextColumn("{task.fields[size]}"))
+        with progress_bar(*counts) as bars:
+            task = bars.add_task("exporting", total=None, size="")
+            yield lambda now: bars.update(
+                task, completed=now.runs, total=now.total, size=megabytes(now.bytes)
+            )
+    else:
+        yield _Lines()
+
+
+class _Lines:
+    """Progress as lines of a log."""
+
+    def __init__(self) -> None:
+        self._last_print = time.monotonic()
+
+    def __call__(self, now: "ExportProgress") -> None:
+        if time.monotonic() - self._last_print > SAY_EVERY:
+            self._last_print = time.monotonic()
+            total = f" of {now.total:,}" if now.total is not None else ""
+            errors.print(f"{now.runs:,}{total} runs, {megabytes(now.bytes)}", highlight=False)
+
+
+def _print_summary(summary: "Summary", output: Path | None) -> None:
+    """Print the counts of an export and its losses."""
+    destination = f" to {output}" if output else ""
+    resumed = ", going on with an earlier one" if summary.resumed else ""
+    errors.print(
+        f"{summary.records:,} records of {summary.runs:,} runs, {megabytes(summary.bytes)}"
+        f"{destination}{resumed}",
+        highlight=False, soft_wrap=True, markup=False,
+    )  # fmt: skip
+    for code, loss in summary.losses.items():
+        errors.print(
+            f"  {loss.count:,} times: {loss.sentence} ({code})", highlight=False, soft_wrap=True,
+            markup=False,
+        )  # fmt: skip
+
+
+def megabytes(size: int) -> str:
+    """Return a size in bytes as text in MB."""
+    return f"{size / 1e6:,.1f} MB"

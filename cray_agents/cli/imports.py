@@ -1,0 +1,91 @@
+"""`import` command: read conversations and runs from files into the store."""
+
+import asyncio
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+from rich.progress import DownloadColumn
+
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import console, errors, open_root, print_json, progress_bar, settings
+from cray_agents.errors import BadInput
+from cray_agents.records import Split
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.imports import Imported, Importing
+
+FORMATS = "openai (chats, preferences), sharegpt, atif, openenv, jsonl (whole records, by `export`)"
+
+
+def add_to(app: Commands) -> None:
+    """Register the command."""
+    app.command("import")(import_runs)
+
+
+def import_runs(
+    file: Annotated[
+        Path,
+        typer.Argument(help="A file of JSON lines, a JSON array or one object; also .zst, .gz."),
+    ],
+    form: Annotated[str, typer.Option("--format", "-f", help=f"The file's format: {FORMATS}.")],
+    loop: Annotated[str | None, typer.Option(help="The loop that the runs belong to.")] = None,
+    split: Annotated[str | None, typer.Option(help="The split: train, holdout or test.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(help="A tag for all runs; repeatable.")] = None,
+    agent: Annotated[str | None, typer.Option(help="The agent whose runs they are.")] = None,
+    reward: Annotated[float | None, typer.Option(help="A reward for all runs.")] = None,
+) -> None:
+    """Import conversations as runs; what was imported before is not doubled."""
+    from cray_agents.runtime.imports import Importing
+
+    if split is not None and split not in get_args(Split):
+        raise BadInput(
+            f"--split must be one of {', '.join(get_args(Split))}; not {split!r}", param="split"
+        )
+    options = Importing(
+        tags=tuple(tag or ()),
+        loop=loop,
+        split=split,  # type: ignore[arg-type]
+        agent=agent,
+        reward=reward,
+    )
+    done = asyncio.run(_import(file, form, options))
+    if given().json:
+        print_json(asdict(done))
+        return
+    duplicates = f"; {done.duplicates} were there already" if done.duplicates else ""
+    console.print(
+        f"{done.runs} runs imported, {done.calls} model calls{duplicates}", highlight=False
+    )
+    if done.replaced:
+        errors.print(
+            f'in {done.replaced} records half a character (a lone surrogate) became "?"',
+            highlight=False,
+        )
+    if done.forgotten:
+        errors.print(
+            f"{done.forgotten} events are of runs that were forgotten here: import them again "
+            "after `cray-agents maintain compact`",
+            highlight=False,
+        )
+
+
+async def _import(file: Path, form: str, options: "Importing") -> "Imported":
+    from cray_agents.runtime.imports import import_file
+    from cray_agents.runtime.store import Store
+    from cray_agents.runtime.store.redaction import Redactor
+
+    config = settings()
+    options = replace(options, reward_limit=config.reward_limit)
+    store = Store(open_root(config, new=True), redactor=Redactor.of(config))
+    try:
+        with progress_bar(DownloadColumn()) as bar:
+            task = bar.add_task("importing", total=None)
+
+            def show(done: "Imported", read: int, size: int) -> None:
+                bar.update(task, description=f"{done.runs} runs", completed=read, total=size)
+
+            return await import_file(store, file, form, options, show)
+    finally:
+        await store.close()

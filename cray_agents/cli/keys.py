@@ -1,0 +1,99 @@
+"""`keys` command: create, list and revoke API keys of the gateway.
+
+The commands work on the shared root and need no platform. A running platform sees a change within
+a second.
+"""
+
+import getpass
+import json
+import socket
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import console, errors, open_root, root, settings, show, when
+from cray_agents.paths import Home
+
+ReasonOption = Annotated[str, typer.Option(help="The reason, for the audit log.")]
+
+keys = Commands(no_args_is_help=True, help="API keys: create, list, revoke.")
+
+
+def add_to(app: Commands) -> None:
+    """Register the command group."""
+    app.add_typer(keys, name="keys")
+
+
+@keys.command("create")
+def create(
+    name: Annotated[str, typer.Argument(help="The name of the key: whose it is, or what for.")],
+    role: Annotated[
+        str,
+        typer.Option(
+            help="The role: use (call models), train (and train them) or admin (everything)."
+        ),
+    ] = "use",
+    reason: ReasonOption = "",
+) -> None:
+    """Make a key. Its secret is shown now and never again."""
+    from cray_agents.runtime.gateway.http.api_keys import Keys, role_named
+
+    opened = open_root(settings(), new=True)
+    record, secret = Keys(opened).create(name, role_named(role))
+    _note(opened, f"keys create --role {role}", record.id, name, reason)
+    if given().json:
+        print(json.dumps({**record.model_dump(mode="json"), "secret": secret}))
+        return
+    errors.print(
+        f"the key {escape(name)} ({role}); its secret is kept nowhere, so note it now. Clients take"
+        " it as api_key, or from OPENAI_API_KEY; cray-agents itself from CRAY_AGENTS_API_KEY.",
+        soft_wrap=True,
+    )
+    print(secret)
+
+
+@keys.command("list")
+def list_keys() -> None:
+    """List every key that was ever made, without its secret."""
+    from cray_agents.runtime.gateway.http.api_keys import Keys
+
+    known = Keys(root())
+    rows = [
+        {
+            "id": record.id,
+            "name": record.name,
+            "role": record.role.name,
+            "state": "revoked" if revoked else "works",
+            "created": record.created,
+            "when": when(record.created),
+        }
+        for record, revoked in known.list()
+    ]
+    columns = ["id", "name", "role", "state", "when"]
+    show(rows, columns, damaged=known.damaged())
+
+
+@keys.command("revoke", takes="")
+def revoke(
+    key: Annotated[str, typer.Argument(help="The key's name or id, as `keys list` shows it.")],
+    reason: ReasonOption = "",
+) -> None:
+    """End a key, for good. It stops working within a second."""
+    from cray_agents.runtime.gateway.http.api_keys import Keys
+
+    opened = open_root(settings())
+    for record in Keys(opened).revoke(key):
+        _note(opened, "keys revoke", record.id, record.name, reason)
+        console.print(f"revoked {escape(record.name)} ({record.id})", soft_wrap=True)
+
+
+def _note(home: Home, action: str, key: str, name: str, reason: str) -> None:
+    """Write the change to the audit log; the caller is the user of this host."""
+    from cray_agents.runtime.telemetry.audit_log import AuditLog
+
+    log = AuditLog(home.audit)
+    who = f"{getpass.getuser()}@{socket.gethostname()}"
+    log.note(who=who, action=action, path=f"{key} {name}", reason=reason)
+    log.close()

@@ -1,1 +1,0 @@
-"""Commands that train an agent: `demo` and `loop`."""

@@ -1,1 +1,0 @@
-"""`models`: versions, promotion, lineage, pruning."""

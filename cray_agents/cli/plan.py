@@ -1,0 +1,421 @@
+"""`plan`: estimate memory, time and cost of a training run before it is submitted.
+
+Only a model's config is read: no GPU, platform or weights are needed. Read next:
+trainers/planning/.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import console, print_json, settings, show
+from cray_agents.errors import BadInput
+from cray_agents.paths import Home
+from cray_agents.training_jobs import (
+    Fp8,
+    Hyperparameters,
+    Lora,
+    MethodName,
+    Way,
+    check_recompute,
+)
+
+if TYPE_CHECKING:
+    from cray_agents.trainers.models.architecture import Architecture
+    from cray_agents.trainers.planning.plan import Cluster, Plan
+
+COLUMNS = [
+    "data",
+    "tensor",
+    "pipeline",
+    "interleave",
+    "context",
+    "expert",
+    "sharding",
+    "recompute",
+    "gib",
+    "fits",
+    "hours",
+]
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
+UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
+LENGTH = 4096  # default tokens of a sequence
+
+
+@dataclass(frozen=True)
+class AmountOptions:
+    """The text to train on, by one of these measures."""
+
+    dataset: str | None
+    tokens: float | None
+    samples: int | None
+    size: float | None
+    bytes_per_token: float
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """The GPUs to train on."""
+
+    gpu: str
+    gpus: int | None
+    nodes: int | None
+    gpus_per_node: int
+    mfu: float | None
+    price: float | None
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """The method and its hyperparameters."""
+
+    sequence_length: int | None
+    epochs: float
+    method: str
+    teacher: str | None
+    lora_rank: int | None
+    way: str | None
+    dtype: str
+    batch_size: int
+    microbatch_tokens: int | None
+    fp8: str | None
+    recompute: str
+
+
+def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=heading, **limits)
+
+
+_AMOUNT, _CLUSTER, _HOW = "How much (one of)", "Where", "How"
+
+
+def add_to(app: Commands) -> None:
+    """Register the command."""
+    app.command("plan")(plan)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(help="A directory with a config.json, name@N, or only a size such as 7B."),
+    ],
+    dataset: Annotated[str | None, _under(_AMOUNT, "The dataset to train on.")] = None,
+    tokens: Annotated[float | None, _under(_AMOUNT, "The number of tokens.", min=1)] = None,
+    samples: Annotated[int | None, _under(_AMOUNT, "The number of sequences.", min=1)] = None,
+    size: Annotated[float | None, _under(_AMOUNT, "The bytes of text.", "--bytes", min=1)] = None,
+    bytes_per_token: Annotated[
+        float, _under(_AMOUNT, "With --bytes: the bytes of a token.", min=0.1)
+    ] = 4.0,
+    gpu: Annotated[str, _under(_CLUSTER, "The kind of GPU: H100, H200, A100, ...")] = "H100",
+    gpus: Annotated[int | None, _under(_CLUSTER, "The number of GPUs in all.", min=1)] = None,
+    nodes: Annotated[int | None, _under(_CLUSTER, "The number of nodes.", min=1)] = None,
+    gpus_per_node: Annotated[int, _under(_CLUSTER, "The GPUs of a node.", min=1)] = 8,
+    mfu: Annotated[
+        float | None,
+        _under(
+            _CLUSTER,
+            "The share of peak that a GPU that never waits reaches; default as published runs.",
+        ),
+    ] = None,
+    price: Annotated[float | None, _under(_CLUSTER, "Dollars per GPU and hour.", min=0)] = None,
+    sequence_length: Annotated[int | None, _under(_HOW, "The tokens of a sequence.", min=1)] = None,
+    epochs: Annotated[float, _under(_HOW, "How often each sequence is trained on.")] = 1.0,
+    method: Annotated[
+        str, _under(_HOW, "The training method: sft, dpo, kto, grpo, distill.")
+    ] = "sft",
+    teacher: Annotated[
+        str | None, _under(_HOW, "With distill: the teacher, as --model, but no size.")
+    ] = None,
+    lora_rank: Annotated[
+        int | None, _under(_HOW, "The rank of LoRA adapters to train.", min=1)
+    ] = None,
+    way: Annotated[
+        str | None, _under(_HOW, "The backend: native or universal; default by the model's kind.")
+    ] = None,
+    dtype: Annotated[str, _under(_HOW, "The precision: bfloat16 or float32.")] = "bfloat16",
+    batch_size: Annotated[int, _under(_HOW, "The sequences of a step.", min=1)] = 128,
+    microbatch_tokens: Annotated[
+        int | None, _under(_HOW, "The tokens of a micro-batch; default as many as fit.", min=1)
+    ] = None,
+    fp8: Annotated[
+        str | None, _under(_HOW, "The FP8 recipe: tensorwise, delayed, blockwise, mxfp8.")
+    ] = None,
+    recompute: Annotated[
+        str,
+        _under(
+            _HOW,
+            "The activations to recompute: auto, none, full, or modules: layernorm, mlp, moe_act,"
+            " moe, core_attn.",
+        ),
+    ] = "auto",
+    limit: Annotated[int, typer.Option(min=0, help="The number of layouts to list.")] = 12,
+) -> None:
+    """Estimate memory, time and cost of a training run, and choose its layout."""
+    amount = AmountOptions(dataset, tokens, samples, size, bytes_per_token)
+    hardware = ClusterOptions(gpu, gpus, nodes, gpus_per_node, mfu, price)
+    how = MethodOptions(
+        sequence_length,
+        epochs,
+        method,
+        teacher,
+        lora_rank,
+        way,
+        dtype,
+        batch_size,
+        microbatch_tokens,
+        fp8,
+        recompute,
+    )
+    from cray_agents.trainers.planning.plan import Workload, make_plan, plan_by_size
+
+    root = settings().root
+    _check("method", how.method, get_args(MethodName))
+    policy = None if how.recompute == "auto" else _recompute(how.recompute)
+    if how.fp8 is not None:
+        _check("fp8", how.fp8, get_args(Fp8))
+    _check("dtype", how.dtype, ("bfloat16", "float32"))
+    _check_models(model, how)
+    known = _size(model) or _architecture(root, model, how.way)
+    teaching = None if how.teacher is None else _architecture(root, how.teacher)
+    length = how.sequence_length or _usual_length(root, amount.dataset, known)
+    workload = Workload(
+        _positive("tokens", _tokens(root, amount, length)),
+        length,
+        _positive("epochs", how.epochs),
+        cast(MethodName, how.method),
+        amount.size,
+    )
+    cluster = _chosen_cluster(hardware)
+    if isinstance(known, float):
+        estimate = plan_by_size(known, workload, cluster, lora=how.lora_rank is not None)
+    else:
+        hyper = Hyperparameters(
+            steps=1,
+            batch_size=how.batch_size,
+            dtype=how.dtype,
+            fp8=cast("Fp8 | None", how.fp8),
+            lora=Lora(rank=how.lora_rank) if how.lora_rank else None,
+        )
+        at_once = how.microbatch_tokens or _microbatch(
+            known, hyper, cluster, length, policy, teaching
+        )
+        _check_length(length, known, at_once)
+        hyper = hyper.model_copy(update={"max_tokens_per_microbatch": at_once})
+        estimate = make_plan(known, workload, cluster, hyper, policy, teaching)
+    if given().json:
+        print_json(estimate.data())
+    else:
+        _print_plan(estimate, limit)
+
+
+# ---- reading the options
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise BadInput(f"--{name} {value!r}: choose one of {', '.join(allowed)}", param=name)
+
+
+def _check_models(model: str, how: MethodOptions) -> None:
+    """Raise BadInput for a way or a teacher that cannot be planned, or has no effect."""
+    if how.way == "bridge":
+        raise BadInput(
+            "--way bridge: layouts of Megatron-Bridge are not planned; plan native or universal",
+            param="way",
+        )
+    if how.way is not None:
+        _check("way", how.way, get_args(Way))
+    if how.teacher is not None and how.method != "distill":
+        raise BadInput(f"--teacher has no effect with --method {how.method}", param="teacher")
+    if _size(model) is not None and (how.way or how.teacher):
+        name = "way" if how.way else "teacher"
+        raise BadInput(
+            f"--{name} has no effect where only a size is known: give --model DIR", param=name
+        )
+
+
+def _recompute(text: str) -> str:
+    try:
+        return check_recompute(text)
+    except ValueError as error:
+        raise BadInput(f"--{error}", param="recompute") from error
+
+
+def _positive(name: str, value: float, most: float = sys.float_info.max) -> float:
+    if not 0 < value <= most:
+        limit = "" if most > 1 else f" and at most {most:g}"
+        raise BadInput(f"--{name} {value:g} must be above 0{limit}", param=name)
+    return value
+
+
+def _size(model: str) -> float | None:
+    """Return the parameters of a size such as "7B", or None for a model's name."""
+    match = SIZE.fullmatch(model)
+    return float(match[1]) * UNITS[match[2].upper()] if match else None
+
+
+def _architecture(root: Home, model: str, way: str | None = None) -> "Architecture":
+    from cray_agents.runtime.registry.registry import Registry
+    from cray_agents.trainers.models.architecture import read_architecture
+
+    folder = Path(model).expanduser()
+    directory = folder if folder.is_dir() else Registry(root).directory(model)
+    return read_architecture(directory, cast("Way | None", way))
+
+
+def _usual_length(root: Home, dataset: str | None, known: "Architecture | float") -> int:
+    """Return the dataset's mean length, else the model's limit up to 4,096 tokens."""
+    if dataset is not None:
+        counts = _counts(root, dataset)
+        return max(1, round(counts["tokens"] / counts["samples"]))
+    return LENGTH if isinstance(known, float) else min(LENGTH, known.max_tokens)
+
+
+def _counts(root: Home, dataset: str) -> dict[str, int]:
+    """Return samples and tokens of a dataset's train split. Raises NotFound, Corrupt, BadInput."""
+    from cray_agents.runtime.datasets.reader import read_dataset
+
+    counts: dict[str, int] = read_dataset(root, dataset).get("splits", {}).get("train", {})
+    if not counts.get("samples"):
+        raise BadInput(f"dataset {dataset} has no samples to train on", param="dataset")
+    return counts
+
+
+def _tokens(root: Home, amount: AmountOptions, length: int) -> float:
+    """Return the tokens of an epoch, from the one measure given. Raises BadInput."""
+    measures = (amount.dataset, amount.tokens, amount.samples, amount.size)
+    if sum(value is not None for value in measures) != 1:
+        raise BadInput(
+            "say how much is to be trained on, once: --dataset, --tokens, --samples or --bytes",
+            param="tokens",
+        )
+    if amount.dataset is not None:
+        return float(_counts(root, amount.dataset)["tokens"])
+    if amount.samples is not None:
+        return float(amount.samples * length)
+    if amount.tokens is not None:
+        return amount.tokens
+    return (amount.size or 0) / amount.bytes_per_token
+
+
+def _chosen_cluster(options: ClusterOptions) -> "Cluster":
+    """Return the cluster of the options. Raises BadInput."""
+    from cray_agents.trainers.planning.plan import Cluster
+    from cray_agents.trainers.planning.step_time import find_gpu
+
+    gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
+    all_gpus = gpus or (nodes or 1) * each
+    if nodes is not None and all_gpus != nodes * each:
+        raise BadInput(
+            f"--gpus {gpus} are not --nodes {nodes} of --gpus-per-node {each}: leave one"
+            " of them out",
+            param="gpus",
+        )
+    mfu = None if options.mfu is None else _positive("mfu", options.mfu, 1.0)
+    return Cluster(find_gpu(options.gpu), all_gpus, each, mfu, options.price)
+
+
+def _microbatch(
+    model: "Architecture",
+    hyper: Hyperparameters,
+    cluster: "Cluster",
+    length: int,
+    recompute: Any,
+    teacher: "Architecture | None",
+) -> int:
+    """Return the tokens that a trainer on this cluster would choose, or those of a sequence."""
+    from cray_agents.trainers.planning.job_layout import choose_microbatch
+    from cray_agents.trainers.planning.layouts import LayoutQuestion
+
+    gpus, gib, each = cluster.gpus, cluster.gpu.gib, cluster.gpus_per_node
+    question = LayoutQuestion(model, hyper, gpus, gib, each, length, recompute, teacher=teacher)
+    return max(choose_microbatch(question), length)
+
+
+def _check_length(length: int, model: "Architecture", at_once: int) -> None:
+    if length > model.max_tokens:
+        raise BadInput(
+            f"sequences of {length:,} tokens, but the model attends to {model.max_tokens:,}: give"
+            " a smaller --sequence-length",
+            param="sequence_length",
+        )
+    if length > at_once:
+        raise BadInput(
+            f"sequences of {length:,} tokens do not fit into --microbatch-tokens {at_once:,}",
+            param="microbatch_tokens",
+        )
+
+
+# ---- printing
+def _print_plan(estimate: "Plan", limit: int) -> None:
+    """Print the plan for people."""
+    for name, text in _lines(estimate):
+        console.print(f"[bold]{name:<8}[/] {text}", highlight=False, soft_wrap=True)
+    if estimate.choice is None:
+        return
+    for reason in estimate.choice.reasons:
+        console.print(f"{'':<8} {reason}", highlight=False, soft_wrap=True)
+    if limit:
+        console.print()
+        show(estimate.rows(estimate.choice.ranking[:limit]), COLUMNS)
+
+
+def _lines(estimate: "Plan") -> list[tuple[str, str]]:
+    work, cluster = estimate.workload, estimate.cluster
+    cost = cluster.dollars(estimate.seconds)
+    slow = estimate.slowdown
+    slower = "" if slow is None else f", {slow:.2f} times that for the layout"
+    lines = [
+        (
+            "model",
+            f"{estimate.parameters:,.0f} parameters,"
+            f" {estimate.weights_per_token:,.0f} used by a token",
+        ),
+        (
+            "work",
+            f"{work.method} on {work.tokens:,.0f} tokens in sequences of {work.sequence_length:,},"
+            f" {work.epochs:g} times: {estimate.flops:.3g} operations",
+        ),
+        (
+            "time",
+            f"{_duration(estimate.seconds)} on {cluster.gpus} x {cluster.gpu.name}, at"
+            f" {cluster.share(slow):.0%} of {cluster.gpu.teraflops:g} TFLOP/s{slower}:"
+            f" {estimate.seconds * cluster.gpus / 3600:,.2f} GPU-hours",
+        ),
+        ("cost", "no price is known: give --price" if cost is None else f"${cost:,.2f}"),
+        *_fitting(estimate),
+    ]
+    if work.size is not None:
+        lines.insert(1, ("data", f"{work.size:,.0f} bytes, {work.sending:.3g} s at 1 Gb/s"))
+    return lines
+
+
+def _fitting(estimate: "Plan") -> list[tuple[str, str]]:
+    """Return the rows of memory and layout, as far as they are known."""
+    from cray_agents.trainers.planning.arithmetic import GIB
+    from cray_agents.trainers.planning.layouts import describe_layout
+    from cray_agents.trainers.planning.plan import gib
+
+    choice, has = estimate.choice, f"of a GPU's {estimate.cluster.gpu.gib:g} GiB"
+    if choice is None:
+        least = f"{estimate.floor / GIB:,.1f} {has} at the least, before activations"
+        return [("memory", least), ("layout", "give a directory with a config.json to get one")]
+    breakdown = ", ".join(f"{name} {size:.1f}" for name, size in gib(choice.memory).items())
+    fits = "" if choice.fits else " [bold red]does not fit[/]"
+    recompute = f", recompute {choice.recompute}" if choice.recompute != "none" else ""
+    return [
+        ("memory", f"{choice.memory.gib:,.1f} {has}: {breakdown}{fits}"),
+        ("layout", describe_layout(choice.layout) + recompute),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """Format a duration in seconds, minutes, hours or days."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:,.1f} days"
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"

@@ -1,0 +1,269 @@
+"""`up`, `down`, `status` commands: run a platform, end it, show its state.
+
+`up` composes gateway, pool, store, scheduler and trainer in one process (server/compose.py);
+server/platform_process.py finds, starts and ends that process. overview.py draws `status --watch`.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.platform_access import platform_client
+from cray_agents.cli.screen import console, one_line, print_json, settings, show, when
+from cray_agents.config import Config
+from cray_agents.errors import BadInput, SetupError
+from cray_agents.paths import Home
+from cray_agents.platform.client import Platform
+from cray_agents.processes import die_with_parent
+from cray_agents.runtime.controller_lease import end_for_good
+from cray_agents.server.platform_process import (
+    ReplicaCount,
+    check_vllm,
+    command,
+    fetch,
+    log_file,
+    running,
+    start,
+    stop,
+    wait_until_live,
+    wait_until_ready,
+    wait_until_waiting,
+)
+
+
+def add_to(app: Commands) -> None:
+    """Register the commands."""
+    app.command("up", takes="")(up)
+    app.command("down", takes="")(down)
+    app.command("status", takes="json url")(status)
+
+
+def up(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="The directory of a Hugging Face checkpoint to serve at first."),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="The model name of requests \\[default: the root's only one, or 'default']."
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="The address to listen on \\[default: 127.0.0.1].")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="The port to listen on; 0: a free one \\[default: 8000].")
+    ] = None,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            help="The vLLM servers behind the gateway: N on this host, slurm:N or slurm:MIN-MAX as"
+            " Slurm jobs, or 0."
+        ),
+    ] = "1",
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby", help="Wait while another process controls the root; then follow it."
+        ),
+    ] = False,
+    gateways: Annotated[
+        int | None,
+        typer.Option(help="The number of gateway processes that share the port \\[default: 1]."),
+    ] = None,
+    gateway_only: Annotated[
+        bool,
+        typer.Option(
+            "--gateway-only",
+            help="Run one more gateway, on this or another host, for the platform that runs on"
+            " the root.",
+        ),
+    ] = False,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="Return when the platform is ready; `down` ends it then."),
+    ] = False,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="What runs training jobs: auto, slurm or local \\[default: auto]."),
+    ] = None,
+    parent: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run the platform: gateway, vLLM, store, scheduler and trainer. Ctrl-C ends it."""
+    flags = {"host": host, "port": port, "scheduler": scheduler, "gateways": gateways}
+    config = settings(**flags)
+    if gateway_only:
+        if model or name or standby or detach or gateways or replicas != "1":
+            raise BadInput(
+                "--gateway-only goes with --host and --port alone: the platform that runs on the"
+                " root has the rest",
+                param="gateway_only",
+            )
+        from cray_agents.server.further_process import serve_further
+
+        serve_further(config, parent)
+        return
+    name = name or _only_name(config.root, model)
+    count = ReplicaCount.parse(replicas)
+    if detach:
+        _start_detached(config, model, name, count, standby=standby)
+        return
+    if parent is not None:
+        die_with_parent(parent)
+    if count.total:
+        check_vllm()
+    from cray_agents.server.compose import serve
+
+    serve(config, model, name, count, standby=standby)
+
+
+def _start_detached(
+    config: Config, model: Path | None, name: str, count: ReplicaCount, *, standby: bool
+) -> None:
+    """Start a platform that goes on without this command, and wait until it is ready."""
+    process = start(config, model, name, count, with_parent=False, standby=standby)
+    end = command("down", config.root)
+    if standby and wait_until_waiting(config.root, process) is None:
+        log = log_file(config.root, standby=True)
+        console.print(f"a standby waits (pid {process.pid}); its log is {log}")
+    elif not count.total:
+        info = wait_until_live(config.root, process)
+        console.print(f"{info['url']} is up, without replicas (end it: {end})")
+    else:
+        info = wait_until_ready(config.root, process)
+        console.print(f"{name} is served at {info['url']}/v1 (end it: {end})")
+
+
+def _only_name(home: Home, model: Path | None) -> str:
+    """Return the only name in a root; "default" with a model, or if there are more or none."""
+    from cray_agents.runtime.registry.registry import Registry
+
+    names = Registry(home).names() if model is None else []
+    return names[0] if len(names) == 1 else "default"
+
+
+def down(
+    hand_over: Annotated[
+        bool, typer.Option("--hand-over", help="Let a standby take over, without a pause.")
+    ] = False,
+) -> None:
+    """End the platform that runs on this shared root, and the standbys that wait for it."""
+    root = settings().root
+    info = running(root)
+    if info is None:
+        console.print(f"no platform runs on {root.root}")
+        return
+    if hand_over and not fetch(info, "/v1/platform")["controller"]["standbys"]:
+        raise SetupError(f"no standby waits on {root.root}: start one with `up --standby`")
+    if info["pid"] is not None and not hand_over:
+        end_for_good(root, info.get("term", 0))
+    stop(info["pid"])
+    console.print(f"ended the platform on {root.root} (pid {info['pid']})")
+
+
+def status(
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show replicas, queue, loops, jobs and warnings, drawn anew until q or Ctrl-C.",
+        ),
+    ] = False,
+    events: Annotated[
+        bool,
+        typer.Option("--events", help="Print a line for each change there, until Ctrl-C."),
+    ] = False,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="With --events: only changes of this kind, as run or job; repeatable."),
+    ] = None,
+    after: Annotated[
+        str | None,
+        typer.Option(help="With --events: go on behind this `cursor`, which --json shows."),
+    ] = None,
+) -> None:
+    """Say what runs on this shared root: the platform, its replicas and their versions."""
+    if (kind or after) and not events:
+        raise BadInput("--kind and --after go with --events", param="events")
+    if watch and events:
+        raise BadInput("give --watch or --events, not both", param="watch")
+    if watch:
+        from cray_agents.cli import overview
+
+        overview.watch(platform_client())
+    elif events:
+        kinds = frozenset([*kind, "reset"] if kind else [])
+        asyncio.run(_follow_events(platform_client(), after, kinds))
+    elif given().url:
+        raise BadInput(
+            "--url goes with --watch or --events; or name a root with --home", param="url"
+        )
+    else:
+        _show_status()
+
+
+async def _follow_events(platform: Platform, after: str | None, kinds: frozenset[str]) -> None:
+    """Print what changes; `reset` means that changes were missed: look at everything anew."""
+    try:
+        async for change in platform.views.changes(after):
+            if kinds and change["kind"] not in kinds:
+                continue
+            words = (change["kind"], change["id"] or "(any)", change["change"])
+            print(json.dumps(change) if given().json else one_line(" ".join(words)), flush=True)
+    finally:
+        await platform.close()
+
+
+def _show_status() -> None:
+    root = settings().root
+    info = running(root)
+    if info is None:
+        if given().json:
+            print_json({"running": False, "home": str(root.root)})
+        else:
+            console.print(f"no platform runs on {root.root}")
+        raise typer.Exit(1)
+    about, pool = fetch(info, "/v1/platform"), fetch(info, "/v1/pool")
+    replicas, lease = [*pool["data"], *pool["spares"]], pool["lease"]
+    info = {name: value for name, value in info.items() if name not in ("token", "root")}
+    info |= {"running": True} | about
+    if given().json:
+        print_json(info | {"replicas": replicas, "lease": lease})
+        return
+    process = f"pid {info['pid']}" if info["pid"] else f"on {info['host']}"
+    console.print(
+        f"{info['url']}/v1  {process}  engine {info['engine']['name']} "
+        f"{info['engine']['version']}  scheduler {info['scheduler']['name']}"
+    )
+    if "controller" in info:
+        console.print(describe_controller(info["controller"]), markup=False)
+    rows = [replica | {"versions": ", ".join(replica["versions"])} for replica in replicas]
+    columns = ["versions", "state", "in_flight", "restarts", "host", "pid", "job"]
+    if not any(replica["job"] for replica in replicas):
+        columns = [column for column in columns if column not in ("host", "job")]
+    if rows:
+        show(rows, columns)
+    for replica in replicas:
+        if (last := replica["last_restart"]) is not None:
+            console.print(f"restarted at {when(last['time'])}: {last['why']}", markup=False)
+    if lease is not None:
+        console.print(
+            f"{', '.join(lease['displaced'])} made room for {lease['version']}, which "
+            f"{lease['holder']!r} evaluates",
+            markup=False,
+        )
+
+
+def describe_controller(controller: dict[str, Any]) -> str:
+    """Say who controls a platform, and who waits to follow."""
+    waiting = [f"{standby['host']} (pid {standby['pid']})" for standby in controller["standbys"]]
+    return (
+        f"controlled by {controller['host']} (pid {controller['pid']}) since "
+        f"{when(controller['since'])}, term {controller['term']}; standbys: "
+        f"{', '.join(waiting) or 'none'}"
+    )

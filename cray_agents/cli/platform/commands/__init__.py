@@ -1,1 +1,0 @@
-"""Commands about the platform: `up`, `down`, `status`, `keys`, `goodput`, `cost`, and more."""

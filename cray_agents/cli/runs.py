@@ -1,0 +1,185 @@
+"""`runs list`, `show` and `stats`: stored runs, with or without a platform.
+
+run_text.py prints one run. rewards.py adds its commands to this group.
+"""
+
+import time
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from rich.cells import cell_len
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from cray_agents.cli.options import Commands, given
+from cray_agents.cli.screen import (
+    cell,
+    console,
+    errors,
+    one_line,
+    open_store,
+    print_json,
+    show,
+)
+from cray_agents.cli.where import WhereOption, parse_where
+from cray_agents.errors import BadInput
+from cray_agents.queries import RunQuery
+
+if TYPE_CHECKING:
+    from cray_agents.runtime.store.index import RunFacts
+
+RunId = Annotated[str, typer.Argument(help="The run's id, as `runs list` shows it.")]
+ORDERS = get_args(RunQuery.model_fields["order"].annotation)
+COLUMNS = (
+    "id", "agent", "model", "stop_reason", "reward", "turns", "tokens", "age", "input", "output",
+)  # fmt: skip
+NUMBERS = {"reward", "turns", "tokens", "age"}
+LONG = ("input", "output")  # columns that give way where the screen is narrow
+MOST_TEXT, LEAST_TEXT = 40, 10  # characters of LONG columns
+GAP = 2  # between columns
+AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (120, 60, "m"), (0, 1, "s"))
+TURNS = ["turn", "seconds", "bytes", "prompt", "sampled", "tools", "errors", "reward", "finish"]
+MOST_TURNS = 100_000  # of an outline
+
+runs = Commands(no_args_is_help=True, help="Runs of agents: list, show, stats, reward, rescore.")
+
+
+def add_to(app: Commands) -> None:
+    """Register the command group."""
+    app.add_typer(runs, name="runs")
+
+
+@runs.command("list")
+def list_runs(
+    terms: WhereOption = None,
+    order: Annotated[
+        str, typer.Option(help=f"The order of the list: {', '.join(ORDERS)}.")
+    ] = "newest",
+    limit: Annotated[int, typer.Option(min=1, help="The length of the list, at most.")] = 50,
+    after: Annotated[
+        str | None, typer.Option(help="Begin behind this run, the last one of another list.")
+    ] = None,
+) -> None:
+    """List stored runs, the newest first."""
+    if order not in ORDERS:
+        raise BadInput(f"--order must be one of {', '.join(ORDERS)}; not {order!r}", param="order")
+    chosen: dict[str, Any] = parse_where(terms).model_dump()
+    query = RunQuery(**chosen, order=order, after=after, limit=limit + 1)
+    from cray_agents.runtime.views.run_pages import with_heads
+
+    with open_store() as store:
+        matches = list(islice(with_heads(store, store.facts(query)), limit + 1))
+    rows = [row(facts) for facts in matches[:limit]]
+    if given().json:
+        print_json(rows)
+        return
+    console.print(table(rows, console.width))
+    if len(matches) > limit:
+        last = escape(matches[limit - 1].run_id)
+        errors.print(f"there are more: --after {last}", highlight=False)
+
+
+@runs.command("show")
+def show_run(
+    run_id: RunId,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show the exact tokens of each model call, too.")
+    ] = False,
+    outline: Annotated[
+        bool,
+        typer.Option(
+            "--outline",
+            help="List the turns without their texts: sizes, tokens, seconds, tools, errors.",
+        ),
+    ] = False,
+) -> None:
+    """Show one run: its messages and tool calls by turn, its rewards, tokens and versions."""
+    if outline:
+        if tokens:
+            raise BadInput("give --tokens or --outline, not both", param="outline")
+        _show_outline(run_id)
+        return
+    from cray_agents.cli.run_text import print_run
+
+    with open_store() as store:
+        run = store.run(run_id)
+    if given().json:
+        print_json(run)
+    else:
+        print_run(run, tokens=tokens)
+
+
+def _show_outline(run_id: str) -> None:
+    """List the turns of a run; they count from 1, as everywhere for people."""
+    from cray_agents.runtime.views.run_pages import RunPages
+
+    with open_store() as store:
+        turns = RunPages(store).outline(run_id, 0, MOST_TURNS)["data"]
+    rows = [{**dict.fromkeys(TURNS), "turn": turn.pop("n") + 1, **turn} for turn in turns]
+    show(rows, TURNS)
+
+
+@runs.command("stats")
+def stats(
+    by: Annotated[
+        str,
+        typer.Option(
+            help="The groups, with commas: agent, model, loop, generation, split, stop_reason,"
+            " error, task, day."
+        ),
+    ] = "",
+    terms: WhereOption = None,
+) -> None:
+    """Count runs, rewards, tokens and times, in groups."""
+    run_filter = parse_where(terms)
+    if run_filter.text is not None:
+        raise BadInput("--where: statistics do not search for text", param="where")
+    groups = [name.strip() for name in by.split(",") if name.strip()]
+    with open_store() as store:
+        rows = store.stats(run_filter, groups)
+    columns = [*groups, "runs", "rewarded", "mean_reward", "sampled_tokens", "errors"]
+    columns += ["p50_seconds", "p95_seconds"]
+    show(rows, columns)
+
+
+def row(facts: "RunFacts") -> dict[str, Any]:
+    """Return a run's facts in the index as a row."""
+    known = facts._asdict()
+    return {
+        "id": known.pop("run_id"),
+        **known,
+        "tokens": facts.prompt_tokens + facts.sampled_tokens,
+    }
+
+
+def table(rows: list[dict[str, Any]], width: int) -> Table:
+    """Return rows as a table of `width` characters; ids are never cut: people copy them."""
+    now = time.time()
+    aged = [{**row, "age": age(now - row["started"]) if row["started"] else None} for row in rows]
+    cells = {name: [one_line(cell(row.get(name))) for row in aged] for name in COLUMNS}
+    widths = {name: max(map(cell_len, [name, *cells[name]])) for name in COLUMNS}
+    left = width - sum(widths[name] + GAP for name in COLUMNS if name not in LONG)
+    result = Table(box=None, header_style="bold", pad_edge=False)
+    names = [name for name in COLUMNS if name not in LONG or left >= len(LONG) * (LEAST_TEXT + GAP)]
+    for name in names:
+        most = min(MOST_TEXT, left // len(LONG) - GAP) if name in LONG else None
+        result.add_column(
+            name,
+            justify="right" if name in NUMBERS else "left",
+            no_wrap=True,
+            min_width=widths[name] if name == "id" else None,
+            max_width=most,
+        )
+    for each in zip(*(cells[name] for name in names), strict=True):
+        result.add_row(*map(Text, each))
+    return result
+
+
+def age(seconds: float) -> str:
+    """Return an age in one unit, such as 3h."""
+    for least, unit, name in AGES:
+        if seconds >= least:
+            return f"{int(seconds // unit)}{name}"
+    return "0s"

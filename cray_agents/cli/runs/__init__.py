@@ -1,1 +1,0 @@
-"""Commands of `runs`: list, show, compare, reward, check and prune what is stored."""

@@ -1,0 +1,105 @@
+"""Root options, the grammar of `--where`, and where old commands and options went."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from cray_agents.cli import app
+from cray_agents.cli.options import MOVED, split_root_options
+from cray_agents.cli.where import FIELDS, parse_where
+from cray_agents.errors import BadInput
+from tests.support.command_line import cli
+
+
+def test_root_options_stand_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "root" / "segments").mkdir(parents=True)
+    for words in (
+        ("--home", "root", "--json", "runs", "list"),
+        ("runs", "--home=root", "list", "--json"),
+        ("runs", "list", "--json", "--home", "root"),
+    ):
+        done = cli(*words, cwd=tmp_path)
+        assert (done.returncode, json.loads(done.stdout)) == (0, []), done.stderr
+    assert split_root_options(["a", "--", "--json"]) == ([], ["a", "--", "--json"])
+
+
+def test_root_options_without_an_effect_are_refused(tmp_path: Path) -> None:
+    for words, option in ((("down", "--json"), "--json"), (("runs", "list", "--url", "u"), "--url"),
+                          (("status", "--url", "u"), "--url")):  # fmt: skip
+        done = cli(*words, cwd=tmp_path)
+        assert done.returncode == 2 and option in done.stderr
+    assert "--home needs a value" in cli("status", "--home", cwd=tmp_path).stderr
+
+
+def test_old_names_are_refused_with_their_new_place(tmp_path: Path) -> None:
+    for old, now in MOVED.items():
+        done = cli(*old.split(), "x", cwd=tmp_path)
+        assert done.returncode == 2 and now.split()[0] in done.stderr, old
+    for words, now in (
+        ("runs list --min-reward 1", '--where "reward>=N"'),
+        ("scan secrets --tag=a", '--where "tag=NAME"'),
+        ("dataset build --min-reward 1", "--set min_reward=VALUE"),
+        ("dataset build --loop l", '--where "loop=NAME"'),
+    ):
+        done = cli(*words.split(), cwd=tmp_path)
+        assert done.returncode == 2 and now in " ".join(done.stderr.split())
+
+
+def test_new_places_exist() -> None:
+    def commands(command: Any, path: str = "") -> set[str]:
+        inner = getattr(command, "commands", {})
+        found = {path} if not inner else set()
+        return found.union(*(commands(each, f"{path} {name}") for name, each in inner.items()))
+
+    known = commands(typer.main.get_command(app))
+    assert len(known) <= 48
+    for now in MOVED.values():
+        words = now.split()
+        if words[0] in ("status", "up", "usage", "doctor", "scan", "models", "maintain"):
+            assert {f" {words[0]}", " " + " ".join(words[:2])} & known, now
+
+
+def test_terms_choose_runs() -> None:
+    chosen = parse_where('loop=support reward<1  tag!=judge tag=a tag=b text="two words" turns>2')
+    assert chosen.model_dump(exclude_defaults=True) == {
+        "loop": "support",
+        "max_reward": 0.9999999999999999,
+        "tags": ["a", "b"],
+        "without_tags": ["judge"],
+        "text": "two words",
+        "min_turns": 3,
+    }
+    assert parse_where("generation=2,3").generations == [2, 3]
+    assert parse_where("reward=1 tokens<=9").model_dump(exclude_defaults=True) == {
+        "min_reward": 1.0, "max_reward": 1.0, "max_tokens": 9,
+    }  # fmt: skip
+    assert parse_where("since=2h").since == pytest.approx(time.time() - 7200, abs=60)
+    assert parse_where(None) == parse_where(" ")
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ("lop=x", "at character 1: no field 'lop' (did you mean loop?); there are generation"),
+        ("loop=a reward", "at character 8: no term at 'reward'"),
+        ("loop=a  loop=b", "at character 9: loop is given twice"),
+        ("loop!=a", "loop takes = alone, not !="),
+        ("reward=high", "reward takes a number, not 'high'"),
+        ("turns>1.5", "turns takes a whole number"),
+        ("turns<0", "no turns can match <0"),
+        ("reward>2 reward<1", "no reward can match"),
+        ("split=dev", "split must be one of train, holdout, test"),
+        ("generation=x", "generation takes numbers"),
+        ("since=soon", "since must be a date"),
+        ('text="open', "no term at"),
+    ],
+)
+def test_mistakes_name_their_place(terms: str, message: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        parse_where(terms)
+    assert message in str(refused.value)
+    assert set(FIELDS) >= {"tag", "text", "model", "since"}
