@@ -19,10 +19,11 @@ KEPT = {
     "cray_agents/queries.py": {"where"},  # DatasetRecipe.where
     "cray_agents/loop/live/schedule.py": {"where"},  # Watch(where=...)
     "cray_agents/loop/warmup.py": {"shown"},  # the journal's entry
+    "runtime/gateway/routes/files.py": {"parts"},  # an upload's
     "trainers/job/failures/rank_monitor.py": {"where"},  # BadEnd, in a job's events
 }
 #: Words of the field, though they end in -ing.
-NOUNS = {"fine_tuning", "testing", "routing", "sampling"}
+NOUNS = {"fine_tuning", "testing", "routing", "sampling", "paging"}
 RIDDLES = {
     "What",
     "Who",

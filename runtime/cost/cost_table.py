@@ -1,6 +1,6 @@
 """Cost table: rows of cost by key, model, loop, generation or use, for the API and the command.
 
-Called by gateway/routes/costs.py and `cray-agents cost`. Read next: cost_account.py, which gives
+Called by gateway/routes/keys.py and `cray-agents cost`. Read next: cost_account.py, which gives
 time to requests and jobs.
 """
 

@@ -10,7 +10,7 @@ from cray_agents.paths import Home
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.cost.amount import Amount
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.views.loop_summaries import generation_records
+from cray_agents.runtime.views.generation_evidence import generation_records
 
 POINT = 0.01  # a point of held-out success
 

@@ -7,7 +7,7 @@
 Each record is made by exclusive create and never changed. Of a `complete` and a `cancel`, or of two
 completes, the first counts, and after a crash either can be repeated. An upload that announces its
 content's sha256 gets its id from that: creating it again finds it with its parts, and a content
-already stored need not be sent. Called by gateway/routes/uploads.py; everything in here blocks.
+already stored need not be sent. Called by gateway/routes/files.py; everything in here blocks.
 """
 
 import contextlib

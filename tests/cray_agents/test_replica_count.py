@@ -18,8 +18,7 @@ from cray_agents.cli.platform.replica_count import (
 from cray_agents.config import Config
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import BadInput, PoolBusy
-from cray_agents.runtime.gateway.gateway_shares import GatewayShares
-from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.admission import Admission, GatewayShares
 from cray_agents.runtime.pool.engine.engine_host import InProcessEngine
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule

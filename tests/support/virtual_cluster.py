@@ -13,8 +13,7 @@ from typing import Any
 from cray_agents.cli.platform.cluster_view import ClusterView
 from cray_agents.cli.platform.replica_count import PlatformLoad, ReplicaController
 from cray_agents.paths import Home
-from cray_agents.runtime.gateway.gateway_shares import GatewayShares
-from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.admission import Admission, GatewayShares
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.slurm.job_lease import JOB_PREFIX
 from cray_agents.runtime.scaling.decision import ScalingRules

@@ -2,7 +2,7 @@
 
 The sha256 of its content names an upload. The same command therefore resumes it after an
 interruption, and ends at once if the platform has the file already. The gateway's side is
-runtime/gateway/routes/uploads.py.
+runtime/gateway/routes/files.py.
 """
 
 import hashlib
