@@ -54,10 +54,10 @@ def main(arguments: list[str]) -> int:
 
 def write_api() -> None:
     """Write the document of the API, of which the types of the client are made."""
-    from cray_agents.runtime.gateway.app import declarations
-    from cray_agents.runtime.gateway.http.openapi import document
+    from cray_agents.runtime.gateway.app import routes
+    from cray_agents.runtime.gateway.http.routing import document
 
-    text = json.dumps(document(declarations()), indent=1, default=str)
+    text = json.dumps(document(routes()), indent=1, default=str)
     (UI / "openapi.json").write_text(text)
 
 

@@ -5,8 +5,7 @@ import time
 from cray_agents.cli.screen import line, show, size, when
 from cray_agents.paths import Home
 from cray_agents.runtime.scheduler.choose import site_cluster
-from cray_agents.runtime.views.hardware_records import JobHardware, NodeHardware
-from cray_agents.runtime.views.job_hardware import job_hardware
+from cray_agents.runtime.views.job_hardware import JobHardware, NodeHardware, job_hardware
 from cray_agents.trainers.job.job_state import read_status
 
 NODES = 100_000  # of a job, at most

@@ -32,10 +32,9 @@ from cray_agents.records import ModelVersion
 from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.runtime.controller_lease import ControllerLease
 from cray_agents.runtime.gateway.app import create_app
-from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.auth import is_loopback
 from cray_agents.runtime.gateway.http.metrics import Metrics
-from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.admission import Admission, GatewayShares
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
 from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version

@@ -18,8 +18,7 @@ from functools import partial
 
 from cray_agents.config import Config
 from cray_agents.errors import BadInput, CrayError
-from cray_agents.runtime.gateway.gateway_shares import GatewayShares
-from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.admission import Admission, GatewayShares
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule
 from cray_agents.runtime.scaling.observed import Observed, ScalingAction, ServingView

@@ -1,6 +1,6 @@
 """Cost table: rows of cost by key, model, loop, generation or use, for the API and the command.
 
-Called by gateway/routes/costs.py and `cray-agents usage cost`. Read next: cost_account.py, which
+Called by gateway/routes/keys.py and `cray-agents usage cost`. Read next: cost_account.py, which
 gives time to requests and jobs.
 """
 
@@ -26,7 +26,7 @@ from cray_agents.runtime.accounting.cost_account import (
 from cray_agents.runtime.accounting.holdings import HOUR, read_holdings
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.views.loop_summaries import generation_records
+from cray_agents.runtime.views.generation_evidence import generation_records
 from cray_agents.runtime.views.view_records import CostRequest, CostRow, CostTable
 
 POINT = 0.01  # a point of held-out success

@@ -11,7 +11,7 @@ content's sha256 gets its id from that: creating it again finds it with its part
 A sweep removes contents that no file or upload uses, an hour after their last use: the parts of
 completed and abandoned uploads, and deleted and expired files. The gateway sweeps now and then;
 several processes may do so at once. Records of ended uploads stay: they are small, and a repeated
-`complete` needs them. Called by gateway/routes/uploads.py; everything in here blocks.
+`complete` needs them. Called by gateway/routes/files.py; everything in here blocks.
 """
 
 import contextlib

@@ -4,9 +4,9 @@
 are declared; model_calls/answer.py, the calls to models.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 from starlette.applications import Starlette
@@ -21,34 +21,25 @@ from cray_agents.runtime.gateway.http.client_work import ClientWork
 from cray_agents.runtime.gateway.http.error_envelope import HANDLERS
 from cray_agents.runtime.gateway.http.metrics import Metrics
 from cray_agents.runtime.gateway.http.middleware import Middleware
-from cray_agents.runtime.gateway.http.openapi import document
-from cray_agents.runtime.gateway.http.routing import Declaration, Router, mount
-from cray_agents.runtime.gateway.http.shapes import ANY
+from cray_agents.runtime.gateway.http.routing import GatewayRoute, Router, document
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.routes import (
     batches,
-    changes,
-    costs,
     dashboard,
     datasets,
     exports,
     files,
     fine_tuning,
-    gateways,
     jobs,
     keys,
     loops,
     models,
-    observability,
     platform,
-    rollouts,
     run_views,
     sampling,
     tinker,
     tinker_models,
-    training_commands,
     trajectories,
-    uploads,
 )
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.telemetry.audit_log import AuditLog
@@ -64,21 +55,14 @@ ROUTERS = (
     trajectories.router,
     datasets.router,
     jobs.router,
-    training_commands.router,
     tinker.router,
     tinker_models.router,
     fine_tuning.router,
     loops.router,
-    rollouts.router,
     platform.router,
     keys.router,
-    costs.router,
-    changes.router,
-    observability.router,
-    gateways.router,
     batches.router,
     files.router,
-    uploads.router,
     dashboard.router,
     router,
 )
@@ -96,17 +80,22 @@ class Enclosed(Protocol):
 def create_app(services: Services) -> Starlette:
     """Return the ASGI application over these services, which stay their maker's to close."""
     access = Access(Keys(services.home), services.api_keys, services.token)
-    return enclose([*mount(declarations(), services, access)], services, services.audit)
+    return enclose(routes(), services, access, services.audit)
 
 
 def enclose(
-    routes: Sequence[BaseRoute], services: "Enclosed", audit: AuditLog | None = None
+    routes: Sequence[BaseRoute],
+    services: "Enclosed",
+    access: Access,
+    audit: AuditLog | None = None,
 ) -> Starlette:
     """Return the ASGI application of these routes, with what every answer has.
 
     `audit`: the log of changes; None for a gateway that makes none itself.
     """
     app = Starlette(routes=routes)
+    app.state.services = services
+    app.state.access = access
     app.state.work = services.work
     # a redirect is no error envelope, and clients drop the body on it
     app.router.redirect_slashes = False
@@ -121,13 +110,12 @@ def enclose(
     return app
 
 
-def declarations() -> Iterator[Declaration]:
-    """Yield every route of the gateway."""
-    for each in ROUTERS:
-        yield from each.declarations
+def routes() -> Sequence[GatewayRoute]:
+    """Return every route of the gateway."""
+    return [route for router in ROUTERS for route in router.routes]
 
 
-@router.get("/openapi.json", Role.use, answer=ANY)
+@router.get("/openapi.json", Role.use, answer=dict[str, Any], bare=True)
 async def openapi(services: Services, request: Request) -> Response:
     """Return this document."""
     return Response(_openapi_json(), media_type="application/json")
@@ -135,4 +123,4 @@ async def openapi(services: Services, request: Request) -> Response:
 
 @cache
 def _openapi_json() -> bytes:
-    return orjson.dumps(document(declarations()))
+    return orjson.dumps(document(routes()))

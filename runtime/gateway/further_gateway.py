@@ -4,7 +4,7 @@ It keeps nothing that another gateway could not rebuild. It samples at the repli
 controller publishes, records to the same store with a writer of its own, and reads versions and
 canaries from the registry. All that has to be decided once is asked of the controller: every other
 route is forwarded as it came, for callers who may use it. What happens here that the controller
-must know goes to it in reports (routes/gateways.py). Without a controller calls are answered on,
+must know goes to it in reports (routes/platform.py). Without a controller calls are answered on,
 the rest is 503 `no_controller`.
 
 Started by server/child_processes.py. Read next: controller_link.py,
@@ -22,34 +22,29 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
 
 from cray_agents.errors import CrayError, NoController, NotFound
 from cray_agents.ports import EngineCall
 from cray_agents.records import ModelVersion
 from cray_agents.runtime.background import BackgroundTasks
-from cray_agents.runtime.gateway.app import declarations, enclose
+from cray_agents.runtime.gateway.app import enclose, routes
 from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.http.api_keys import Keys
-from cray_agents.runtime.gateway.http.auth import Access, Handler, Mode, RoleCheck
+from cray_agents.runtime.gateway.http.auth import Access, Mode, RoleCheck
 from cray_agents.runtime.gateway.http.bounds import MAX_BODY
 from cray_agents.runtime.gateway.http.client_work import ClientWork
 from cray_agents.runtime.gateway.http.metrics import Metrics
-from cray_agents.runtime.gateway.http.routing import mount
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.canary_traffic import tell_outcome
 from cray_agents.runtime.gateway.model_calls.control_tokens import ControlTokens
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
-from cray_agents.runtime.gateway.routes import gateways, platform, sampling, trajectories
 from cray_agents.runtime.pool.published_replicas import FollowedPool
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import REWARD_LIMIT
-from cray_agents.runtime.vllm_plugins import proof
 
 if TYPE_CHECKING:
     from cray_agents.runtime.telemetry.live_traces import LiveTraces
@@ -59,18 +54,6 @@ ANSWER = 20.0  # seconds that a controller may take to answer one
 MOST_NOTES = 10_000  # of a kind that wait for a controller; older ones are dropped
 
 log = logging.getLogger(__name__)
-
-#: The routes that need nothing but the store, the registry and the replicas.
-OWN_ROUTES = (
-    *sampling.router.declarations,
-    *(one for one in trajectories.router.declarations if one.method != "DELETE"),
-    *(
-        one
-        for one in platform.router.declarations
-        if one.path in ("/health", "/health/live", "/health/ready", "/metrics")
-    ),
-    *(one for one in gateways.router.declarations if one.path == proof.PATH),
-)
 
 
 class ControllerReports:
@@ -244,7 +227,7 @@ class FollowedVersions:
 
 @dataclass
 class FurtherServices:
-    """The parts behind `OWN_ROUTES`, by the names that they have in `Services`."""
+    """The parts behind the routes that are `local`, by the names that they have in `Services`."""
 
     store: Store
     registry: Registry
@@ -307,21 +290,17 @@ def share_of(number: int, reports: ControllerReports) -> int:
 def create_further_app(services: FurtherServices, keys: Keys, mode: Mode) -> Starlette:
     """Return the ASGI application over these services. Keys and mode: see `Access`."""
     access = Access(keys, mode, lambda: services.link.token)
-    return enclose([*_routes(services, access)], services)
+    return enclose([*_routes(services.link)], services, access)
 
 
-def _routes(services: FurtherServices, access: Access) -> Iterator[BaseRoute]:
-    for declaration in declarations():
-        if declaration in OWN_ROUTES:
-            yield from mount([declaration], services, access)
+def _routes(link: ControllerLink) -> Iterator[BaseRoute]:
+    """Yield the routes that are answered here, and a way to the controller in place of the others.
+
+    `local` are those that need nothing but the store, the registry and the replicas.
+    """
+    for route in routes():
+        if route.local:
+            yield route
         else:
-            forwarded = RoleCheck(_forward(services.link), declaration.role, access)
-            for path in declaration.paths:
-                yield Route(path, forwarded, methods=[declaration.method])
-
-
-def _forward(link: ControllerLink) -> Handler:
-    async def forward(request: Request) -> ASGIApp:
-        return link.forward
-
-    return forward
+            methods = [*route.methods]
+            yield Route(route.path, RoleCheck(link.forward, route.role), methods=methods)

@@ -12,22 +12,13 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from cray_agents.errors import BadInput, CrayError, NotFound, PoolBusy
-from cray_agents.platform.client import LEASE
+from cray_agents.errors import CrayError, NotFound, PoolBusy
 from cray_agents.runtime.background import BackgroundTasks
 
 LONGEST = 3600.0  # seconds
 _RETRY = 5.0  # seconds until a promoted version that did not come back is tried again
 
 log = logging.getLogger(__name__)
-
-
-def lease_seconds(body: dict[str, Any]) -> float:
-    """Return the length of the lease that a request asks for. Raises BadInput."""
-    seconds = body.get("seconds", LEASE)
-    if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST:
-        raise BadInput(f"seconds must be a number from 0 to {LONGEST:g}", param="seconds")
-    return float(seconds)
 
 
 class Lease:

@@ -6,7 +6,7 @@ is in the store. The end of a run is one event, its description with rewards or 
 A run that had begun and has no end, because its worker or the platform died, ends as failed by the
 infrastructure. Its calls stay on record with it, and the loop tries again under another id. While
 there are runs, a task looks for leases that have expired, and for runs that nobody wants any more.
-Called by routes/rollouts.py.
+Called by routes/loops.py.
 """
 
 import asyncio

@@ -5,7 +5,9 @@ from asyncio.subprocess import Process
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from fastapi import Depends, Request
 
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.paths import Home
@@ -13,17 +15,16 @@ from cray_agents.ports import Trainer
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.controller_lease import ControllerLease
-from cray_agents.runtime.dashboard.sign_ins import SignIns
+from cray_agents.runtime.dashboard.static_files import SignIns
 from cray_agents.runtime.datasets.build_process import BuildProcess
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.uploads import Sweeper, Uploads
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
-from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.http.auth import Mode
 from cray_agents.runtime.gateway.http.bounds import MAX_BODY, MAX_FILE, MAX_SETTINGS, MAX_UPLOAD
 from cray_agents.runtime.gateway.http.client_work import ClientWork
 from cray_agents.runtime.gateway.http.metrics import Metrics
-from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.admission import Admission, GatewayShares
 from cray_agents.runtime.gateway.model_calls.control_tokens import ControlTokens
 from cray_agents.runtime.gateway.model_calls.idempotency import IdempotencyKeys
 from cray_agents.runtime.gateway.ownership import RunOwners
@@ -172,6 +173,14 @@ class Services:
         await self.versions.close()
         await self.fine_tuning.close()
         await self.datasets.close()
+
+
+async def _services_of(request: Request) -> Any:
+    return request.app.state.services
+
+
+#: The type of a handler's parameter that gets the services. A further gateway's are fewer.
+Current: TypeAlias = Annotated[Services, Depends(_services_of)]
 
 
 def vocabulary_of(services: Services, version: str) -> Vocabulary:

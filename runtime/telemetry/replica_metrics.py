@@ -3,7 +3,7 @@
 Replicas answer only with the platform's secret, so Prometheus cannot scrape them: the gateway does.
 Each sample gets the labels `replica`, `host` and `version`. A label of that name that vLLM gave is
 renamed `exported_...`, as Prometheus itself does. `cray_engine_up` tells which replicas answered.
-`_created` samples are left out. Read next: pool.py (`engines`), routes/observability.py.
+`_created` samples are left out. Read next: pool.py (`engines`), routes/platform.py.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ told by the store as they are recorded, the rest is noticed by the times of its 
 A cursor is `<feed>.<number>`. A feed is this process, or a shorter while: it gets another name
 after a time without readers, in which nothing was noticed. A reader with the cursor of another
 feed, or of a change that is no longer kept, is told to fetch everything anew (`reset`).
-Called by gateway/routes/changes.py.
+Called by gateway/routes/platform.py.
 """
 
 import asyncio

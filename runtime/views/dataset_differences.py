@@ -6,7 +6,7 @@ are joined by pyarrow in columns: a million runs take a second or two. Called by
 gateway/routes/datasets.py and cli/dataset_diff.py.
 """
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from cray_agents.errors import BadInput
 from cray_agents.exact_json import load_json
@@ -16,7 +16,7 @@ from cray_agents.runtime.datasets import reader
 from cray_agents.runtime.store.index.statistics import bin_edges
 from cray_agents.runtime.views.dataset_views import bin_counts, dataset_values
 
-CHANGES = ("added", "removed", "kept", "changed", "out")
+Change = Literal["added", "removed", "kept", "changed", "out"]
 TAKEN, ABSENT = "taken", "not considered"
 DEMONSTRATION = "demonstration/"
 _COLUMNS = ["run", "task", "accepted", "reason", "reward", "samples"]
@@ -66,10 +66,9 @@ def changed_runs(
     """
     import pyarrow.compute as pc
 
-    if change is not None and change not in CHANGES:
-        raise BadInput(
-            f"change must be one of {', '.join(CHANGES)}, not {change[:50]!r}", param="change"
-        )
+    if change is not None and change not in get_args(Change):
+        one_of = ", ".join(get_args(Change))
+        raise BadInput(f"change must be one of {one_of}, not {change[:50]!r}", param="change")
     lines = _joined(home, *(reader.read_dataset(home, name) for name in (one, other)))
     if change is not None:
         lines = lines.filter(pc.equal(lines["change"], change))

@@ -1,7 +1,7 @@
-"""Job hardware: a job on its nodes. Their load, the slowest rank, and why it waits.
+"""Job views: a job on its nodes, the slowest rank, why it waits, and its measures by step.
 
-The files are those of telemetry/sampler.py, in the folder of the job, or of the session that
-trained it. A damaged line, or one that is still written, is left out. Called by
+The files of nodes are those of telemetry/sampler.py, in the folder of the job, or of the session
+that trained it. A damaged line, or one that is still written, is left out. Called by
 gateway/routes/jobs.py and `jobs show --hardware`.
 """
 
@@ -12,20 +12,59 @@ from typing import Any
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
+from cray_agents.records import Record
 from cray_agents.runtime.disk import journal
 from cray_agents.runtime.scheduler.slurm_reports import SlurmUsage, describe_reason, read_usage
 from cray_agents.runtime.telemetry.sampler import PREFIX
-from cray_agents.runtime.views.hardware_records import (
-    JobHardware,
-    JobWait,
-    NodeHardware,
-    SlowRank,
-)
-from cray_agents.runtime.views.job_series import Point, job_events, thinned
 from cray_agents.training_jobs import JobStatus
 
 NOT_FIGURES = {"event", "time"}
 ASKED_AGAIN = 60.0  # seconds after which Slurm is asked anew for the account of a job
+
+
+class NodeHardware(Record):
+    """The load of a node that trains a job, and its GPUs.
+
+    `series[name]` are [time, value], thinned as in JobSeries. `newest`: the figures of the last
+    sample at `time`, with texts. What a device does not measure is missing, never 0.
+    """
+
+    node: str
+    time: float | None
+    gpus: list[dict[str, Any]]
+    newest: dict[str, float | str]
+    series: dict[str, list[tuple[float, float]]]
+
+
+class SlowRank(Record):
+    """The last rank whose own work of a step took much longer than the median rank's (seconds)."""
+
+    rank: int
+    node: str
+    seconds: float
+    median: float
+    steps: int
+    after_step: int
+
+
+class JobWait(Record):
+    """Why a job waits: Slurm's word, what it means, and the next step."""
+
+    reason: str
+    meaning: str
+    next: str
+
+
+class JobHardware(Record):
+    """A job on its nodes. `names`: all series of the nodes here. `slurm`: Slurm's own account."""
+
+    id: str
+    names: list[str]
+    nodes: list[NodeHardware]
+    has_more: bool
+    slowest: SlowRank | None
+    waits: JobWait | None
+    slurm: SlurmUsage | None
 
 
 def job_hardware(
@@ -127,3 +166,70 @@ def _usage(status: JobStatus, now: float) -> SlurmUsage | None:
 @lru_cache(64)
 def _asked_usage(scheduler_job_id: str, name: str, minute: int) -> SlurmUsage:
     return read_usage(scheduler_job_id, name)
+
+
+# ---- measures by step
+MEASURED = {"step": "", "evaluation": "evaluation_"}  # events, and the prefix of their measures
+NOT_MEASURES = {"event", "time", "step", "not_finite"}
+
+Point = tuple[float, float]  # step, value
+
+
+def job_events(home: Home, job_id: str) -> list[Any]:
+    """Return the events of a job, without a last line that is still being written; none of ""."""
+    return list(journal.read(home.job(job_id) / "events.jsonl")) if job_id else []
+
+
+def series_of(events: Iterable[dict[str, Any]]) -> dict[str, list[Point]]:
+    """Return all finite measures of a job's events by name; of a step done twice the last."""
+    series: dict[str, dict[float, float]] = {}
+    for event in events:
+        prefix = MEASURED.get(str(event.get("event")))
+        if prefix is None:
+            continue
+        for name, value in event.items():
+            if name not in NOT_MEASURES and isinstance(value, int | float):
+                series.setdefault(prefix + name, {})[event["step"]] = float(value)
+    return {name: sorted(points.items()) for name, points in series.items()}
+
+
+def job_series(
+    job_id: str, events: Iterable[dict[str, Any]], names: Sequence[str], points: int
+) -> dict[str, Any]:
+    """Return a JobSeries of these measures (all if there are no names) as JSON.
+
+    Raises BadInput for a measure that the job has not.
+    """
+    known = series_of(events)
+    if known and (unknown := [name for name in names if name not in known]):
+        raise BadInput(f"the job has no {unknown[0]!r}: {', '.join(known)}", param="names")
+    chosen = {name: known[name] for name in names or known if name in known}
+    return {
+        "id": job_id,
+        "names": list(known),
+        "points": points,
+        "counts": {name: len(series) for name, series in chosen.items()},
+        "series": {name: thinned(series, points) for name, series in chosen.items()},
+    }
+
+
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """Return at most `most` (3 or more) of the points, with the first and the last, by LTTB."""
+    count = len(points)
+    if count <= most:
+        return list(points)
+    kept = [points[0]]
+    width = (count - 2) / (most - 2)
+    for number in range(most - 2):
+        start, end = int(number * width) + 1, int((number + 1) * width) + 1
+        after = points[end : min(count, int((number + 2) * width) + 1)] or points[-1:]
+        x = sum(point[0] for point in after) / len(after)
+        y = sum(point[1] for point in after) / len(after)
+        (left, height) = kept[-1]
+        kept.append(
+            max(
+                points[start:end],
+                key=lambda p: abs((left - x) * (p[1] - height) - (left - p[0]) * (y - height)),
+            )
+        )
+    return [*kept, points[-1]]

@@ -562,3 +562,32 @@ class WarningList(Record):
 
     since: float
     data: list[HealthWarning]
+
+
+class WhoAmI(Record):
+    """The caller's key, null without one, and the platform; `home` is for admins alone."""
+
+    key: str | None
+    name: str
+    role: Literal["use", "train", "admin"]
+    home: str | None
+    version: str | None
+    features: list[Literal["keys", "score"]]
+
+
+class ReplicaLease(Record):
+    """A replica that serves `version` for `holder`, in the place of `displaced`."""
+
+    holder: str
+    version: str
+    displaced: list[str]
+    seconds_left: float
+
+
+class ReplicaList(Record):
+    """The replicas, those that were started on demand, and the lease of one."""
+
+    data: list[dict[str, Any]]
+    spares: list[dict[str, Any]]
+    lease: ReplicaLease | None
+    turns: dict[str, Any] = Field(default_factory=dict)

@@ -11,7 +11,7 @@ over. The HMAC is also of the address and port that the answering socket has, an
 of the connection: so a process that passes the number on to a server that lives gets a proof for
 the wrong place. A network between hosts whose packets others change is not kept out; TLS would be.
 
-gateway/routes/gateways.py, lock.py and pool/replica_supervisor.py answer.
+gateway/routes/platform.py, lock.py and pool/replica_supervisor.py answer.
 pool/vllm_http.py and server/platform_process.py ask.
 """
 

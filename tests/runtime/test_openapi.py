@@ -9,16 +9,16 @@ import pytest
 import schemathesis
 from starlette.routing import Route
 
-from cray_agents.runtime.gateway.app import create_app, declarations
-from cray_agents.runtime.gateway.http.bodies import ID
-from cray_agents.runtime.gateway.http.openapi import TAGS, document
+from cray_agents.runtime.gateway.app import create_app, routes
+from cray_agents.runtime.gateway.http.fields import ID
+from cray_agents.runtime.gateway.http.routing import TAGS, document
 from cray_agents.training_jobs import JobSpec
 from tests.support.scripted_gateway import served
 
 
 @pytest.fixture(scope="module")
 def openapi_document() -> Any:
-    return orjson.loads(orjson.dumps(document(declarations())))
+    return orjson.loads(orjson.dumps(document(routes())))
 
 
 def _operations(openapi_document: Any) -> dict[tuple[str, str], Any]:
@@ -34,9 +34,9 @@ async def test_it_tells_of_every_route_and_of_nothing_else(
 ) -> None:
     async with served(tmp_path) as gateway:
         status, answered = await gateway.call("GET", "/openapi.json")
-        routes = create_app(gateway.services).routes
+        app = create_app(gateway.services)
     served_routes = set()
-    for route in routes:
+    for route in app.routes:
         assert isinstance(route, Route)
         # a HEAD comes with each GET, as HTTP wants it: not worth an entry of its own
         served_routes |= {
@@ -60,7 +60,7 @@ def test_it_is_valid_and_every_reference_leads_somewhere(openapi_document: Any) 
 def test_operations_are_named_once_and_described(openapi_document: Any) -> None:
     operations = _operations(openapi_document)
     names = [operation["operationId"] for operation in operations.values()]
-    roles = {(str(d.method), path): d.role for d in declarations() for path in d.paths}
+    roles = {(route.method, route.path): route.role for route in routes()}
     assert len(set(names)) == len(names)
     for (method, path), operation in operations.items():
         assert operation["summary"] and set(operation["tags"]) <= set(TAGS), path
@@ -71,6 +71,10 @@ def test_operations_are_named_once_and_described(openapi_document: Any) -> None:
 
 def test_what_it_says_of_records_and_ids_is_so(openapi_document: Any) -> None:
     schemas = openapi_document["components"]["schemas"]
-    assert schemas["Id"]["pattern"] == f"^{ID.pattern}$"
-    assert set(schemas["JobSpec"]["properties"]) == set(JobSpec.model_fields)
+    parameters = openapi_document["paths"]["/v1/jobs/{job_id}"]["get"]["parameters"]
+    assert parameters[0]["schema"]["pattern"] == f"^{ID.pattern}$"
+    body = openapi_document["paths"]["/v1/jobs"]["post"]["requestBody"]
+    spec = body["content"]["application/json"]["schema"]
+    assert set(spec["properties"]) == set(JobSpec.model_fields)
+    assert spec["required"] == ["hyperparameters", "parent"]
     assert "owner" not in schemas["File"]["properties"]

@@ -14,7 +14,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.model_calls.apis.chat import CHAT as CHAT_API
-from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
+from cray_agents.runtime.gateway.model_calls.apis.chat import COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
 from cray_agents.runtime.vllm_plugins import wire

@@ -18,7 +18,7 @@ import pytest
 from starlette.routing import Route
 
 from cray_agents.paths import Home
-from cray_agents.runtime.gateway.app import create_app, declarations
+from cray_agents.runtime.gateway.app import create_app, routes
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.support.scripted_gateway import CHAT, Gateway, says, served
 
@@ -266,7 +266,7 @@ async def test_every_route_has_a_row(site: Site) -> None:
 async def test_each_role_gets_what_its_row_says(site: Site) -> None:
     """That who may is let in, test_middleware.py tries, for all roles."""
     roles = [role.name for role in Role]
-    declared = {(str(d.method), path): d.role for d in declarations() for path in d.paths}
+    declared = {(route.method, route.path): route.role for route in routes()}
     for (method, template), (need, _) in ROWS.items():
         assert declared[method, template] == (need if need == "open" else Role[need]), template
         if need == "open":

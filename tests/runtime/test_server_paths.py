@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.runtime.gateway.http.server_paths import without_paths
+from cray_agents.runtime.gateway.http.error_envelope import without_paths
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import JobSpec
 from tests.support.scripted_gateway import CHAT, Gateway, block, says

@@ -189,7 +189,7 @@ def test_bad_calls(client: openai.OpenAI) -> None:
     for body in ({}, {"part_ids": "x"}, {"part_ids": [1]}):
         with pytest.raises(openai.BadRequestError) as bad:
             client.post(f"/uploads/{upload['id']}/complete", cast_to=object, body=body)
-        assert error(bad.value)[1] == "part_ids"
+        assert str(error(bad.value)[1]).startswith("part_ids")
 
 
 def test_the_file_expires_from_its_completion(client: openai.OpenAI) -> None:

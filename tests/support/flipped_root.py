@@ -160,7 +160,7 @@ def _loop(home: Home) -> None:
             generation=0, holdout_success=0.5, holdout_tasks=1, version="m@1"
         ).model_dump(mode="json"),
     }.items():
-        durable.create_file(home.loop("faults") / f"{place}.json", loops._text(record))
+        durable.create_file(home.loop("faults") / f"{place}.json", loops.text_of(record))
 
 
 def _trained(home: Home, registry: Registry) -> Path:
@@ -317,7 +317,7 @@ def readers(home: Home) -> dict[str, Reader]:
         "generations": lambda h: [
             checksums.read_json(p) for p in _in(h.loop("faults") / "generations", "*.json")
         ],
-        "journal": lambda h: list(map(loops._recall, _in(h.loop("faults") / "journal", "*.json"))),
+        "journal": lambda h: list(map(loops.recall, _in(h.loop("faults") / "journal", "*.json"))),
         "steps": lambda h: [
             read_commit(p) for p in [*_in(h.loop_datasets("faults"), "*.json"),
                                      *_in(h.loop_datasets("faults") / "commits", "*.json")]

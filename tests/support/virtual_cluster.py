@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.paths import Home
-from cray_agents.runtime.gateway.gateway_shares import GatewayShares
-from cray_agents.runtime.gateway.model_calls.admission import Admission
+from cray_agents.runtime.gateway.model_calls.admission import Admission, GatewayShares
 from cray_agents.runtime.pool.job_lease import JOB_PREFIX
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scaling.decision import ScalingRules

@@ -14,7 +14,7 @@ Read next: api_keys.py; ../ownership.py, changes to runs and files; middleware.p
 
 import hmac
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -32,7 +32,6 @@ PLAIN = (b"", b"identity")  # encodings that leave a body as it is
 
 Mode = Literal["auto", "required", "off"]
 RequiredRole = Role | Literal["open"]
-Handler = Callable[[Request], Awaitable[ASGIApp]]  # mostly a Response
 
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1", re.IGNORECASE)
 
@@ -120,20 +119,18 @@ class Access:
 
 
 class RoleCheck:
-    """The ASGI application of a route: its handler, for callers whom Access lets through."""
+    """The ASGI application of a route, for callers whom the app's Access lets through."""
 
-    def __init__(self, handler: Handler, role: RequiredRole, access: Access) -> None:
-        self._handler = handler
+    def __init__(self, app: ASGIApp, role: RequiredRole) -> None:
+        self._app = app
         self._role = role
-        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._role != "open":
-            caller = self._access.caller(scope, self._role)
-            scope.setdefault("state", {})["caller"] = caller
+            access: Access = scope["app"].state.access
+            scope.setdefault("state", {})["caller"] = access.caller(scope, self._role)
         _check_encoding(scope)
-        response = await self._handler(Request(scope, receive, send))
-        await response(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 def _check_encoding(scope: Scope) -> None:

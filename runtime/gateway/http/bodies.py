@@ -1,8 +1,6 @@
-"""Bodies: JSON, query parameters and ids of requests, checked; JSON answers."""
+"""Bodies: the JSON of requests, bounded and checked; JSON answers."""
 
 import logging
-import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -17,15 +15,16 @@ from cray_agents.exact_json import dump_json, load_json
 from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.bounds import check_json
 from cray_agents.runtime.gateway.http.client_work import aside, await_or_disconnect
-from cray_agents.runtime.gateway.http.error_envelope import SENT, BodyTooLarge
-from cray_agents.runtime.gateway.http.server_paths import without_paths
+from cray_agents.runtime.gateway.http.error_envelope import (
+    SENT,
+    BodyTooLarge,
+    bad_input,
+    without_paths,
+)
+from cray_agents.runtime.gateway.http.fields import ID
 
-ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # also safe as a header and a folder
 MARKS = "cray_agents"  # prefix of the fields that only the platform may send to engines
-COUNT = re.compile(r"0|[1-9][0-9]{0,8}")
 DEEPEST = 100  # lists and objects within each other; orjson cannot write more than 250
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}  # seconds
-DIGITS = 18  # of a number in a query: nothing here counts further
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +109,7 @@ def parse(model: type[Model], value: Any, under: str = "") -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        path = [*([under] if under else []), *map(str, first["loc"])]
-        param = ".".join(path) if path else None
-        raise BadInput(f"{param or 'the body'}: {first['msg']}", param=param) from error
+        raise bad_input(error.errors(), [under] if under else []) from error
 
 
 def check_unmarked(body: Mapping[str, Any]) -> None:
@@ -133,7 +129,9 @@ def check_unmarked(body: Mapping[str, Any]) -> None:
 
 
 def json_response(value: Any) -> Response:
-    """Return a JSON answer."""
+    """Return a JSON answer: of a record, or of plain JSON."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
     return Response(dump_json(value), 200, media_type="application/json")
 
 
@@ -147,6 +145,8 @@ async def answer_read(
 
     def write() -> bytes:
         value = read()
+        if isinstance(value, BaseModel):
+            value = value.model_dump(mode="json")
         return value if isinstance(value, bytes) else dump_json(value)
 
     content = await await_or_disconnect(request, None, aside(request, write, long=long))
@@ -202,13 +202,6 @@ def field(body: dict[str, Any], name: str, kind: type[Any], default: Any = None)
     return value
 
 
-def query(request: Request, known: Collection[str]) -> dict[str, str]:
-    """Return the query parameters. Raises BadInput for an unknown one: it has no effect."""
-    params = dict(request.query_params)
-    check_known(params, known)
-    return params
-
-
 def check_known(params: Iterable[str], known: Collection[str]) -> None:
     """Raise BadInput for a query parameter that is not among the known ones."""
     for name in params:
@@ -220,64 +213,11 @@ def check_known(params: Iterable[str], known: Collection[str]) -> None:
             )
 
 
-def number(params: Mapping[str, str], name: str, default: int, most: int | None = None) -> int:
-    """Return a whole, non-negative query parameter. Raises BadInput."""
-    text = params.get(name, str(default))
-    most = 10**DIGITS - 1 if most is None else most
-    if not (text.isascii() and text.isdecimal() and len(text) <= DIGITS) or int(text) > most:
-        raise BadInput(f"{name} must be a whole number up to {most}, not {text!r}", param=name)
-    return int(text)
-
-
-def real(params: Mapping[str, str], name: str, default: float) -> float:
-    """Return a finite number from the query. Raises BadInput."""
-    text = params.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise BadInput(f"{name} must be a number, not {text[:50]!r}", param=name)
-    return value
-
-
-def names_in(params: Mapping[str, str], name: str) -> list[str]:
-    """Return the names in a query parameter, separated by commas, each once."""
-    return list(dict.fromkeys(part.strip() for part in params.get(name, "").split(",") if part))
-
-
-def bucket_seconds(params: Mapping[str, str]) -> float | None:
-    """Return the seconds of `bucket`, such as 1h; None without it. Raises BadInput."""
-    text = params.get("bucket")
-    if text is None:
-        return None
-    amount, unit = text[:-1], text[-1:]
-    if not (amount.isascii() and amount.isdecimal() and len(amount) < 7) or unit not in UNITS:
-        raise BadInput(
-            f"bucket must be a number and a unit, as 30m, 1h, 1d or 1w, not {text[:50]!r}",
-            param="bucket",
-        )
-    if not int(amount):
-        raise BadInput("bucket must be longer than 0", param="bucket")
-    return float(int(amount) * UNITS[unit])
-
-
-def path_number(request: Request, name: str, noun: str) -> int:
-    """Return a number from the path. Raises NotFound, also for one that is too large."""
-    value = str(request.path_params[name])
-    if not COUNT.fullmatch(value):
-        raise NotFound(f"no {noun} {value!r}", param=name)
-    return int(value)
-
-
-def path_id(request: Request, name: str, noun: str) -> str:
-    """Return an id from the path. Raises NotFound for text that never names a file."""
-    value = str(request.path_params[name])
-    if not ID.fullmatch(value):
-        raise NotFound(f"no {noun} {value!r}", param=name)
-    return value
+def check_run_id(request: Request) -> None:
+    """Raise NotFound for a bare route under the base URL of a run that no run can have."""
+    run_id = request.path_params.get("run_id")
+    if run_id is not None and not ID.fullmatch(run_id):
+        raise NotFound(f"no run {run_id[:200]!r}", param="run_id")
 
 
 def _too_deep(body: dict[str, Any]) -> str | None:

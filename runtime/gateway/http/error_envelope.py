@@ -15,9 +15,11 @@ import logging
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -42,7 +44,6 @@ from cray_agents.errors import (
     SwapError,
     TooManyRequests,
 )
-from cray_agents.runtime.gateway.http.server_paths import without_paths
 
 AWAY = {errno.EROFS, errno.EIO, errno.ESTALE}  # a file system that may come back
 PASSED_ON = {400, 413, 422, 429}  # statuses of an engine that blame the request
@@ -213,6 +214,23 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     return Response(body, error.status_code, error.headers, "application/json")
 
 
+def bad_input(errors: Sequence[Any], under: Sequence[str] = ()) -> BadInput:
+    """Return the refusal of a value that does not fit: it names the first field, with its path."""
+    first = errors[0]
+    path = [*under, *map(str, first["loc"])]
+    param = ".".join(path) if path else None
+    own = first.get("ctx", {}).get("error")
+    why = str(own) if isinstance(own, BadInput) else f"{param or 'the body'}: {first['msg']}"
+    return BadInput(why, param=param)
+
+
+async def on_bad_parameter(request: Request, error: Exception) -> Response:
+    """Answer a path or query that does not fit, for Starlette."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return await on_cray_error(request, bad_input([{**first, "loc": first["loc"][1:2]}]))
+
+
 def _sent(scope: Scope) -> bytes:
     """Return the client's own text: path, query, and the JSON body once it was read."""
     body: bytes | bytearray = scope.get(SENT, b"")
@@ -223,4 +241,23 @@ HANDLERS: dict[Any, Any] = {
     CrayError: on_cray_error,
     HTTPException: on_http_error,
     OSError: on_os_error,
+    RequestValidationError: on_bad_parameter,
 }
+
+
+#: At least two names, at the start of a word: neither `and/or` nor a URL.
+_NAME = r"[^\s/'\"`()\[\]{}<>,;:]"
+PATH = re.compile(rf"(?<![\w./\\~%#?&@+*-])/{_NAME}+(?:/{_NAME}*)+")
+OURS = re.compile(r"/(v1|runs|health|metrics|tokenize|detokenize|api)/")
+
+
+def without_paths(message: str, sent: bytes = b"") -> str:
+    """Return the message with `.../name` for absolute paths that are no route and were not sent."""
+
+    def shorten(match: re.Match[str]) -> str:
+        path = match[0]
+        if OURS.match(path) or path.rstrip(".").encode(errors="replace") in sent:
+            return path
+        return ".../" + path.rstrip("/").rpartition("/")[2]
+
+    return PATH.sub(shorten, message) if "/" in message else message

@@ -24,25 +24,13 @@ from cray_agents.records import new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.error_envelope import ERROR_CODE, BodyTimeout, envelope
 from cray_agents.runtime.gateway.http.metrics import Metrics
-from cray_agents.runtime.gateway.http.routing import DeclaredRoute
+from cray_agents.runtime.gateway.http.routing import GatewayRoute
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.telemetry.audit_log import AuditLog
 from cray_agents.runtime.telemetry.call_metrics import OTHER
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 INTERNAL = "internal_error"
-#: Changes that come many times a minute and are of the platform's own working, or of a training
-#: that one audited request began.
-NOT_AUDITED = {
-    "/v1/gateways",
-    "/v1/gateways/load",
-    "/v1/pool/lease",
-    "/v1/jobs/{job_id}/commands",
-    "/api/v1/forward_backward",
-    "/api/v1/optim_step",
-    "/api/v1/weights_info",
-    "/api/v1/get_info",
-}
 MOST_REASON = 1000  # characters of a reason that the audit log keeps
 REQUEST_ID = "cray_agents.request_id"  # in the scope: the request's id, as the answer has it
 
@@ -128,17 +116,16 @@ def _template(scope: Scope) -> str:
 
 def _is_rate_limited(scope: Scope) -> bool:
     route = scope.get("route")
-    return isinstance(route, DeclaredRoute) and route.declaration.rate_limited
+    return isinstance(route, GatewayRoute) and route.rate_limited
 
 
 def _is_audited(scope: Scope) -> bool:
     """Tell whether a request asks for a change of what keys of role `use` may not change."""
     route = scope.get("route")
-    if not isinstance(route, DeclaredRoute) or scope["method"] != route.declaration.method:
+    if not isinstance(route, GatewayRoute):
         return False
-    declared = route.declaration
-    changes = declared.method != "GET" and declared.role in (Role.train, Role.admin)
-    return changes and declared.path not in NOT_AUDITED
+    changes = route.is_change and scope["method"] in (route.methods or ())
+    return changes and route.audited and route.role in (Role.train, Role.admin)
 
 
 def _audit_fields(scope: Scope, status: int, request_id: bytes) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Multipart forms, streamed: one file goes straight into a blob's draft, fields stay small.
 
 The body is never whole in memory: a thread parses, hashes and writes one piece while the next
-arrives. Called by routes/files.py and routes/uploads.py. Every refusal is BadInput.
+arrives. Called by routes/files.py. Every refusal is BadInput.
 """
 
 import asyncio

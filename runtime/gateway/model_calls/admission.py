@@ -18,8 +18,11 @@ requests have a bound of their own, of the same size. A request that nothing cou
 `outage` seconds gets EngineUnavailable. One whose model cannot be looked up, since its record is
 damaged or the disk is away, gets that error; the others go on.
 
+Several gateways must not let in more together than one would alone: `GatewayShares` gives each a
+share of the engines' capacity, and of the queue, in proportion to the requests that it reports.
+
 For use on one event loop, hence no lock; without contention it makes no future and no task. Called
-by answer.py and passthrough.py; http/metrics.py shows the numbers.
+by answer.py; http/metrics.py shows the numbers.
 """
 
 import asyncio
@@ -448,3 +451,49 @@ class Admission:
     def _drain_seconds(self, requests: int) -> float:
         """Return the seconds that so many requests take, at the pace of the last ones."""
         return requests * self.mean_seconds / max(1, self._last_capacity)
+
+
+FORGOTTEN = 3.0  # seconds after which a gateway that says nothing has no share
+
+
+class GatewayShares:
+    """The demands of further gateways, in requests inside and waiting, as last reported."""
+
+    def __init__(self) -> None:
+        self._demands: dict[str, tuple[int, float]] = {}
+
+    def note(self, gateway: str, demand: int) -> None:
+        """Take a gateway's report."""
+        self._demands[gateway] = (demand, time.monotonic())
+
+    @property
+    def gateways(self) -> list[str]:
+        """The names of the further gateways that report."""
+        self._forget()
+        return sorted(self._demands)
+
+    @property
+    def demand(self) -> int:
+        """The requests that further gateways have."""
+        self._forget()
+        return sum(demand for demand, _ in self._demands.values())
+
+    def own(self, demand: int) -> float:
+        """Return the share of the gateway that holds this object, in (0, 1]."""
+        if not self._demands:
+            return 1.0
+        return self._share(demand, self.demand + demand, len(self._demands) + 1)
+
+    def of(self, gateway: str, own_demand: int) -> float:
+        """Return the share of a gateway that has reported; `own_demand`: that of this one."""
+        demand = self._demands[gateway][0]
+        return self._share(demand, self.demand + own_demand, len(self._demands) + 1)
+
+    @staticmethod
+    def _share(demand: int, total: int, gateways: int) -> float:
+        return (demand + 1) / (total + gateways)  # so that an idle one may begin
+
+    def _forget(self) -> None:
+        old = time.monotonic() - FORGOTTEN
+        for gateway in [g for g, (_, at) in self._demands.items() if at < old]:
+            del self._demands[gateway]

@@ -2,7 +2,8 @@
 
 Every call is durably in the store before its answer ends. The record holds the tokens the engine
 sampled and the `name@N` that sampled them. Read next: apis/, the APIs; call.py, the record;
-relay.py, streams; idempotency.py, repeats; passthrough.py, requests that sample nothing.
+relay.py, streams and spans; idempotency.py, repeats. Requests that sample nothing (embeddings,
+tokens) pass through to the engine without a record.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
@@ -17,8 +19,8 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cray_agents.errors import BadInput, StoreError
-from cray_agents.exact_json import malformed_calls
+from cray_agents.errors import BadInput, EngineError, StoreError
+from cray_agents.exact_json import load_json, malformed_calls
 from cray_agents.ports import EngineCall
 from cray_agents.records import Event, Message, new_id
 from cray_agents.runtime.background import start_task
@@ -26,7 +28,7 @@ from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
-    ID,
+    check_run_id,
     check_unmarked,
     read_as,
     response_of,
@@ -38,21 +40,28 @@ from cray_agents.runtime.gateway.http.bounds import (
     MAX_RECORDED,
     check_count,
     check_sampling,
+    check_texts,
 )
 from cray_agents.runtime.gateway.http.client_work import aside, await_or_disconnect
+from cray_agents.runtime.gateway.http.fields import ID
 from cray_agents.runtime.gateway.model_calls.admission import Ticket
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
-from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
-from cray_agents.runtime.gateway.model_calls.apis.open_responses import complete_answer
-from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
+from cray_agents.runtime.gateway.model_calls.apis.chat import COMPLETIONS
+from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES, complete_answer
 from cray_agents.runtime.gateway.model_calls.call import DATA, Call, choices_of
-from cray_agents.runtime.gateway.model_calls.call_spans import begin_span, end_span, failed_span
 from cray_agents.runtime.gateway.model_calls.idempotency import (
     ReplayedAnswer,
     fingerprint,
     key_of,
 )
-from cray_agents.runtime.gateway.model_calls.relay import EventStream, Piece, StreamRecorder
+from cray_agents.runtime.gateway.model_calls.relay import (
+    EventStream,
+    Piece,
+    StreamRecorder,
+    begin_span,
+    end_span,
+    failed_span,
+)
 from cray_agents.runtime.gateway.ownership import owner_of
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.request_router import Wanted
@@ -492,3 +501,82 @@ def _replay(call: Call, answer: ReplayedAnswer) -> Response:
     media_type = "text/event-stream" if call.exchange.streams else "application/json"
     headers = {"x-run-id": answer.run_id, "x-idempotent-replayed": "true"}
     return Response(answer.body, headers=headers, media_type=media_type)
+
+
+def check_embedded(body: Body) -> None:
+    """Raise BadInput for an `input` that is no text, no tokens, and no list of these."""
+    given = body.get("input")
+    if isinstance(given, str):
+        return
+    if not isinstance(given, list) or not all(
+        isinstance(one, str)
+        or _is_token(one)
+        or (isinstance(one, list) and all(map(_is_token, one)))
+        for one in given
+    ):
+        raise BadInput("input must be a text, token ids, or a list of these", param="input")
+    check_texts("input", given)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+async def pass_through(
+    services: Services,
+    request: Request,
+    path: str,
+    check: Callable[[Body], object] | None = None,
+) -> Response:
+    """Answer a request by the engine's route at `path`. Called by routes/sampling.py.
+
+    `check` raises BadInput for a body that is not as the document says.
+    """
+    check_run_id(request)
+
+    def checked(body: Body) -> Body:
+        if not isinstance(body.get("model"), str):
+            raise BadInput("model must be given as a string", param="model")
+        check_unmarked(body)
+        if check is not None:
+            check(body)
+        return body
+
+    body = await read_as(checked, request, services.max_body)
+    model = body["model"]
+    body.pop("stream", None)
+    exchange = EngineCall(path, body, new_id("x")[2:], capture=False, size=size_of(request))
+    wanted = resolve_version(services, exchange)
+    if path == "/v1/embeddings" and not services.pool.serves(exchange.version):
+        folder = services.home.checkpoint(services.registry.resolve(exchange.version).checkpoint)
+        if await asyncio.to_thread(only_generates, folder):  # before a replica is started for it
+            raise _unsupported(exchange.version, path)
+    ticket = take_ticket(services, request, model)
+    try:
+        answer = services.pool.answer(wanted, exchange)
+        work = collect_answer(services, answer, ticket, wanted)
+        content = await await_or_disconnect(request, ticket, work)
+    except EngineError as error:
+        if error.status in (404, 405, 501):  # vLLM has no route that its model cannot serve
+            raise _unsupported(exchange.version, path) from error
+        raise
+    return response_of(content)
+
+
+def only_generates(checkpoint: Path) -> bool:
+    """Tell by its files whether vLLM serves a model for text alone, unless told otherwise."""
+    try:
+        config = load_json((checkpoint / "config.json").read_bytes())
+        names = [str(name) for name in config["architectures"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    return generates and not (checkpoint / "modules.json").exists()
+
+
+def _unsupported(version: str, path: str) -> BadInput:
+    return BadInput(
+        f"{version} cannot do this ({path}): its engine serves a model of another kind",
+        param="model",
+        code="unsupported_model",
+    )

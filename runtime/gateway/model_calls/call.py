@@ -14,8 +14,7 @@ import orjson
 from cray_agents.errors import CrayError
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import Event, Message, new_id
-from cray_agents.runtime.gateway.http.error_envelope import LONGEST
-from cray_agents.runtime.gateway.http.server_paths import without_paths
+from cray_agents.runtime.gateway.http.error_envelope import LONGEST, without_paths
 from cray_agents.runtime.gateway.model_calls.apis import Body, SamplingApi
 from cray_agents.runtime.gateway.model_calls.idempotency import InFlightKey
 from cray_agents.runtime.store.conversations import Continuation

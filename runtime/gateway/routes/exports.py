@@ -9,10 +9,11 @@ import logging
 import os
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import orjson
-from starlette.requests import Request
+from fastapi import Query
+from pydantic import Field
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -26,44 +27,65 @@ from cray_agents.errors import (
     TooManyRequests,
 )
 from cray_agents.processes import python
-from cray_agents.queries import RunFilter
+from cray_agents.records import StrictRecord
 from cray_agents.runtime.exports.export_process import LINES, PAGE, PARQUET, TAR, ZIP
 from cray_agents.runtime.exports.formats.catalog import FORMATS
 from cray_agents.runtime.gateway.http.api_keys import Role
-from cray_agents.runtime.gateway.http.bodies import path_id
-from cray_agents.runtime.gateway.http.routing import Router, query
-from cray_agents.runtime.gateway.http.shapes import FLAG, TEXT, Described, Shape, list_of
-from cray_agents.runtime.gateway.routes.trajectories import WHICH, one_of, run_query
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.http.fields import DatasetId
+from cray_agents.runtime.gateway.http.routing import BINARY, Router
+from cray_agents.runtime.gateway.routes.trajectories import WhichRuns
+from cray_agents.runtime.gateway.services import Current, Services
 
 log = logging.getLogger(__name__)
 
 MAX_RUNNING = 4  # exports at once: each takes a core
 RETRY_SECONDS = 10.0
 PIECE = 1 << 18  # bytes sent at a time
-FLAGS = ("strict", "skip_missing", "skip_unsupported")
-BINARY: Shape = {"type": "string", "format": "binary"}
-MEDIA: dict[str, Shape] = {LINES: TEXT, PAGE: TEXT, PARQUET: BINARY, TAR: BINARY, ZIP: BINARY}
-HOW: dict[str, Shape | Described] = {
-    "format": Described({"enum": list(FORMATS)}, "`jsonl` unless given."),
-    "strict": Described(FLAG, "A loss is an error."),
-    "allow": Described(list_of(TEXT), "Losses that strict allows."),
-    "skip_missing": Described(FLAG, "Leave out runs that were pruned or are damaged."),
-    "skip_unsupported": Described(FLAG, "Leave out runs that the format cannot carry."),
-}
+TEXT = {"type": "string"}
+MEDIA = {LINES: TEXT, PAGE: TEXT, PARQUET: BINARY, TAR: BINARY, ZIP: BINARY}
 FAILS = "400 unknown_format, 400 unsupported_export, 400 export_loss, 429 rate_limit_exceeded"
 
 router = Router("Training")
 
 
+class ExportRules(StrictRecord):
+    """The parameters of a query for an export: the format, and the rules for losses."""
+
+    format: str = Field(
+        "jsonl", json_schema_extra={"enum": list(FORMATS)}, description="`jsonl` unless given."
+    )
+    strict: bool = Field(False, description="A loss is an error.")
+    allow: list[str] = Field(default_factory=list, description="Losses that strict allows.")
+    skip_missing: bool = Field(False, description="Leave out runs that were pruned or are damaged.")
+    skip_unsupported: bool = Field(
+        False, description="Leave out runs that the format cannot carry."
+    )
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """The fields above, without what else the query asks."""
+        return self.model_dump(include=set(ExportRules.model_fields))
+
+
+class DatasetExport(ExportRules):
+    """The parameters of a query for an export of a training set."""
+
+    split: Literal["train", "validation"] = "train"
+
+
+class RunExport(ExportRules, WhichRuns):
+    """The parameters of a query for an export of runs."""
+
+
 @router.get(
     "/v1/datasets/{dataset_id}/export",
     Role.train,
-    query={**HOW, "split": {"enum": ["train", "validation"]}},
     media=MEDIA,
     fails=f"404 not_found, 400 missing_runs, 400 no_pairs, {FAILS}",
 )
-async def export_dataset(services: Services, request: Request) -> Response:
+async def export_dataset(
+    services: Current, dataset_id: DatasetId, query: Annotated[DatasetExport, Query()]
+) -> Response:
     """Stream a training set's runs, pairs or tokens in another format.
 
     Lines of JSON, a page (html), a Parquet file (tokens, verl), a log (eval), or a tar of a folder
@@ -72,21 +94,17 @@ async def export_dataset(services: Services, request: Request) -> Response:
     the first byte: with `strict`, in Parquet, and where the export is small. An export that fails
     later ends with a broken connection, never with a short answer that looks whole.
     """
-    dataset = path_id(request, "dataset_id", "dataset")
-    params = query(request)
-    split = params.get("split", "train")
-    return await _export(services, {**_how(request, params), "dataset": dataset, "split": split})
+    job = {**query.rules, "dataset": dataset_id, "split": query.split}
+    return await _export(services, job)
 
 
-@router.get("/v1/trajectories/export", Role.train, query={**HOW, **WHICH}, media=MEDIA, fails=FAILS)
-async def export_runs(services: Services, request: Request) -> Response:
+@router.get("/v1/trajectories/export", Role.train, media=MEDIA, fails=FAILS)
+async def export_runs(services: Current, query: Annotated[RunExport, Query()]) -> Response:
     """Stream the matching runs in another format.
 
     Formats, losses and failures are those of a training set's export.
     """
-    params = query(request)
-    which = run_query(request, params, None).model_dump(include=set(RunFilter.model_fields))
-    return await _export(services, {**_how(request, params), "filter": which})
+    return await _export(services, {**query.rules, "filter": query.filter.model_dump()})
 
 
 async def _export(services: Services, job: dict[str, Any]) -> Response:
@@ -176,13 +194,3 @@ def _error_of(report: dict[str, Any]) -> CrayError:
     if issubclass(kind, StoreError | SetupError):
         return kind(report["message"])
     return StoreError(report["message"])
-
-
-def _how(request: Request, params: dict[str, str]) -> dict[str, Any]:
-    """Return the format and the rules for losses. Raises BadInput."""
-    flags = {name: one_of(params, name, ("false", "true")) == "true" for name in FLAGS}
-    return {
-        "format": params.get("format", "jsonl"),
-        "allow": request.query_params.getlist("allow"),
-        **flags,
-    }

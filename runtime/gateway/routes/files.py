@@ -1,71 +1,124 @@
-"""OpenAI's files: received as multipart and streamed to the disk; sent whole or in ranges."""
+"""OpenAI's files and uploads: streamed to the disk, sent whole or in ranges.
+
+A file comes as multipart in one request, or as an upload: parts of at most 64 MiB, in any order and
+in parallel, then one file. Beyond OpenAI's API, an upload may announce its `sha256`, can then be
+continued, and lists its parts.
+"""
 
 import asyncio
 import re
 import time
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from fastapi import Header, Query
+from pydantic import Field
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from cray_agents.errors import BadInput
+from cray_agents.records import Record
 from cray_agents.runtime.files.blobs import PIECE, BlobDraft
 from cray_agents.runtime.files.files import (
     CLIENT_PURPOSES,
-    INTERNAL,
     PAGE_LIMIT,
-    PURPOSES,
+    ClientPurpose,
     ExpiresAfter,
     FileObject,
     Files,
     Order,
+    Purpose,
 )
+from cray_agents.runtime.files.uploads import PART_BYTES, UploadPart, UploadRequest, Uploads
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import (
-    answer_read,
-    json_response,
-    number,
-    page,
-    parse,
-    path_id,
-)
+from cray_agents.runtime.gateway.http.bodies import answer_read, json_response, page, parse
+from cray_agents.runtime.gateway.http.client_work import aside
 from cray_agents.runtime.gateway.http.error_envelope import envelope
-from cray_agents.runtime.gateway.http.multipart import Form, receive_form
-from cray_agents.runtime.gateway.http.routing import Router, query
-from cray_agents.runtime.gateway.http.shapes import (
-    AFTER,
-    BYTES,
-    DELETED,
-    TEXT,
-    Described,
-    EditedRecord,
-    Schema,
-    count_up_to,
-    object_of,
-    page_of,
+from cray_agents.runtime.gateway.http.fields import (
+    After,
+    Deleted,
+    Fields,
+    FileId,
+    ListPage,
+    UploadId,
 )
+from cray_agents.runtime.gateway.http.multipart import Form, receive_form, too_large
+from cray_agents.runtime.gateway.http.routing import BINARY, Router
 from cray_agents.runtime.gateway.ownership import check_owner
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.services import Current, Services
 
-ORDERS = ("asc", "desc")
 LONGEST = 512  # characters of a filename
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 FORM_FAILS = "400 invalid_multipart, 400 invalid_content_type, 413 body_too_large"
-
-
-def _public(schema: Schema) -> Schema:
-    """Return the schema of a file without its internal fields."""
-    fields = {name: field for name, field in schema["properties"].items() if name not in INTERNAL}
-    optional = {"expires_at", "status_details"}  # left out where they are null
-    return {**schema, "properties": fields, "required": sorted(fields.keys() - optional)}
-
-
-FILE = EditedRecord("File", FileObject, _public)
-
+SHA256 = "^[0-9a-f]{64}$"
 router = Router("Files")
+
+
+class File(Record):
+    """A file as clients see it. The last two fields are left out where there is nothing to say."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Purpose
+    status: str
+    expires_at: int = 0
+    status_details: str = ""
+
+
+class FileForm(Record):
+    """The fields of a form with a file."""
+
+    file: bytes = Field(json_schema_extra=BINARY)
+    purpose: ClientPurpose
+    anchor: Literal["created_at"] = Field("created_at", alias="expires_after[anchor]")
+    seconds: int = Field(3600, alias="expires_after[seconds]", ge=3600, le=2_592_000)
+
+
+class PartForm(Record):
+    """The fields of a form with a part, and its `sha256` to have it checked."""
+
+    data: bytes = Field(json_schema_extra=BINARY)
+    sha256: str = Field("", pattern=SHA256)
+
+
+class ShownPart(Record):
+    """An acknowledged part."""
+
+    id: str
+    object: Literal["upload.part"]
+    created_at: int
+    upload_id: str
+    bytes: int
+    sha256: str = Field(pattern=SHA256)
+
+
+class ShownUpload(Record):
+    """An upload and its parts, at the end its file."""
+
+    id: str
+    object: Literal["upload"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["pending", "completed", "cancelled", "expired"]
+    file: File | None
+    sha256: str | None
+    parts: list[ShownPart]
+
+
+class UploadCompletion(Fields):
+    """The parts of an upload in their order."""
+
+    part_ids: list[str]
+    md5: str | None = None
 
 
 class ContentResponse(FileResponse):
@@ -74,43 +127,33 @@ class ContentResponse(FileResponse):
     chunk_size = PIECE
 
 
-@router.get(
-    "/v1/files",
-    Role.use,
-    query={
-        "after": AFTER,
-        "limit": count_up_to(PAGE_LIMIT),
-        "order": {"enum": list(ORDERS)},
-        "purpose": {"enum": list(PURPOSES)},
-    },
-    answer=page_of(FILE),
-)
-async def list_files(services: Services, request: Request) -> Response:
+@router.get("/v1/files", Role.use, answer=ListPage[File])
+async def list_files(
+    services: Current,
+    request: Request,
+    after: After = None,
+    limit: Annotated[int, Query(ge=0, le=PAGE_LIMIT)] = PAGE_LIMIT,
+    order: Order = "desc",
+    purpose: Purpose | None = None,
+) -> Response:
     """List the files, by time of creation."""
-    params = query(request)
-    limit = number(params, "limit", PAGE_LIMIT, PAGE_LIMIT)
-    order = _one_of(params.get("order", "desc"), "order", ORDERS)
-    purpose = params.get("purpose")
-    if purpose is not None:
-        _one_of(purpose, "purpose", PURPOSES)
-    after = params.get("after")
-    return await answer_read(request, partial(_page, services.files, after, limit, order, purpose))
+
+    def read() -> dict[str, Any]:
+        listing = services.files.list(after, limit, order, purpose)
+        rows = [file.to_openai() for file in listing.rows]
+        return page(rows, listing.has_more, damaged=listing.damaged)
+
+    return await answer_read(request, read)
 
 
 @router.post(
     "/v1/files",
     Role.use,
-    form=object_of(
-        {"file": BYTES, "purpose": {"enum": list(CLIENT_PURPOSES)}},
-        {
-            "expires_after[anchor]": {"const": "created_at"},
-            "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
-        },
-    ),
-    answer=FILE,
+    form=FileForm,
+    answer=File,
     fails=f"{FORM_FAILS}, 400 missing_file, 400 missing_field, 400 field_too_large",
 )
-async def create_file(services: Services, request: Request) -> Response:
+async def create_file(services: Current, request: Request) -> Response:
     """Send a file.
 
     Streamed to the disk, at most 8 GiB. Larger files: POST /v1/uploads.
@@ -124,22 +167,16 @@ async def create_file(services: Services, request: Request) -> Response:
     return json_response(file.to_openai())
 
 
-@router.get("/v1/files/{file_id}", Role.use, answer=FILE, fails="404 not_found")
-async def retrieve_file(services: Services, request: Request) -> Response:
+@router.get("/v1/files/{file_id}", Role.use, answer=File, fails="404 not_found")
+async def retrieve_file(services: Current, file_id: FileId) -> Response:
     """Return a file's record."""
-    file = await asyncio.to_thread(services.files.get, path_id(request, "file_id", "file"))
+    file = await asyncio.to_thread(services.files.get, file_id)
     return json_response(file.to_openai())
 
 
-@router.delete(
-    "/v1/files/{file_id}",
-    Role.use,
-    answer=object_of({"id": TEXT, "object": {"const": "file"}, "deleted": DELETED}),
-    fails="404 not_found",
-)
-async def delete_file(services: Services, request: Request) -> Response:
+@router.delete("/v1/files/{file_id}", Role.use, answer=Deleted, fails="404 not_found")
+async def delete_file(services: Current, request: Request, file_id: FileId) -> Response:
     """Delete a file."""
-    file_id = path_id(request, "file_id", "file")
     file = await asyncio.to_thread(services.files.get, file_id)
     check_owner(caller_of(request), file.owner, f"file {file_id!r}")
     await asyncio.to_thread(services.files.delete, file_id)
@@ -149,19 +186,106 @@ async def delete_file(services: Services, request: Request) -> Response:
 @router.get(
     "/v1/files/{file_id}/content",
     Role.use,
-    headers={"Range": Described(TEXT, "One range, such as `bytes=0-99`: answered with 206.")},
     media={"application/octet-stream": {}},
     fails="404 not_found, 416 range_not_satisfiable",
 )
-async def download_file(services: Services, request: Request) -> Response:
+async def download_file(
+    services: Current,
+    file_id: FileId,
+    wanted: Annotated[
+        str | None,
+        Header(alias="Range", description="One range, as `bytes=0-99`: answered with 206."),
+    ] = None,
+) -> Response:
     """Return a file's bytes, or one range of them."""
-    file = await asyncio.to_thread(services.files.get, path_id(request, "file_id", "file"))
-    refusal = _check_range(request.headers.get("range"), file)
-    return refusal or ContentResponse(
+    file = await asyncio.to_thread(services.files.get, file_id)
+    return _check_range(wanted, file) or ContentResponse(
         await asyncio.to_thread(services.files.blobs.verified_path, file.sha256),
         media_type="application/octet-stream",
         filename=file.filename,
     )
+
+
+# ---- uploads
+@router.post("/v1/uploads", Role.use, answer=ShownUpload, fails="413 body_too_large")
+async def create_upload(services: Current, request: Request, body: UploadRequest) -> Response:
+    """Begin to send a file in parts.
+
+    With `sha256` an upload can be continued: the same request by the same caller, with the same
+    filename and purpose, returns it with its parts. An upload expires a day after its last part.
+    """
+    check_filename(body.filename)
+    if body.bytes > services.max_upload:
+        raise too_large("bytes", services.max_upload)
+    owner = caller_of(request).key_id
+    return json_response(await asyncio.to_thread(services.uploads.create, body, owner))
+
+
+@router.get("/v1/uploads/{upload_id}", Role.use, answer=ShownUpload, fails="404 not_found")
+async def retrieve_upload(services: Current, upload_id: UploadId) -> Response:
+    """Return an upload and its parts."""
+    return json_response(await asyncio.to_thread(services.uploads.show, upload_id))
+
+
+@router.post(
+    "/v1/uploads/{upload_id}/parts",
+    Role.use,
+    form=PartForm,
+    answer=ShownPart,
+    fails=f"{FORM_FAILS}, 404 not_found, 400 part_too_large",
+)
+async def add_upload_part(services: Current, request: Request, upload_id: UploadId) -> Response:
+    """Send a part of at most 64 MiB, and its `sha256` to have it checked.
+
+    The same content again is the same part.
+    """
+    await _check_upload(services, request, upload_id)
+    await asyncio.to_thread(services.uploads.check_pending, upload_id)
+    draft = partial(services.files.blobs.draft, sent=True)
+    async with receive_form(request, "data", draft, PART_BYTES) as form:
+        part = await asyncio.to_thread(_add_part, services.uploads, upload_id, form)
+    return json_response(part.to_openai())
+
+
+@router.post(
+    "/v1/uploads/{upload_id}/complete",
+    Role.use,
+    answer=ShownUpload,
+    fails=(
+        "404 not_found, 400 part_not_found, 400 bytes_mismatch, 400 md5_mismatch, "
+        "400 sha256_mismatch"
+    ),
+)
+async def complete_upload(
+    services: Current, request: Request, upload_id: UploadId, body: UploadCompletion
+) -> Response:
+    """Put an upload's parts together to a file, in the order of `part_ids`.
+
+    Completed again, it is the same file.
+    """
+    await _check_upload(services, request, upload_id)
+    join = partial(services.uploads.complete, upload_id, body.part_ids, body.md5)
+    response = json_response(await aside(request, join, long=True, ends=False))
+    response.background = BackgroundTask(services.sweeper.sweep_if_due)
+    return response
+
+
+@router.post(
+    "/v1/uploads/{upload_id}/cancel",
+    Role.use,
+    answer=ShownUpload,
+    fails="404 not_found, 400 upload_completed",
+)
+async def cancel_upload(services: Current, request: Request, upload_id: UploadId) -> Response:
+    """Give an upload up."""
+    await _check_upload(services, request, upload_id)
+    return json_response(await asyncio.to_thread(services.uploads.cancel, upload_id))
+
+
+async def _check_upload(services: Services, request: Request, upload_id: str) -> None:
+    """Raise AccessDenied for an upload that the caller may not change, NotFound without one."""
+    owner = await asyncio.to_thread(services.uploads.owner, upload_id)
+    check_owner(caller_of(request), owner, f"upload {upload_id!r}")
 
 
 def check_filename(filename: str) -> str:
@@ -181,14 +305,18 @@ def _checked(form: Form) -> tuple[BlobDraft, dict[str, Any]]:
         raise BadInput(
             "file must be given, as a part with a filename", param="file", code="missing_file"
         )
-    if "purpose" not in form.fields:
+    purpose = form.fields.get("purpose")
+    if purpose is None:
         raise BadInput("purpose must be given", param="purpose", code="missing_field")
+    if purpose not in CLIENT_PURPOSES:
+        one_of = ", ".join(CLIENT_PURPOSES)
+        raise BadInput(f"purpose must be one of {one_of}, not {purpose!r}", param="purpose")
     expiry = {key: form.fields.get(f"expires_after[{key}]") for key in ("anchor", "seconds")}
     expires_at = None
     if any(value is not None for value in expiry.values()):
         expires_at = time.time() + parse(ExpiresAfter, expiry, "expires_after").seconds
     return form.file, {
-        "purpose": _one_of(form.fields["purpose"], "purpose", CLIENT_PURPOSES),
+        "purpose": purpose,
         "filename": check_filename(form.filename),
         "expires_at": expires_at,
     }
@@ -196,20 +324,6 @@ def _checked(form: Form) -> tuple[BlobDraft, dict[str, Any]]:
 
 def _publish(files: Files, draft: BlobDraft, fields: dict[str, Any]) -> FileObject:
     return files.publish(draft.publish(), **fields)
-
-
-def _page(
-    files: Files, after: str | None, limit: int, order: Order, purpose: str | None
-) -> dict[str, Any]:
-    listing = files.list(after, limit, order, purpose)
-    rows = [file.to_openai() for file in listing.rows]
-    return page(rows, listing.has_more, damaged=listing.damaged)
-
-
-def _one_of(value: str, name: str, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise BadInput(f"{name} must be one of {', '.join(allowed)}, not {value!r}", param=name)
-    return value
 
 
 def _check_range(header: str | None, file: FileObject) -> Response | None:
@@ -231,3 +345,19 @@ def _check_range(header: str | None, file: FileObject) -> Response | None:
     body = envelope(416, message, "range_not_satisfiable", "Range")
     headers = {"content-range": f"bytes */{file.bytes}"}
     return Response(body, 416, headers, "application/json")
+
+
+def _add_part(uploads: Uploads, upload_id: str, form: Form) -> UploadPart:
+    """Add a part that was sent. Raises BadInput, NotFound."""
+    if form.file is None:
+        raise BadInput(
+            "data must be given, as a part with a filename", param="data", code="missing_file"
+        )
+    sha256, content = form.fields.get("sha256"), form.file.publish()
+    if sha256 not in (None, content.sha256):
+        raise BadInput(
+            f"data has sha256 {content.sha256}, not {sha256}",
+            param="sha256",
+            code="sha256_mismatch",
+        )
+    return uploads.add_part(upload_id, content)

@@ -18,112 +18,93 @@ trainer may call Slurm, so it runs in threads.
 import asyncio
 import re
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput
-from cray_agents.records import digest
+from cray_agents.records import Record, digest
+from cray_agents.runtime.disk import paging
 from cray_agents.runtime.disk.checksums import list_whole
 from cray_agents.runtime.fine_tuning.job_events import events
 from cray_agents.runtime.fine_tuning.job_records import CreateJob, resolve_request
 from cray_agents.runtime.fine_tuning.tuning_jobs import JobState
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import (
-    check_known,
-    json_response,
-    number,
-    page,
-    path_id,
-    read_record,
-)
-from cray_agents.runtime.gateway.http.routing import Router, query
-from cray_agents.runtime.gateway.http.server_paths import without_paths
-from cray_agents.runtime.gateway.http.shapes import (
-    AFTER,
-    ANY,
-    TEXT,
-    TEXT_OR_NONE,
-    WHOLE,
-    WHOLE_OR_NONE,
-    Described,
-    NamedShape,
-    Schema,
-    count_up_to,
-    list_of,
-    object_of,
-    page_of,
-)
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.http.bodies import check_known, json_response, page
+from cray_agents.runtime.gateway.http.error_envelope import without_paths
+from cray_agents.runtime.gateway.http.fields import After, Limit, ListPage, named
+from cray_agents.runtime.gateway.http.routing import Router
+from cray_agents.runtime.gateway.services import Current, Services
 
-PAGE_LIMIT = 1000  # jobs or events in a page
 METADATA = re.compile(r"metadata\[(.{1,64})\]")
-PAGE: dict[str, Schema | Described] = {"after": AFTER, "limit": count_up_to(PAGE_LIMIT)}
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_started, 400 job_not_paused"
-JOB = NamedShape(
-    "FineTuningJob",
-    object_of(
-        {
-            "id": TEXT,
-            "object": {"const": "fine_tuning.job"},
-            "created_at": WHOLE,
-            "finished_at": WHOLE_OR_NONE,
-            "model": TEXT,
-            "fine_tuned_model": TEXT_OR_NONE,
-            "status": {
-                "enum": [
-                    "validating_files",
-                    "queued",
-                    "running",
-                    "succeeded",
-                    "failed",
-                    "cancelled",
-                ]
-            },
-            "training_file": TEXT,
-            "validation_file": TEXT_OR_NONE,
-            "hyperparameters": ANY,
-            "method": ANY,
-            "trained_tokens": WHOLE_OR_NONE,
-            "result_files": list_of(TEXT),
-            "error": {"type": ["object", "null"]},
-            "seed": WHOLE,
-            "metadata": ANY,
-        }
-    ),
-)
-EVENT = NamedShape(
-    "FineTuningEvent",
-    object_of(
-        {
-            "id": TEXT,
-            "object": {"const": "fine_tuning.job.event"},
-            "created_at": WHOLE,
-            "level": {"enum": ["info", "warn", "error"]},
-            "message": TEXT,
-        }
-    ),
-)
-CHECKPOINT = NamedShape(
-    "FineTuningCheckpoint",
-    object_of(
-        {"id": TEXT, "object": {"const": "fine_tuning.job.checkpoint"}, "step_number": WHOLE}
-    ),
-)
+TuningId = Annotated[str, named("fine-tuning job", "fine_tuning_job_id")]
 
 router = Router("Training")
 
 
-@router.get("/v1/fine_tuning/jobs", Role.train, query=PAGE, answer=page_of(JOB))
-async def list_fine_tuning_jobs(services: Services, request: Request) -> Response:
+class FineTuningJob(Record):
+    """A fine-tuning job."""
+
+    id: str
+    object: Literal["fine_tuning.job"]
+    created_at: int
+    finished_at: int | None
+    model: str
+    fine_tuned_model: str | None
+    status: Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled"]
+    training_file: str
+    validation_file: str | None
+    hyperparameters: dict[str, Any]
+    method: dict[str, Any]
+    trained_tokens: int | None
+    result_files: list[str]
+    error: dict[str, Any] | None
+    seed: int
+    metadata: dict[str, Any]
+
+
+class FineTuningEvent(Record):
+    """An event of a fine-tuning job."""
+
+    id: str
+    object: Literal["fine_tuning.job.event"]
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+
+
+class FineTuningCheckpoint(Record):
+    """The weights that a fine-tuning job ended with."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"]
+    step_number: int
+
+
+@router.get("/v1/fine_tuning/jobs", Role.train, answer=ListPage[FineTuningJob], own_query=True)
+async def list_fine_tuning_jobs(
+    services: Current,
+    request: Request,
+    after: After = None,
+    limit: Limit = 20,
+    metadata: Annotated[str | None, Query(description="`null`: jobs without any.")] = None,
+) -> Response:
     """List the fine-tuning jobs, newest first.
 
     Filter with `metadata[key]=value`; `metadata=null` for jobs without any.
     """
-    jobs = await asyncio.to_thread(_list, services, dict(request.query_params))
+    if metadata not in (None, "null", ""):
+        raise BadInput("filter by metadata[key]=value, or metadata=null", param="metadata")
+    params = dict(request.query_params)
+    filters = {m[1]: params.pop(name) for name in list(params) if (m := METADATA.fullmatch(name))}
+    check_known(params, ("after", "limit", "metadata"))
+    none = metadata is not None
+    jobs = await asyncio.to_thread(_list, services, filters, none, after, limit)
     for job in jobs["data"]:
         if job["finished_at"] is None:
             services.fine_tuning.follow(job["id"])
@@ -133,14 +114,13 @@ async def list_fine_tuning_jobs(services: Services, request: Request) -> Respons
 @router.post(
     "/v1/fine_tuning/jobs",
     Role.train,
-    body=CreateJob,
-    answer=JOB,
+    answer=FineTuningJob,
     fails=(
         "404 model_not_found, 400 invalid_training_file, 400 invalid_validation_file, "
         "400 unsupported_value, 400 job_exists"
     ),
 )
-async def create_fine_tuning_job(services: Services, request: Request) -> Response:
+async def create_fine_tuning_job(services: Current, request: Request, body: CreateJob) -> Response:
     """Train on an uploaded file (OpenAI's API, supervised and dpo).
 
     The same request is the same job. The job is answered at once, and then validates its files. The
@@ -148,7 +128,6 @@ async def create_fine_tuning_job(services: Services, request: Request) -> Respon
     the model's own name.
     """
     tuning = services.fine_tuning
-    body = await read_record(CreateJob, request, services.max_settings)
     trainer = (services.code, services.trainer)
     owner = caller_of(request).key_id
     spec = await asyncio.to_thread(
@@ -159,70 +138,85 @@ async def create_fine_tuning_job(services: Services, request: Request) -> Respon
 
 
 @router.get(
-    "/v1/fine_tuning/jobs/{fine_tuning_job_id}", Role.train, answer=JOB, fails="404 not_found"
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}",
+    Role.train,
+    answer=FineTuningJob,
+    fails="404 not_found",
 )
-async def retrieve_fine_tuning_job(services: Services, request: Request) -> Response:
+async def retrieve_fine_tuning_job(services: Current, fine_tuning_job_id: TuningId) -> Response:
     """Return the state of a fine-tuning job.
 
     A paused job is `queued`, with `paused: "true"` in its metadata.
     """
-    return await _act(services, services.fine_tuning.look, _job_id(request))
+    return await _act(services, services.fine_tuning.look, fine_tuning_job_id)
 
 
 @router.post(
-    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/cancel", Role.train, answer=JOB, fails=ACTION_FAILS
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/cancel",
+    Role.train,
+    answer=FineTuningJob,
+    fails=ACTION_FAILS,
 )
-async def cancel_fine_tuning_job(services: Services, request: Request) -> Response:
+async def cancel_fine_tuning_job(services: Current, fine_tuning_job_id: TuningId) -> Response:
     """End a fine-tuning job for good."""
-    return await _act(services, services.fine_tuning.cancel, _job_id(request))
+    return await _act(services, services.fine_tuning.cancel, fine_tuning_job_id)
 
 
 @router.post(
-    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/pause", Role.train, answer=JOB, fails=ACTION_FAILS
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/pause",
+    Role.train,
+    answer=FineTuningJob,
+    fails=ACTION_FAILS,
 )
-async def pause_fine_tuning_job(services: Services, request: Request) -> Response:
+async def pause_fine_tuning_job(services: Current, fine_tuning_job_id: TuningId) -> Response:
     """Let a fine-tuning job save and stop."""
-    return await _act(services, services.fine_tuning.pause, _job_id(request))
+    return await _act(services, services.fine_tuning.pause, fine_tuning_job_id)
 
 
 @router.post(
-    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/resume", Role.train, answer=JOB, fails=ACTION_FAILS
+    "/v1/fine_tuning/jobs/{fine_tuning_job_id}/resume",
+    Role.train,
+    answer=FineTuningJob,
+    fails=ACTION_FAILS,
 )
-async def resume_fine_tuning_job(services: Services, request: Request) -> Response:
+async def resume_fine_tuning_job(services: Current, fine_tuning_job_id: TuningId) -> Response:
     """Continue a paused fine-tuning job from its last save."""
-    return await _act(services, services.fine_tuning.resume, _job_id(request))
+    return await _act(services, services.fine_tuning.resume, fine_tuning_job_id)
 
 
 @router.get(
     "/v1/fine_tuning/jobs/{fine_tuning_job_id}/events",
     Role.train,
-    query=PAGE,
-    answer=page_of(EVENT),
+    answer=ListPage[FineTuningEvent],
     fails="404 not_found",
 )
-async def list_fine_tuning_events(services: Services, request: Request) -> Response:
+async def list_fine_tuning_events(
+    services: Current, fine_tuning_job_id: TuningId, after: After = None, limit: Limit = 20
+) -> Response:
     """List the events of a fine-tuning job, newest first."""
-    state = await asyncio.to_thread(services.fine_tuning.look, _job_id(request))
+    state = await asyncio.to_thread(services.fine_tuning.look, fine_tuning_job_id)
     spec, validated, ended = state.request, state.validated, state.ended
     rows = await asyncio.to_thread(events, services.home, spec, validated, ended)
     rows = [{**event, "message": without_paths(event["message"])} for event in rows]
-    return json_response(_page(rows, query(request), "event"))
+    return json_response(page(*paging.after(rows, _id_of, after, limit, "event")))
 
 
 @router.get(
     "/v1/fine_tuning/jobs/{fine_tuning_job_id}/checkpoints",
     Role.train,
-    query=PAGE,
-    answer=page_of(CHECKPOINT),
+    answer=ListPage[FineTuningCheckpoint],
     fails="404 not_found",
 )
-async def list_fine_tuning_checkpoints(services: Services, request: Request) -> Response:
+async def list_fine_tuning_checkpoints(
+    services: Current, fine_tuning_job_id: TuningId, after: After = None, limit: Limit = 20
+) -> Response:
     """List the weights that a fine-tuning job ended with.
 
     Its earlier checkpoints are resume points, and are not listed.
     """
-    state = await asyncio.to_thread(services.fine_tuning.look, _job_id(request))
-    return json_response(_page(_checkpoints(state), query(request), "checkpoint"))
+    state = await asyncio.to_thread(services.fine_tuning.look, fine_tuning_job_id)
+    rows = _checkpoints(state)
+    return json_response(page(*paging.after(rows, _id_of, after, limit, "checkpoint")))
 
 
 async def _act(services: Services, act: Callable[[str], JobState], job_id: str) -> Response:
@@ -233,18 +227,15 @@ async def _act(services: Services, act: Callable[[str], JobState], job_id: str) 
     return json_response(_render(state))
 
 
-def _job_id(request: Request) -> str:
-    return path_id(request, "fine_tuning_job_id", "fine-tuning job")
+def _list(
+    services: Services, filters: dict[str, str], none: bool, after: str | None, limit: int
+) -> dict[str, Any]:
+    """Return a page of jobs, newest first. Without a filter only jobs on the page are read.
 
-
-def _list(services: Services, params: dict[str, str]) -> dict[str, Any]:
-    """Return a page of jobs, newest first. Without a filter only jobs on the page are read."""
-    filters = {m[1]: params.pop(name) for name in list(params) if (m := METADATA.fullmatch(name))}
-    none = params.pop("metadata", None)
-    if none not in (None, "null", ""):
-        raise BadInput("filter by metadata[key]=value, or metadata=null", param="metadata")
+    `filters`: of the metadata; `none`: only jobs without any.
+    """
     folder = services.fine_tuning.folder.all()
-    ids = [spec.id for spec in folder.rows if none is None or not spec.metadata]
+    ids: Sequence[str] = [spec.id for spec in folder.rows if not none or not spec.metadata]
     damaged = list(folder.damaged)
 
     def read(job_id: str) -> dict[str, Any]:
@@ -254,8 +245,7 @@ def _list(services: Services, params: dict[str, str]) -> dict[str, Any]:
         jobs = list_whole(ids, read)
         damaged += jobs.damaged
         ids = [job["id"] for job in jobs.rows if filters.items() <= job["metadata"].items()]
-    check_known(params, PAGE)
-    rest = list_whole(_after(ids, params, "job"), read, number(params, "limit", 20, PAGE_LIMIT))
+    rest = list_whole(paging.behind(ids, str, after, "job"), read, limit)
     return page(rest.rows, rest.has_more, damaged=[*damaged, *rest.damaged])
 
 
@@ -340,16 +330,5 @@ def _checkpoints(state: JobState) -> list[dict[str, Any]]:
     ]
 
 
-def _page(items: list[dict[str, Any]], params: dict[str, str], kind: str) -> dict[str, Any]:
-    """Return the items after the last one of the page before."""
-    limit = number(params, "limit", 20, PAGE_LIMIT)
-    items = items[len(items) - len(_after([item["id"] for item in items], params, kind)) :]
-    return page(items[:limit], len(items) > limit)
-
-
-def _after(ids: list[str], params: dict[str, str], kind: str) -> list[str]:
-    """Return the ids after the last one of the page before. Raises BadInput."""
-    after = params.get("after")
-    if after is not None and after not in ids:
-        raise BadInput(f"after: no {kind} {after[:200]!r} is listed here", param="after")
-    return ids if after is None else ids[ids.index(after) + 1 :]
+def _id_of(row: dict[str, Any]) -> str:
+    return str(row["id"])

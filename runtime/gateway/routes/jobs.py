@@ -1,100 +1,103 @@
 """Training jobs: submitted to the Trainer, read from their folders under the home.
 
-The Trainer may call Slurm, so it runs in threads.
+The Trainer may call Slurm, so it runs in threads. A client may train by commands, one after the
+other, which it numbers. The Trainer writes them into their job's folder, and keeps the job running
+while one waits for its result.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.disk import checksums
+from cray_agents.records import Record
+from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of, may_name
 from cray_agents.runtime.gateway.http.bodies import (
-    ID,
     answer_read,
     field,
     json_response,
-    names_in,
-    number,
     page,
     parse,
-    path_id,
-    read_json,
 )
-from cray_agents.runtime.gateway.http.routing import Router, query
-from cray_agents.runtime.gateway.http.server_paths import without_paths
-from cray_agents.runtime.gateway.http.shapes import (
-    AFTER,
-    COUNT,
-    TEXT,
-    TRACE,
-    Described,
-    EditedRecord,
-    Schema,
-    count_up_to,
-    list_of,
-    object_of,
-    page_of,
+from cray_agents.runtime.gateway.http.error_envelope import without_paths
+from cray_agents.runtime.gateway.http.fields import (
+    ID,
+    After,
+    Count,
+    JobId,
+    Limit,
+    ListPage,
+    RecordSchema,
+    Trace,
+    names_in,
+    numbered,
 )
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.http.routing import Router
+from cray_agents.runtime.gateway.services import Current, Services
 from cray_agents.runtime.registry import checkpoints, deltas
 from cray_agents.runtime.telemetry.timeline import job_timeline
-from cray_agents.runtime.views.hardware_records import JobHardware
-from cray_agents.runtime.views.job_hardware import job_hardware
-from cray_agents.runtime.views.job_series import job_events, job_series
+from cray_agents.runtime.views.job_hardware import JobHardware, job_events, job_hardware, job_series
 from cray_agents.runtime.views.view_records import JobSeries
-from cray_agents.training_jobs import JobSpec, JobStatus
+from cray_agents.training_commands import CommandRequest, CommandResult
+from cray_agents.training_jobs import JobSpec, JobState, JobStatus
 
-PAGE_LIMIT = 1000  # jobs in a page
 MOST_POINTS = 20_000  # of a series
 MOST_NODES = 100  # in a page of a job's hardware
+LONGEST_WAIT = 30  # seconds that a question for a command's result is held
+LOOK = 0.005  # seconds between two looks for it
 Roots = tuple[Path, ...] | None  # the folders that a request may name directories of
 PARENT = "parent"  # as optimizer_from: the job that made the parent, if its optimizer can go on
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_paused"
+Points = Annotated[int, Query(ge=3, le=MOST_POINTS, description="Of each series, at most.")]
+Names = Annotated[str, Query(description="Series, with commas; all unless given.")]
 
 
-def _with_defaults(schema: Schema) -> Schema:
-    """Return the schema of a spec whose other fields the gateway fills in."""
-    return {**schema, "required": ["parent", "hyperparameters"]}
+class JobEvents(Record):
+    """Events of a job. `last`: how many there are, to ask for those after."""
+
+    data: list[Any]
+    last: int
 
 
-SPEC = EditedRecord("JobSpec", JobSpec, _with_defaults)
+class CommandState(Record):
+    """The result of a command, null while there is none, and the job's state."""
+
+    state: JobState
+    result: CommandResult | None
+
 
 router = Router("Training")
 
 
-@router.get(
-    "/v1/jobs",
-    Role.train,
-    query={"limit": count_up_to(PAGE_LIMIT), "after": AFTER},
-    answer=page_of(JobStatus),
-)
-async def list_jobs(services: Services, request: Request) -> Response:
+@router.get("/v1/jobs", Role.train, answer=ListPage[JobStatus])
+async def list_jobs(
+    services: Current, request: Request, limit: Limit = 20, after: After = None
+) -> Response:
     """List the jobs, newest first."""
-    params = query(request)
-    limit = number(params, "limit", 20, PAGE_LIMIT)
-    read = partial(_page, services, params.get("after"), limit)
-    return await answer_read(request, read, long=True)
+    return await answer_read(request, partial(_page, services, after, limit), long=True)
 
 
 @router.post(
     "/v1/jobs",
     Role.train,
-    body=SPEC,
     answer=JobStatus,
     fails="400 invalid_value, 404 model_not_found",
 )
-async def create_job(services: Services, request: Request) -> Response:
+async def create_job(
+    services: Current,
+    request: Request,
+    body: Annotated[dict[str, Any], RecordSchema(JobSpec, ["parent", "hyperparameters"])],
+) -> Response:
     """Train on a dataset.
 
     The same spec is the same job. `parent`, `reference` and `teacher`: a name, `name@N`, or a
@@ -108,7 +111,6 @@ async def create_job(services: Services, request: Request) -> Response:
     may be `parent`: the job that made the parent, if it did so here and both train the same
     weights: all of them, or adapters of the same `lora`.
     """
-    body = await read_json(request, services.max_settings)
     roots = may_name(request, services.model_roots)
     if body.get("oversubscribe"):
         act = "`oversubscribe`, which may bring this machine down,"
@@ -118,91 +120,69 @@ async def create_job(services: Services, request: Request) -> Response:
 
 
 @router.get("/v1/jobs/{job_id}", Role.train, answer=JobStatus, fails="404 not_found")
-async def retrieve_job(services: Services, request: Request) -> Response:
+async def retrieve_job(services: Current, job_id: JobId) -> Response:
     """Return the status of a job."""
-    return _status(await asyncio.to_thread(services.trainer.status, _job_id(request)))
+    return _status(await asyncio.to_thread(services.trainer.status, job_id))
 
 
-@router.get(
-    "/v1/jobs/{job_id}/events",
-    Role.train,
-    query={"after": COUNT},
-    answer=object_of({"data": list_of({}), "last": COUNT}),
-    fails="404 not_found",
-)
-async def list_job_events(services: Services, request: Request) -> Response:
+@router.get("/v1/jobs/{job_id}/events", Role.train, answer=JobEvents, fails="404 not_found")
+async def list_job_events(
+    services: Current, request: Request, job_id: JobId, after: Count = 0
+) -> Response:
     """List a job's events, after the first `after`."""
-    after = number(query(request), "after", 0)
-    folder = _folder(services, _job_id(request))
+    _folder(services, job_id)
 
     def read() -> dict[str, Any]:
-        lines = job_events(services.home, folder.name)
+        lines = job_events(services.home, job_id)
         events = [_without_paths(event) for event in lines[after:]]
         return {"data": events, "last": max(after, len(lines))}
 
     return await answer_read(request, read)
 
 
-@router.get(
-    "/v1/jobs/{job_id}/series",
-    Role.train,
-    query={
-        "names": Described(TEXT, "Measures, with commas; all unless given."),
-        "points": Described({**COUNT, "minimum": 3, "maximum": MOST_POINTS}, "Of each, at most."),
-    },
-    answer=JobSeries,
-    fails="404 not_found",
-)
-async def read_job_series(services: Services, request: Request) -> Response:
+@router.get("/v1/jobs/{job_id}/series", Role.train, answer=JobSeries, fails="404 not_found")
+async def read_job_series(
+    services: Current, request: Request, job_id: JobId, names: Names = "", points: Points = 600
+) -> Response:
     """Return a job's measures by step, thinned for a chart without losing its peaks (LTTB)."""
-    params, job_id = query(request), _job_id(request)
     _folder(services, job_id)
-    points = _points(params, 600)
 
     def read() -> dict[str, Any]:
         events = job_events(services.home, job_id)
-        return job_series(job_id, events, names_in(params, "names"), points)
+        return job_series(job_id, events, names_in(names), points)
 
     return await answer_read(request, read)
 
 
-@router.get(
-    "/v1/jobs/{job_id}/hardware",
-    Role.train,
-    query={
-        "names": Described(TEXT, "Series, with commas; all unless given."),
-        "points": Described({**COUNT, "minimum": 3, "maximum": MOST_POINTS}, "Of each, at most."),
-        "limit": Described(count_up_to(MOST_NODES), "How many nodes."),
-        "after": Described(TEXT, "The last node of the page before."),
-    },
-    answer=JobHardware,
-    fails="404 not_found",
-)
-async def read_job_hardware(services: Services, request: Request) -> Response:
+@router.get("/v1/jobs/{job_id}/hardware", Role.train, answer=JobHardware, fails="404 not_found")
+async def read_job_hardware(
+    services: Current,
+    request: Request,
+    job_id: JobId,
+    names: Names = "",
+    points: Points = 200,
+    limit: Annotated[int, Query(ge=0, le=MOST_NODES, description="How many nodes.")] = 8,
+    after: Annotated[str, Query(description="The last node of the page before.")] = "",
+) -> Response:
     """Return a job on its nodes: GPUs and network ports over time, the slowest rank, why it waits.
 
     A training job's launcher samples each node every ten seconds. `slurm` is the cluster's own
     account, where it keeps one.
     """
-    params, job_id = query(request), _job_id(request)
     _folder(services, job_id)
-    points, limit = _points(params, 200), number(params, "limit", 8, MOST_NODES)
-    names, after = names_in(params, "names"), params.get("after", "")
 
-    def read() -> dict[str, Any]:
-        status = services.trainer.status(job_id)
-        hardware = job_hardware(
-            services.home, status, names, points, limit=limit, after=after, now=time.time()
+    def read() -> JobHardware:
+        status, wanted = services.trainer.status(job_id), names_in(names)
+        return job_hardware(
+            services.home, status, wanted, points, limit=limit, after=after, now=time.time()
         )
-        return hardware.model_dump(mode="json")
 
     return await answer_read(request, read)
 
 
-@router.get("/v1/jobs/{job_id}/timeline", Role.train, answer=TRACE, fails="404 not_found")
-async def read_job_timeline(services: Services, request: Request) -> Response:
+@router.get("/v1/jobs/{job_id}/timeline", Role.train, answer=Trace, fails="404 not_found")
+async def read_job_timeline(services: Current, request: Request, job_id: JobId) -> Response:
     """Return a job's attempts, steps and saves in Chrome's trace format, which Perfetto opens."""
-    job_id = _job_id(request)
     _folder(services, job_id)
 
     def read() -> dict[str, Any]:
@@ -215,48 +195,100 @@ async def read_job_timeline(services: Services, request: Request) -> Response:
 @router.get(
     "/v1/jobs/{job_id}/logs",
     Role.train,
-    query={"tail": Described(COUNT, "How many lines.")},
-    media={"text/plain": TEXT},
+    media={"text/plain": {"type": "string"}},
     fails="404 not_found",
 )
-async def read_job_log(services: Services, request: Request) -> Response:
+async def read_job_log(
+    services: Current,
+    request: Request,
+    job_id: JobId,
+    tail: Annotated[Count, Query(description="How many lines.")] = 200,
+) -> Response:
     """Return the last lines of a job's log."""
-    tail = number(query(request), "tail", 200)
-    folder = _folder(services, _job_id(request))
-    read = partial(_tail, folder / "log.txt", tail)
+    read = partial(_tail, _folder(services, job_id) / "log.txt", tail)
     return await answer_read(request, read, media_type="text/plain")
 
 
 @router.post("/v1/jobs/{job_id}/cancel", Role.train, answer=JobStatus, fails=ACTION_FAILS)
-async def cancel_job(services: Services, request: Request) -> Response:
+async def cancel_job(services: Current, job_id: JobId) -> Response:
     """End a job for good."""
-    return _status(await asyncio.to_thread(services.trainer.cancel, _job_id(request)))
+    return _status(await asyncio.to_thread(services.trainer.cancel, job_id))
 
 
 @router.post("/v1/jobs/{job_id}/pause", Role.train, answer=JobStatus, fails=ACTION_FAILS)
-async def pause_job(services: Services, request: Request) -> Response:
+async def pause_job(services: Current, job_id: JobId) -> Response:
     """Let a job save and stop.
 
     It is `running` until it has saved and its processes have ended, then `paused`.
     """
-    return _status(await asyncio.to_thread(services.trainer.pause, _job_id(request)))
+    return _status(await asyncio.to_thread(services.trainer.pause, job_id))
 
 
 @router.post("/v1/jobs/{job_id}/resume", Role.train, answer=JobStatus, fails=ACTION_FAILS)
-async def resume_job(services: Services, request: Request) -> Response:
+async def resume_job(services: Current, job_id: JobId) -> Response:
     """Continue a paused job from its last save."""
-    return _status(await asyncio.to_thread(services.trainer.resume, _job_id(request)))
+    return _status(await asyncio.to_thread(services.trainer.resume, job_id))
 
 
-def _points(params: Mapping[str, str], usual: int) -> int:
-    points = number(params, "points", usual, MOST_POINTS)
-    if points < 3:
-        raise BadInput("points must be 3 or more", param="points")
-    return points
+# ---- training commands
+@router.post(
+    "/v1/jobs/{job_id}/commands",
+    Role.train,
+    answer=dict[str, str | int],
+    fails="404 not_found, 400 invalid_value",
+    max_body="runs",
+    audited=False,
+)
+async def send_training_command(services: Current, job_id: JobId, body: CommandRequest) -> Response:
+    """Add the next command of a job that trains by commands.
+
+    `sequence` counts a job's commands from 1. Sending the same command again changes nothing.
+    Another command under a number that is taken is refused: a second client writes to the job.
+    """
+    await asyncio.to_thread(services.trainer.command, job_id, body.sequence, body.command)
+    return json_response({"job_id": job_id, "sequence": body.sequence})
 
 
-def _job_id(request: Request) -> str:
-    return path_id(request, "job_id", "job")
+@router.get(
+    "/v1/jobs/{job_id}/commands", Role.train, answer=dict[str, str | int], fails="404 not_found"
+)
+async def count_training_commands(services: Current, job_id: JobId) -> Response:
+    """Return the number of a job's newest command, `last`, 0 without one."""
+    last = await asyncio.to_thread(services.trainer.last_command, job_id)
+    return json_response({"job_id": job_id, "last": last})
+
+
+@router.get(
+    "/v1/jobs/{job_id}/commands/{sequence}",
+    Role.train,
+    answer=CommandState,
+    fails="404 not_found",
+)
+async def read_training_result(
+    services: Current,
+    request: Request,
+    job_id: JobId,
+    sequence: Annotated[int, numbered("command", "sequence")],
+    wait: Annotated[
+        int, Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for the result.")
+    ] = 0,
+) -> Response:
+    """Return the result of a command, null while there is none, and the job's state."""
+    state, result = await await_result(services, job_id, sequence, wait)
+    return await answer_read(request, lambda: CommandState(state=state, result=result))
+
+
+async def await_result(
+    services: Services, job_id: str, sequence: int, seconds: float
+) -> tuple[JobState, CommandResult | None]:
+    """Return a job's state, and a command's result if it comes in time. Raises NotFound."""
+    end, trainer = time.monotonic() + seconds, services.trainer
+    state = (await asyncio.to_thread(trainer.status, job_id)).state  # starts what died
+    while (result := await asyncio.to_thread(trainer.result, job_id, sequence)) is None:
+        if time.monotonic() > end:
+            break
+        await asyncio.sleep(LOOK)
+    return state, result
 
 
 def _folder(services: Services, job_id: str) -> Path:
@@ -355,11 +387,7 @@ def _page(services: Services, after: str | None, limit: int) -> dict[str, Any]:
     """Return the status of each job on a page, newest first."""
     specs = services.home.jobs.glob("job-*/spec.json")
     newest = sorted(((path.stat().st_mtime, path.parent.name) for path in specs), reverse=True)
-    ids = [name for _, name in newest]
-    if after is not None:
-        if after not in ids:
-            raise BadInput(f"after: no job {after[:200]!r} is listed here", param="after")
-        ids = ids[ids.index(after) + 1 :]
+    ids = paging.behind([name for _, name in newest], str, after, "job")
     listing = checksums.list_whole(ids, lambda name: _public(services.trainer.status(name)), limit)
     return page(listing.rows, listing.has_more, damaged=listing.damaged)
 

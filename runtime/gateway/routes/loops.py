@@ -1,71 +1,118 @@
-"""The journal of loops: a record of each finished generation, and other entries, written once."""
+"""Loops: the records of their generations, other entries of their journals, and rollouts.
+
+A record is written once. Rollouts are runs that loops ask for and workers of other frameworks'
+environments carry out: see docs/environments.md. Read next: runtime/gateway/rollout_queue.py.
+"""
 
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from fastapi import Query
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cray_agents.errors import NotFound
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.exact_json import dump_json
 from cray_agents.queries import RunQuery
+from cray_agents.records import Record, Reward, StrictRecord
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import (
     answer_read,
     damage_told,
     json_response,
-    number,
     page,
-    path_id,
-    path_number,
-    read_json,
 )
-from cray_agents.runtime.gateway.http.routing import Router, query
-from cray_agents.runtime.gateway.http.shapes import (
-    AFTER,
-    ANY,
-    BOOL,
-    COUNT,
-    TRACE,
-    Described,
-    count_up_to,
-    data_of,
-    object_of,
-    page_of,
+from cray_agents.runtime.gateway.http.fields import (
+    ID,
+    After,
+    Count,
+    Data,
+    GenerationNumber,
+    Limit,
+    ListPage,
+    LoopId,
+    RunId,
+    Trace,
+    named,
 )
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.http.routing import Router
+from cray_agents.runtime.gateway.rollout_queue import SOURCE, RolloutResult, RolloutSpec
+from cray_agents.runtime.gateway.services import Current
+from cray_agents.runtime.store.feedback import check_rewards
 from cray_agents.runtime.telemetry.timeline import MOST_RUNS, generation_timeline
 from cray_agents.runtime.views.generation_evidence import (
     generation_detail,
-    outcome_named,
+    generation_names,
+    loops_page,
     pairs_page,
 )
-from cray_agents.runtime.views.job_series import job_events
-from cray_agents.runtime.views.loop_summaries import generation_names, loops_page
-from cray_agents.runtime.views.view_records import GenerationDetail, LoopSummary, PairPage
+from cray_agents.runtime.views.job_hardware import job_events
+from cray_agents.runtime.views.view_records import (
+    GenerationDetail,
+    LoopSummary,
+    PairOutcome,
+    PairPage,
+)
 
-PAGE_LIMIT = 1000  # loops or pairs in a page
-CREATED = object_of({"created": BOOL})
+LONGEST_WAIT = 60  # seconds
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+RolloutState = Literal["queued", "running", "done"]
+EntryName = Annotated[str, named("entry", "entry")]
 
 router = Router("Training")
 
 
-@router.get(
-    "/v1/loops",
-    Role.train,
-    query={"limit": count_up_to(PAGE_LIMIT), "after": AFTER},
-    answer=page_of(LoopSummary),
-)
-async def list_loops(services: Services, request: Request) -> Response:
+class LeaseRequest(StrictRecord):
+    """A worker's request for a run: the lease's length and how long to wait, in seconds."""
+
+    environment: str = Field(pattern=NAME)
+    worker: str = Field(min_length=1, max_length=200)
+    seconds: float = Field(60.0, ge=1, le=3600)
+    wait: float = Field(0.0, ge=0, le=LONGEST_WAIT)
+
+
+class LeaseRenewal(StrictRecord):
+    """A worker that goes on with its run."""
+
+    lease: str
+    seconds: float = Field(60.0, ge=1, le=3600)
+
+
+class EnvironmentRuns(Record):
+    """The runs of an environment that wait or go on, and its workers."""
+
+    environment: str
+    queued: int
+    running: int
+    workers: int
+
+
+class RolloutStatus(Record):
+    """The state of a run, and how many workers its environment has."""
+
+    state: RolloutState
+    workers: int
+
+
+class LeasedRollout(RolloutSpec):
+    """A run with the lease of the worker that carries it out."""
+
+    lease: str
+
+
+@router.get("/v1/loops", Role.train, answer=ListPage[LoopSummary])
+async def list_loops(
+    services: Current, request: Request, limit: Limit = 20, after: After = None
+) -> Response:
     """List the loops with their last generation and held-out success, newest change first."""
-    params = query(request)
-    limit = number(params, "limit", 20, PAGE_LIMIT)
 
     def read() -> dict[str, Any]:
-        listing = loops_page(services.home, params.get("after"), limit)
+        listing = loops_page(services.home, after, limit)
         return page(listing.rows, listing.has_more, damaged=listing.damaged)
 
     return await answer_read(request, read, long=True)
@@ -74,24 +121,25 @@ async def list_loops(services: Services, request: Request) -> Response:
 @router.get(
     "/v1/loops/{loop}/generations/{number}/timeline",
     Role.train,
-    answer=TRACE,
+    answer=Trace,
     fails="404 not_found",
 )
-async def read_generation_timeline(services: Services, request: Request) -> Response:
+async def read_generation_timeline(
+    services: Current, request: Request, loop: LoopId, number: GenerationNumber
+) -> Response:
     """Return the phases, job and runs of a finished generation in Chrome's trace format.
 
     Perfetto (ui.perfetto.dev) opens it. `ts` and `dur` are microseconds since `otherData.begin`.
     """
-    loop, folder = path_id(request, "loop", "loop"), _folder(services, request)
-    path = folder / f"{path_number(request, 'number', 'generation')}.json"
+    path = services.home.loop(loop) / "generations" / f"{number}.json"
 
     def read() -> bytes:
         try:
             record, ended = checksums.read_json(path), path.stat().st_mtime
         except FileNotFoundError:
-            raise NotFound(f"loop {loop!r} has no generation {path.stem}", param="number") from None
+            raise NotFound(f"loop {loop!r} has no generation {number}", param="number") from None
         events = job_events(services.home, str(record.get("job_id") or ""))
-        which = RunQuery(loop=loop, generation=int(path.stem), order="oldest", limit=MOST_RUNS)
+        which = RunQuery(loop=loop, generation=number, order="oldest", limit=MOST_RUNS)
         runs = services.store.stream(which)
         return dump_json(generation_timeline(loop, record, ended, job_events=events, runs=runs))
 
@@ -104,53 +152,59 @@ async def read_generation_timeline(services: Services, request: Request) -> Resp
     answer=GenerationDetail,
     fails="404 not_found",
 )
-async def read_generation(services: Services, request: Request) -> Response:
+async def read_generation(
+    services: Current, request: Request, loop: LoopId, number: GenerationNumber
+) -> Response:
     """Return a finished generation with the decision on its candidate, and the wealth behind it."""
-    loop, count = path_id(request, "loop", "loop"), path_number(request, "number", "generation")
-    detail = partial(generation_detail, services.home, services.registry, loop, count)
+    detail = partial(generation_detail, services.home, services.registry, loop, number)
     return await answer_read(request, detail)
 
 
 @router.get(
     "/v1/loops/{loop}/generations/{number}/pairs",
     Role.train,
-    query={
-        "outcome": {"enum": ["won", "lost", "even"]},
-        "at": Described(COUNT, "The first pair, from 0."),
-        "limit": count_up_to(PAGE_LIMIT),
-    },
     answer=PairPage,
     fails="404 not_found",
 )
-async def list_pairs(services: Services, request: Request) -> Response:
+async def list_pairs(
+    services: Current,
+    request: Request,
+    loop: LoopId,
+    number: GenerationNumber,
+    outcome: PairOutcome | None = None,
+    at: Annotated[Count, Query(description="The first pair, from 0.")] = 0,
+    limit: Limit = 100,
+) -> Response:
     """List the held-out tasks that a decision compared, with both runs, in their order."""
-    loop, count = path_id(request, "loop", "loop"), path_number(request, "number", "generation")
-    params = query(request)
-    outcome = outcome_named(params.get("outcome"))
-    at, limit = number(params, "at", 0), number(params, "limit", 100, PAGE_LIMIT)
-    read = partial(pairs_page, services.home, loop, count, outcome, at, limit)
+    read = partial(pairs_page, services.home, loop, number, outcome, at, limit)
     return await answer_read(request, read)
 
 
-@router.get("/v1/loops/{loop}/journal/{entry}", Role.train, answer=ANY, fails="404 not_found")
-async def recall_entry(services: Services, request: Request) -> Response:
+@router.get(
+    "/v1/loops/{loop}/journal/{entry}", Role.train, answer=dict[str, Any], fails="404 not_found"
+)
+async def recall_entry(
+    services: Current, request: Request, loop: LoopId, entry: EntryName
+) -> Response:
     """Return an entry of a loop's journal."""
-    return await answer_read(request, partial(_recall, _entry(services, request)))
+    path = services.home.loop(loop) / "journal" / f"{entry}.json"
+    return await answer_read(request, partial(recall, path))
 
 
-@router.post("/v1/loops/{loop}/journal/{entry}", Role.train, body=ANY, answer=CREATED)
-async def note_entry(services: Services, request: Request) -> Response:
+@router.post(
+    "/v1/loops/{loop}/journal/{entry}", Role.train, answer=dict[str, bool], max_body="runs"
+)
+async def note_entry(
+    services: Current, loop: LoopId, entry: EntryName, body: dict[str, Any]
+) -> Response:
     """Note a decision of a loop; the first note stays."""
-    record = await read_json(request, services.max_body)
-    path = _entry(services, request)
-    created = await asyncio.to_thread(lambda: durable.create_file(path, _text(record)))
-    return json_response({"created": created})
+    return await _create(services.home.loop(loop) / "journal" / f"{entry}.json", body)
 
 
-@router.get("/v1/loops/{loop}/generations", Role.train, answer=data_of(ANY))
-async def list_generations(services: Services, request: Request) -> Response:
+@router.get("/v1/loops/{loop}/generations", Role.train, answer=Data[dict[str, Any]])
+async def list_generations(services: Current, request: Request, loop: LoopId) -> Response:
     """List a loop's finished generations, in the order of their numbers."""
-    folder = _folder(services, request)
+    folder = services.home.loop(loop) / "generations"
 
     def read_one(name: str) -> Any:
         return checksums.read_json(folder / f"{name}.json")
@@ -162,25 +216,26 @@ async def list_generations(services: Services, request: Request) -> Response:
     return await answer_read(request, read)
 
 
-@router.post("/v1/loops/{loop}/generations/{number}", Role.train, body=ANY, answer=CREATED)
-async def finish_generation(services: Services, request: Request) -> Response:
+@router.post(
+    "/v1/loops/{loop}/generations/{number}",
+    Role.train,
+    answer=dict[str, bool],
+    max_body="runs",
+)
+async def finish_generation(
+    services: Current, loop: LoopId, number: GenerationNumber, body: dict[str, Any]
+) -> Response:
     """Record a generation; the first record stays."""
-    record = await read_json(request, services.max_body)
-    path = _folder(services, request) / f"{path_number(request, 'number', 'generation')}.json"
-    created = await asyncio.to_thread(lambda: durable.create_file(path, _text(record)))
+    return await _create(services.home.loop(loop) / "generations" / f"{number}.json", body)
+
+
+async def _create(path: Path, record: Any) -> Response:
+    created = await asyncio.to_thread(lambda: durable.create_file(path, text_of(record)))
     return json_response({"created": created})
 
 
-def _folder(services: Services, request: Request) -> Path:
-    return services.home.loop(path_id(request, "loop", "loop")) / "generations"
-
-
-def _entry(services: Services, request: Request) -> Path:
-    journal = services.home.loop(path_id(request, "loop", "loop")) / "journal"
-    return journal / f"{path_id(request, 'entry', 'entry')}.json"
-
-
-def _recall(path: Path) -> Any:
+def recall(path: Path) -> Any:
+    """Return an entry of a journal. Raises NotFound, Corrupt."""
     try:
         return checksums.read_json(path)
     except FileNotFoundError:
@@ -188,5 +243,76 @@ def _recall(path: Path) -> Any:
         raise NotFound(f"loop {loop!r} has no entry {path.stem!r}", param="entry") from None
 
 
-def _text(record: Any) -> bytes:
+def text_of(record: Any) -> bytes:
+    """Return the bytes of a record's file."""
     return checksums.with_crc(dump_json(record))
+
+
+# ---- rollouts
+@router.get("/v1/rollouts", Role.train, answer=Data[EnvironmentRuns])
+async def list_rollouts(services: Current) -> Response:
+    """Count the runs that wait or go on, and the workers, by environment."""
+    return json_response({"data": services.rollouts.overview()})
+
+
+@router.post("/v1/rollouts", Role.train, answer=dict[str, RolloutState], max_body="runs")
+async def ask_for_rollout(services: Current, request: Request, body: RolloutSpec) -> Response:
+    """Ask for a run by a worker. The same run again is the same; one on record is done.
+
+    The run is given up unless somebody asks for its state every two minutes until it begins.
+    """
+    if not ID.fullmatch(body.run_id):
+        raise BadInput(f"run_id: {body.run_id[:200]!r} is no run's id", param="run_id")
+    owners = await services.run_owners.owners(caller_of(request), [body.run_id], [])
+    state = await services.rollouts.submit(body, owners[body.run_id])
+    return json_response({"state": state})
+
+
+@router.get("/v1/rollouts/{run_id}", Role.train, answer=RolloutStatus, fails="404 not_found")
+async def wait_for_rollout(
+    services: Current,
+    run_id: RunId,
+    wait: Annotated[
+        int, Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for its end.")
+    ] = 0,
+) -> Response:
+    """Return a run's state, and how many workers its environment has."""
+    state, workers = await services.rollouts.wait(run_id, wait)
+    return json_response({"state": state, "workers": workers})
+
+
+@router.post("/v1/rollouts/lease", Role.train, answer=dict[str, LeasedRollout | None])
+async def lease_rollout(services: Current, request: Request, body: LeaseRequest) -> Response:
+    """Lease the oldest waiting run of an environment, for a worker that has room.
+
+    Its model calls go to the base URL `/runs/RUN/v1`.
+    """
+    leased = await services.rollouts.lease(body.environment, body.worker, body.seconds, body.wait)
+    return await answer_read(request, lambda: {"rollout": leased})
+
+
+@router.post(
+    "/v1/rollouts/{run_id}/renew", Role.train, answer=dict[str, Any], fails="400 lease_lost"
+)
+async def renew_rollout(services: Current, run_id: RunId, body: LeaseRenewal) -> Response:
+    """Keep a run; without this it ends as failed by its worker when the lease does."""
+    services.rollouts.renew(run_id, body.lease, body.seconds)
+    return json_response({})
+
+
+@router.post(
+    "/v1/rollouts/{run_id}/result",
+    Role.train,
+    answer=dict[str, Any],
+    fails="400 lease_lost, 400 invalid_value",
+    max_body="runs",
+)
+async def finish_rollout(services: Current, run_id: RunId, body: RolloutResult) -> Response:
+    """Record the end of a run: its rewards, or the error of its environment.
+
+    An error is a failure of the infrastructure and no reward. The first end stays.
+    """
+    rewards = [Reward(**given.model_dump(), source=SOURCE) for given in body.rewards]
+    check_rewards(rewards, services.reward_limit, "rewards")
+    await services.rollouts.finish(run_id, body)
+    return json_response({})

@@ -1,66 +1,112 @@
-"""The platform itself: health, keys, the replicas, and the numbers for Prometheus."""
+"""The platform itself: health, the replicas, numbers for Prometheus, and the stream of changes.
+
+Also what further gateways alone report to the controller's and ask of it: they come by
+runtime/gateway/controller_link.py, with the platform's own key, and for a proof without it.
+"""
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
 
+from fastapi import Query
 from prometheus_client.exposition import choose_encoder
+from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
-from cray_agents.errors import StoreError
+from cray_agents.errors import BadInput, StoreError
+from cray_agents.platform.client import LEASE
+from cray_agents.records import Record
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role, key_names
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import (
-    answer_read,
-    field,
-    json_response,
-    read_json,
-    real,
-)
+from cray_agents.runtime.gateway.http.bodies import answer_read, json_response
 from cray_agents.runtime.gateway.http.error_envelope import envelope
+from cray_agents.runtime.gateway.http.fields import Fields, MaybeReal
 from cray_agents.runtime.gateway.http.routing import Router
-from cray_agents.runtime.gateway.http.routing import query as query_of
-from cray_agents.runtime.gateway.http.shapes import (
-    ANY,
-    REAL,
-    TEXT,
-    TEXT_OR_NONE,
-    Described,
-    list_of,
-    object_of,
-    or_none,
-)
-from cray_agents.runtime.gateway.replica_lease import lease_seconds
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.replica_lease import LONGEST
+from cray_agents.runtime.gateway.services import Current
+from cray_agents.runtime.telemetry.replica_metrics import EngineCollector, scrape
 from cray_agents.runtime.views.health_warnings import health_warnings
-from cray_agents.runtime.views.view_records import KeyDemand, QueueClass, QueueState, WarningList
+from cray_agents.runtime.views.view_records import (
+    KeyDemand,
+    QueueClass,
+    QueueState,
+    ReplicaLease,
+    ReplicaList,
+    WarningList,
+    WhoAmI,
+)
+from cray_agents.runtime.vllm_plugins import proof
 
 DAY = 86_400.0  # seconds
-ALIVE = object_of({"status": {"const": "ok"}})
-LEASE = object_of(
-    {"holder": TEXT, "version": TEXT, "displaced": list_of(TEXT), "seconds_left": REAL}
-)
+KEEP_ALIVE = 15.0  # seconds of silence after which a comment line is sent, at most
+METRICS: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
 
 router = Router("Platform")
 
 
-@router.get("/health", "open", answer=ALIVE)
-async def health(services: Services, request: Request) -> Response:
+class ReplicaRenewal(Fields):
+    """A lease that goes on for `seconds`."""
+
+    holder: str
+    seconds: float = Field(LEASE, ge=0, le=LONGEST)
+
+
+class VersionWanted(Fields):
+    """A version that a further gateway needs."""
+
+    version: str
+
+
+class SessionOutcome(Record):
+    """An answer to a live session of a model that has a canary."""
+
+    model: str
+    session: str
+    version: str
+    failed: bool
+
+
+class EngineFailure(Record):
+    """A replica, by its place, whose engine was found dead when it had lost `losses` processes."""
+
+    replica: int
+    losses: int
+    why: str
+
+
+class GatewayReport(Record):
+    """A gateway's name, its requests inside and waiting, and what happened since its last report.
+
+    `rewarded`: runs that got a reward.
+    """
+
+    gateway: str = Field(max_length=200)
+    demand: int = Field(ge=0, le=10**9)
+    outcomes: list[SessionOutcome] = Field(default_factory=list)
+    rewarded: list[str] = Field(default_factory=list)
+    failures: list[EngineFailure] = Field(default_factory=list)
+
+
+# ---- health
+@router.get("/health", "open", answer=dict[str, Literal["ok"]], local=True)
+async def health() -> Response:
     """Tell that the gateway is up."""
     return json_response({"status": "ok"})
 
 
-@router.get("/health/live", "open", answer=ALIVE)
-async def live(services: Services, request: Request) -> Response:
+@router.get("/health/live", "open", answer=dict[str, Literal["ok"]], local=True)
+async def live() -> Response:
     """Tell that the gateway is up."""
     return json_response({"status": "ok"})
 
 
 @router.get(
-    "/health/ready", "open", answer=object_of({"status": {"const": "ready"}}), fails="503 not_ready"
+    "/health/ready", "open", answer=dict[str, Literal["ready"]], fails="503 not_ready", local=True
 )
-async def ready(services: Services, request: Request) -> Response:
+async def ready(services: Current) -> Response:
     """Tell that a replica can answer, and that its answers can be recorded."""
     missing, why = services.versions.missing(), None
     if missing or not services.pool.ready:
@@ -79,8 +125,28 @@ async def ready(services: Services, request: Request) -> Response:
     return Response(body, 503, {"retry-after": "1"}, "application/json")
 
 
-@router.get("/v1/platform", Role.use, answer=ANY)
-async def platform(services: Services, request: Request) -> Response:
+@router.get("/v1/health/warnings", Role.train, answer=WarningList)
+async def list_warnings(
+    services: Current,
+    request: Request,
+    since: Annotated[MaybeReal, Query(description="24 hours ago unless given.")] = None,
+) -> Response:
+    """List failures that raise no error: runs without rewards, equal rewards, parser misses.
+
+    They are looked for in the runs that began `since` then, in unix seconds.
+    """
+    begin = time.time() - DAY if since is None else since
+    missing = services.versions.missing()
+
+    def read() -> dict[str, Any]:
+        return {"since": begin, "data": health_warnings(services.store, begin, missing)}
+
+    return await answer_read(request, read, long=True)
+
+
+# ---- what there is
+@router.get("/v1/platform", Role.use, answer=dict[str, Any])
+async def platform(services: Current) -> Response:
     """Return the platform's engine, trainer, scheduler, home and version, and who controls it.
 
     `gateways`: the further gateways that report to it, if there are any.
@@ -92,33 +158,19 @@ async def platform(services: Services, request: Request) -> Response:
     )
 
 
-@router.get(
-    "/v1/whoami",
-    Role.use,
-    answer=object_of(
-        {
-            "key": {"type": ["string", "null"], "description": "Its id; null without one."},
-            "name": TEXT,
-            "role": {"enum": list(Role.__members__)},
-            "home": {"type": ["string", "null"], "description": "The root, for admins."},
-            "version": TEXT_OR_NONE,
-            "features": list_of({"enum": ["keys", "score"]}),
-        }
-    ),
-)
-async def whoami(services: Services, request: Request) -> Response:
+@router.get("/v1/whoami", Role.use, answer=WhoAmI)
+async def whoami(services: Current, request: Request) -> Response:
     """Return the caller's key and role, and the platform that answers.
 
     `features`: `keys`, requests need an API key; `score`, there are engines to score tokens with.
     """
     caller = caller_of(request)
-    key = caller.key_id if caller.key_name else None
     needs_key = services.api_keys == "required" or (
         services.api_keys == "auto" and await asyncio.to_thread(lambda: Keys(services.home).ever)
     )
     return json_response(
         {
-            "key": key,
+            "key": caller.key_id if caller.key_name else None,
             "name": caller.name,
             "role": caller.role.name,
             "home": str(services.home.root) if caller.role is Role.admin else None,
@@ -129,7 +181,7 @@ async def whoami(services: Services, request: Request) -> Response:
 
 
 @router.get("/v1/queue", Role.use, answer=QueueState)
-async def queue(services: Services, request: Request) -> Response:
+async def queue(services: Current, request: Request) -> Response:
     """Return the requests at the engines and those that wait, by class and by key.
 
     Callers below `admin` see their own key only.
@@ -144,51 +196,26 @@ async def queue(services: Services, request: Request) -> Response:
     def of_class(batch: bool) -> QueueClass:
         return QueueClass(inside=admission.inside(batch), waiting=admission.waiting(batch))
 
-    state = QueueState(
-        capacity=admission.capacity,
-        reserve=admission.reserve,
-        limit=room.limit,
-        remaining=room.remaining,
-        mean_seconds=admission.mean_seconds,
-        interactive=of_class(False),
-        batch=of_class(True),
-        parked=admission.parked,
-        keys=[
-            KeyDemand(key=key, name=names.get(key, key), waiting=count)
-            for key, count in sorted(waiting.items(), key=lambda item: -item[1])
-        ],
+    return json_response(
+        QueueState(
+            capacity=admission.capacity,
+            reserve=admission.reserve,
+            limit=room.limit,
+            remaining=room.remaining,
+            mean_seconds=admission.mean_seconds,
+            interactive=of_class(False),
+            batch=of_class(True),
+            parked=admission.parked,
+            keys=[
+                KeyDemand(key=key, name=names.get(key, key), waiting=count)
+                for key, count in sorted(waiting.items(), key=lambda item: -item[1])
+            ],
+        )
     )
-    return json_response(state.model_dump(mode="json"))
 
 
-@router.get(
-    "/v1/health/warnings",
-    Role.train,
-    query={"since": Described(REAL, "Unix seconds; 24 hours ago unless given.")},
-    answer=WarningList,
-)
-async def list_warnings(services: Services, request: Request) -> Response:
-    """List failures that raise no error: runs without rewards, equal rewards, parser misses.
-
-    They are looked for in the runs that began since then.
-    """
-    since = real(query_of(request), "since", time.time() - DAY)
-    missing = services.versions.missing()
-
-    def read() -> dict[str, Any]:
-        return {"since": since, "data": health_warnings(services.store, since, missing)}
-
-    return await answer_read(request, read, long=True)
-
-
-@router.get(
-    "/v1/pool",
-    Role.admin,
-    answer=object_of(
-        {"data": list_of(ANY), "spares": list_of(ANY), "lease": or_none(LEASE)}, {"turns": ANY}
-    ),
-)
-async def pool(services: Services, request: Request) -> Response:
+@router.get("/v1/pool", Role.admin, answer=ReplicaList)
+async def pool(services: Current) -> Response:
     """List the replicas and the versions in them.
 
     `spares`: replicas that were started for versions that no other holds. `lease`: the holder for
@@ -206,31 +233,113 @@ async def pool(services: Services, request: Request) -> Response:
     )
 
 
-@router.post(
-    "/v1/pool/lease",
-    Role.admin,
-    body=object_of({"holder": TEXT}, {"seconds": REAL}),
-    answer=LEASE,
-    fails="404 no_lease",
-)
-async def renew_lease(services: Services, request: Request) -> Response:
+@router.post("/v1/pool/lease", Role.admin, answer=ReplicaLease, fails="404 no_lease", audited=False)
+async def renew_lease(services: Current, body: ReplicaRenewal) -> Response:
     """Keep a version that was staged by force for a while more (60 s by default).
 
     With 0 seconds the promoted version is loaded again. A stage with `force` begins a lease.
     """
-    body = await read_json(request, services.max_settings)
-    holder, seconds = field(body, "holder", str), lease_seconds(body)
-    return json_response(services.versions.leases.renew(holder, seconds).status())
+    return json_response(services.versions.leases.renew(body.holder, body.seconds).status())
 
 
-@router.get("/metrics", Role.use, media={"text/plain": {}, "application/openmetrics-text": {}})
-async def metrics(services: Services, request: Request) -> Response:
+# ---- numbers and changes
+@router.get("/metrics", Role.use, media=METRICS, local=True)
+async def metrics(services: Current, request: Request) -> Response:
     """Return the numbers for Prometheus, in its text format or OpenMetrics.
 
     They are of the process that answers. Where several share a port, `gateway` names it.
     """
     services.metrics.set_gauges(services.admission, services.pool.status())
+    return await _exposed(request, services.metrics)
+
+
+@router.get("/metrics/engines", Role.use, media=METRICS)
+async def engine_metrics(services: Current, request: Request) -> Response:
+    """Return the metrics of every replica's vLLM for Prometheus.
+
+    Each sample has the labels replica, host and version. `cray_engine_up` is 0 for a replica that
+    did not answer.
+    """
+    texts = await scrape(services.pool.engines())
+    return await _exposed(request, EngineCollector(texts))
+
+
+async def _exposed(request: Request, collected: Any) -> Response:
     encode, kind = choose_encoder(request.headers.get("accept", ""))
     # in a thread: a thousand series take some milliseconds
-    text = await asyncio.to_thread(encode, services.metrics)
+    text = await asyncio.to_thread(encode, collected)
     return Response(text, headers={"content-type": kind})
+
+
+@router.get("/v1/events", Role.train, media={"text/event-stream": {}}, fails="400 invalid_value")
+async def stream_changes(
+    services: Current,
+    after: Annotated[str | None, Query(description="The `id` of the last event read.")] = None,
+) -> Response:
+    """Stream which runs, jobs, loops, datasets, models, batches, keys and replicas changed.
+
+    Each event is `{"kind", "id", "change"}`; its `id` line is the cursor to go on after. Events
+    come four times a second at most, and changes of one thing in between are one. `kind` is run,
+    job, loop, dataset, model, batch, pool, key or reset; `change` is appended, forgotten or
+    changed. An `id` of "" means any of its kind. `reset`: fetch everything anew, as the cursor is
+    of before a restart (`restarted`) or too old (`lagged`). Comment lines keep the stream alive.
+    """
+    changes = services.changes.read(after, min(KEEP_ALIVE, services.keep_alive * 5))
+    first = await anext(changes)  # raises for what is no cursor
+
+    async def events() -> AsyncIterator[bytes]:
+        async with aclosing(changes):
+            yield first
+            async for event in changes:
+                yield event
+
+    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    return StreamingResponse(events(), headers=headers, media_type="text/event-stream")
+
+
+# ---- further gateways
+@router.post("/v1/gateways", Role.admin, answer=dict[str, float], audited=False)
+async def report_gateway(services: Current, body: GatewayReport) -> Response:
+    """Take a further gateway's report, and return its share of the engines.
+
+    Gateways send it; see `cray-agents gateway`.
+    """
+    services.note_other_gateways()
+    services.shares.note(body.gateway, body.demand)
+    for failure in body.failures:
+        services.pool.fail(failure.replica, failure.losses, failure.why)
+    live, admission = services.versions.live, services.admission
+    for one in body.outcomes:
+        live.note_outcome(one.model, one.session, one.version, failed=one.failed)
+    for run_id in body.rewarded:
+        await live.note_reward(run_id)
+    return json_response({"share": services.shares.of(body.gateway, admission.demand)})
+
+
+@router.post(
+    "/v1/gateways/load",
+    Role.admin,
+    answer=dict[str, Any],
+    fails="404 model_not_found, 503 model_not_loaded",
+    audited=False,
+)
+async def load_for_gateway(services: Current, body: VersionWanted) -> Response:
+    """Load a version that a request at a further gateway needs, where that displaces nothing.
+
+    Gateways ask for it; it returns when the version is loaded, or will be in any case.
+    """
+    loading = services.versions.load_on_demand(services.registry.resolve(body.version).id)
+    if loading is not None:
+        await asyncio.shield(loading)
+    return json_response({})
+
+
+@router.get(proof.PATH, "open", answer=dict[str, str], local=True)
+async def prove_gateway(services: Current, request: Request, nonce: str = "") -> Response:
+    """Prove that this gateway is of the platform whose claim on the root the caller has read.
+
+    `nonce`: 64 random hexadecimal digits.
+    """
+    if (answer := proof.proof_of(services.token, nonce, *request.scope["server"])) is None:
+        raise BadInput("nonce must be 64 hexadecimal digits, of a platform", param="nonce")
+    return json_response({"proof": answer})

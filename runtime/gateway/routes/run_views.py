@@ -6,48 +6,38 @@ index alone. Read next: runtime/views/run_pages.py, token_text.py, run_differenc
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from fastapi import Query
+from pydantic import Field
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cray_agents.errors import BadInput, EngineError, NotFound
+from cray_agents.errors import BadInput, EngineError
 from cray_agents.ports import EngineCall
-from cray_agents.queries import RunFilter
 from cray_agents.records import new_id
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import (
-    ID,
-    answer_read,
-    bucket_seconds,
-    field,
-    names_in,
-    number,
-    path_id,
-    path_number,
-    read_json,
-)
+from cray_agents.runtime.gateway.http.bodies import answer_read
 from cray_agents.runtime.gateway.http.client_work import await_or_disconnect
-from cray_agents.runtime.gateway.http.routing import Router, query
-from cray_agents.runtime.gateway.http.shapes import (
-    BUCKET,
-    COUNT,
-    FLAG,
-    TEXT,
-    WHOLE,
-    Described,
-    count_up_to,
-    object_of,
+from cray_agents.runtime.gateway.http.fields import (
+    Bucket,
+    Count,
+    Fields,
+    RunId,
+    TurnNumber,
+    named,
+    names_in,
 )
+from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.model_calls.answer import collect_answer
-from cray_agents.runtime.gateway.routes.trajectories import WHICH, one_of, run_query
-from cray_agents.runtime.gateway.services import Services, vocabulary_of
+from cray_agents.runtime.gateway.routes.trajectories import WhichRuns
+from cray_agents.runtime.gateway.services import Current, vocabulary_of
 from cray_agents.runtime.pool.vllm_http import well_formed
 from cray_agents.runtime.views.run_differences import differences, turn_pairs
-from cray_agents.runtime.views.turn_score import parse_score, score_request
+from cray_agents.runtime.views.token_text import parse_score, score_request
 from cray_agents.runtime.views.view_records import (
     RunDifferences,
     RunOutline,
@@ -60,98 +50,95 @@ from cray_agents.runtime.views.view_records import (
 MARKS, WINDOW = 10_000, 200  # turns in an outline and in a window, at most
 TOP = 20  # likely tokens at a place, at most
 GROUPS, BINS = 10_000, 200
-FROM = Described(COUNT, "The first turn, from 0.")
+First = Annotated[Count, Query(alias="from", description="The first turn, from 0.")]
 
 router = Router("Training")
 
 
-@router.get(
-    "/v1/trajectories/stats",
-    Role.train,
-    query={
-        **{name: shape for name, shape in WHICH.items() if name != "text"},
-        "by": Described(
-            TEXT,
-            "With commas: agent, model, loop, generation, split, stop_reason, error, task, day.",
-        ),
-        "bucket": BUCKET,
-        "limit": count_up_to(GROUPS),
-        "facets": Described(
-            TEXT, "With commas: agent, model, loop, generation, split, stop_reason, error, tag."
-        ),
-        "histograms": Described(TEXT, "With commas: reward, seconds, turns, tokens."),
-        "bins": {**COUNT, "minimum": 1, "maximum": BINS},
-        "sample": Described(
-            {**COUNT, "minimum": 1},
-            "Of more runs than these, histograms count every n-th one (`every`).",
-        ),
-        "percentiles": Described(FLAG, "Without them a million runs take a fraction of the time."),
-    },
-    answer=RunStats,
-)
-async def run_statistics(services: Services, request: Request) -> Response:
+class CountedRuns(WhichRuns):
+    """The parameters of a query for statistics of runs."""
+
+    text: None = Query(None, include_in_schema=False)
+    by: str = Field(
+        "",
+        description="With commas: agent, model, loop, generation, split, stop_reason, error, task, "
+        "day.",
+    )
+    bucket: Bucket = None
+    limit: int = Field(100, ge=0, le=GROUPS)
+    facets: str = Field(
+        "",
+        description="With commas: agent, model, loop, generation, split, stop_reason, error, tag.",
+    )
+    histograms: str = Field("", description="With commas: reward, seconds, turns, tokens.")
+    bins: int = Field(24, ge=1, le=BINS)
+    sample: int | None = Field(
+        None,
+        ge=1,
+        description="Of more runs than these, histograms count every n-th one (`every`).",
+    )
+    percentiles: bool = Field(
+        True, description="Without them a million runs take a fraction of the time."
+    )
+
+
+class ScoreRequest(Fields):
+    """The version that scores a turn, and how many likely tokens are wanted at each place."""
+
+    model: str
+    top: int = Field(5, ge=1, le=TOP)
+
+
+@router.get("/v1/trajectories/stats", Role.train, answer=RunStats)
+async def run_statistics(
+    services: Current, request: Request, query: Annotated[CountedRuns, Query()]
+) -> Response:
     """Count the matching runs, their rewards, tokens and seconds, by group.
 
     `facets` count the values of fields, as a filter offers them. `histograms` have equal bins. All
     of it comes from the index. The largest groups come first.
     """
-    params = query(request)
-    which = RunFilter(
-        **run_query(request, params, None).model_dump(include=set(RunFilter.model_fields))
-    )
-    limit = number(params, "limit", 100, GROUPS)
-    bins = number(params, "bins", 24, BINS)
-    sample = number(params, "sample", 0) if "sample" in params else None
-    for name, count in (("bins", bins), ("sample", sample)):
-        if count == 0:
-            raise BadInput(f"{name} must be 1 or more", param=name)
-    options = {
-        "bucket": bucket_seconds(params),
-        "percentiles": one_of(params, "percentiles", ("true", "false")) == "true",
-        "limit": limit + 1,
-    }
-    by = names_in(params, "by")
-    options["inputs"] = "task" in by
-    whole = not by and options["bucket"] is None  # its one row counts all
+    which, by = query.filter, names_in(query.by)
+    whole = not by and query.bucket is None  # its one row counts all
     if "key" in by:
         raise BadInput("usage by key is GET /v1/usage", param="by")
 
     def read() -> dict[str, Any]:
-        rows = services.store.stats(which, by, **options)
+        rows = services.store.stats(
+            which,
+            by,
+            bucket=query.bucket,
+            percentiles=query.percentiles,
+            limit=query.limit + 1,
+            inputs="task" in by,
+        )
         return {
             "total": rows[0]["runs"] if whole and rows else services.store.count(which),
-            "data": rows[:limit],
-            "has_more": len(rows) > limit,
-            "facets": services.store.facets(which, names_in(params, "facets")),
+            "data": rows[: query.limit],
+            "has_more": len(rows) > query.limit,
+            "facets": services.store.facets(which, names_in(query.facets)),
             "histograms": services.store.histograms(
-                which, names_in(params, "histograms"), bins, sample
+                which, names_in(query.histograms), query.bins, query.sample
             ),
         }
 
     return await answer_read(request, read, long=True)
 
 
-@router.get(
-    "/v1/trajectories/diff",
-    Role.use,
-    query={"a": Described(TEXT, "A run."), "b": Described(TEXT, "Another one.")},
-    answer=RunDifferences,
-    fails="404 not_found",
-)
-async def diff_runs(services: Services, request: Request) -> Response:
+@router.get("/v1/trajectories/diff", Role.use, answer=RunDifferences, fails="404 not_found")
+async def diff_runs(
+    services: Current,
+    request: Request,
+    a: Annotated[str, named("run", "a"), Query(description="A run.")],
+    b: Annotated[str, named("run", "b"), Query(description="Another one.")],
+) -> Response:
     """Tell where two runs differ: fields, messages, rewards, tokens, and their turns side by side.
 
     Turns count from 0 in `turns`, and from 1 in `tokens.first`.
     """
-    params = query(request)
-    for name in ("a", "b"):
-        if name not in params:
-            raise BadInput(f"{name} must name a run", param=name)
-        if not ID.fullmatch(params[name]):
-            raise NotFound(f"no run {params[name][:200]!r} is recorded", param=name)
 
     def read() -> bytes:
-        one, other = (services.store.run(params[name]) for name in ("a", "b"))
+        one, other = (services.store.run(run_id) for run_id in (a, b))
         turns = turn_pairs(one, other)
         first = next((at for at, pair in enumerate(turns) if not pair["same"]), None)
         diff = differences(one, other)
@@ -162,36 +149,30 @@ async def diff_runs(services: Services, request: Request) -> Response:
     return await answer_read(request, read)
 
 
-@router.get(
-    "/v1/trajectories/{run_id}/outline",
-    Role.use,
-    query={"from": FROM, "limit": count_up_to(MARKS)},
-    answer=RunOutline,
-    fails="404 not_found",
-)
-async def outline_run(services: Services, request: Request) -> Response:
+@router.get("/v1/trajectories/{run_id}/outline", Role.use, answer=RunOutline, fails="404 not_found")
+async def outline_run(
+    services: Current,
+    request: Request,
+    run_id: RunId,
+    first: First = 0,
+    limit: Annotated[int, Query(ge=0, le=MARKS)] = MARKS,
+) -> Response:
     """Return a run without its messages: its facts, its rewards, and a mark for each turn."""
-    params, run_id = query(request), path_id(request, "run_id", "run")
-    first, limit = number(params, "from", 0), number(params, "limit", MARKS, MARKS)
     return await answer_read(request, partial(services.run_pages.outline, run_id, first, limit))
 
 
-@router.get(
-    "/v1/trajectories/{run_id}/turns",
-    Role.use,
-    query={
-        "from": FROM,
-        "limit": count_up_to(WINDOW),
-        "full": Described(FLAG, "All messages of each call, not only those new in its turn."),
-    },
-    answer=TurnWindow,
-    fails="404 not_found",
-)
-async def list_turns(services: Services, request: Request) -> Response:
+@router.get("/v1/trajectories/{run_id}/turns", Role.use, answer=TurnWindow, fails="404 not_found")
+async def list_turns(
+    services: Current,
+    request: Request,
+    run_id: RunId,
+    first: First = 0,
+    limit: Annotated[int, Query(ge=0, le=WINDOW)] = 20,
+    full: Annotated[
+        bool, Query(description="All messages of each call, not only those new in its turn.")
+    ] = False,
+) -> Response:
     """Return some turns of a run with their messages."""
-    params, run_id = query(request), path_id(request, "run_id", "run")
-    first, limit = number(params, "from", 0), number(params, "limit", 20, WINDOW)
-    full = one_of(params, "full", ("false", "true")) == "true"
     read = partial(services.run_pages.window, run_id, first, limit, full=full)
     return await answer_read(request, read)
 
@@ -199,48 +180,47 @@ async def list_turns(services: Services, request: Request) -> Response:
 @router.get(
     "/v1/trajectories/{run_id}/turns/{number}/tokens",
     Role.use,
-    query={
-        "from": Described(COUNT, "The first token, from 0; negative numbers are refused."),
-        "limit": COUNT,
-        "prompt": Described(FLAG, "false: only the tokens that were sampled."),
-    },
     answer=TurnTokens,
     fails="404 not_found, 404 no_tokenizer",
 )
-async def list_turn_tokens(services: Services, request: Request) -> Response:
+async def list_turn_tokens(
+    services: Current,
+    request: Request,
+    run_id: RunId,
+    number: TurnNumber,
+    first: Annotated[Count, Query(alias="from", description="The first token, from 0.")] = 0,
+    limit: Count = 10**9,
+    prompt: Annotated[bool, Query(description="false: only the tokens that were sampled.")] = True,
+) -> Response:
     """Return the tokens of a turn with their exact text, decoded here: no engine is asked.
 
     The text comes from the tokenizer of the version that sampled them.
     """
-    params, run_id = query(request), path_id(request, "run_id", "run")
-    turn = path_number(request, "number", "turn")
-    first, limit = number(params, "from", 0), number(params, "limit", 10**9)
-    with_prompt = one_of(params, "prompt", ("true", "false")) == "true"
 
     def read() -> dict[str, Any]:
-        call = services.run_pages.call(run_id, turn)
-        prompt, sampled = call["prompt_token_ids"], call["token_ids"]
-        begin = max(first, 0 if with_prompt else len(prompt))
-        ids = [*prompt, *sampled][begin : begin + limit]
+        call = services.run_pages.call(run_id, number)
+        read_ids, sampled = call["prompt_token_ids"], call["token_ids"]
+        begin = max(first, 0 if prompt else len(read_ids))
+        ids = [*read_ids, *sampled][begin : begin + limit]
         vocabulary = vocabulary_of(services, call["model"])
         decoded = vocabulary.texts_of(ids)
-        logprobs = [*[None] * len(prompt), *call["logprobs"]]
-        trained = [*[False] * len(prompt), *[True] * len(sampled)]
+        logprobs = [*[None] * len(read_ids), *call["logprobs"]]
+        trained = [*[False] * len(read_ids), *[True] * len(sampled)]
         return {
             "id": run_id,
-            "n": turn,
+            "n": number,
             "model": call["model"],
             "tokenizer": call["model"],
             "first": begin,
-            "prompt": len(prompt),
-            "total": len(prompt) + len(sampled),
+            "prompt": len(read_ids),
+            "total": len(read_ids) + len(sampled),
             "ids": ids,
             "texts": decoded.texts,
             "bytes": decoded.bytes,
             "logprobs": logprobs[begin : begin + len(ids)],
             "trained": trained[begin : begin + len(ids)],
             "seams": [
-                {"at": len(prompt) + seam["at"], "model": seam["model"]}
+                {"at": len(read_ids) + seam["at"], "model": seam["model"]}
                 for seam in call.get("seams") or ()
             ],
             "exact": vocabulary.exact,
@@ -252,27 +232,23 @@ async def list_turn_tokens(services: Services, request: Request) -> Response:
 @router.post(
     "/v1/trajectories/{run_id}/turns/{number}/score",
     Role.use,
-    body=object_of({"model": TEXT}, {"top": {**WHOLE, "minimum": 1, "maximum": TOP}}),
     answer=TurnScore,
     fails="404 not_found, 404 model_not_found, 400 no_tokens, 400 unsupported_engine",
 )
-async def score_turn(services: Services, request: Request) -> Response:
+async def score_turn(
+    services: Current, request: Request, run_id: RunId, number: TurnNumber, body: ScoreRequest
+) -> Response:
     """Compute the logprobs of a turn's sampled tokens under a version, by an engine that has it.
 
     It waits in the class of batches, so it yields to all other requests. The entropy is of the
     `top` likeliest tokens and the rest taken as one: a lower bound of the whole distribution's.
     """
-    run_id, turn = path_id(request, "run_id", "run"), path_number(request, "number", "turn")
-    body = await read_json(request, services.max_settings)
-    model, top = field(body, "model", str), field(body, "top", int, 5)
-    if not 1 <= top <= TOP:
-        raise BadInput(f"top must be from 1 to {TOP}, not {top}", param="top")
-    version = services.registry.resolve(model).id
-    call = await asyncio.to_thread(services.run_pages.call, run_id, turn)
+    version = services.registry.resolve(body.model).id
+    call = await asyncio.to_thread(services.run_pages.call, run_id, number)
     if not call["token_ids"]:
-        raise BadInput(f"turn {turn} has no tokens to score", param="number", code="no_tokens")
+        raise BadInput(f"turn {number} has no tokens to score", param="number", code="no_tokens")
     exchange = EngineCall(
-        "/v1/completions", score_request(call, version, top), new_id("x")[2:], capture=False
+        "/v1/completions", score_request(call, version, body.top), new_id("x")[2:], capture=False
     )
     exchange.version = version
     ticket = services.admission.enter(caller_of(request).key_id, True, version)
@@ -293,7 +269,7 @@ async def score_turn(services: Services, request: Request) -> Response:
         vocabulary = vocabulary_of(services, version)
         with well_formed(f"the replica of {version}"):
             scored = parse_score(call, orjson.loads(content), vocabulary)
-        named = {"id": run_id, "n": turn, "model": version, "sampled_by": call["model"]}
-        return {**named, **scored, "from_top": top}
+        named = {"id": run_id, "n": number, "model": version, "sampled_by": call["model"]}
+        return {**named, **scored, "from_top": body.top}
 
     return await answer_read(request, read)

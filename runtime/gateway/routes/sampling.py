@@ -1,64 +1,126 @@
 """The model APIs of OpenAI and Anthropic: their routes; model_calls/ answers them.
 
-Handlers take and return plain JSON: a chat request is not worth two validations. Each route is also
-served under /runs/{run_id}, the base URL of a run.
+Handlers take and return plain JSON: a chat request is not worth two validations. The records below
+have, for /openapi.json alone, the fields of requests that the gateway checks; others are the
+engine's. Each route is also served under /runs/{run_id}, the base URL of a run.
 """
 
 from functools import partial
+from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cray_agents.records import Record
 from cray_agents.runtime.gateway.http.api_keys import Role
+from cray_agents.runtime.gateway.http.fields import ID_PATTERN
 from cray_agents.runtime.gateway.http.routing import Router
-from cray_agents.runtime.gateway.http.shapes import ID_SHAPE, TEXT, Described
-from cray_agents.runtime.gateway.model_calls.answer import answer_call, check_fields
-from cray_agents.runtime.gateway.model_calls.apis.chat import CHAT
-from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
+from cray_agents.runtime.gateway.model_calls.answer import (
+    answer_call,
+    check_embedded,
+    check_fields,
+    pass_through,
+)
+from cray_agents.runtime.gateway.model_calls.apis.chat import CHAT, COMPLETIONS
 from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
-from cray_agents.runtime.gateway.model_calls.passthrough import check_embedded, pass_through
-from cray_agents.runtime.gateway.routes.sampling_shapes import (
-    CHAT_COMPLETION,
-    CHAT_REQUEST,
-    COMPLETION,
-    COMPLETION_REQUEST,
-    EMBEDDING_LIST,
-    EMBEDDING_REQUEST,
-    MESSAGE,
-    MESSAGE_REQUEST,
-    PROMPT,
-    RESPONSE,
-    RESPONSE_REQUEST,
-    TOKEN_COUNT,
-    TOKENS,
-    TOKENS_REQUEST,
-)
 from cray_agents.runtime.gateway.services import Services
 
-EVENTS = {"text/event-stream": {"description": "Server-sent events, of JSON objects."}}
-PRIORITY = {
-    "X-Priority": Described(
-        TEXT, "`batch`: it is served when no other request waits, and never refused."
-    )
-}
+# ---- what /openapi.json says: nothing is checked by these twice
+Json = dict[str, Any]
+Inputs = list[str | int | list[int]]
 
+
+class CommonFields(Record):
+    """The fields that requests of all APIs have."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: Json | None = None
+    tools: list[Json] | None = None
+
+
+class ChatRequest(CommonFields):
+    """A conversation to continue."""
+
+    messages: list[Json] = Field(min_length=1)
+
+
+class CompletionRequest(CommonFields):
+    """A text, token ids, or a list of these, to continue."""
+
+    prompt: str | Inputs = Field(union_mode="left_to_right")
+
+
+class ResponseRequest(CommonFields):
+    """A conversation of items to continue."""
+
+    input: str | list[Json]
+    instructions: str | None = None
+
+
+class MessageRequest(ChatRequest):
+    """A conversation to continue, as Anthropic's API has it."""
+
+    max_tokens: int = 0
+    system: str | list[Json] | None = None
+
+
+class EmbeddingRequest(Record):
+    """A text, token ids, or a list of these, to embed."""
+
+    model: str
+    input: str | Inputs
+
+
+class TokensRequest(Record):
+    """A `prompt` or `messages` to tokenize, or `tokens` to detokenize."""
+
+    model: str
+    prompt: Any = None
+    messages: Any = None
+    tokens: Any = None
+
+
+class Priority(Record):
+    """Headers of a request that an engine answers."""
+
+    priority: str = Field(
+        "",
+        alias="X-Priority",
+        description="`batch`: it is served when no other request waits, and never refused.",
+    )
+
+
+class SamplingHeaders(Priority):
+    """Headers of a request to a model."""
+
+    run_id: str = Field(
+        "",
+        alias="X-Run-Id",
+        pattern=ID_PATTERN,
+        description="The run of this call; by default the run of its conversation, or a new one.",
+    )
+    run_tags: str = Field(
+        "", alias="X-Run-Tags", description="Words to find the run by, with commas."
+    )
+    idempotency_key: str = Field(
+        "",
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=255,
+        description="The same request again, under the same key, gets the recorded answer.",
+    )
+
+
+# ---- routes
 router = Router("Models")
 sampled = partial(
     router.post,
     role=Role.use,
-    media=EVENTS,
-    headers={
-        "X-Run-Id": Described(
-            ID_SHAPE, "The run of this call; by default the run of its conversation, or a new one."
-        ),
-        "X-Run-Tags": Described(TEXT, "Words to find the run by, with commas."),
-        "Idempotency-Key": Described(
-            {"type": "string", "minLength": 1, "maxLength": 255},
-            "The same request again, under the same key, gets the recorded answer.",
-        ),
-        **PRIORITY,
-    },
+    media={"text/event-stream": {"description": "Server-sent events, of JSON objects."}},
+    headers=SamplingHeaders,
     fails=(
         "404 model_not_found, 400 invalid_value, 400 context_length_exceeded, "
         "400 idempotency_key_reused, 429 rate_limit_exceeded, 503 engine_unavailable, "
@@ -66,17 +128,21 @@ sampled = partial(
     ),
     in_runs=True,
     rate_limited=True,
+    bare=True,
+    local=True,
 )
 passed = partial(
     router.post,
     role=Role.use,
-    headers=PRIORITY,
+    headers=Priority,
     fails="404 model_not_found, 400 invalid_value, 400 unsupported_model",
     in_runs=True,
+    bare=True,
+    local=True,
 )
 
 
-@sampled(CHAT.path, body=CHAT_REQUEST, answer=CHAT_COMPLETION)
+@sampled(CHAT.path, body=ChatRequest, answer=Json)
 async def create_chat_completion(services: Services, request: Request) -> Response:
     """Continue a conversation.
 
@@ -89,7 +155,7 @@ async def create_chat_completion(services: Services, request: Request) -> Respon
     return await answer_call(services, request, CHAT)
 
 
-@sampled(COMPLETIONS.path, body=COMPLETION_REQUEST, answer=COMPLETION)
+@sampled(COMPLETIONS.path, body=CompletionRequest, answer=Json)
 async def create_completion(services: Services, request: Request) -> Response:
     """Continue a text.
 
@@ -98,7 +164,7 @@ async def create_completion(services: Services, request: Request) -> Response:
     return await answer_call(services, request, COMPLETIONS)
 
 
-@sampled(RESPONSES.path, body=RESPONSE_REQUEST, answer=RESPONSE)
+@sampled(RESPONSES.path, body=ResponseRequest, answer=Json)
 async def create_response(services: Services, request: Request) -> Response:
     """Continue a conversation of items (OpenAI's newer API).
 
@@ -107,7 +173,7 @@ async def create_response(services: Services, request: Request) -> Response:
     return await answer_call(services, request, RESPONSES)
 
 
-@sampled(MESSAGES.path, body=MESSAGE_REQUEST, answer=MESSAGE)
+@sampled(MESSAGES.path, body=MessageRequest, answer=Json)
 async def create_message(services: Services, request: Request) -> Response:
     """Continue a conversation (Anthropic's API).
 
@@ -116,7 +182,7 @@ async def create_message(services: Services, request: Request) -> Response:
     return await answer_call(services, request, MESSAGES)
 
 
-@passed("/v1/embeddings", body=EMBEDDING_REQUEST, answer=EMBEDDING_LIST, rate_limited=True)
+@passed("/v1/embeddings", body=EmbeddingRequest, answer=Json, rate_limited=True)
 async def create_embedding(services: Services, request: Request) -> Response:
     """Embed texts.
 
@@ -125,7 +191,7 @@ async def create_embedding(services: Services, request: Request) -> Response:
     return await pass_through(services, request, "/v1/embeddings", check_embedded)
 
 
-@passed("/v1/messages/count_tokens", body=MESSAGE_REQUEST, answer=TOKEN_COUNT)
+@passed("/v1/messages/count_tokens", body=MessageRequest, answer=Json)
 async def count_message_tokens(services: Services, request: Request) -> Response:
     """Count the tokens of a conversation (Anthropic's API).
 
@@ -135,7 +201,7 @@ async def count_message_tokens(services: Services, request: Request) -> Response
     return await pass_through(services, request, "/v1/messages/count_tokens", check)
 
 
-@passed("/v1/tokenize", body=TOKENS_REQUEST, answer=TOKENS)
+@passed("/v1/tokenize", body=TokensRequest, answer=Json)
 async def tokenize(services: Services, request: Request) -> Response:
     """Turn a text or a conversation into tokens.
 
@@ -144,7 +210,7 @@ async def tokenize(services: Services, request: Request) -> Response:
     return await pass_through(services, request, "/tokenize")
 
 
-@passed("/v1/detokenize", body=TOKENS_REQUEST, answer=PROMPT)
+@passed("/v1/detokenize", body=TokensRequest, answer=Json)
 async def detokenize(services: Services, request: Request) -> Response:
     """Turn tokens into a text.
 

@@ -8,8 +8,7 @@ name. Read next: tinker_models.py, models and their commands; gateway/tinker/, t
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,27 +18,12 @@ from cray_agents.records import new_id
 from cray_agents.runtime.disk.turns import off_loop
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import caller_of
-from cray_agents.runtime.gateway.http.bodies import (
-    ID,
-    field,
-    json_response,
-    path_id,
-    read_json,
-    read_record,
-)
-from cray_agents.runtime.gateway.http.error_envelope import envelope, status_of
-from cray_agents.runtime.gateway.http.routing import Router
-from cray_agents.runtime.gateway.http.server_paths import without_paths
-from cray_agents.runtime.gateway.http.shapes import (
-    ANY,
-    BOOL,
-    BYTES,
-    TEXT,
-    list_of,
-    object_of,
-)
+from cray_agents.runtime.gateway.http.bodies import json_response, read_record
+from cray_agents.runtime.gateway.http.error_envelope import envelope, status_of, without_paths
+from cray_agents.runtime.gateway.http.fields import ID, Fields, named
+from cray_agents.runtime.gateway.http.routing import BINARY, Router
 from cray_agents.runtime.gateway.model_calls.answer import TAG_LENGTH, start_call
-from cray_agents.runtime.gateway.model_calls.apis.completions import COMPLETIONS
+from cray_agents.runtime.gateway.model_calls.apis.chat import COMPLETIONS
 from cray_agents.runtime.gateway.ownership import check_owner
 from cray_agents.runtime.gateway.routes.tinker_models import (
     HOLD,
@@ -47,7 +31,7 @@ from cray_agents.runtime.gateway.routes.tinker_models import (
     saved_version,
     training_future,
 )
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.services import Current, Services
 from cray_agents.runtime.gateway.tinker.requests import NewSampler, SampleRequest
 from cray_agents.runtime.gateway.tinker.samples import (
     TinkerSample,
@@ -86,49 +70,55 @@ log = logging.getLogger(__name__)
 router = Router("Tinker")
 
 
+class Future(Fields):
+    """The name of a request whose result is wanted."""
+
+    request_id: str
+
+
 # ---- sessions
-@router.get("/api/v1/healthz", "open", answer=object_of({"status": TEXT}))
-async def check_tinker_health(services: Services, request: Request) -> Response:
+@router.get("/api/v1/healthz", "open", answer=dict[str, str])
+async def check_tinker_health() -> Response:
     """Tell that the gateway is there."""
     return json_response({"status": "ok"})
 
 
-@router.post("/api/v1/client/config", Role.use, answer=ANY)
-async def read_tinker_flags(services: Services, request: Request) -> Response:
+@router.post("/api/v1/client/config", Role.use, answer=dict[str, Any])
+async def read_tinker_flags() -> Response:
     """Return the flags that a client goes by."""
     return json_response(CLIENT_FLAGS)
 
 
-@router.post("/api/v1/client/dynamic_config", Role.use, answer=ANY)
-async def read_tinker_changing_flags(services: Services, request: Request) -> Response:
+@router.post("/api/v1/client/dynamic_config", Role.use, answer=dict[str, Any])
+async def read_tinker_changing_flags() -> Response:
     """Return the flags that a client asks for again and again."""
     return json_response({"sample_cancel_enabled": True})
 
 
-@router.get("/api/v1/get_server_capabilities", Role.use, answer=ANY)
-async def list_tinker_models(services: Services, request: Request) -> Response:
+@router.get("/api/v1/get_server_capabilities", Role.use, answer=dict[str, Any])
+async def list_tinker_models(services: Current) -> Response:
     """List the models that scripts may train and sample from: the promoted names."""
     names = await asyncio.to_thread(_promoted_names, services)
     models = [{"model_name": name, "trainable": True, "sampleable": True} for name in names]
     return json_response({"supported_models": models})
 
 
-@router.post("/api/v1/create_session", Role.use, answer=object_of({"session_id": TEXT}))
-async def create_tinker_session(services: Services, request: Request) -> Response:
+@router.post("/api/v1/create_session", Role.use, answer=dict[str, str])
+async def create_tinker_session() -> Response:
     """Begin a session of a script."""
     return json_response(
         {"type": "create_session", "session_id": new_id("tinker"), "warning_message": WARNING}
     )
 
 
-@router.post("/api/v1/session_heartbeat", Role.use, answer=ANY)
-async def continue_tinker_session(services: Services, request: Request) -> Response:
+@router.post("/api/v1/session_heartbeat", Role.use, answer=dict[str, Any])
+async def continue_tinker_session() -> Response:
     """Take note of nothing: a job without commands gives its place to others by itself."""
     return json_response({"type": "session_heartbeat"})
 
 
-@router.post("/api/v1/telemetry", Role.use, answer=ANY)
-async def drop_tinker_telemetry(services: Services, request: Request) -> Response:
+@router.post("/api/v1/telemetry", Role.use, answer=dict[str, Any])
+async def drop_tinker_telemetry() -> Response:
     """Drop a client's reports about itself."""
     return json_response({"status": "accepted"})
 
@@ -137,38 +127,37 @@ async def drop_tinker_telemetry(services: Services, request: Request) -> Respons
 @router.post(
     "/api/v1/create_sampling_session",
     Role.use,
-    body=NewSampler,
-    answer=object_of({"sampling_session_id": TEXT}),
+    answer=dict[str, str],
     fails="404 model_not_found, 404 not_found, 400 invalid_value",
 )
-async def create_tinker_sampler(services: Services, request: Request) -> Response:
+async def create_tinker_sampler(services: Current, request: Request, body: NewSampler) -> Response:
     """Make a sampler of a model, or of saved weights. It stays with their version."""
-    new = await read_record(NewSampler, request, services.max_settings)
-    name = name_of_sampler(new.session_id, new.sampling_session_seq_id)
-    if new.model_path is not None:
-        saved = await asyncio.to_thread(services.tinker.saved, new.model_path)
+    name = name_of_sampler(body.session_id, body.sampling_session_seq_id)
+    if body.model_path is not None:
+        saved = await asyncio.to_thread(services.tinker.saved, body.model_path)
         version = await asyncio.to_thread(saved_version, services, saved)
         base = (await asyncio.to_thread(services.tinker.model, saved.model)).base_model
-    elif new.base_model is not None:
-        version, base = base_version(services, new.base_model), new.base_model
+    elif body.base_model is not None:
+        version, base = base_version(services, body.base_model), body.base_model
     else:
         raise BadInput("base_model or model_path must be given", param="base_model")
     sampler = Sampler(
         id=name,
         version=version.id,
         base_model=base,
-        path=new.model_path,
+        path=body.model_path,
         owner=caller_of(request).key_id,
     )
     _check_sampler(request, await asyncio.to_thread(services.tinker.add_sampler, sampler))
     return json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
 
-@router.get("/api/v1/samplers/{sampler_id}", Role.use, answer=ANY, fails="404 not_found")
-async def retrieve_tinker_sampler(services: Services, request: Request) -> Response:
+@router.get("/api/v1/samplers/{sampler_id}", Role.use, answer=dict[str, Any], fails="404 not_found")
+async def retrieve_tinker_sampler(
+    services: Current, sampler_id: Annotated[str, named("sampler", "sampler_id")]
+) -> Response:
     """Return a sampler's base model and weights."""
-    name = path_id(request, "sampler_id", "sampler")
-    sampler = await asyncio.to_thread(services.tinker.sampler, name)
+    sampler = await asyncio.to_thread(services.tinker.sampler, sampler_id)
     fields = {"base_model": sampler.base_model, "model_path": sampler.path}
     return json_response({"sampler_id": sampler.id, **fields})
 
@@ -176,8 +165,9 @@ async def retrieve_tinker_sampler(services: Services, request: Request) -> Respo
 @router.post(
     "/api/v1/asample",
     Role.use,
+    bare=True,
     body=SampleRequest,
-    answer=object_of({"request_id": TEXT, "sample_sequence_ids": list_of(TEXT)}),
+    answer=dict[str, Any],
     fails="404 not_found, 400 invalid_value, 429 rate_limit_exceeded",
 )
 async def begin_tinker_sample(services: Services, request: Request) -> Response:
@@ -195,11 +185,10 @@ async def begin_tinker_sample(services: Services, request: Request) -> Response:
     return json_response({"request_id": request_id, "sample_sequence_ids": ids})
 
 
-@router.post("/api/v1/cancel_future", Role.use, body=object_of({"request_id": TEXT}), answer=ANY)
-async def cancel_tinker_future(services: Services, request: Request) -> Response:
+@router.post("/api/v1/cancel_future", Role.use, answer=dict[str, Any])
+async def cancel_tinker_future(services: Current, request: Request, body: Future) -> Response:
     """End a sample that nobody waits for; anything else goes on."""
-    body = await read_json(request, services.max_settings)
-    sample = _own_sample(services, request, field(body, "request_id", str))
+    sample = _own_sample(services, request, body.request_id)
     if sample is not None:
         sample.task.cancel()
     return json_response({})
@@ -221,9 +210,10 @@ def _own_sample(services: Services, request: Request, request_id: str) -> Tinker
 @router.post(
     "/api/v1/retrieve_future",
     Role.use,
-    body=object_of({"request_id": TEXT}, {"allow_metadata_only": BOOL}),
-    answer=ANY,
-    media={PROTOBUF: BYTES},
+    bare=True,
+    body=Future,
+    answer=dict[str, Any],
+    media={PROTOBUF: BINARY},
     fails="404 not_found, 410 sample_gone",
 )
 async def retrieve_tinker_future(services: Services, request: Request) -> Response:
@@ -231,8 +221,7 @@ async def retrieve_tinker_future(services: Services, request: Request) -> Respon
 
     A request that failed has an `error`, and a `category` that says whether the script is to blame.
     """
-    body = await read_json(request, services.max_settings)
-    request_id = field(body, "request_id", str)
+    request_id = (await read_record(Future, request, services.max_settings)).request_id
     owner, _, rest = request_id.partition("/")
     if not ID.fullmatch(owner) or not rest:
         raise NotFound(f"no request {request_id[:200]!r}", param="request_id")
@@ -291,15 +280,12 @@ def _promoted_names(services: Services) -> list[str]:
 
 # ---- refusals
 def _refuse(path: str, reason: str) -> None:
-    async def refuse(services: Services, request: Request) -> Response:
+    async def refuse() -> Response:
         raise BadInput(f"{path} is not served: {reason}", code="unsupported")
 
     refuse.__name__ = f"refuse_tinker_{path.replace('/', '_')}"
     refuse.__doc__ = f"Refuse: {reason}."
-    declare: Callable[[Callable[[Any, Request], Awaitable[Response]]], Any] = router.post(
-        f"/api/v1/{path}", Role.use, fails="400 unsupported"
-    )
-    declare(refuse)
+    router.post(f"/api/v1/{path}", Role.use, fails="400 unsupported")(refuse)
 
 
 for _path, _reason in REFUSED.items():

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,33 +21,20 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.disk.durable import kept_state
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import Caller, caller_of
-from cray_agents.runtime.gateway.http.bodies import (
-    COUNT as COUNT_TEXT,
-)
-from cray_agents.runtime.gateway.http.bodies import (
-    damage_told,
-    field,
-    json_response,
-    number,
-    parse,
-    path_id,
-    read_body,
-    read_json,
-    read_record,
-)
+from cray_agents.runtime.gateway.http.bodies import damage_told, json_response, parse, read_body
 from cray_agents.runtime.gateway.http.client_work import aside, await_or_disconnect
-from cray_agents.runtime.gateway.http.routing import Router, query
-from cray_agents.runtime.gateway.http.shapes import (
-    ANY,
-    COUNT,
-    TEXT,
-    list_of,
-    object_of,
+from cray_agents.runtime.gateway.http.fields import (
+    NUMBER,
+    Count,
+    Fields,
+    Limit,
+    RecordSchema,
+    named,
 )
+from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.ownership import check_owner
-from cray_agents.runtime.gateway.routes.jobs import job_spec
-from cray_agents.runtime.gateway.routes.training_commands import await_result
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.routes.jobs import await_result, job_spec
+from cray_agents.runtime.gateway.services import Current, Services
 from cray_agents.runtime.gateway.tinker import forward_backward
 from cray_agents.runtime.gateway.tinker.requests import (
     CreateModel,
@@ -79,40 +66,46 @@ from cray_agents.training_commands import (
 HOLD = 20  # seconds that a question for a result is held; the client waits for 45
 RANKS = "commands"  # the session of the Python client, too: all take turns on its ranks
 ALPHA = 32.0  # of Tinker's adapters, whatever their rank
-PAGE_LIMIT = 1000
-FUTURE = object_of({"request_id": TEXT, "model_id": TEXT})
+FUTURE = dict[str, str]
 FAILS = "404 not_found, 400 invalid_value"
 
+TinkerId = Annotated[str, named("model", "model_id")]
+
 router = Router("Tinker")
+
+
+class SavedPath(Fields):
+    """The path of saved weights."""
+
+    tinker_path: str
 
 
 # ---- models
 @router.post(
     "/api/v1/create_model",
     Role.train,
-    body=CreateModel,
     answer=FUTURE,
     fails="404 model_not_found, 400 invalid_value",
 )
-async def create_tinker_model(services: Services, request: Request) -> Response:
+async def create_tinker_model(services: Current, request: Request, body: CreateModel) -> Response:
     """Begin to train a model by requests of a script.
 
     `base_model` is a name of this platform, `name@N`, or a hub's `owner/name`.
     """
-    new = await read_record(CreateModel, request, services.max_settings)
-    base = base_version(services, new.base_model)
-    lora = new.lora_config
+    base = base_version(services, body.base_model)
+    lora = body.lora_config
     job = {"parent": base.id, "hyperparameters": _hyper(lora)}
-    names = (new.base_model, None if lora is None else lora.rank)
+    names = (body.base_model, None if lora is None else lora.rank)
     caller = caller_of(request)
-    model = await asyncio.to_thread(_begin, services, caller, new, job, base, *names)
+    model = await asyncio.to_thread(_begin, services, caller, body, job, base, *names)
     return _future(f"{model.id}/create", model.id)
 
 
-@router.post("/api/v1/load_weights", Role.train, body=LoadWeights, answer=FUTURE, fails=FAILS)
-async def load_tinker_weights(services: Services, request: Request) -> Response:
+@router.post("/api/v1/load_weights", Role.train, answer=FUTURE, fails=FAILS)
+async def load_tinker_weights(
+    services: Current, request: Request, body: Annotated[dict[str, Any], RecordSchema(LoadWeights)]
+) -> Response:
     """Begin to train a model from saved weights, with their optimizer's state or a new one."""
-    body = await read_json(request, services.max_settings)
     if body.get("model_id") is not None:
         raise BadInput(
             "a model does not load other weights: make a new one with"
@@ -130,22 +123,20 @@ async def load_tinker_weights(services: Services, request: Request) -> Response:
     return _future(f"{model.id}/load", model.id)
 
 
-@router.post(
-    "/api/v1/unload_model", Role.train, body=ModelRequest, answer=FUTURE, fails="404 not_found"
-)
-async def unload_tinker_model(services: Services, request: Request) -> Response:
+@router.post("/api/v1/unload_model", Role.train, answer=FUTURE, fails="404 not_found")
+async def unload_tinker_model(services: Current, request: Request, body: ModelRequest) -> Response:
     """End a model's job. What it saved stays."""
-    given = await read_record(ModelRequest, request, services.max_settings)
-    model = await _own_model(services, request, given.model_id)
+    model = await _own_model(services, request, body.model_id)
     await asyncio.to_thread(services.trainer.cancel, model.job)
     return _future(f"{model.id}/unload", model.id)
 
 
-@router.post("/api/v1/get_info", Role.train, body=ModelRequest, answer=ANY, fails="404 not_found")
-async def retrieve_tinker_model(services: Services, request: Request) -> Response:
+@router.post(
+    "/api/v1/get_info", Role.train, answer=dict[str, Any], fails="404 not_found", audited=False
+)
+async def retrieve_tinker_model(services: Current, body: ModelRequest) -> Response:
     """Return the base and the kind of a model."""
-    given = await read_record(ModelRequest, request, services.max_settings)
-    model = await asyncio.to_thread(services.tinker.model, given.model_id)
+    model = await asyncio.to_thread(services.tinker.model, body.model_id)
     data = {"model_name": model.base_model, "tokenizer_id": model.base_model}
     return json_response(
         {
@@ -167,7 +158,9 @@ async def _own_model(services: Services, request: Request, model_id: str) -> Tin
 
 
 # ---- commands
-@router.post("/api/v1/forward_backward", Role.train, answer=FUTURE, fails=FAILS)
+@router.post(
+    "/api/v1/forward_backward", Role.train, answer=FUTURE, fails=FAILS, audited=False, bare=True
+)
 async def send_tinker_pass(services: Services, request: Request) -> Response:
     """Add a loss's gradient, or only compute the loss and log-probabilities.
 
@@ -180,10 +173,11 @@ async def send_tinker_pass(services: Services, request: Request) -> Response:
     return await _send(services, model, given.sequence, given.command, "pass")
 
 
-@router.post("/api/v1/optim_step", Role.train, body=StepRequest, answer=FUTURE, fails=FAILS)
-async def send_tinker_step(services: Services, request: Request) -> Response:
+@router.post("/api/v1/optim_step", Role.train, answer=FUTURE, fails=FAILS, audited=False)
+async def send_tinker_step(
+    services: Current, request: Request, body: Annotated[dict[str, Any], RecordSchema(StepRequest)]
+) -> Response:
     """Take a step of AdamW with the gradients since the last one."""
-    body = await read_json(request, services.max_settings)
     if "optimizer_params" in body:
         raise BadInput("only Adam is served: give adam_params", param="optimizer_params")
     step = parse(StepRequest, body)
@@ -195,22 +189,23 @@ async def send_tinker_step(services: Services, request: Request) -> Response:
     return await _send(services, model, step.seq_id, command, "step")
 
 
-@router.post("/api/v1/save_weights", Role.train, body=SaveRequest, answer=FUTURE, fails=FAILS)
-async def save_tinker_weights(services: Services, request: Request) -> Response:
+@router.post("/api/v1/save_weights", Role.train, answer=FUTURE, fails=FAILS)
+async def save_tinker_weights(services: Current, request: Request, body: SaveRequest) -> Response:
     """Save weights under a name, to train on from them."""
-    return await _save(services, request, "weights")
+    return await _save(services, request, body, "weights")
 
 
-@router.post(
-    "/api/v1/save_weights_for_sampler", Role.train, body=SaveRequest, answer=FUTURE, fails=FAILS
-)
-async def save_tinker_weights_for_sampler(services: Services, request: Request) -> Response:
+@router.post("/api/v1/save_weights_for_sampler", Role.train, answer=FUTURE, fails=FAILS)
+async def save_tinker_weights_for_sampler(
+    services: Current, request: Request, body: SaveRequest
+) -> Response:
     """Save weights to sample from, under a name or for one sampler alone."""
-    return await _save(services, request, "sampler_weights")
+    return await _save(services, request, body, "sampler_weights")
 
 
-async def _save(services: Services, request: Request, kind: SavedKind) -> Response:
-    save = await read_record(SaveRequest, request, services.max_settings)
+async def _save(
+    services: Services, request: Request, save: SaveRequest, kind: SavedKind
+) -> Response:
     sampler = ""
     if save.path is None:
         if save.sampling_session_seq_id is None:
@@ -264,7 +259,7 @@ async def training_future(
     if number_ in ("create", "load", "unload"):
         made = {"create": "create_model", "unload": "unload_model"}
         return {"type": made.get(number_, "load_weights"), "model_id": model.id, "path": None}
-    if not COUNT_TEXT.fullmatch(number_):
+    if not NUMBER.fullmatch(number_):
         raise NotFound(f"no request {rest[:200]!r} of {model.id}", param="request_id")
     state, result = await await_result(services, model.job, int(number_), HOLD)
     if result is None:
@@ -295,14 +290,13 @@ async def training_future(
 @router.post(
     "/api/v1/weights_info",
     Role.train,
-    body=object_of({"tinker_path": TEXT}),
-    answer=ANY,
+    answer=dict[str, Any],
     fails="404 not_found",
+    audited=False,
 )
-async def describe_tinker_weights(services: Services, request: Request) -> Response:
+async def describe_tinker_weights(services: Current, body: SavedPath) -> Response:
     """Return the base and the kind of saved weights."""
-    body = await read_json(request, services.max_settings)
-    saved = await asyncio.to_thread(services.tinker.saved, field(body, "tinker_path", str))
+    saved = await asyncio.to_thread(services.tinker.saved, body.tinker_path)
     model = await asyncio.to_thread(services.tinker.model, saved.model)
     fields = {"is_lora": model.rank is not None, "lora_rank": model.rank}
     return json_response({"base_model": model.base_model, **fields})
@@ -311,13 +305,16 @@ async def describe_tinker_weights(services: Services, request: Request) -> Respo
 @router.get(
     "/api/v1/training_runs",
     Role.train,
-    query={"limit": COUNT, "offset": COUNT, "access_scope": TEXT, "project_id": TEXT},
-    answer=object_of({"training_runs": list_of(ANY), "cursor": ANY}),
+    answer=dict[str, Any],
 )
-async def list_tinker_models_trained(services: Services, request: Request) -> Response:
-    """List the models of all scripts, newest first."""
-    params = query(request)
-    offset, limit = number(params, "offset", 0), number(params, "limit", 20, PAGE_LIMIT)
+async def list_tinker_models_trained(
+    services: Current,
+    limit: Limit = 20,
+    offset: Count = 0,
+    access_scope: str = "",
+    project_id: str = "",
+) -> Response:
+    """List the models of all scripts, newest first; whatever their scope and project."""
     listing = await asyncio.to_thread(services.tinker.models)
     models = listing.rows[offset : offset + limit]
     rows = [await asyncio.to_thread(_row, services, model) for model in models]
@@ -326,10 +323,11 @@ async def list_tinker_models_trained(services: Services, request: Request) -> Re
     return json_response({"training_runs": rows, "cursor": cursor, **damage})
 
 
-@router.get("/api/v1/training_runs/{model_id}", Role.train, answer=ANY, fails="404 not_found")
-async def retrieve_tinker_training_run(services: Services, request: Request) -> Response:
+@router.get(
+    "/api/v1/training_runs/{model_id}", Role.train, answer=dict[str, Any], fails="404 not_found"
+)
+async def retrieve_tinker_training_run(services: Current, model_id: TinkerId) -> Response:
     """Return a model of a script, and what it saved last."""
-    model_id = path_id(request, "model_id", "model")
     model = await asyncio.to_thread(services.tinker.model, model_id)
     return json_response(await asyncio.to_thread(_row, services, model))
 
@@ -337,12 +335,11 @@ async def retrieve_tinker_training_run(services: Services, request: Request) -> 
 @router.get(
     "/api/v1/training_runs/{model_id}/checkpoints",
     Role.train,
-    answer=object_of({"checkpoints": list_of(ANY)}),
+    answer=dict[str, Any],
     fails="404 not_found",
 )
-async def list_tinker_checkpoints(services: Services, request: Request) -> Response:
+async def list_tinker_checkpoints(services: Current, model_id: TinkerId) -> Response:
     """List the weights that a script saved under names, oldest first."""
-    model_id = path_id(request, "model_id", "model")
     await asyncio.to_thread(services.tinker.model, model_id)
     listing = await asyncio.to_thread(services.tinker.list_saved, model_id)
     rows = [_checkpoint(saved) for saved in listing.rows if not saved.sampler]

@@ -3,32 +3,29 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
 import orjson
+from fastapi import Query
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cray_agents.errors import BadInput
 from cray_agents.exact_json import dump_json
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.records import Event, Reward, Run, Split, StopReason, Usage, digest
+from cray_agents.records import Event, Reward, Run, Usage, digest
 from cray_agents.runtime.disk.turns import INLINE
 from cray_agents.runtime.gateway.http.api_keys import Role
 from cray_agents.runtime.gateway.http.auth import Caller, caller_of
 from cray_agents.runtime.gateway.http.bodies import (
-    ID,
     answer_read,
     field,
     json_response,
-    number,
     page,
     parse,
-    path_id,
-    read_json,
-    read_record,
     size_of,
 )
 from cray_agents.runtime.gateway.http.bounds import (
@@ -38,27 +35,18 @@ from cray_agents.runtime.gateway.http.bounds import (
     check_count,
 )
 from cray_agents.runtime.gateway.http.client_work import aside
-from cray_agents.runtime.gateway.http.routing import Router, query
-from cray_agents.runtime.gateway.http.shapes import (
-    AFTER,
-    ANY,
-    COUNT,
-    DELETED,
-    FLAG,
-    REAL,
-    REAL_OR_NONE,
-    TEXT,
-    TEXT_OR_NONE,
-    Described,
-    NamedShape,
-    Shape,
-    all_of,
-    list_of,
-    object_of,
-    page_of,
+from cray_agents.runtime.gateway.http.fields import (
+    ID,
+    LARGEST,
+    Deleted,
+    Fields,
+    ListPage,
+    RecordSchema,
+    RunId,
 )
+from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.ownership import check_claims
-from cray_agents.runtime.gateway.services import Services
+from cray_agents.runtime.gateway.services import Current, Services
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import (
     CLOCK_SKEW,
@@ -69,90 +57,109 @@ from cray_agents.runtime.store.feedback import (
 )
 from cray_agents.runtime.views.run_pages import with_heads
 
-_LISTS = ("generations", "tags", "without_tags")
-FILTERS = tuple(name for name in RunFilter.model_fields if name not in _LISTS)
-PAGE_LIMIT = 1000  # runs in one answer
 FEW = 20  # events that are checked and written on the event loop
 TOKEN_LISTS: dict[str, Any] = {"prompt_token_ids": [], "token_ids": [], "logprobs": []}
-
-_FILTER_SHAPES: dict[str, Shape] = {
-    "generation": COUNT,
-    "split": {"enum": list(get_args(Split))},
-    "stop_reason": {"enum": list(StopReason)},
-    **dict.fromkeys(("min_reward", "max_reward", "min_seconds", "max_seconds"), REAL),
-    **dict.fromkeys(("since", "until"), REAL),
-    **dict.fromkeys(("min_turns", "max_turns", "min_tokens", "max_tokens"), COUNT),
-}
-#: The query parameters that select runs.
-WHICH: dict[str, Shape | Described] = {
-    **{name: _FILTER_SHAPES.get(name, TEXT) for name in FILTERS},
-    "tag": Described(list_of(TEXT), "The run has each of these tags."),
-}
-EVENT = NamedShape(
-    "Event",
-    object_of(
-        {"kind": {"enum": ["run", "reward"]}, "body": ANY},
-        {"id": TEXT_OR_NONE, "time": REAL_OR_NONE},
-    ),
-)
-APPENDED = object_of({"appended": COUNT, "duplicates": COUNT})
-RUN = NamedShape("ShownRun", all_of(Run, object_of({"reward": REAL_OR_NONE, "usage": Usage})))
 
 router = Router("Training")
 
 
-@router.get(
-    "/v1/trajectories",
-    Role.train,
-    query={
-        **WHICH,
-        "order": {"enum": list(get_args(RunQuery.model_fields["order"].annotation))},
-        "limit": {**COUNT, "minimum": 1, "maximum": PAGE_LIMIT},
-        "after": AFTER,
-        "tokens": Described(FLAG, "Calls with their tokens."),
-        "view": Described(
-            {"enum": ["whole", "summary"]}, "A summary has no messages and no calls."
-        ),
-    },
-    answer=page_of(RUN),
-)
-async def list_runs(services: Services, request: Request) -> Response:
+class WhichRuns(RunFilter):
+    """The parameters of a query that select runs."""
+
+    generation: int | None = Field(None, ge=0, le=LARGEST)
+    generations: None = Query(None, include_in_schema=False)
+    tags: list[str] = Field(
+        default_factory=list, alias="tag", description="The run has each of these tags."
+    )
+
+    @property
+    def filter(self) -> RunFilter:
+        """The filter, without what else the query asks."""
+        return RunFilter(**self.model_dump(include=set(RunFilter.model_fields)))
+
+
+class RunsWanted(WhichRuns):
+    """The parameters of a query for a page of runs."""
+
+    order: Literal["id", "newest", "oldest", "task"] = "id"
+    limit: int = Field(100, ge=1, le=1000)
+    after: str | None = Field(None, description="The last id of the page before.")
+    tokens: bool = Field(False, description="Calls with their tokens.")
+    view: Literal["whole", "summary"] = Field(
+        "whole", description="A summary has no messages and no calls."
+    )
+
+
+class SentEvent(Fields):
+    """An event of a run: a description or a reward."""
+
+    kind: Literal["run", "reward"]
+    body: dict[str, Any]
+    id: str | None = None
+    time: float | None = None
+
+
+class EventOfRun(SentEvent):
+    """An event with its run."""
+
+    run_id: str
+
+
+class SentEvents(Fields):
+    """Events of the run in the path."""
+
+    events: list[SentEvent]
+
+
+class EventsOfRuns(Fields):
+    """Events of several runs."""
+
+    events: list[EventOfRun]
+
+
+#: A run with the sum of its rewards and its tokens.
+ShownRun = Annotated[
+    dict[str, Any],
+    RecordSchema(
+        Run,
+        also={"reward": {"type": ["number", "null"]}, "usage": Usage.model_json_schema()},
+    ),
+]
+
+
+@router.get("/v1/trajectories", Role.train, answer=ListPage[ShownRun], local=True)
+async def list_runs(
+    services: Current, request: Request, wanted: Annotated[RunsWanted, Query()]
+) -> Response:
     """List the matching runs.
 
     Without `tokens` the three token lists of each call are empty; `usage` still counts them.
     `error` is a type of error, or `*` for any. `text` is searched in the runs that match the other
     filters. In another order than `id`, an unknown `after` is refused with 404 not_found.
     """
-    params = query(request)
-    limit = number(params, "limit", 100, PAGE_LIMIT)
-    runs = run_query(request, params, limit + 1)
-    brief = one_of(params, "view", ("whole", "summary")) == "summary"
-    tokens = one_of(params, "tokens", ("false", "true")) == "true"
-    if brief and tokens:
+    limit, brief = wanted.limit, wanted.view == "summary"
+    if brief and wanted.tokens:
         raise BadInput("a summary has no tokens: leave out view, or tokens", param="tokens")
-    read = partial(_summaries, services) if brief else partial(_runs, services, tokens)
+    which = wanted.filter.model_dump()
+    runs = RunQuery(**which, order=wanted.order, after=wanted.after, limit=limit + 1)
+    read = partial(_summaries, services) if brief else partial(_runs, services, wanted.tokens)
     return await answer_read(request, lambda: _page(read(runs), limit), long=True)
 
 
-@router.get("/v1/trajectories/{run_id}", Role.use, answer=RUN, fails="404 not_found")
-async def retrieve_run(services: Services, request: Request) -> Response:
+@router.get(
+    "/v1/trajectories/{run_id}", Role.use, answer=ShownRun, fails="404 not_found", local=True
+)
+async def retrieve_run(services: Current, request: Request, run_id: RunId) -> Response:
     """Return a run, with its tokens."""
-    run_id = path_id(request, "run_id", "run")
     return await answer_read(request, lambda: _render(services.store.run(run_id), tokens=True))
 
 
-@router.delete(
-    "/v1/trajectories/{run_id}",
-    Role.admin,
-    answer=object_of({"id": TEXT, "object": {"const": "trajectory"}, "deleted": DELETED}),
-    fails="404 not_found",
-)
-async def delete_run(services: Services, request: Request) -> Response:
+@router.delete("/v1/trajectories/{run_id}", Role.admin, answer=Deleted, fails="404 not_found")
+async def delete_run(services: Current, run_id: RunId) -> Response:
     """Forget a run.
 
     It is gone from every answer at once, from the disk when segments are compacted.
     """
-    run_id = path_id(request, "run_id", "run")
     await asyncio.to_thread(services.store.run, run_id)  # NotFound
     await services.store.forget([run_id], "deleted over HTTP")
     return json_response({"id": run_id, "object": "trajectory", "deleted": True})
@@ -161,24 +168,34 @@ async def delete_run(services: Services, request: Request) -> Response:
 @router.post(
     "/v1/trajectories/events",
     Role.use,
-    body=object_of({"events": list_of(all_of(EVENT, object_of({"run_id": TEXT})))}),
-    answer=APPENDED,
+    answer=dict[str, int],
+    max_body="runs",
+    local=True,
 )
-async def append_events_of_runs(services: Services, request: Request) -> Response:
+async def append_events_of_runs(
+    services: Current, request: Request, body: Annotated[dict[str, Any], RecordSchema(EventsOfRuns)]
+) -> Response:
     """Append events to several runs; all of them, or none.
 
-    Events are those of one run, with a `run_id` each.
+    Events are those of one run, with a `run_id` each. The answer counts what was `appended`, and
+    the `duplicates`.
     """
-    return await _append(services, request, None)
+    return await _append(services, request, None, body)
 
 
 @router.post(
     "/v1/trajectories/{run_id}/events",
     Role.use,
-    body=object_of({"events": list_of(EVENT)}),
-    answer=APPENDED,
+    answer=dict[str, int],
+    max_body="runs",
+    local=True,
 )
-async def append_events(services: Services, request: Request) -> Response:
+async def append_events(
+    services: Current,
+    request: Request,
+    run_id: RunId,
+    body: Annotated[dict[str, Any], RecordSchema(SentEvents)],
+) -> Response:
     """Append events to a run: a description or rewards.
 
     An event's body is a Run or a Reward. An event without an id is named by its content, so the
@@ -187,35 +204,37 @@ async def append_events(services: Services, request: Request) -> Response:
     run is new or the caller's. Keys of role `use` cannot describe a loop's run, an imported run, or
     one on a held-out task. The `giver` of a reward is the caller's key.
     """
-    return await _append(services, request, path_id(request, "run_id", "run"))
+    return await _append(services, request, run_id, body)
 
 
 @router.post(
     "/v1/trajectories/{run_id}/rewards",
     Role.use,
-    body=Feedback,
     answer=Reward,
     fails="404 not_found, 400 invalid_value",
+    max_body="runs",
+    local=True,
 )
-async def give_reward(services: Services, request: Request) -> Response:
+async def give_reward(
+    services: Current, request: Request, run_id: RunId, body: Feedback
+) -> Response:
     """Reward a run, or one of its turns.
 
     A reward replaces the earlier one of the same source, name and turn. Datasets built afterwards
     see it.
     """
-    run_id = path_id(request, "run_id", "run")
-    feedback = await read_record(Feedback, request, services.max_body)
-    check_rewards([Reward(**feedback.model_dump())], services.reward_limit)
+    check_rewards([Reward(**body.model_dump())], services.reward_limit)
     caller = caller_of(request)
     await services.run_owners.owners(caller, (), [run_id])
-    await asyncio.to_thread(check_feedback, services.store, run_id, feedback)
-    reward = await give_feedback(services.store, run_id, feedback, caller.key_name)
+    await asyncio.to_thread(check_feedback, services.store, run_id, body)
+    reward = await give_feedback(services.store, run_id, body, caller.key_name)
     await services.versions.live.note_reward(run_id)
-    return json_response(reward.model_dump(mode="json"))
+    return json_response(reward)
 
 
-async def _append(services: Services, request: Request, run_id: str | None) -> Response:
-    body = await read_json(request, services.max_body)
+async def _append(
+    services: Services, request: Request, run_id: str | None, body: dict[str, Any]
+) -> Response:
     values = field(body, "events", list)
     check_count(values, MAX_EVENTS, "events", "events")
     runs = [value for value in values if isinstance(value, dict) and value.get("kind") == "run"]
@@ -242,24 +261,6 @@ async def _append(services: Services, request: Request, run_id: str | None) -> R
     for changed in {event.run_id for event in events}:
         await services.versions.live.note_reward(changed)
     return json_response(appended._asdict())
-
-
-def run_query(request: Request, params: dict[str, str], limit: int | None) -> RunQuery:
-    """Return the query for the runs that a request selects. Raises BadInput."""
-    values: dict[str, Any] = {name: params[name] for name in FILTERS if name in params}
-    if "generation" in params:
-        values["generation"] = number(params, "generation", 0)
-    paging = {name: params[name] for name in ("order", "after") if name in params}
-    tags = request.query_params.getlist("tag")
-    return parse(RunQuery, {**values, **paging, "tags": tags, "limit": limit})
-
-
-def one_of(params: dict[str, str], name: str, known: Sequence[str]) -> str:
-    """Return a query parameter that is one of a few words; the first is the default."""
-    text = params.get(name, known[0]).lower()
-    if text not in known:
-        raise BadInput(f"{name} must be {' or '.join(known)}, not {text!r}", param=name)
-    return text
 
 
 def _event(run_id: str | None, value: Any, at: str, caller: Caller, reward_limit: float) -> Event:

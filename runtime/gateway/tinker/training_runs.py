@@ -19,7 +19,7 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.gateway.http.bodies import ID
+from cray_agents.runtime.gateway.http.fields import ID
 from cray_agents.training_commands import CommandResult
 
 SCHEME = "tinker://"

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from cray_agents import Platform
-from cray_agents.runtime.views.dataset_records import ChangedRun, DatasetDifferences
+from cray_agents.runtime.views.dataset_views import ChangedRun, DatasetDifferences
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.runtime.views.test_run_views import model_with_tokenizer
 from tests.support.datasets.dataset_runs import call, run_events, several, task

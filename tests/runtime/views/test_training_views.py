@@ -12,10 +12,8 @@ import pytest_asyncio
 from cray_agents import Platform
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.telemetry.sampler import HardwareSampler
-from cray_agents.runtime.views.dataset_records import DatasetHistograms, SamplePage
-from cray_agents.runtime.views.dataset_views import histogram_of
-from cray_agents.runtime.views.hardware_records import JobHardware
-from cray_agents.runtime.views.job_series import thinned
+from cray_agents.runtime.views.dataset_views import DatasetHistograms, SamplePage, histogram_of
+from cray_agents.runtime.views.job_hardware import JobHardware, thinned
 from cray_agents.runtime.views.view_records import JobSeries
 from tests.runtime.views.test_run_views import model_with_tokenizer
 from tests.support.datasets.dataset_runs import call, run_events, several, task

@@ -40,7 +40,7 @@ export default function Playground({ params }: ScreenProps) {
     const abort = new AbortController();
     get("/v1/trajectories/{run_id}/turns", {
       path: { run_id: run },
-      query: { from: turn, limit: 1, full: "true" },
+      query: { from: turn, limit: 1, full: true },
       signal: abort.signal,
     }).then(
       (page) => {

@@ -1,4 +1,4 @@
-"""Chat completions API (POST /v1/chat/completions)."""
+"""OpenAI's chat completions, and its older completions of texts (POST /v1/completions)."""
 
 from typing import Any
 
@@ -72,4 +72,37 @@ CHAT = SamplingApi(
     parse_answer=_parse_answer,
     parse_stream=_parse_stream,
     conversation_fields=frozenset({"messages", "tools"}),
+)
+
+
+def _parse_prompt(request: Body) -> list[Message]:
+    """Return the prompts as they came: texts, or lists of token ids."""
+    prompt = request.get("prompt")
+    if not isinstance(prompt, str | list) or prompt == []:
+        raise BadInput("prompt must be a text, token ids, or a list of these", param="prompt")
+    return [{"role": "user", "content": prompt}]
+
+
+def _parse_texts(answer: Body) -> list[Message]:
+    return [assistant(choice["text"], []) for choice in answer["choices"]]
+
+
+def _parse_text_stream(chunks: list[Body], samples: int) -> list[Message]:
+    """Join the text of each choice; a choice without text gets an empty message."""
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk.get("choices") or ():
+            position = choice.get("index", 0)
+            texts[position] = texts.get(position, "") + (choice.get("text") or "")
+    return [assistant(texts.get(position), []) for position in range(samples)]
+
+
+COMPLETIONS = SamplingApi(
+    path="/v1/completions",
+    id_prefix="cmpl-",
+    last_event=b"data: [DONE]\n\n",
+    parse_request=_parse_prompt,
+    parse_answer=_parse_texts,
+    parse_stream=_parse_text_stream,
+    conversation_fields=frozenset({"prompt"}),
 )
