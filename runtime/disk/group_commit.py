@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -132,6 +133,7 @@ class LineFile:
         self.path = path
         self.size = 0
         self._file = os.open(path, flags, 0o666)  # less the umask
+        self._close = weakref.finalize(self, os.close, self._file)
         self._inode = os.fstat(self._file).st_ino
         try:
             durable.sync(path.parent)
@@ -174,7 +176,7 @@ class LineFile:
             if not stays and self.is_at_path():
                 self.path.unlink()
         finally:
-            os.close(self._file)
+            self._close()
         return stays
 
 
