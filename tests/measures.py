@@ -12,11 +12,11 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 113_077,
+    "lines of source": 113_083,
     "modules of source": 687,
     "lines of the longest module": 600,
     "circles of folders": 3,
-    "lines of tests": 85_890,
+    "lines of tests": 86_074,
     "commands": 73,
     "parameters of commands": 564,
     "words of ARCHITECTURE.md": 15_110,

@@ -10,6 +10,7 @@ readers of a training job's events, which trainers/job/journal.py writes.
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, overload
@@ -43,6 +44,7 @@ class LineFile:
         self.path = path
         self.size = 0
         self._file = os.open(path, flags, 0o666)  # less the umask
+        self._close = weakref.finalize(self, os.close, self._file)
         self._inode = os.fstat(self._file).st_ino
         try:
             durable.sync(path.parent)
@@ -85,7 +87,7 @@ class LineFile:
             if not stays and self.is_at_path():
                 self.path.unlink()
         finally:
-            os.close(self._file)
+            self._close()
         return stays
 
 

@@ -10,6 +10,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,6 +46,7 @@ class Database:
         with self._translate_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._turn = os.open(self._beside("turn"), os.O_RDWR | os.O_CREAT, 0o600)
+            self._close_turn = weakref.finalize(self, os.close, self._turn)
             self._open()
 
     @contextmanager
@@ -128,7 +130,7 @@ class Database:
             if not self._closed:
                 self._closed = True
                 self._close()
-                os.close(self._turn)
+                self._close_turn()
 
     def _open(self) -> None:
         with self._opening_lock():

@@ -5,6 +5,7 @@ A few files are kept open for the next read. Called by reader.py and salvage.py.
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ class Handle:
     def __init__(self, path: Path, file: int, form: str) -> None:
         self.path = path
         self.file = file
+        self.close = weakref.finalize(self, os.close, file)  # also where nobody closes it
         self.form = form
         self.users = 0
         self.kept = True
@@ -138,7 +140,7 @@ class Handles:
     @staticmethod
     def _close_unused(handle: Handle) -> None:
         if not handle.kept and handle.users == 0:
-            os.close(handle.file)
+            handle.close()
 
 
 def open_segment(directory: Path, stem: str) -> Handle:

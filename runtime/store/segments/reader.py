@@ -170,7 +170,7 @@ class Segments:
                 lines = _lines_of_sealed if handle.sealed else _lines_of_open
                 yield from lines(stem, handle, offset)
             finally:
-                os.close(handle.file)
+                handle.close()
         except StoreError:
             raise
         except OSError as error:

@@ -218,7 +218,7 @@ def _check_sealed(segments: Segments, named: Name, path: Path) -> Iterator[Findi
         if intact:
             yield from _check_unread_bytes(named, handle)
     finally:
-        os.close(handle.file)
+        handle.close()
 
 
 def _check_end(named: Name, handle: Handle) -> Iterator[Finding]:
