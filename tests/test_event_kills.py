@@ -21,6 +21,7 @@ from cray_agents.runtime.store import Store
 from tests.support.campaign import Campaign, free_port, kills
 from tests.support.gateway_process import first_version, gateway
 from tests.support.store.plain_reader import events_of
+from tests.support.waiting import wait_until
 
 KILLS = kills(5)
 SENDERS = 6
@@ -96,9 +97,10 @@ def hurt(senders: Senders, chance: random.Random, enough: int) -> Counter[str]:
             process.send_signal(signal.SIGKILL)
             process.wait()
     with gateway(senders.home.root, senders.port):
+        wait_until(lambda: sum(len(one.accepted) for one in senders.all) > SENDERS)
         senders.stop.set()
         for sent in senders.sending:
-            sent.result(60)
+            sent.result(PATIENCE)
     return Counter(gateway=enough)
 
 
