@@ -16,7 +16,7 @@ BOUNDS = {
     "modules of source": 687,
     "lines of the longest module": 600,
     "circles of folders": 3,
-    "lines of tests": 86_074,
+    "lines of tests": 86_076,
     "commands": 73,
     "parameters of commands": 564,
     "words of ARCHITECTURE.md": 15_110,

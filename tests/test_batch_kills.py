@@ -1,15 +1,12 @@
 """Kill -9 of the gateway and of batch workers, at random moments: each line has one result.
 
 Workers are also stopped for longer than their lease, and then go on as if nothing had happened.
-`CRAY_TEST_KILLS`, `CRAY_TEST_LINES` and `CRAY_TEST_SEEDS` make it longer.
+`CRAY_TEST_LINES` makes it longer, too.
 """
 
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,18 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
-import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.batch_records import Batch
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.files.files import Files
+from tests.support.campaign import Campaign, Children, free_port, kills
 from tests.support.gateway_process import first_version
 from tests.support.store.plain_reader import events_of
 
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "12"))
 LINES = int(os.environ.get("CRAY_TEST_LINES", "2000"))
-SEEDS = [int(seed) for seed in os.environ.get("CRAY_TEST_SEEDS", "1").split(",")]
 WORKERS = 2
 STALLS = 0.15  # of the kills are followed by one
 LEASE = 1.0  # seconds; a stalled worker loses its claims while it is stopped
@@ -38,78 +33,65 @@ ENDPOINT = "/v1/chat/completions"
 
 @dataclass
 class Crowd:
-    """A gateway and workers, each started again whenever it is killed."""
+    """A gateway and workers, each started again whenever it is killed, and their batch."""
 
     home: Home
-    port: int
-    chance: random.Random
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    children: Children
+    batch: Batch | None = None
+    port: int = field(default_factory=free_port)
     kills: Counter[str] = field(default_factory=Counter)
     stalls: int = 0
 
-    def start(self, name: str) -> None:
-        module, *words = (
-            ["tests.support.gateway_process", str(self.home.root), str(self.port), "--hold", "0.02"]
-            if name == "gateway"
-            else [
-                "cray_agents.runtime.batches.worker",
-                str(self.home.root),
-                f"http://127.0.0.1:{self.port}",
-                "--parent",
-                str(os.getpid()),
-                "--lease",
-                str(LEASE),
-            ]
-        )
-        with (self.home.root / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", module, *words],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "TEST_PARENT": str(os.getpid())},
-            )
+    def __post_init__(self) -> None:
+        self.files = Files(self.home)
+        self.queue = BatchQueue(self.home, self.files)
 
-    def kill(self) -> None:
+    def start(self, name: str) -> None:
+        root, words = self.home.root, tuple[object, ...]()
+        if name == "gateway":
+            module, words = "tests.support.gateway_process", (root, self.port, "--hold", 0.02)
+        else:
+            module = "cray_agents.runtime.batches.worker"
+            url = f"http://127.0.0.1:{self.port}"
+            words = (root, url, "--parent", os.getpid(), "--lease", LEASE)
+        self.children.start(name, module, *words)
+
+    def kill(self, chance: random.Random) -> None:
         """One of them, sometimes two at once, and start them again after a while."""
-        names = self.chance.sample(sorted(self.processes), 1 + (self.chance.random() < 0.2))
+        names = chance.sample(sorted(self.children.processes), 1 + (chance.random() < 0.2))
         for name in names:
-            self.processes[name].send_signal(signal.SIGKILL)
+            self.children.processes[name].send_signal(signal.SIGKILL)
             self.kills[name.rstrip("0123456789")] += 1
         for name in names:
-            assert self.processes[name].wait() == -signal.SIGKILL, f"{name} had ended by itself"
-            time.sleep(self.chance.uniform(0, 0.1))
+            assert self.children.kill(name) == -signal.SIGKILL, f"{name} had ended by itself"
+            time.sleep(chance.uniform(0, 0.1))
             self.start(name)
 
-    def stall(self) -> None:
+    def stall(self, chance: random.Random) -> None:
         """A worker stands still until others have taken its chunks over."""
-        worker = self.processes[f"worker{self.chance.randrange(WORKERS)}"]
+        worker = self.children.processes[f"worker{chance.randrange(WORKERS)}"]
         worker.send_signal(signal.SIGSTOP)
-        time.sleep(LEASE + self.chance.uniform(0, 1))
+        time.sleep(LEASE + chance.uniform(0, 1))
         worker.send_signal(signal.SIGCONT)
         self.stalls += 1
 
     def check(self) -> None:
         """Whoever ends without being killed has failed."""
-        for name, process in self.processes.items():
-            log = self.home.root / f"{name}.log"
-            assert process.poll() is None, f"{name}: {log.read_text()[-3000:]}"
+        for name in self.children.processes:
+            assert not self.children.ended(name)
 
 
 @contextmanager
 def crowd(root: Path, chance: random.Random) -> Iterator[Crowd]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        made = Crowd(Home(root), free.getsockname()[1], chance)
-    root.mkdir()
+    root.mkdir(parents=True)
+    made = Crowd(Home(root), Children(root))
     first_version(made.home)
     try:
         for name in ("gateway", *(f"worker{number}" for number in range(WORKERS))):
             made.start(name)
         yield made
     finally:
-        for process in made.processes.values():
-            process.kill()
-            process.wait()
+        made.children.stop()
 
 
 def submit(queue: BatchQueue, files: Files, lines: int, **options: object) -> Batch:
@@ -142,14 +124,13 @@ def written_results(queue: BatchQueue, batch: Batch) -> int:
     return counts.completed + counts.failed + written
 
 
-def wait_for(queue: BatchQueue, batch: Batch, results: int, crowd: Crowd) -> Batch:
+def wait_for(crowd: Crowd, batch: Batch, results: int) -> None:
     """Until the batch has so many results, or has ended."""
-    while True:
-        batch = queue.get(batch.id)
-        if not results or batch.output_file_id:
-            return batch
-        if batch.request_counts.total and written_results(queue, batch) >= results:
-            return batch
+    while results:
+        batch = crowd.queue.get(batch.id)
+        written = written_results(crowd.queue, batch)
+        if batch.output_file_id or (batch.request_counts.total and written >= results):
+            return
         crowd.check()
         time.sleep(0.01)
 
@@ -163,43 +144,42 @@ def sampled(home: Home) -> dict[str, set[str]]:
     return calls
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_line_has_one_result(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    with crowd(tmp_path / "home", chance) as running:
-        files = Files(running.home)
-        queue = BatchQueue(running.home, files)
-        batch = submit(queue, files, LINES)
-        begun = time.monotonic()
-        for results in moments(chance, LINES, KILLS):
-            wait_for(queue, batch, results, running)
-            time.sleep(chance.choice((0.0, chance.uniform(0, 0.05), chance.uniform(0, 0.6))))
-            running.kill()
-            if chance.random() < STALLS:
-                running.stall()
-        while (batch := queue.get(batch.id)).status not in ("completed", "failed"):
-            running.check()
-            time.sleep(0.05)
-        seconds = time.monotonic() - begun
+def hurt(crowd: Crowd, chance: random.Random, enough: int) -> Counter[str]:
+    """Kill while a batch goes on; return who was killed how often."""
+    crowd.batch = batch = submit(crowd.queue, crowd.files, LINES)
+    for results in moments(chance, LINES, enough):
+        wait_for(crowd, batch, results)
+        time.sleep(chance.choice((0.0, chance.uniform(0, 0.05), chance.uniform(0, 0.6))))
+        crowd.kill(chance)
+        if chance.random() < STALLS:
+            crowd.stall(chance)
+    while crowd.batch.status not in ("completed", "failed"):
+        crowd.check()
+        time.sleep(0.05)
+        crowd.batch = crowd.queue.get(batch.id)
+    return crowd.kills
+
+
+def check(crowd: Crowd) -> None:
+    files, batch = crowd.files, crowd.batch
     assert batch.output_file_id
     assert batch.error_file_id is None, files.path(batch.error_file_id).read_text()[:2000]
     answers = [orjson.loads(line) for line in files.path(batch.output_file_id).open("rb")]
     found = Counter(result["custom_id"] for result in answers)
-    calls = sampled(running.home)
+    calls = sampled(crowd.home)
     lost = LINES - len(found)
     doubled = len(answers) - len(found)
     again = sum(len(ids) - 1 for ids in calls.values())
-    print(
-        f"\nseed {seed}: {LINES} accepted, {len(answers)} completed, {lost} lost, "
-        f"{doubled} doubled, {again} resampled; "
-        f"{running.kills.total()} kills {dict(running.kills)}, "
-        f"{running.stalls} stalls in {seconds:.0f} s"
-    )
+    print(f"\n{LINES} accepted, {len(answers)} completed, {lost} lost, {doubled} doubled,"
+          f" {again} resampled; {crowd.stalls} stalls")  # fmt: skip
     assert (lost, doubled, again) == (0, 0, 0)
     assert batch.request_counts.completed == LINES
-    assert running.kills.total() >= KILLS
     for result in answers:
         number = result["custom_id"][1:]
         body = result["response"]["body"]
         assert body["choices"][0]["message"]["content"].startswith(f"line {number}: ")
         assert body["id"] in calls[f"{batch.id}-{number}"], "a result that was not recorded"
+
+
+def test_every_line_has_one_result(tmp_path: Path) -> None:
+    Campaign(crowd, hurt, check).run(tmp_path, kills(12))

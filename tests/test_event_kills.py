@@ -1,15 +1,15 @@
 """Kill -9 of the gateway while runs, rewards and keyed calls come in: each is there once."""
 
-import os
 import random
 import signal
-import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,14 @@ import orjson
 
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
+from tests.support.campaign import Campaign, free_port, kills
 from tests.support.gateway_process import first_version, gateway
 from tests.support.store.plain_reader import events_of
+from tests.support.waiting import wait_until
 
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "5"))
+KILLS = kills(5)
 SENDERS = 6
-
-
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
-        return number
+PATIENCE = 300  # seconds without an answer
 
 
 class Sender:
@@ -37,7 +33,6 @@ class Sender:
 
     def __init__(self, url: str, name: int, stop: threading.Event) -> None:
         self.url, self.name, self.stop = url, name, stop
-        self.deadline = time.monotonic() + 120 + 3 * KILLS
         self.accepted: dict[str, str] = {}  # run id -> the answer that the client got
 
     def run(self) -> None:
@@ -59,6 +54,7 @@ class Sender:
             self.accepted[run_id] = said
 
     def post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        deadline = time.monotonic() + PATIENCE
         while True:
             head = {"content-type": "application/json", **headers}
             request = urllib.request.Request(self.url + path, orjson.dumps(body), head)
@@ -68,41 +64,60 @@ class Sender:
             except urllib.error.HTTPError as error:
                 assert error.code == 503, error.read()
             except (OSError, IncompleteRead):  # killed: again
-                assert time.monotonic() < self.deadline, "no gateway answers"
+                assert time.monotonic() < deadline, "no gateway answers"
                 time.sleep(0.02)
 
 
-def test_what_was_accepted_is_there_once(tmp_path: Path) -> None:
-    chance = random.Random(3)
-    home, number = Home(tmp_path / "home"), port()
-    home.root.mkdir()
-    first_version(home)
-    stop = threading.Event()
-    senders = [Sender(f"http://127.0.0.1:{number}", name, stop) for name in range(SENDERS)]
+@contextmanager
+def senders(root: Path, chance: random.Random) -> Iterator["Senders"]:
+    root.mkdir(parents=True)
+    first_version(Home(root))
     with ThreadPoolExecutor(SENDERS) as pool:
-        sending = [pool.submit(sender.run) for sender in senders]
+        made = Senders(Home(root), free_port(), pool)
         try:
-            for _ in range(KILLS):
-                with gateway(home.root, number) as (_, process):
-                    time.sleep(chance.uniform(0.05, 0.6))
-                    process.send_signal(signal.SIGKILL)
-                    process.wait()
-            with gateway(home.root, number):
-                stop.set()
-                for sent in sending:
-                    sent.result(60)
+            yield made
         finally:
-            stop.set()
-    accepted = {run: said for sender in senders for run, said in sender.accepted.items()}
-    lines = Counter((event["run_id"], event["kind"]) for event in events_of(home))
-    runs = {run.id: run for run in Store(home).runs()}
+            made.stop.set()
+
+
+class Senders:
+    """SENDERS at once, and the gateway that they send to."""
+
+    def __init__(self, home: Home, port: int, pool: ThreadPoolExecutor) -> None:
+        self.home, self.port, self.stop = home, port, threading.Event()
+        url = f"http://127.0.0.1:{port}"
+        self.all = [Sender(url, name, self.stop) for name in range(SENDERS)]
+        self.sending = [pool.submit(sender.run) for sender in self.all]
+
+
+def hurt(senders: Senders, chance: random.Random, enough: int) -> Counter[str]:
+    for _ in range(enough):
+        with gateway(senders.home.root, senders.port) as (_, process):
+            time.sleep(chance.uniform(0.05, 0.6))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    with gateway(senders.home.root, senders.port):
+        wait_until(lambda: sum(len(one.accepted) for one in senders.all) > SENDERS)
+        senders.stop.set()
+        for sent in senders.sending:
+            sent.result(PATIENCE)
+    return Counter(gateway=enough)
+
+
+def check(senders: Senders) -> None:
+    accepted = {run: said for sender in senders.all for run, said in sender.accepted.items()}
+    lines = Counter((event["run_id"], event["kind"]) for event in events_of(senders.home))
+    runs = {run.id: run for run in Store(senders.home).runs()}
     lost = accepted.keys() - runs.keys()
     doubled = [key for key, count in lines.items() if count > 1]
-    print(f"\n{len(accepted)} accepted, {len(lost)} lost, {len(doubled)} doubled; {KILLS} kills")
+    print(f"\n{len(accepted)} accepted, {len(lost)} lost, {len(doubled)} doubled")
     assert not lost and not doubled and len(accepted) > SENDERS
     for run_id, said in accepted.items():
         run = runs[run_id]
-        assert run.output == said and [r.value for r in run.rewards] == [
-            float(run_id.split("-")[2])
-        ]
+        assert run.output == said
+        assert [r.value for r in run.rewards] == [float(run_id.split("-")[2])]
         assert [call.message["content"] for call in run.calls] == [said], "the same answer again"
+
+
+def test_what_was_accepted_is_there_once(tmp_path: Path) -> None:
+    Campaign(senders, hurt, check).run(tmp_path, KILLS)

@@ -1,17 +1,13 @@
-"""Kill -9 of the loop and of the platform, at random moments: the end is that of a calm loop.
-
-`CRAY_TEST_KILLS` and `CRAY_TEST_SEEDS` make it longer.
-"""
+"""Kill -9 of the loop and of the platform, at random moments: the end is that of a calm loop."""
 
 import json
-import os
 import random
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +19,9 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from tests.support.campaign import Campaign, Children, free_port, kills
 from tests.support.killable_loop import KINDS
 
-ROOT = Path(__file__).parents[1]
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "2"))
-SEEDS = [int(seed) for seed in os.environ.get("CRAY_TEST_SEEDS", "1").split(",")]
 LOOPS = 0.7  # of the kills are of the loop, the others of the platform
 
 
@@ -37,64 +31,41 @@ class Site:
 
     root: Path
     kind: str
-    port: int = 0
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+    lonely: bool = False  # whether the platform was away lately
 
     def __post_init__(self) -> None:
-        self.root.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.root.mkdir(parents=True)
+        self.children = Children(self.root)
 
     @property
     def out(self) -> Path:
         return self.root / "generations.json"
 
+    @property
+    def loop(self) -> subprocess.Popen[bytes]:
+        return self.children.processes["loop"]
+
     def start(self, name: str) -> None:
         url = f"http://127.0.0.1:{self.port}"
-        words = {
-            "gateway": ["gateway", str(self.root / "home"), str(self.port)],
-            "loop": ["loop", url, self.kind, str(self.out)],
-            "users": ["users", url],
+        words: tuple[object, ...] = {
+            "gateway": ("gateway", self.root / "home", self.port),
+            "loop": ("loop", url, self.kind, self.out),
+            "users": ("users", url),
         }[name]
-        with (self.root / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.killable_loop", *words],
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "TEST_PARENT": str(os.getpid())},
-            )
+        self.children.start(name, "tests.support.killable_loop", *words)
         if name == "gateway":
             self.wait_until_it_listens()
 
-    def start_all(self) -> None:
-        for name in ("gateway", *(["users"] if self.kind == "watch" else []), "loop"):
-            self.start(name)
-
     def wait_until_it_listens(self) -> None:
         while True:
-            self.check("gateway")
+            assert not self.children.ended("gateway")
             try:
                 socket.create_connection(("127.0.0.1", self.port)).close()
             except ConnectionError:
                 time.sleep(0.02)
             else:
                 return
-
-    def check(self, name: str) -> None:
-        """Whoever ends by itself before its time has failed."""
-        code = self.processes[name].poll()
-        log = (self.root / f"{name}.log").read_text()
-        assert code in (None, 0), f"{name} ended with {code}: {log[-3000:]}"
-
-    def kill(self, name: str) -> None:
-        self.processes[name].send_signal(signal.SIGKILL)
-        self.processes[name].wait()
-
-    def stop(self) -> None:
-        for name in self.processes:
-            self.kill(name)
 
     def state(self) -> dict[str, Any]:
         """All that a loop leaves behind, but for what depends on the clock."""
@@ -121,83 +92,58 @@ def trained_on(home: Home, dataset: str) -> list[str]:
     return sorted(line["run"].split("-")[0] for line in lines if line["accepted"])
 
 
-def calm(root: Path, kind: str) -> tuple[dict[str, Any], float]:
-    """What an undisturbed loop leaves, and the seconds that it took."""
-    site = Site(root, kind)
+@contextmanager
+def site(root: Path, kind: str) -> Iterator[Site]:
+    made = Site(root, kind)
     try:
-        site.start_all()
-        begun = time.monotonic()
-        site.processes["loop"].wait()
-        site.check("loop")
-        return site.state(), time.monotonic() - begun
+        for name in ("gateway", *(["users"] if kind == "watch" else []), "loop"):
+            made.start(name)
+        yield made
     finally:
-        site.stop()
+        made.children.stop()
 
 
-@dataclass
-class Campaign:
-    """Kills until there were enough of them; whenever a loop has ended all the same, a new one."""
-
-    root: Path
-    kind: str
-    chance: random.Random
-    pause: float  # seconds, at most, from one kill to the next
-    kills: Counter[str] = field(default_factory=Counter)
-    lonely: bool = False  # whether the platform was away lately
-
-    def run(self, enough: int) -> list[dict[str, Any]]:
-        """What each loop left behind."""
-        found = []
-        while not found or self.kills.total() < enough:
-            site = Site(self.root / str(len(found)), self.kind)
-            try:
-                site.start_all()
-                while self.kills.total() < enough and self._killed(site):
-                    pass
-                self._see_through(site)
-            finally:
-                site.stop()
-            found.append(site.state())
-        return found
-
-    def _killed(self, site: Site) -> bool:
-        """Kill one of the two after a while, and start it again; False: the loop was faster."""
-        time.sleep(self.chance.uniform(0, self.pause))
-        if (code := site.processes["loop"].poll()) is not None:
-            if code and self.lonely:
-                site.start("loop")
-            return code != 0 and self.lonely
-        name = "loop" if self.chance.random() < LOOPS else "gateway"
-        site.kill(name)
-        self.kills[name] += 1
-        self.lonely = name == "gateway"
-        site.start(name)
-        return True
-
-    def _see_through(self, site: Site) -> None:
-        """Wait for the loop's end. It may have given up on a platform that was away for long."""
-        if site.processes["loop"].wait() != 0 and self.lonely:
+def hurt(site: Site, chance: random.Random, enough: int, pause: float) -> Counter[str]:
+    """Kill one of the two after at most `pause` seconds, until the loop was faster."""
+    hits = Counter[str]()
+    while hits.total() < enough:
+        time.sleep(chance.uniform(0, pause))
+        if (code := site.loop.poll()) is not None:
+            if not (code and site.lonely):
+                break
             site.start("loop")
-        site.processes["loop"].wait()
-        site.check("loop")
+            continue
+        name = "loop" if chance.random() < LOOPS else "gateway"
+        site.children.kill(name)
+        hits[name] += 1
+        site.lonely = name == "gateway"
+        site.start(name)
+    if site.loop.wait() != 0 and site.lonely:  # it gave up on a platform that was away for long
+        site.start("loop")
+        site.loop.wait()
+    assert site.children.ended("loop")
+    return hits
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(3600)
-def test_a_killed_loop_ends_as_a_calm_one(tmp_path: Path, kind: str, seed: int) -> None:
-    expected, seconds = calm(tmp_path / "calm", kind)
-    (tmp_path / "killed").mkdir()
-    campaign = Campaign(tmp_path / "killed", kind, random.Random(f"{seed} {kind}"), seconds / 2)
-    states = campaign.run(-(-KILLS // len(KINDS)))
-    kills = campaign.kills
-    print(
-        f"\n{kind}, seed {seed}: {kills.total()} kills {dict(kills)} "
-        f"of {len(states)} loops; a calm one takes {seconds:.1f} s"
-    )
-    for state in states:
+def test_a_killed_loop_ends_as_a_calm_one(tmp_path: Path, kind: str) -> None:
+    begun = time.monotonic()
+    with site(tmp_path / "calm", kind) as calm:
+        calm.loop.wait()
+        assert calm.children.ended("loop")
+        expected, seconds = calm.state(), time.monotonic() - begun
+
+    def check(killed: Site) -> None:
+        state = killed.state()
         assert state["twice"] == []
         assert state == expected
+
+    Campaign(
+        lambda root, chance: site(root, kind),
+        lambda killed, chance, enough: hurt(killed, chance, enough, seconds / 2),
+        check,
+    ).run(tmp_path, -(-kills(2) // len(KINDS)))
     if kind == "watch":  # the others may go back to earlier generations' runs
         used = [run for runs in expected["trained on"] for run in runs]
         assert used and len(used) == len(set(used))

@@ -2,19 +2,17 @@
 
 Every command has one result, and results, versions and weights are those of a session that nothing
 happened to, to the bit. Some kills of rank or launcher are aimed at a publish: at the time between
-the first and the last of its files. `CRAY_TEST_KILLS`, `CRAY_TEST_SEED` and `CRAY_TEST_RANKS` make
-other campaigns of it.
+the first and the last of its files. `CRAY_TEST_RANKS` makes another campaign of it.
 """
 
 import json
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,14 +27,13 @@ from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.session.session_journal import sessions
+from tests.support.campaign import Campaign, Children, free_port, kills
 from tests.support.killable_session import ONE_STEP, STEPS
 
 pytestmark = pytest.mark.megatron
 
-ROOT = Path(__file__).parents[1]
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "2"))
-SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
 PER_SESSION = 12  # kills, so that a long campaign sees many beginnings and ends
+LAST = STEPS * len(ONE_STEP)  # command of a step
 TARGETS = ("rank", "launcher", "publish", "client", "gateway")
 
 
@@ -45,38 +42,27 @@ class Site:
     """A platform and a client of it, as processes."""
 
     root: Path
-    port: int = 0
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
 
     def __post_init__(self) -> None:
         make_seed_model(self.root / "model", seed=0, corpus=["What is 1 + 1?"])
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.children = Children(self.root)
 
     @property
     def home(self) -> Home:
         return Home(self.root / "home")
 
     def start(self, name: str) -> None:
-        words = {
-            "gateway": ["gateway", str(self.home.root), str(self.port)],
-            "client": ["client", f"http://127.0.0.1:{self.port}", str(self.root / "versions")],
+        words: tuple[object, ...] = {
+            "gateway": ("gateway", self.home.root, self.port),
+            "client": ("client", f"http://127.0.0.1:{self.port}", self.root / "versions"),
         }[name]
-        with (self.root / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.killable_session", *words],
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "TEST_PARENT": str(os.getpid())},
-            )
+        self.children.start(name, "tests.support.killable_session", *words)
 
     def kill(self, target: str, chance: random.Random) -> str:
         """Kill one of the processes; return what was hit, "" if nothing was there."""
-        if target in self.processes:
-            self.processes[target].kill()
-            self.processes[target].wait()
+        if target in self.children.processes:
+            self.children.kill(target)
             self.start(target)
             return target
         drafts: set[str] = set()
@@ -125,16 +111,8 @@ class Site:
         return CommandJournal(jobs[0]).done if jobs else 0
 
     def ended(self) -> bool:
-        code = self.processes["client"].poll()
-        log = (self.root / "client.log").read_text()
-        assert code in (None, 0), f"the client ended with {code}: {log[-3000:]}"
-        assert self.processes["gateway"].poll() is None, (self.root / "gateway.log").read_text()
-        return code == 0
-
-    def stop(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
+        assert not self.children.ended("gateway")
+        return self.children.ended("client")
 
     def state(self) -> dict[str, Any]:
         """Return all that the session leaves behind, but for what depends on the clock."""
@@ -155,37 +133,40 @@ class Site:
         }
 
 
-def run(root: Path, chance: random.Random | None, kills: Counter[str], enough: int) -> Any:
-    """Train on a site of its own, with kills at moments drawn from `chance`."""
+@contextmanager
+def session(root: Path, chance: random.Random) -> Iterator[Site]:
     root.mkdir()
     site = Site(root)
     try:
         site.start("gateway")
         site.start("client")
-        last = STEPS * len(ONE_STEP)
-        if chance is not None:
-            count = min(enough - kills.total(), PER_SESSION)
-            for moment in sorted(chance.randint(0, last) for _ in range(count)):
-                site.wait_for(moment)
-                time.sleep(chance.uniform(0, 0.05))
-                target = chance.choice(TARGETS)
-                if not site.ended() and (hit := site.kill(target, chance)):
-                    kills[hit] += 1
-        site.wait_for(last + 2)
-        return site.state()
+        yield site
     finally:
-        site.stop()
+        site.children.stop()
+
+
+def hurt(site: Site, chance: random.Random, enough: int) -> Counter[str]:
+    """Kill at moments of a session until it ends."""
+    hits = Counter[str]()
+    for moment in sorted(chance.randint(0, LAST) for _ in range(min(enough, PER_SESSION))):
+        site.wait_for(moment)
+        time.sleep(chance.uniform(0, 0.05))
+        target = chance.choice(TARGETS)
+        if not site.ended() and (hit := site.kill(target, chance)):
+            hits[hit] += 1
+    site.wait_for(LAST + 2)
+    return hits
 
 
 @pytest.mark.timeout(3600)
 def test_killed_sessions_end_as_a_calm_one(tmp_path: Path) -> None:
-    kills: Counter[str] = Counter()
-    expected = run(tmp_path / "calm", None, kills, 0)
+    with session(tmp_path / "calm", random.Random(0)) as calm:
+        calm.wait_for(LAST + 2)
+        expected = calm.state()
     assert expected["state"] == "succeeded" and None not in expected["results"]
     assert len(expected["versions"]) == 1 + STEPS // 2 + 1 and not expected["drafts"]
-    number = 0
-    while kills.total() < KILLS:
-        number += 1
-        found = run(tmp_path / str(number), random.Random(f"{SEED} {number}"), kills, KILLS)
-        assert found == expected, f"seed {SEED}, session {number}"
-    print(f"\nseed {SEED}: {kills.total()} kills {dict(kills)} of {number} sessions")
+
+    def check(site: Site) -> None:
+        assert site.state() == expected
+
+    Campaign(session, hurt, check).run(tmp_path, kills(2))

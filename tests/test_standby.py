@@ -6,8 +6,7 @@ import os
 import random
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from cray_agents.server.gateway_ports import listen
 from tests.support.bare_models import bare_model
 from tests.support.command_line import cli
 from tests.support.deciding_controller import controller
+from tests.support.waiting import wait_until
 
 
 class Root:
@@ -60,14 +60,6 @@ class Root:
         return " ".join(self.command("why", "controller").stdout.split())
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 120
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-    return found
-
-
 def quiet_port() -> int:
     """A free port that no outgoing connection is given."""
     for port in random.sample(PORTS, 100):
@@ -93,8 +85,8 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
     first = root.status()
     assert "no standby waits" in root.command("down", "--hand-over").stderr
     root.up("--standby", "--port", port)
-    second = until(lambda: next(iter(root.standbys()), None))
-    until(lambda: [one["pid"] for one in root.status()["controller"]["standbys"]] == [second])
+    second = wait_until(lambda: next(iter(root.standbys()), None))
+    wait_until(lambda: [one["pid"] for one in root.status()["controller"]["standbys"]] == [second])
     assert (first["controller"]["term"], first["controller"]["pid"]) == (1, first["pid"])
     assert f"(pid {first['pid']})" in root.why() and f"(pid {second})" in root.why()
     rows = root.doctor()
@@ -111,7 +103,7 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
     followed_with = asyncio.run(asyncio.wait_for(newest_key(), 120))  # by a client that goes on
     assert followed_with != claim["token"]
     assert followed_with == json.loads((root.home / "platform.json").read_text())["token"]
-    now = until(root.status)
+    now = wait_until(root.status)
     assert "ended without giving the root back" in said or f"(pid {second})" in said
     assert (now["pid"], now["url"]) == (second, first["url"])
     assert now["controller"]["term"] == 2
@@ -119,16 +111,16 @@ def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(r
     assert f"took over from {os.uname().nodename} (pid {first['pid']}), term 2: replicas 0" in log
 
     root.up("--standby", "--port", port)
-    third = until(lambda: next((pid for pid in root.standbys() if pid != second), None))
-    until(lambda: root.status()["controller"]["standbys"])
+    third = wait_until(lambda: next((pid for pid in root.standbys() if pid != second), None))
+    wait_until(lambda: root.status()["controller"]["standbys"])
     assert root.command("down", "--hand-over").returncode == 0
-    now = until(root.status)
+    now = wait_until(root.status)
     assert (now["pid"], now["controller"]["term"]) == (third, 3) and not alive(second)
     added = root.command("models", "reject", "m@1")
     assert "m@1 is promoted" in added.stderr  # it answers with the same registry
 
     with controller(root.home, os.uname().nodename, 12) as fourth:
-        until(lambda: root.status()["controller"]["standbys"])
+        wait_until(lambda: root.status()["controller"]["standbys"])
         assert root.command("down").returncode == 0
         assert fourth.wait() == 0
     assert not alive(third) and not (root.home / "platform.json").exists()

@@ -5,14 +5,14 @@ export that was killed again and again has every run once. Prints a table of wha
 """
 
 import json
-import os
 import random
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -22,11 +22,12 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs, list_datasets
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.salvage import check
+from tests.support.campaign import Campaign, kills
 from tests.support.host_namespaces import Host, namespaces
 from tests.support.store.plain_reader import events_of
+from tests.support.waiting import wait_until
 
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "10"))
-SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
+KILLS = kills(10)
 WRITERS = 4
 STEPS = 4  # of the loop whose datasets are built meanwhile
 
@@ -99,57 +100,70 @@ class Command:
         self.process.communicate()
 
 
-def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
-    chance = random.Random(SEED)
-    home = Home(tmp_path / "root")
-    home.root.mkdir()
-    hosts = [Host(tmp_path / f"host{n}", home.root) for n in range(3)]
-    writers = [Writer(hosts[n % 3], f"w{n}") for n in range(WRITERS)]
-    builds = [
-        ["-m", "cray_agents", "dataset", "build", "--home", "{root}", "--where", "loop=faults",
-         "--set", f"step={step}", "--set", "max_uses=1", "--set", "min_reward=1", "--json"]
-        for step in range(STEPS)
-    ]  # fmt: skip
-    out = tmp_path / "out.jsonl"
-    export = [
-        "-m",
-        "cray_agents",
-        "export",
-        "--home",
-        "{root}",
-        "--format",
-        "jsonl",
-        "-o",
-        str(out),
-    ]
-    sealer = ["-m", "tests.support.store.maintainer_process", "{root}"]
-    builder = Command(hosts[1], "builder", builds)
-    keepers = [Command(hosts[0], "sealer", [sealer]), builder]
-    everybody: list[Writer | Command] = [*writers, *keepers]
-    kills = Counter[str]()
-    try:
-        for _ in range(KILLS):
-            time.sleep(chance.uniform(0.1, 0.8))
-            for keeper in keepers:
-                keeper.look()
-            victim = chance.choice(everybody)
-            if isinstance(victim, Writer):  # another one, if this one has not written yet
-                until(lambda: any(writer.has_written for writer in writers))
-                victim = chance.choice([writer for writer in writers if writer.has_written])
-            victim.kill()
-            kills[victim.role] += 1
-            victim.start()
-        while len(builder.finished) < STEPS:  # from runs that are written meanwhile
-            builder.look()
-            time.sleep(0.01)
-        until(lambda: sum(len(writer.acknowledged) for writer in writers) > 10 * KILLS)
-    finally:
-        for one in everybody:
-            one.kill()
-    kills["exporter"] = _export_with_kills(hosts[2], export, chance, max(4, KILLS // 5))
+class Root:
+    """A root that writers, a sealer and a builder on three hosts work at."""
 
-    built = _finish(hosts[1], builds)
-    acknowledged = {event for writer in writers for event in writer.acknowledged}
+    def __init__(self, folder: Path) -> None:
+        self.home = Home(folder / "root")
+        self.home.root.mkdir(parents=True)
+        self.hosts = [Host(folder / f"host{n}", self.home.root) for n in range(3)]
+        self.writers = [Writer(self.hosts[n % 3], f"w{n}") for n in range(WRITERS)]
+        self.builds = [
+            ["-m", "cray_agents", "dataset", "build", "--home", "{root}", "--where", "loop=faults",
+             "--set", f"step={step}", "--set", "max_uses=1", "--set", "min_reward=1", "--json"]
+            for step in range(STEPS)
+        ]  # fmt: skip
+        self.out = folder / "out.jsonl"
+        sealer = ["-m", "tests.support.store.maintainer_process", "{root}"]
+        self.builder = Command(self.hosts[1], "builder", self.builds)
+        self.keepers = [Command(self.hosts[0], "sealer", [sealer]), self.builder]
+        self.live: list[Writer | Command] = [*self.writers, *self.keepers]
+
+    def stop(self) -> None:
+        for one in self.live:
+            one.kill()
+        self.live = []
+
+
+@contextmanager
+def root(folder: Path, chance: random.Random) -> Iterator[Root]:
+    made = Root(folder)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def hurt(root: Root, chance: random.Random, enough: int) -> Counter[str]:
+    """Kill one after another; then let all of it end, and kill exports."""
+    writers, builder = root.writers, root.builder
+    hits = Counter[str]()
+    for _ in range(enough):
+        time.sleep(chance.uniform(0.1, 0.8))
+        for keeper in root.keepers:
+            keeper.look()
+        victim = chance.choice(root.live)
+        if isinstance(victim, Writer):  # another one, if this one has not written yet
+            wait_until(lambda: any(writer.has_written for writer in writers))
+            victim = chance.choice([writer for writer in writers if writer.has_written])
+        victim.kill()
+        hits[victim.role] += 1
+        victim.start()
+    while len(builder.finished) < STEPS:  # from runs that are written meanwhile
+        builder.look()
+        time.sleep(0.01)
+    wait_until(lambda: sum(len(one.acknowledged) for one in writers) > 10 * KILLS, 3600)
+    root.stop()
+    export = ["-m", "cray_agents", "export", "--home", "{root}", "--format", "jsonl"]
+    argv = [*export, "-o", str(root.out)]
+    hits["exporter"] = _export_with_kills(root.hosts[2], argv, chance, max(4, KILLS // 5))
+    return hits
+
+
+def check_root(root: Root) -> None:
+    home, hosts, keepers = root.home, root.hosts, root.keepers
+    built = _finish(hosts[1], root.builds)
+    acknowledged = {event for writer in root.writers for event in writer.acknowledged}
     store = Store(home)
     store.seal_orphans(older_than=0)
     runs = {run.id: run for run in store.stream(RunQuery())}
@@ -168,12 +182,11 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
     uses = Counter(
         row["run"] for name in built for row in dataset_runs(home, name) if row["accepted"]
     )
-    lines = [orjson.loads(line)["id"] for line in out.read_bytes().splitlines()]
+    lines = [orjson.loads(line)["id"] for line in root.out.read_bytes().splitlines()]
     damage = [f for f in check(home.segments, older_than=0) if f.lost or f.kind == "bad_line"]
     _table(
         {
             "hosts (namespaces)" if namespaces() else "hosts (folders)": len(hosts),
-            **{f"kills of {role}s": count for role, count in sorted(kills.items())},
             "events acknowledged": len(acknowledged),
             "lost": len(lost),
             "doubled": len(doubled),
@@ -195,9 +208,8 @@ def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
     assert len(acknowledged) > 10 * KILLS
 
 
-def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.01)
+def test_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
+    Campaign(root, hurt, check_root).run(tmp_path, KILLS)
 
 
 def _export_with_kills(host: Host, argv: list[str], chance: random.Random, kills: int) -> int:

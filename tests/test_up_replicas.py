@@ -31,6 +31,7 @@ from cray_agents.server.compose import slurm_hosts
 from cray_agents.server.platform_process import ReplicaCount
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.bare_models import bare_model
+from tests.support.waiting import wait_until
 
 ALL = os.environ.get("CRAY_TEST_REPLICAS") == "all"
 CORPUS = ["hello there", "What is 1 + 1?"]
@@ -115,13 +116,6 @@ class Caller(threading.Thread):
         return self.answers
 
 
-def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def platform(tmp_path: Path) -> Iterator[Platform]:
     platform = Platform(tmp_path)
@@ -184,7 +178,7 @@ def test_a_vllm_in_a_slurm_job_serves_swaps_and_is_followed(platform: Platform) 
     assert replica["state"] == "serving" and replica["version"] == "m@1"
     assert platform.slurm("squeue", "-h", "-o", "%A") == replica["job"]
     callers = [Caller(platform) for _ in range(2)]
-    until(lambda: all(caller.answers for caller in callers))
+    wait_until(lambda: all(caller.answers for caller in callers))
     platform.call("/v1/models/m/versions", {"checkpoint": str(platform.model(1))})
     platform.call("/v1/models/m/promote", {"version": 2, "who": "me"})
     after = platform.replica()
@@ -193,10 +187,10 @@ def test_a_vllm_in_a_slurm_job_serves_swaps_and_is_followed(platform: Platform) 
     def serves_anew(kill: Callable[[], Any]) -> None:
         before, began = platform.replica(), time.monotonic()
         kill()
-        until(lambda: (now := platform.replica())["state"] == "serving"
+        wait_until(lambda: (now := platform.replica())["state"] == "serving"
               and now["pid"] != before["pid"])  # fmt: skip
         count = len(callers[0].answers)
-        until(lambda: len(callers[0].answers) > count)
+        wait_until(lambda: len(callers[0].answers) > count)
         print(f"{kill.__name__}: served again after {time.monotonic() - began:.1f} s")
 
     def end_engine() -> None:
@@ -212,7 +206,7 @@ def test_a_vllm_in_a_slurm_job_serves_swaps_and_is_followed(platform: Platform) 
     def end_node() -> None:
         node = platform.replica()["host"]
         platform.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-        until(lambda: platform.replica()["state"] != "serving")
+        wait_until(lambda: platform.replica()["state"] != "serving")
         platform.slurm("scontrol", "update", f"nodename={node}", "state=resume")
 
     def wait_for_the_limit() -> None:
@@ -220,7 +214,7 @@ def test_a_vllm_in_a_slurm_job_serves_swaps_and_is_followed(platform: Platform) 
 
     for kill in (end_engine, end_supervisor, cancel, end_node, wait_for_the_limit) if ALL else ():
         serves_anew(kill)
-    until(lambda: all(caller.answers[-1]["model"] == "m@2" for caller in callers))
+    wait_until(lambda: all(caller.answers[-1]["model"] == "m@2" for caller in callers))
     answers = [answer for caller in callers for answer in caller.end()]
     assert {answer["model"] for answer in answers} == {"m@1", "m@2"}
     store = Store(Home(platform.home))
@@ -238,8 +232,8 @@ def test_the_only_vllm_goes_and_the_next_request_waits_for_another(platform: Pla
                 CRAY_AGENTS_REPLICA_CPUS="1", CRAY_AGENTS_REPLICA_CALM_MINUTES="0.05",
                 CRAY_AGENTS_REPLICA_EMPTY_MINUTES="0.1")  # fmt: skip
     for _ in range(2):
-        until(lambda: platform.replica()["state"] == "away")
-        until(lambda: not platform.slurm("squeue", "-h"))
+        wait_until(lambda: platform.replica()["state"] == "away")
+        wait_until(lambda: not platform.slurm("squeue", "-h"))
         assert platform.call("/health/ready")["status"] == "ready"
         began = time.monotonic()
         assert platform.ask()["model"] == "m@1"

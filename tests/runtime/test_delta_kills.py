@@ -1,24 +1,24 @@
 """Kill -9 while delta checkpoints are rebuilt: what is read afterwards equals what was trained.
 
 Both ways are killed: the copy that a platform makes for its replicas, and the rebuilding on the
-shared root before a promotion. `CRAY_TEST_KILLS` and `CRAY_TEST_SEED` make it longer.
+shared root before a promotion.
 """
 
 import multiprocessing
-import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cray_agents.paths import Home
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.deltas import Shadows, materialize
+from tests.support.campaign import Campaign, kills
 from tests.support.delta_checkpoints import Words, bfloat16, changed, full, header, with_changes
 from tests.support.killed_copies import rebuild_until
 
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "8"))
-SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
 FILES = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
 CHAIN = ("two", "three")  # each is what changed in the one before it
 SIZE = 200_000  # elements of a file
@@ -49,7 +49,6 @@ def chain(home: Home) -> dict[str, dict[str, bytes]]:
 def test_killed_rebuilds_are_read_as_whole_ones(tmp_path: Path) -> None:
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(["tests.support.killed_copies"])
-    chance, kills, rounds = random.Random(SEED), Counter[str](), 0
     home, copies, root = Home(tmp_path / "home"), tmp_path / "shadows", str(tmp_path)
     expected = chain(home)
 
@@ -72,13 +71,21 @@ def test_killed_rebuilds_are_read_as_whole_ones(tmp_path: Path) -> None:
         forget()
         assert not rebuild(how, 0, 0.0)
         most[how] = int((tmp_path / "touches").read_text())
-    while kills.total() < KILLS:
-        rounds += 1
+
+    @contextmanager
+    def begin(folder: Path, chance: random.Random) -> Iterator[str]:
         forget()
-        how = chance.choice(("copy", "root"))
-        for _ in range(chance.randint(1, 3)):  # deaths before somebody finishes it
+        yield chance.choice(("copy", "root"))
+
+    def hurt(how: str, chance: random.Random, enough: int) -> Counter[str]:
+        """Let some die before somebody finishes it."""
+        hits = Counter[str]()
+        for _ in range(chance.randint(1, 3)):
             delay = chance.choice((0.0, chance.uniform(0, 0.01)))
-            kills[how] += rebuild(how, chance.randint(1, most[how]), delay)
+            hits[how] += rebuild(how, chance.randint(1, most[how]), delay)
+        return hits
+
+    def check(how: str) -> None:
         if how == "copy":
             assert not any((home.checkpoint(n) / file).exists() for n in CHAIN for file in FILES)
             shadows = Shadows(home, copies)
@@ -95,4 +102,5 @@ def test_killed_rebuilds_are_read_as_whole_ones(tmp_path: Path) -> None:
             shadows.remove()
         checkpoints.delete_leftovers(home)
         assert not list(home.checkpoint("x").parent.glob(".*"))
-    print(f"\nseed {SEED}: {kills.total()} kills {dict(kills)} in {rounds} rounds")
+
+    Campaign(begin, hurt, check).run(tmp_path, kills(8))

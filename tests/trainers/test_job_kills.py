@@ -2,8 +2,7 @@
 
 At random moments (starting, in a step, while a resume point or the checkpoint is written) the
 launcher or a rank gets SIGKILL, SIGTERM, SIGUSR1, or SIGTERM and then SIGKILL; then the job is
-started again at once, now and then under another layout. Prints what was seen. What is done to a
-job is drawn from CRAY_TEST_SEED and its number, which are told with what was wrong with it.
+started again at once, now and then under another layout. Prints what was seen.
 """
 
 import os
@@ -12,7 +11,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ from cray_agents.runtime.disk.durable import replace_file
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
 from cray_agents.training_jobs import JobSpec, Layout
+from tests.support.campaign import Campaign, kills
 from tests.trainers.test_faults import ranks_of
 
 pytestmark = pytest.mark.megatron
 
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "6"))
-SEED = int(os.environ.get("CRAY_TEST_SEED", "1"))
+KILLS = kills(6)
 STEPS = 6
 RTOL = 1e-5  # of losses, in another layout
 HANGS = 60.0  # seconds in which nothing that is waited for comes
@@ -179,22 +179,22 @@ class Attempt:
 
 
 @dataclass
-class Campaign:
-    """Kills jobs, and gathers what was seen."""
+class Jobs:
+    """Kills jobs, and counts what was seen."""
 
     lab: Any
     folder: Path
     seen: Counter[str] = field(default_factory=Counter)
     worst: float = 0.0  # relative difference of a loss, in another layout
-    problems: list[str] = field(default_factory=list)
     whole: dict[str, Any] = field(default_factory=dict)  # by course: the undisturbed job
 
-    def run(self) -> None:
+    @contextmanager
+    def begin(self, folder: Path, chance: random.Random) -> Iterator["Disturbed"]:
+        """Choose the next course."""
+        self.seen["jobs"] += 1
         names = list(COURSES)
-        while self.seen["kills"] < KILLS:
-            self.seen["jobs"] += 1
-            number = self.seen["jobs"]
-            self.disturb(names[number % len(names)], number)
+        name = names[self.seen["jobs"] % len(names)]
+        yield Disturbed(name, self.laboratory(folder.name, COURSES[name]))
 
     def laboratory(self, folder: str, course: Course) -> Any:
         """A home of its own with a course's dataset."""
@@ -219,33 +219,34 @@ class Campaign:
             self.whole[name] = lab.run(self.spec(lab, COURSES[name]))
         return self.whole[name]
 
-    def disturb(self, name: str, number: int) -> None:
-        """Kill one job some times, let it end, and compare it."""
-        course, chance = COURSES[name], random.Random(f"{SEED}/{number}")
-        whole, lab = self.undisturbed(name), self.laboratory(f"job-{number}", course)
-        spec, told = self.spec(lab, course), list[str]()
-        own, moved = spec.layout, False
+    def disturb(self, job: "Disturbed", chance: random.Random, enough: int) -> Counter[str]:
+        """Kill one job some times, and let it end."""
+        course = COURSES[job.name]
+        spec, told = self.spec(job.lab, course), list[str]()
+        own, hits = spec.layout, Counter[str]()
         left = chance.randint(1, max(1, KILLS // len(COURSES)))
         while True:
-            attempt = Attempt(lab, spec)
-            moved = moved or spec.layout != own
+            attempt = job.attempt = Attempt(job.lab, spec)
+            job.moved = job.moved or spec.layout != own
             kill = Kill.draw(chance, spec.layout.world) if left else None
             killed = kill is not None and attempt.bear(kill)
             code = attempt.end()
             left -= killed
             told.append(f"{attempt.hit if killed else 'nothing'} in {spec.layout}: exit {code}")
             problem = self.look(attempt, kill if killed else None, code)
-            if problem is not None or code == 0:
-                break
+            assert problem is None, "\n".join([job.name, problem, *told])
+            hits[attempt.hit] += killed
+            if code == 0:
+                return +hits
             if course.others and chance.random() < 0.5:
                 other = chance.choice([own, *(Layout(**layout) for layout in course.others)])
                 self.seen["starts under another layout than before"] += other != spec.layout
                 spec = spec.model_copy(update={"layout": other})
                 replace_file(attempt.folder / "spec.json", spec.model_dump_json().encode())
-        problem = problem or self.compare(attempt, whole, moved)
-        if problem is not None:
-            what = "\n".join([problem, *told])
-            self.problems.append(f"{name}, job {number} of seed {SEED}: {what}")
+
+    def check(self, job: "Disturbed") -> None:
+        problem = self.compare(job.attempt, self.undisturbed(job.name), job.moved)
+        assert problem is None, f"{job.name}: {problem}"
 
     def look(self, attempt: Attempt, kill: Kill | None, code: int | None) -> str | None:
         """Count an attempt; what is wrong with how it began or ended."""
@@ -263,8 +264,6 @@ class Campaign:
             self.seen["starts from a resume point"] += since > 0
         if kill is None:
             return None if code == 0 else f"died of itself: exit code {code}\n{job.log}"
-        self.seen["kills"] += 1
-        self.seen[f"kills: {attempt.hit}"] += 1
         self.seen["kills that left half a resume point"] += bool(attempt.drafts)
         self.seen["kills that left half a checkpoint"] += bool(attempt.half_checkpoints)
         first, last = kill.signals[0], kill.signals[-1]
@@ -299,10 +298,19 @@ class Campaign:
         return f"left {[path.name for path in litter]}" if litter else None
 
     def table(self) -> str:
-        rows = [*sorted(self.seen.items()), ("problems", len(self.problems))]
-        lines = [f"| {what} | {count:,} |" for what, count in rows]
+        lines = [f"| {what} | {count:,} |" for what, count in sorted(self.seen.items())]
         worst = f"| largest relative difference of a loss, other layouts | {self.worst:.1e} |"
         return "\n".join(["", "| what | |", "|---|---|", *lines, worst, ""])
+
+
+@dataclass
+class Disturbed:
+    """A job of a course that is killed. `moved`: it went on under another layout."""
+
+    name: str
+    lab: Any
+    attempt: Attempt | None = None
+    moved: bool = False
 
 
 def checkpoint_of(job: Any) -> dict[str, str]:
@@ -312,8 +320,9 @@ def checkpoint_of(job: Any) -> dict[str, str]:
 
 
 def test_killed_jobs_end_as_if_nothing_had_happened(lab: Any, tmp_path: Path) -> None:
-    campaign = Campaign(lab, tmp_path)
-    campaign.run()
-    sys.stdout.write(campaign.table())
-    assert not campaign.problems, "\n\n".join(campaign.problems[:9])
-    assert campaign.seen["starts from a resume point"] >= KILLS // 10
+    jobs = Jobs(lab, tmp_path)
+    try:
+        Campaign(jobs.begin, jobs.disturb, jobs.check).run(tmp_path, KILLS)
+    finally:
+        sys.stdout.write(jobs.table())
+    assert jobs.seen["starts from a resume point"] >= KILLS // 10

@@ -2,10 +2,12 @@
 
 import asyncio
 import multiprocessing
-import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets import build_dataset, dataset_runs
 from cray_agents.runtime.store import Store
+from tests.support.campaign import Campaign, kills
 from tests.support.datasets.dataset_runs import made, reasons, run_events, several, stored, task
 from tests.support.datasets.killed_builder import build_until
 
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "10"))
 MOST_TOUCHES = 60  # of a build, about
 
 
@@ -109,38 +111,61 @@ async def test_a_set_that_was_removed_is_not_built_anew(tmp_path: Path) -> None:
 
 
 def test_kills_at_any_moment_lose_nothing_and_double_nothing(tmp_path: Path) -> None:
+    Campaign(steps, kill_builders, check).run(tmp_path, kills(10))
+
+
+@dataclass
+class Steps:
+    """A loop's training sets, by step, and how many runs they were built of."""
+
+    home: Home
+    count: int = 0
+    done: dict[int, str] = field(default_factory=dict)
+
+
+@contextmanager
+def steps(folder: Path, chance: random.Random) -> Iterator[Steps]:
+    yield Steps(Home(folder))
+
+
+def recipe(step: int) -> dict[str, Any]:
+    return {"loop": "l", "step": step, "max_uses": 1}
+
+
+def kill_builders(steps: Steps, chance: random.Random, enough: int) -> Counter[str]:
     """Runs come in all the time; each step is built until it is done, then the next."""
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload(["tests.support.datasets.killed_builder"])
-    chance = random.Random(int(os.environ.get("CRAY_TEST_SEED", "1")))
-    home, count, step, killed = Home(tmp_path), 0, 1, 0
-    done: dict[int, str] = {}
+    root, step, killed = steps.home.root, 1, 0
 
-    def recipe() -> dict[str, Any]:
-        return {"loop": "l", "step": step, "max_uses": 1}
+    def add_run() -> None:
+        runs = run_events(f"r{steps.count:05}", [steps.count, steps.count + 1])
+        asyncio.run(stored(root, runs))
+        steps.count += 1
 
-    while killed < KILLS:
-        asyncio.run(stored(tmp_path, run_events(f"r{count:05}", [count, count + 1])))
-        count += 1
+    while killed < enough:
+        add_run()
         touches = chance.randint(1, MOST_TOUCHES)
-        builder = forking.Process(target=build_until, args=(str(tmp_path), recipe(), touches))
+        builder = forking.Process(target=build_until, args=(str(root), recipe(step), touches))
         builder.start()
         builder.join()
-        if builder.exitcode == -signal.SIGKILL:
-            killed += 1
-            if killed % 3 == 0:  # let the step be done, also by another process than began it
-                done[step] = made(home, **recipe())[0]["id"]
-                step += 1
-        else:
-            assert builder.exitcode == 0
-            done[step] = made(home, **recipe())[0]["id"]
+        assert builder.exitcode in (0, -signal.SIGKILL)
+        killed += builder.exitcode != 0
+        # every third is let be done, also by another process than began it
+        if builder.exitcode == 0 or killed % 3 == 0:
+            steps.done[step] = made(steps.home, **recipe(step))[0]["id"]
             step += 1
-    asyncio.run(stored(tmp_path, run_events(f"r{count:05}", [count, count + 1])))
-    done[step] = made(home, **recipe())[0]["id"]
+    add_run()
+    steps.done[step] = made(steps.home, **recipe(step))[0]["id"]
+    return Counter(builder=killed)
+
+
+def check(steps: Steps) -> None:
+    home, done = steps.home, steps.done
     assert {commit["step"]: commit["dataset"] for commit in commits(home)} == done
-    assert used(home) == {f"r{n:05}": 1 for n in range(count + 1)}
+    assert used(home) == {f"r{n:05}": 1 for n in range(steps.count)}
     names = {path.name for path in home.datasets.iterdir() if not path.name.startswith(".")}
     assert names == set(done.values())
-    for step, name in done.items():  # `recipe` reads the step
-        assert made(home, **recipe())[0]["id"] == name
+    for step, name in done.items():
+        assert made(home, **recipe(step))[0]["id"] == name
         assert orjson.loads((home.loop_datasets("l") / f"{step}.json").read_bytes())

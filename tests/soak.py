@@ -1,0 +1,104 @@
+"""Long fault campaigns, for many hours: `make soak`, or `make soak ARGS="store jobs"` for some.
+
+Prints a row for each: name, date, commit, seconds, result. The first that fails ends none of the
+others. What each prints is in build/soak/NAME.log.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LOGS = ROOT / "build" / "soak"
+
+
+@dataclass(frozen=True)
+class Soak:
+    """A campaign. `settings`: variables of its tests, without CRAY_TEST_."""
+
+    name: str
+    tests: str
+    settings: dict[str, object] = field(default_factory=dict)
+    timeout: int = 3600  # seconds of a test
+
+
+SOAKS = [
+    Soak("batches", "tests/test_batch_kills.py", {"KILLS": 100, "LINES": 20_000, "SEEDS": "1,2,3"}),
+    Soak("batches-vllm", "tests/test_up_batches.py", {"VLLM_KILLS": 4}),
+    Soak(
+        "replicas",
+        "tests/test_up_replicas.py tests/runtime/test_slurm_replicas.py",
+        {"REPLICAS": "all"},
+    ),
+    Soak("preemption", "tests/cray_agents/test_preemption.py", {"SCALING": "0,1,2,3,4,5,6,7"}),
+    Soak("cluster", "tests/test_cluster_faults.py", {"FAULT_MINUTES": 60, "LINES": 20_000}, 7200),
+    Soak("cluster-vllm", "tests/test_cluster_faults.py", {"ENGINES": "vllm", "LINES": 100}),
+    Soak("fuzz", "tests/runtime/test_fuzz.py tests/runtime/test_vllm_apis.py", {"FUZZ": 20}),
+    Soak("demo", "tests/test_demo.py -k kills", {"KILLS": 5, "SEEDS": "1,2,3,4,5,6,7,8,9,10"}),
+    Soak("store", "tests/test_store_kills.py", {"KILLS": 220}),
+    Soak("events", "tests/test_event_kills.py", {"KILLS": 60}),
+    Soak("datasets", "tests/runtime/datasets/test_dataset_uses.py", {"KILLS": 60}),
+    Soak("exports", "tests/runtime/exports/test_export_resume.py", {"KILLS": 60}),
+    Soak("deltas", "tests/runtime/test_delta_kills.py", {"KILLS": 60}),
+    Soak("jobs", "tests/trainers/test_job_kills.py", {"KILLS": 200}),
+    Soak("sessions", "tests/test_session_kills.py", {"KILLS": 100}),
+    Soak("ranks", "tests/test_session_kills.py", {"KILLS": 100, "RANKS": 2, "SEEDS": 2}),
+    Soak("flips", "tests/test_bit_flips.py", {"FLIPS": 1000}),
+    Soak("damage", "tests/test_damaged_candidates.py", {"TRIES": 20}),
+    Soak("loops", "tests/test_loop_kills.py", {"KILLS": 100}),
+    Soak(
+        "shards",
+        "tests/trainers/universal/test_weight_shards.py",
+        {"FAMILIES": "qwen3,gpt_oss,qwen3_moe,gemma3_text,lfm2"},
+    ),
+    Soak("attacks", "tests/tools/test_verifier_attacks.py", {"ATTACKS": "all"}),
+    Soak("sabotage", "tests/cookbook/test_13.py", {"SABOTAGE": "all"}),
+    Soak("environments", "tests/test_environments_learn.py", {"ENVIRONMENTS": "all"}),
+    Soak("tinker", "tests/test_tinker_loops.py", {"TINKER": 1}),
+    Soak("bridge", "tests/trainers/bridge/test_bridge_environment.py", {"BRIDGE": 1}),
+    Soak("families", "tests/trainers/universal/test_families.py", {"FAMILIES": "all"}),
+    Soak("methods", "tests/cookbook/test_02.py", {"METHODS": "rft,grpo"}),
+    Soak(
+        "serving",
+        "tests/trainers/universal/test_serving.py tests/trainers/universal/test_model_code.py",
+        {"SERVING": "all"},
+    ),
+]
+
+
+def run(soak: Soak) -> bool:
+    """Run a campaign and print its row; return whether it passed."""
+    argv = [sys.executable, "-m", "pytest", "-s", "--timeout", str(soak.timeout)]
+    settings = {f"CRAY_TEST_{name}": str(value) for name, value in soak.settings.items()}
+    begun = time.monotonic()
+    with (LOGS / f"{soak.name}.log").open("wb") as log:
+        done = subprocess.run(
+            [*argv, *soak.tests.split()],
+            cwd=ROOT, env=os.environ | settings, stdout=log, stderr=log, check=False,
+        )  # fmt: skip
+    result = "passed" if done.returncode == 0 else f"failed: {log.name}"
+    seconds = time.monotonic() - begun
+    print(f"| {soak.name} | {time.strftime('%Y-%m-%d')} | {commit()} | {seconds:,.0f} s"
+          f" | {result} |", flush=True)  # fmt: skip
+    return done.returncode == 0
+
+
+def commit() -> str:
+    argv = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def main(names: list[str]) -> None:
+    """Run those of these names, or all; exit with 1 if one failed."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    if unknown := set(names) - {soak.name for soak in SOAKS}:
+        sys.exit(f"no campaign {', '.join(sorted(unknown))}")
+    passed = [run(soak) for soak in SOAKS if not names or soak.name in names]
+    sys.exit(0 if all(passed) else 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""Fault campaigns: something is hurt at points drawn from a seed, and must then be as if unhurt.
+
+CRAY_TEST_KILLS and CRAY_TEST_SEEDS make one longer; `python -m tests.soak` sets them.
+"""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+SEEDS = [int(seed) for seed in os.environ.get("CRAY_TEST_SEEDS", "1").split(",")]
+MOST = 10  # failed rounds, after which a campaign ends
+
+
+def kills(usual: int) -> int:
+    """How often a campaign kills at least: so often, unless CRAY_TEST_KILLS says otherwise."""
+    return int(os.environ.get("CRAY_TEST_KILLS", usual))
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Campaign(Generic[T]):
+    """Rounds of faults: a failed one ends neither the campaign nor hides another's failure.
+
+    `process` makes what is hurt, in a folder that is not there yet. `points` hurts it at moments
+    drawn from the chance, so often at most, and returns what it hit; it ends when the work has
+    ended. `check` then asserts what must hold, before `process` is closed.
+    """
+
+    process: Callable[[Path, random.Random], AbstractContextManager[T]]
+    points: Callable[[T, random.Random, int], Counter[str]]
+    check: Callable[[T], None]
+
+    def run(self, folder: Path, enough: int, seeds: list[int] | None = None) -> Counter[str]:
+        """For each seed, rounds until there were `enough` hits; return all hits by their kind."""
+        failures, total = [], Counter[str]()
+        for seed in SEEDS if seeds is None else seeds:
+            hits, begun, number = Counter[str](), time.monotonic(), 0
+            while hits.total() < enough and len(failures) < MOST:
+                number += 1
+                chance = random.Random(f"{seed} {number}")
+                try:
+                    with self.process(folder / f"{seed}-{number}", chance) as hurt:
+                        found = self.points(hurt, chance, enough - hits.total())
+                        hits += found
+                        self.check(hurt)
+                except Exception:  # noqa: BLE001 - all are told at the end
+                    failures.append(f"seed {seed}, round {number}:\n{traceback.format_exc()}")
+            seconds = time.monotonic() - begun
+            print(f"\nseed {seed}: {hits.total()} hits {dict(hits)}"
+                  f" in {number} rounds, {seconds:.0f} s")  # fmt: skip
+            total += hits
+        assert not failures, "\n\n".join(failures)
+        return total
+
+
+@dataclass
+class Children:
+    """Named processes of a test, each with a log in the folder; they die with the test."""
+
+    folder: Path
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, module: str, *words: object) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, words)],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "TEST_PARENT": str(os.getpid())},
+            )
+
+    def kill(self, name: str) -> int:
+        """Kill one; return its exit code, which is another if it had ended by itself."""
+        self.processes[name].send_signal(signal.SIGKILL)
+        return self.processes[name].wait()
+
+    def ended(self, name: str) -> bool:
+        """Whether one has done its work; whoever ends in another way has failed."""
+        code = self.processes[name].poll()
+        log = (self.folder / f"{name}.log").read_text()
+        assert code in (None, 0), f"{name} ended with {code}: {log[-3000:]}"
+        return code == 0
+
+    def stop(self) -> None:
+        for name in self.processes:
+            self.kill(name)
