@@ -51,7 +51,7 @@ soak: setup
 	@CRAY_TEST_FUZZ=20 $(PY) -m pytest -s --timeout 3600 tests/runtime/test_fuzz.py tests/runtime/test_vllm_apis.py
 	@CRAY_TEST_KILLS=5 CRAY_TEST_SEEDS=1,2,3,4,5,6,7,8,9,10 $(PY) -m pytest -s tests/test_demo.py -k kills
 	@CRAY_TEST_KILLS=220 $(PY) -m pytest -s --timeout 3600 tests/test_store_kills.py
-	@CRAY_TEST_KILLS=60 $(PY) -m pytest -s --timeout 3600 tests/runtime/datasets/test_dataset_uses.py tests/runtime/exports/test_export_resume.py tests/runtime/test_delta_kills.py
+	@CRAY_TEST_KILLS=60 $(PY) -m pytest -s --timeout 3600 tests/runtime/datasets/test_dataset_uses.py tests/runtime/exports/test_exporter.py tests/runtime/test_delta_kills.py
 	@CRAY_TEST_KILLS=200 $(PY) -m pytest -s --timeout 3600 tests/trainers/test_job_kills.py
 	@CRAY_TEST_KILLS=100 $(PY) -m pytest -s --timeout 3600 tests/test_session_kills.py
 	@CRAY_TEST_KILLS=100 CRAY_TEST_RANKS=2 CRAY_TEST_SEED=2 $(PY) -m pytest -s --timeout 3600 tests/test_session_kills.py

@@ -13,7 +13,7 @@ import pytest_asyncio
 from cray_agents import Agent, OpenAIEngine, StopReason
 from cray_agents.env_worker.chat import ModelConversation
 from cray_agents.env_worker.rollout import Rollout
-from cray_agents.runtime.exports.conversations.chat_messages import chats_of
+from cray_agents.runtime.exports.chat_messages import chats_of
 from cray_agents.runtime.pool.engine.vllm_replica import EngineSettings, Replica
 from tests.runtime.conftest import memorise
 from tests.support.import_server import process_of

@@ -1,6 +1,6 @@
 """`export` command: write runs or a dataset in a format of another tool.
 
-After an interruption, the same command resumes the export. Read next: runtime/exports/.
+An interrupted export leaves nothing under the target's name. Read next: runtime/exports/.
 """
 
 import json
@@ -18,13 +18,13 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from cray_agents.cli.option_groups import expand_groups
 from cray_agents.cli.platform.root.permissions import make_private
-from cray_agents.cli.runs.filter_options import AGE, FilterOptions
+from cray_agents.cli.runs.filter_options import FilterOptions
 from cray_agents.cli.screen import HomeOption, check_stored, errors, progress_bar
 from cray_agents.config import load_config
 from cray_agents.errors import BadInput
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.exports.writers.counts import ExportProgress, OnProgress, Summary
+    from cray_agents.runtime.exports.exporter import ExportProgress, OnProgress, Summary
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
@@ -47,7 +47,7 @@ FORMATS = {  # as --help lists them; runtime/exports defines them
 }
 HELP = """Write runs, or a dataset, in a format that other tools read.
 
-Interrupted, the same command goes on where it was. What a format leaves out is told at the end.
+What a format leaves out is told at the end.
 
 \b
 Formats:
@@ -81,9 +81,6 @@ SkipMissingOption = Annotated[
 SkipUnsupportedOption = Annotated[
     bool, typer.Option("--skip-unsupported", help="Leave out runs that the format cannot carry.")
 ]
-RestartOption = Annotated[
-    bool, typer.Option("--restart", help="Begin anew; remove what a half export left.")
-]
 ShardOption = Annotated[
     int | None, typer.Option("--shard-size", min=1, help="Rows in a Parquet shard [10000].")
 ]
@@ -109,7 +106,6 @@ def export(
     allow: AllowOption = None,
     skip_missing: SkipMissingOption = False,
     skip_unsupported: SkipUnsupportedOption = False,
-    restart: RestartOption = False,
     shard_size: ShardOption = None,
     as_json: SummaryOption = False,
     quiet: QuietOption = False,
@@ -132,22 +128,20 @@ def export(
     else:
         if runs:
             _check_alone(filters, "the names of runs", "they choose all of them", split=True)
-        source = exporter.open_runs(
-            root, filters.run_filter(), _ages(filters), skip_missing, runs or ()
-        )
+        source = exporter.open_runs(root, filters.run_filter(), skip_missing, runs or ())
     rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
     with _show_progress(quiet) as on_progress:
         if output is None:
             summary = _to_stdout(source, chosen, rules, on_progress)
         else:
-            options = exporter.ExportOptions(rules, shard_size or exporter.SHARD_SIZE, restart)
-            try:
-                summary = exporter.export(
-                    source, chosen, output, options=options, on_progress=on_progress
-                )
-            except OSError as error:  # it names a draft
-                why = error.strerror or error
-                raise BadInput(f"{output} cannot be written: {why}", param="output") from error
+            summary = exporter.export(
+                source,
+                chosen,
+                output,
+                rules=rules,
+                shard_size=shard_size or exporter.SHARD_SIZE,
+                on_progress=on_progress,
+            )
     if as_json:
         report = {"format": form, "output": str(output) if output else None, **asdict(summary)}
         print(json.dumps(report, indent=2), file=sys.stdout if output else sys.stderr)
@@ -166,25 +160,19 @@ def _check_alone(filters: FilterOptions, beside: str, why: str, *, split: bool =
             )
 
 
-def _ages(filters: FilterOptions) -> dict[str, str]:
-    """Return since and until, if they are ages such as 7d."""
-    given = {"since": filters.since or "", "until": filters.until or ""}
-    return {name: text for name, text in given.items() if AGE.fullmatch(text.strip().lower())}
-
-
 def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary":
     """Stream lines to stdout; the reader may stop early, as `head` does."""
     from cray_agents.runtime.exports import exporter
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    tally, size = exporter.ExportCounts(), 0
-    for data in exporter.stream(source, form, tally, rules, on_progress):
+    counts, size = exporter.ExportCounts(rules), 0
+    for data in exporter.stream(source, form, counts, on_progress):
         sys.stdout.buffer.write(data)
         size += len(data)
     sys.stdout.buffer.flush()
-    losses = exporter.describe_losses(tally.losses)
-    summary: Summary = exporter.Summary(tally.records, tally.runs, 1, size, losses)
+    losses = exporter.describe_losses(counts.losses)
+    summary: Summary = exporter.Summary(counts.records, counts.runs, 1, size, losses)
     return summary
 
 
@@ -220,10 +208,9 @@ class _Lines:
 def _print_summary(summary: "Summary", output: Path | None) -> None:
     """Print the counts of an export and its losses."""
     destination = f" to {output}" if output else ""
-    resumed = ", going on with an earlier one" if summary.resumed else ""
     errors.print(
         f"{summary.records:,} records of {summary.runs:,} runs, {megabytes(summary.bytes)}"
-        f"{destination}{resumed}",
+        f"{destination}",
         highlight=False, soft_wrap=True, markup=False,
     )  # fmt: skip
     for code, loss in summary.losses.items():

@@ -239,7 +239,7 @@ def prune(
     What stays: what is promoted, was promoted lately or is newest, canaries, what replicas hold,
     what jobs and loops go on from; and every record: a deleted version stays in the history.
     """
-    from cray_agents.runtime.retention import prune as retention
+    from cray_agents.runtime import retention
 
     root_home = root(home)
     with errors.status("looking for what nobody needs"):

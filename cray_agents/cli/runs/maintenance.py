@@ -50,7 +50,7 @@ def check(
     if anything is damaged, with --repair if anything is lost.
     """
     from cray_agents.runtime.fsck import check as look
-    from cray_agents.runtime.store.segments.salvage import repair as mend
+    from cray_agents.runtime.store.segments.repair import repair as mend
 
     home_ = root(home)
     rows = []

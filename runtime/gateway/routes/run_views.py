@@ -105,7 +105,7 @@ async def run_statistics(services: Services, request: Request) -> Response:
     for name, count in (("bins", bins), ("sample", sample)):
         if count == 0:
             raise BadInput(f"{name} must be 1 or more", param=name)
-    options = {
+    options: dict[str, Any] = {
         "bucket": bucket_seconds(params),
         "percentiles": one_of(params, "percentiles", ("true", "false")) == "true",
         "limit": limit + 1,
