@@ -1,6 +1,6 @@
 """File check: read everything under the platform's root and report damaged or missing files.
 
-    segments/                     every line and frame, by store/segments/salvage.py (also repairs)
+    segments/                     every line and frame, by store/segments/repair.py (also repairs)
     datasets/, checkpoints/       the manifest and every file in it
     jobs/*/megatron/*/            every file in a resume point's seal
     jobs/*/baselines/             the numbers, against the hash before them
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import orjson
 
-from cray_agents.errors import Corrupt, NotFound, StoreError
+from cray_agents.errors import Corrupt, NewerFormat, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.batch_records import BatchFolder
 from cray_agents.runtime.batches.chunks import verify_seal
@@ -29,8 +29,8 @@ from cray_agents.runtime.batches.validation import read_index
 from cray_agents.runtime.datasets import reader
 from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.runtime.store.segments import salvage
-from cray_agents.runtime.store.segments.salvage import Finding
+from cray_agents.runtime.store.segments import repair as segment_repair
+from cray_agents.runtime.store.segments.repair import Finding
 from cray_agents.runtime.telemetry.sampler import PREFIX
 
 Check = Callable[[Path], None]  # of one file; raises Corrupt
@@ -47,13 +47,13 @@ RECORD = re.compile(
 
 def check(home: Home) -> Iterator[Finding]:
     """Yield all findings, folder by folder. Raises StoreError if a file cannot be read."""
-    yield from salvage.check(home.segments)
+    yield from segment_repair.check(home.segments)
     for path, check_path in _checks(home):
         try:
             check_path(path)
         except FileNotFoundError:  # removed just now
             continue
-        except Corrupt as error:
+        except (Corrupt, NewerFormat) as error:
             yield _finding(path, str(error))
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error

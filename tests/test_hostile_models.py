@@ -16,7 +16,7 @@ import pytest
 from cray_agents.cli import main
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
-from cray_agents.runtime.datasets.samples.demonstrations import Renderer
+from cray_agents.runtime.datasets.demonstrations import Renderer
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses

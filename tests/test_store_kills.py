@@ -21,7 +21,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs, list_datasets
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.segments.salvage import check
+from cray_agents.runtime.store.segments.repair import check
 from tests.support.campaign import Campaign, kills
 from tests.support.host_namespaces import Host, namespaces
 from tests.support.store.plain_reader import events_of
@@ -183,7 +183,7 @@ def check_root(root: Root) -> None:
         row["run"] for name in built for row in dataset_runs(home, name) if row["accepted"]
     )
     lines = [orjson.loads(line)["id"] for line in root.out.read_bytes().splitlines()]
-    damage = [f for f in check(home.segments, older_than=0) if f.lost or f.kind == "bad_line"]
+    damage = [f for f in check(home.segments, older_than=0) if f.lost or f.kind == "lost"]
     _table(
         {
             "hosts (namespaces)" if namespaces() else "hosts (folders)": len(hosts),

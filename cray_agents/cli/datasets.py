@@ -35,8 +35,8 @@ from cray_agents.queries import DatasetRecipe
 from cray_agents.tasks.record_source import read_whole
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.datasets.draft import OnProgress
-    from cray_agents.runtime.datasets.selection.considered_runs import ConsideredRun
+    from cray_agents.runtime.datasets.build import OnProgress
+    from cray_agents.runtime.datasets.considered_runs import ConsideredRun
 
 COLUMNS = ["id", "method", "samples", "trained_tokens", "accepted_runs", "considered_runs", "when"]
 LINES = ["run", "task", "generation", "attempt", "reward", "accepted", "reason", "detail"]

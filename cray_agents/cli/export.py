@@ -1,6 +1,6 @@
 """`export` command: write runs or a dataset in a format of another tool.
 
-After an interruption, the same command resumes the export. Read next: runtime/exports/.
+An interrupted export leaves nothing under the target's name. Read next: runtime/exports/.
 """
 
 import json
@@ -18,12 +18,12 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import check_stored, errors, progress_bar, settings
-from cray_agents.cli.where import WhereOption, ages_of, parse_where
+from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.server.permissions import make_private
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.exports.writers.counts import ExportProgress, OnProgress, Summary
+    from cray_agents.runtime.exports.exporter import ExportProgress, OnProgress, Summary
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
@@ -46,7 +46,7 @@ FORMATS = {  # as --help lists them; runtime/exports defines them
 }
 HELP = """Write runs, or a dataset, in a format that other tools read.
 
-Interrupted, the same command goes on where it was. What a format leaves out is told at the end.
+What a format leaves out is told at the end.
 
 \b
 Formats:
@@ -88,9 +88,6 @@ SkipMissingOption = Annotated[
 SkipUnsupportedOption = Annotated[
     bool, typer.Option("--skip-unsupported", help="Leave out runs that the format cannot carry.")
 ]
-RestartOption = Annotated[
-    bool, typer.Option("--restart", help="Begin anew; remove what a half export left.")
-]
 ShardOption = Annotated[
     int | None, typer.Option("--shard-size", min=1, help="The rows of a Parquet shard [10000].")
 ]
@@ -113,7 +110,6 @@ def export(
     allow: AllowOption = None,
     skip_missing: SkipMissingOption = False,
     skip_unsupported: SkipUnsupportedOption = False,
-    restart: RestartOption = False,
     shard_size: ShardOption = None,
     quiet: QuietOption = False,
 ) -> None:
@@ -140,16 +136,20 @@ def export(
             raise BadInput("--split is a dataset's: give --dataset, or --where", param="split")
         if runs and terms:
             raise BadInput("--where does not go with the names of runs", param="where")
-        source = exporter.open_runs(root, chosen_runs, ages_of(terms), skip_missing, runs or ())
+        source = exporter.open_runs(root, chosen_runs, skip_missing, runs or ())
     rules = exporter.LossRules(strict, frozenset(allow or ()), skip_unsupported)
     with _show_progress(quiet) as on_progress:
         if output is None:
             summary = _to_stdout(source, chosen, rules, on_progress)
         else:
-            options = exporter.ExportOptions(rules, shard_size or exporter.SHARD_SIZE, restart)
             try:
                 summary = exporter.export(
-                    source, chosen, output, options=options, on_progress=on_progress
+                    source,
+                    chosen,
+                    output,
+                    rules=rules,
+                    shard_size=shard_size or exporter.SHARD_SIZE,
+                    on_progress=on_progress,
                 )
             except OSError as error:  # it names a draft
                 why = error.strerror or error
@@ -169,13 +169,13 @@ def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    tally, size = exporter.ExportCounts(), 0
-    for data in exporter.stream(source, form, tally, rules, on_progress):
+    counts, size = exporter.ExportCounts(rules), 0
+    for data in exporter.stream(source, form, counts, on_progress):
         sys.stdout.buffer.write(data)
         size += len(data)
     sys.stdout.buffer.flush()
-    losses = exporter.describe_losses(tally.losses)
-    summary: Summary = exporter.Summary(tally.records, tally.runs, 1, size, losses)
+    losses = exporter.describe_losses(counts.losses)
+    summary: Summary = exporter.Summary(counts.records, counts.runs, 1, size, losses)
     return summary
 
 
@@ -211,10 +211,9 @@ class _Lines:
 def _print_summary(summary: "Summary", output: Path | None) -> None:
     """Print the counts of an export and its losses."""
     destination = f" to {output}" if output else ""
-    resumed = ", going on with an earlier one" if summary.resumed else ""
     errors.print(
         f"{summary.records:,} records of {summary.runs:,} runs, {megabytes(summary.bytes)}"
-        f"{destination}{resumed}",
+        f"{destination}",
         highlight=False, soft_wrap=True, markup=False,
     )  # fmt: skip
     for code, loss in summary.losses.items():

@@ -58,7 +58,7 @@ def check(
     code is 1 if anything is damaged, with --repair if anything is lost.
     """
     from cray_agents.runtime.fsck import check as look
-    from cray_agents.runtime.store.segments.salvage import repair as mend
+    from cray_agents.runtime.store.segments.repair import repair as mend
 
     home = root()
     rows = []
@@ -150,7 +150,7 @@ def prune(
 
 
 def _prune_models(name: str | None, keep: int, *, dry_run: bool) -> None:
-    from cray_agents.runtime.retention import prune as retention
+    from cray_agents.runtime import retention
 
     home = root()
     with errors.status("looking for what nobody needs"):

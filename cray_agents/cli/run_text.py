@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cray_agents.cli.screen import line
+from cray_agents.messages import reasoning_of, text_of
 from cray_agents.records import Message, ModelCall, Run, ToolCall, Turn
-from cray_agents.runtime.exports.conversations.conversation import Conversation, conversation_of
-from cray_agents.runtime.store.segments.facts import text_of
+from cray_agents.runtime.exports.conversation import Conversation, conversation_of
 from cray_agents.runtime.views.run_differences import header, value_text
 
 LABEL = 12  # columns of a header's labels
@@ -81,8 +81,7 @@ def _print_message(message: Message, done: Sequence[ToolCall] = ()) -> None:
     role = str(message.get("role"))
     style = STYLES.get(role, "")
     weight = "  (weight 0: not trained on)" if message.get("weight") == 0 else ""
-    thought = message.get("reasoning") or message.get("reasoning_content")
-    if thought:
+    if thought := reasoning_of(message):
         line("reasoning", 2, "dim")
         line(str(thought), 4, "dim")
     text = text_of(message)

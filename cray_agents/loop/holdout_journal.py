@@ -3,7 +3,7 @@
 Datasets must exclude held-out inputs, including tasks that have not been run yet. So the loop
 writes all held-out and test inputs to its journal first, as `held-<content hash>`. Writing them
 twice changes nothing, and they are never removed. Called by loop.py and warmup.py before they build
-a dataset; read by runtime/datasets/exclusion/decontamination.py.
+a dataset; read by runtime/datasets/decontamination.py.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Text index: find the text of a collection that another text equals, resembles or contains.
 
 It decides what counts as the same input: leakage.py keeps a TaskSet's splits apart by it, and
-runtime/datasets/exclusion/decontamination.py keeps held-out texts out of training sets. Texts are
+runtime/datasets/decontamination.py keeps held-out texts out of training sets. Texts are
 compared by their words (text_words.py), long ones also by their sets of word 5-grams.
 
 The search is exact. The index has the rarest 5-grams of each text, enough of them that every

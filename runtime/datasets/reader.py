@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk.formats import FORMAT, check_version
 
 MANIFEST, RUNS, RECIPE, CARD = "manifest.json", "runs.parquet", "recipe.json", "README.md"
+DATASET_FORMAT = 1  # of manifest.json and the files that it names
 BATCH = 4096  # rows of runs.parquet read at a time
 
 SplitName = Literal["train", "validation"]
@@ -26,11 +28,15 @@ def read_dataset(home: Home, dataset_id: str) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read the manifest in a dataset's directory. Raises FileNotFoundError, Corrupt."""
+    """Read the manifest in a dataset's directory.
+
+    Raises FileNotFoundError, Corrupt, NewerFormat.
+    """
     path = directory / MANIFEST
     manifest = checksums.read_json(path)
     if not isinstance(manifest, dict):
         raise Corrupt(f"{path} is damaged: it is not a dataset's manifest")
+    check_version(manifest.get(FORMAT), DATASET_FORMAT, path)
     return manifest
 
 

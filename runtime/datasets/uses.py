@@ -34,10 +34,11 @@ from cray_agents.errors import BadInput, Corrupt
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Record
-from cray_agents.runtime.datasets.content_name import recipe_name
 from cray_agents.runtime.datasets.reader import MANIFEST, accepted_runs
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.datasets.recipe import recipe_name
+from cray_agents.runtime.disk import checksums, durable, formats
 
+COMMIT_FORMAT = 1
 LAG = 0.1  # seconds between reads of a file that is not visible yet
 
 
@@ -48,6 +49,7 @@ class Commit(Record):
     recipe: str
     dataset: str
     seen: int
+    format: int = COMMIT_FORMAT
 
 
 class Uses:
@@ -201,7 +203,7 @@ class Ledger:
 
 def _read(path: Path) -> Commit | None:
     try:
-        return checksums.read_record(Commit, path)
+        return formats.read_record(Commit, path, COMMIT_FORMAT)
     except FileNotFoundError:
         return None
 

@@ -115,7 +115,7 @@ def list_whole(
 ) -> Listing[Row]:
     """Read records in the order of their names, until `limit` of them are whole.
 
-    One that `read` finds damaged, or that its owner cannot read, ends no list.
+    One that is damaged, of a newer format, or unreadable for its owner, ends no list.
     """
     rows: list[Row] = []
     damaged: list[dict[str, str]] = []

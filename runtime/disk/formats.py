@@ -18,22 +18,22 @@ FORMAT = "format"
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def check_version(found: Any, known: int, what: object) -> int:
-    """Return the version of a format that was found, 1 for None.
+def check_version(version: Any, known: int, what: object) -> int:
+    """Return the version of a file's format, 1 for None.
 
     `known` is the newest that the caller reads; `what` names the file. Raises NewerFormat, or
     Corrupt if it is no version.
     """
-    if found is None:
+    if version is None:
         return 1
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise Corrupt(f"{what} is damaged: {found!r} is no version of a format")
-    if found > known:
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise Corrupt(f"{what} is damaged: {version!r} is no version of a format")
+    if version > known:
         raise NewerFormat(
-            f"{what} has format {found}, and this version of cray-agents reads formats up to "
-            f"{known}: read it with a version that knows format {found}"
+            f"{what} has format {version}, and this version of cray-agents reads formats up to "
+            f"{known}: read it with a version that knows format {version}"
         )
-    return found
+    return version
 
 
 def read_record(kind: type[Kind], path: Path, known: int) -> Kind:

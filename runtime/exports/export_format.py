@@ -2,13 +2,12 @@
 
 A format's module defines a LineFormat and knows nothing of files; formats/catalog.py lists all. A
 run that a format cannot carry is the error `unsupported_export`. Anything else left out is a loss,
-named by a code that LOSSES explains in a sentence. Used by all formats.
+named by a code that losses.py explains in a sentence. Used by all formats.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cray_agents.errors import BadInput
@@ -19,6 +18,18 @@ if TYPE_CHECKING:
     from cray_agents.runtime.store import Store
 
 Json = dict[str, Any]
+
+
+class Item(NamedTuple):
+    """A run, or the better and the worse run of a pair, to be written.
+
+    `covers` is the number of runs or pairs that it counts as. `lost` holds the losses known before
+    writing, as (code, count). An item without runs writes nothing.
+    """
+
+    runs: tuple[Run, ...]
+    covers: int = 1
+    lost: tuple[tuple[str, int], ...] = ()
 
 
 class Written(NamedTuple):
@@ -62,64 +73,6 @@ class LineFormat:
     suffix: str = ".jsonl"
     page: OnePage | None = None
     pack: Callable[[Iterable[bytes], Path], None] | None = None
-
-
-MISSING, UNSUPPORTED, FULL = "missing_runs", "unsupported_runs", "full_file"
-LOSSES = MappingProxyType(
-    {
-        "conversation_only": "the conversation alone is carried: no rewards, ending, tags, times, "
-        "model versions or exact tokens",
-        "reasoning": "the model's reasoning is left out",
-        "other_calls": "model calls that the conversation does not tell of (further answers, other "
-        "conversations of the run) are left out",
-        "unanswered_end": "messages after the assistant's last one are left out",
-        "after_the_difference": "what follows the two answers that differ is left out",
-        "tool_arguments": "arguments of a tool call that are no JSON object were put into one, as "
-        '{"unparsed": ...}',
-        "tool_call_ids": "the format has no ids of tool calls: results follow calls in order",
-        "message_fields": "fields of messages that the format does not have are left out",
-        "text_parts": "texts in several parts became one text",
-        "split_turns": "a message with several tool calls became several",
-        "call_text": "what the assistant said in a message with tool calls is left out",
-        "joined_turns": "messages of one speaker in a row became one",
-        "not_alternating": "messages are left out where questions and answers do not alternate",
-        "redacted": "something was removed from the texts before they were stored, and the format "
-        "cannot say so",
-        "template_settings": "settings of the chat template (chat_template_kwargs, "
-        "reasoning_effort and the like) are left out: a prompt rendered anew may differ",
-        "completions": "texts continued through /v1/completions are told as questions and answers",
-        "other_tools": "tools that are no functions are left out",
-        "weights": "which of the assistant's messages are not to be trained on is left out",
-        "developer_role": "the developer's messages became the system's",
-        "earlier_turns": "only the last answer is to be learned; earlier ones are its context",
-        "exact_tokens": "exact token ids and logprobs are left out",
-        "missing_calls": "model calls that are not in the store have no record of their own",
-        MISSING: "runs that are no longer in the store are left out",
-        UNSUPPORTED: "runs that the format cannot carry are left out",
-        "no_tokens": "runs and cut-off turns without exact tokens, or without their logprobs, are "
-        "left out",
-        "no_advantages": "advantages are computed for a dataset; they are null here",
-        "no_task": "runs without a task are left out: their prompt has nothing to be judged by",
-        "no_target": "tasks without a target have no ground truth: it is null",
-        "json_target": "targets that are no text stand as JSON",
-        "other_attempts": "further runs on a task are left out: a row is a task",
-        "answers": "what the model answered is left out: a row is a task, to be answered anew",
-        "tools": "definitions of tools are left out",
-        "no_conversation": "the conversation is left out: tokens, masks and numbers are carried",
-        "unpaired": "which of two runs on a task was the better is left out",
-        "unlabelled": "whether a run is desirable is left out",
-        "content_parts": "contents in several parts stand as JSON",
-        "later_turns": "runs are cut where their turns take too much of the file: later turns are "
-        "left out",
-        FULL: "runs are left out because the file was full: a browser opens no larger one "
-        "well; export fewer runs to a file",
-        "token_texts": "tokens have no texts where the tokenizer of their version is not here",
-        "repeated_messages": "later calls of long runs carry only the messages since the model "
-        "spoke last",
-        "call_details": "how and when each model call was made, and how long each tool took, is "
-        "left out",
-    }
-)
 
 
 def unsupported(run: Run, field: str, problem: str) -> BadInput:

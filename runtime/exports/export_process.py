@@ -28,10 +28,9 @@ from cray_agents.processes import die_with_parent
 from cray_agents.queries import RunFilter
 from cray_agents.records import StrictRecord, new_id
 from cray_agents.runtime.exports import exporter
+from cray_agents.runtime.exports.export_files import ExportProgress
 from cray_agents.runtime.exports.export_format import LineFormat
-from cray_agents.runtime.exports.sources.export_source import ExportSource
-from cray_agents.runtime.exports.writers.counts import ExportProgress
-from cray_agents.runtime.exports.writers.parquet_files import TableFormat
+from cray_agents.runtime.exports.sources import ExportSource
 
 NICE = 10  # the gateway goes first
 FAILED = 3  # the exit code
@@ -41,7 +40,6 @@ LEFT_SECONDS = 86_400.0  # until a killed export's folder is removed
 LINES, PARQUET, TAR = "application/x-ndjson", "application/vnd.apache.parquet", "application/x-tar"
 PAGE = "text/html; charset=utf-8"
 ZIP = "application/zip"
-BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
 class ExportRequest(StrictRecord):
@@ -99,7 +97,7 @@ def answer(request: ExportRequest) -> Iterator[bytes]:
             home, request.dataset, form, request.split, request.skip_missing
         )
     else:
-        source = exporter.open_runs(home, request.filter, {}, request.skip_missing)
+        source = exporter.open_runs(home, request.filter, request.skip_missing)
     rules = exporter.LossRules(request.strict, frozenset(request.allow), request.skip_unsupported)
     if isinstance(form, LineFormat) and form.pack is None:
         return _lines(source, form, rules)
@@ -107,8 +105,8 @@ def answer(request: ExportRequest) -> Iterator[bytes]:
 
 
 def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) -> Iterator[bytes]:
-    tally = exporter.ExportCounts()
-    data = exporter.stream(source, form, tally, rules, _ignore_progress)
+    counts = exporter.ExportCounts(rules)
+    data = exporter.stream(source, form, counts, _ignore_progress)
     first, size = [], 0
     while size < SMALL and (piece := next(data, None)) is not None:
         first.append(piece)
@@ -116,10 +114,10 @@ def _lines(source: ExportSource, form: LineFormat, rules: exporter.LossRules) ->
     media = LINES if form.page is None else PAGE
     head: dict[str, Any] = {"type": media, "name": f"{source.name}.{form.name}{form.suffix}"}
     if size < SMALL:
-        head |= {"length": size, "losses": dict(tally.losses)}
+        head |= {"length": size, "losses": dict(counts.losses)}
     elif rules.strict:
-        checked = exporter.ExportCounts()
-        for _ in exporter.stream(source, form, checked, rules, _ignore_progress):
+        checked = exporter.ExportCounts(rules)
+        for _ in exporter.stream(source, form, checked, _ignore_progress):
             pass
         head |= {"losses": dict(checked.losses)}
     yield _line(head)
@@ -133,13 +131,12 @@ def _files(
     _remove_abandoned(home)
     folder = home.exports / new_id("export")
     name = f"{source.name}.{form.name}"
-    kind, suffix = (ZIP, form.suffix) if isinstance(form, LineFormat) else (PARQUET, ".parquet")
-    folders = isinstance(form, TableFormat) and form.finish is not None
-    target = folder / (
-        name if folders else f"{source.name}{suffix}" if kind == ZIP else name + suffix
-    )
+    if isinstance(form, LineFormat):
+        kind, target = ZIP, folder / f"{source.name}{form.suffix}"
+    else:
+        kind, target = PARQUET, folder / (name if form.finish else f"{name}.parquet")
     try:
-        done = exporter.export(source, form, target, options=exporter.ExportOptions(rules))
+        done = exporter.export(source, form, target, rules=rules)
         losses = {code: loss.count for code, loss in done.losses.items()}
         if target.is_file():
             size = target.stat().st_size
@@ -162,21 +159,18 @@ def _read(path: Path) -> Iterator[bytes]:
 
 def _tar(files: Sequence[Path], root: Path) -> Iterator[bytes]:
     """Yield a tar archive of files, named by their paths under `root`; it has no times."""
-    written = 0
     for path in files:
         about = tarfile.TarInfo(path.relative_to(root).as_posix())
         about.size = path.stat().st_size
         yield about.tobuf(tarfile.USTAR_FORMAT)
         yield from _read(path)
-        yield bytes(-about.size % BLOCK)
-        written += BLOCK + about.size + -about.size % BLOCK
-    yield bytes(2 * BLOCK + -(written + 2 * BLOCK) % RECORD)
+        yield bytes(-about.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)  # the end
 
 
 def _tar_size(files: Sequence[Path]) -> int:
-    sizes = [path.stat().st_size for path in files]
-    written = sum(BLOCK + size + -size % BLOCK for size in sizes) + 2 * BLOCK
-    return written + -written % RECORD
+    blocks = [1 + -(-path.stat().st_size // tarfile.BLOCKSIZE) for path in files]
+    return (sum(blocks) + 2) * tarfile.BLOCKSIZE
 
 
 def _remove_abandoned(home: Home) -> None:

@@ -1,52 +1,52 @@
 """Exporter: write runs or a dataset in a format of other tools, to a file or a folder.
 
-`export` survives kills: started again, it resumes and ends with the same bytes. `stream` yields
-lines for a client. Called by the command line and export_process.py. Read next:
-sources/export_source.py for the items, writers/jsonl_files.py and writers/parquet_files.py for the
-writing, formats/catalog.py for the formats.
+`export` writes a draft and renames it, so a killed one leaves no half file under the target's name;
+started again, it begins anew. `stream` yields lines for a client. Called by the command line and
+export_process.py. Read next: sources.py for the items, export_files.py for the writing,
+formats/catalog.py for the formats.
 """
 
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter
-from cray_agents.records import digest
 from cray_agents.runtime.datasets import read_dataset, shards
 from cray_agents.runtime.datasets.reader import SplitName
+from cray_agents.runtime.exports.export_files import (
+    SHARD_SIZE,
+    ExportProgress,
+    OnProgress,
+    TableFormat,
+    draft_of,
+    reads_shards,
+    stream_lines,
+    write_lines,
+    write_tables,
+    writer_of,
+)
 from cray_agents.runtime.exports.export_format import LineFormat
 from cray_agents.runtime.exports.formats.catalog import FORMATS
-from cray_agents.runtime.exports.sources.dataset_source import DatasetRuns
-from cray_agents.runtime.exports.sources.export_source import ExportSource
-from cray_agents.runtime.exports.sources.store_source import StoredRuns
-from cray_agents.runtime.exports.writers.counts import (
+from cray_agents.runtime.exports.losses import (
     ExportCounts,
-    ExportProgress,
+    ExportLoss,
     LossRules,
-    OnProgress,
-    Summary,
     describe_losses,
 )
-from cray_agents.runtime.exports.writers.jsonl_files import blocks, write_lines, writer_of
-from cray_agents.runtime.exports.writers.parquet_files import (
-    TableExport,
-    TableFormat,
-    check_target,
-    reads_shards,
-)
-from cray_agents.runtime.exports.writers.resume_journal import ExportDraft, ResumeJournal
+from cray_agents.runtime.exports.sources import DatasetRuns, ExportSource, StoredRuns
 from cray_agents.runtime.store import Store
 
 __all__ = [
     "SHARD_SIZE",
     "ExportCounts",
-    "ExportOptions",
+    "ExportProgress",
     "Format",
     "LossRules",
+    "OnProgress",
     "Summary",
     "describe_losses",
     "export",
@@ -57,22 +57,18 @@ __all__ = [
     "stream",
 ]
 
-EXPORTS = 2  # version of the bytes written: half-done exports of another version are refused
-SHARD_SIZE = 10_000  # rows
-
 Format = LineFormat | TableFormat
 
 
 @dataclass(frozen=True)
-class ExportOptions:
-    """Options of an export. `shard_size` is the number of rows in a folder's Parquet file.
+class Summary:
+    """Result of an export: `records` lines or rows of `runs` runs (or pairs, or samples)."""
 
-    `restart` removes what an interrupted export left.
-    """
-
-    rules: LossRules = field(default_factory=LossRules)
-    shard_size: int = SHARD_SIZE
-    restart: bool = False
+    records: int
+    runs: int
+    files: int
+    bytes: int
+    losses: dict[str, ExportLoss]
 
 
 def format_named(name: str) -> Format:
@@ -89,14 +85,10 @@ def format_named(name: str) -> Format:
 
 
 def open_runs(
-    home: Home,
-    query: RunFilter,
-    ages: dict[str, str],
-    skip_missing: bool,
-    names: Sequence[str] = (),
+    home: Home, query: RunFilter, skip_missing: bool, names: Sequence[str] = ()
 ) -> ExportSource:
     """Return the stored runs that match, or those of these names, as a source: see StoredRuns."""
-    return StoredRuns(Store(home), query, ages, skip_missing, tuple(names))
+    return StoredRuns(Store(home), query, skip_missing, tuple(names))
 
 
 def open_dataset(
@@ -135,37 +127,35 @@ def export(
     form: Format,
     target: Path,
     *,
-    options: ExportOptions | None = None,
+    rules: LossRules | None = None,
+    shard_size: int = SHARD_SIZE,
     on_progress: OnProgress = lambda progress: None,
 ) -> Summary:
-    """Write an export to a file or a folder, resuming one that was killed.
+    """Write an export to a file or a folder whose Parquet files have `shard_size` rows.
 
-    Raises BadInput if the source does not fit the format or the rules, if half of another export
-    lies beside the target, or if the folder exists. Raises StoreError if the target cannot be
-    written.
+    Raises BadInput if the source does not fit the format or the rules, or if the folder exists.
+    Raises StoreError if the target cannot be written.
     """
-    options = options or ExportOptions()
     target = target.resolve()  # replaces the file behind a link, not the link
-    draft = ExportDraft(target)
-    identity = _identity(source, form, target, options)
-    source = source.with_state(draft.state(identity) or {}) if not options.restart else source
+    counts = ExportCounts(rules or LossRules())
     if isinstance(form, LineFormat):
         writer_of(source, form)
         _check_file(form, target)
-    elif not draft.whole(identity):
-        check_target(form, target)
+    else:
+        _check_folder(form, target)
     if isinstance(form, LineFormat) or not reads_shards(source, form):
         source.check()
-    fresh = ResumeJournal(identity, f"{form.name} of {source.description}", source.state())
-    journal, resumed = draft.begin(fresh, restart=options.restart)
-    if isinstance(form, LineFormat):
-        journal = write_lines(source, form, draft, journal, options.rules, on_progress)
-    else:
-        tables = TableExport(source, form, draft, options.rules, on_progress, options.shard_size)
-        journal = tables.write(journal)
-    losses = describe_losses(journal.losses)
-    files = journal.files or 1
-    return Summary(journal.records, journal.runs, files, journal.bytes, losses, resumed)
+    with draft_of(target) as draft:
+        files = [draft]
+        if isinstance(form, LineFormat):
+            compress = target.suffix == ".zst" and form.pack is None
+            write_lines(source, form, draft, counts, on_progress, compress=compress)
+        else:
+            size = None if target.suffix == ".parquet" else shard_size
+            files = write_tables(source, form, draft, counts, on_progress, size)
+        size_bytes = sum(path.stat().st_size for path in files)
+    losses = describe_losses(counts.losses)
+    return Summary(counts.records, counts.runs, len(files), size_bytes, losses)
 
 
 def _check_file(form: LineFormat, target: Path) -> None:
@@ -179,14 +169,25 @@ def _check_file(form: LineFormat, target: Path) -> None:
         )
 
 
+def _check_folder(form: TableFormat, target: Path) -> None:
+    if target.suffix == ".parquet":
+        if form.finish is not None:
+            raise BadInput(
+                f"format {form.name!r} is a folder: {target} looks like a file", param="output"
+            )
+    elif target.is_file() or (target.is_dir() and any(target.iterdir())):
+        single = " (one that ends in .parquet becomes a single file)" if not form.finish else ""
+        raise BadInput(
+            f"{target} exists already: remove it, or give another -o{single}",
+            param="output",
+            code="target_exists",
+        )
+
+
 def stream(
-    source: ExportSource,
-    form: Format,
-    tally: ExportCounts,
-    rules: LossRules,
-    on_progress: OnProgress,
+    source: ExportSource, form: Format, counts: ExportCounts, on_progress: OnProgress
 ) -> Iterator[bytes]:
-    """Return the lines of an export as blocks, counted in `tally` as they are read.
+    """Return the lines of an export as blocks, counted in `counts` as they are read.
 
     Raises BadInput, StoreError.
     """
@@ -198,26 +199,4 @@ def stream(
         )
     writer_of(source, form)
     source.check()
-    return _stream_blocks(source, form, tally, rules, on_progress)
-
-
-def _stream_blocks(
-    source: ExportSource,
-    form: LineFormat,
-    tally: ExportCounts,
-    rules: LossRules,
-    on_progress: OnProgress,
-) -> Iterator[bytes]:
-    sent, total = 0, source.count()
-    for block in blocks(source, form, tally, rules):
-        yield block.data
-        sent += len(block.data)
-        on_progress(ExportProgress(tally.records, tally.runs, sent, total))
-
-
-def _identity(source: ExportSource, form: Format, target: Path, options: ExportOptions) -> str:
-    """Return a digest that is equal for equal exports; the rules for losses are no part of it."""
-    layout: dict[str, int] = {"zst": target.suffix == ".zst"}
-    if isinstance(form, TableFormat):
-        layout = {"single": target.suffix == ".parquet", "shard_size": options.shard_size}
-    return digest([EXPORTS, form.name, source.identity(), layout])
+    return stream_lines(source, form, counts, on_progress)

@@ -3,30 +3,313 @@
 Steps become messages, with tool results after them. A step with exact tokens becomes a model call
 as well, unless it counts several calls: its tokens belong to all of them. A document that this
 platform exported keeps its id and all its fields, but is marked as imported. Listed in
-import_file.py; runtime/exports/formats/atif.py is the writer, atif_steps.py reads the steps.
+import_file.py; runtime/exports/formats/atif.py is the writer.
 """
 
+import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from pydantic import ValidationError
 
 from cray_agents.errors import BadInput
-from cray_agents.records import Event, ModelCall, Run, StopReason, Task, Trajectory, Turn
-from cray_agents.runtime.imports.atif_steps import Step, StepConversation, require_objects, step_of
+from cray_agents.messages import first_question
+from cray_agents.records import (
+    Event,
+    Message,
+    ModelCall,
+    Run,
+    StopReason,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
 from cray_agents.runtime.imports.imported_run import (
     IMPORTED,
     Importing,
     as_bad_input,
     check_call_owners,
     events_of,
-    first_question,
     imported_run_id,
     last_answer,
     require_object,
 )
+
+_SOURCES = {"system": "system", "user": "user", "agent": "assistant"}
+# keys in `extra` of our own exports that belong to a step's call, not to its message
+_CALL_KEYS = {
+    "call_id", "api", "finish_reason", "seconds", "sampling", "tags", "redacted", "messages",
+    "tools", "role",
+}  # fmt: skip
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step with fields of checked types. `results` are those of its observation."""
+
+    path: str
+    role: str
+    content: Any
+    extra: Json
+    tool_calls: list[Json]
+    results: list[Json]
+    metrics: Json
+    reasoning: str | None
+    model: str | None
+    time: float
+    copied: bool
+    calls: int | None  # number of model calls in this step
+
+
+def step_of(value: Any, path: str) -> Step:
+    """Return a step from JSON. Raises BadInput naming the field."""
+    fields = require_object(value, path)
+    source = fields.get("source")
+    if not isinstance(source, str) or source not in _SOURCES:
+        raise BadInput(f"{path}.source must be one of {', '.join(_SOURCES)}")
+    observation = require_object(fields.get("observation") or {}, f"{path}.observation")
+    return Step(
+        path=path,
+        role=_SOURCES[source],
+        content=_content(fields.get("message"), f"{path}.message"),
+        extra=require_object(fields.get("extra") or {}, f"{path}.extra"),
+        tool_calls=_tool_calls(fields.get("tool_calls"), f"{path}.tool_calls"),
+        results=_results(observation.get("results"), f"{path}.observation.results"),
+        metrics=_metrics(fields.get("metrics"), f"{path}.metrics"),
+        reasoning=_text(fields.get("reasoning_content"), f"{path}.reasoning_content"),
+        model=_text(fields.get("model_name"), f"{path}.model_name"),
+        time=_time(fields.get("timestamp"), f"{path}.timestamp"),
+        copied=fields.get("is_copied_context") is True,
+        calls=fields.get("llm_call_count"),
+    )
+
+
+@dataclass
+class StepConversation:
+    """The messages and turns made of steps, added one by one.
+
+    `own` marks steps of this platform's own export: `extra` of their calls, results and messages
+    holds fields that the schema lacks.
+    """
+
+    run_id: str
+    model: str
+    tools: list[Json]
+    own: bool
+    messages: list[Message] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def add(self, step: Step) -> None:
+        """Add a step's message, its turn and its tool results. Raises BadInput."""
+        orphans = self.own and step.role == "system" and step.results and not step.content
+        if not orphans:
+            message = self._message(step)
+            self._add_turn(step, message)
+            self.messages.append(message)
+        for number, result in enumerate(step.results):
+            self._add_result(step, result, f"{step.path}.observation.results[{number}]")
+
+    def _message(self, step: Step) -> Message:
+        message: Message = {"role": step.role, "content": step.content}
+        if self.own:
+            more = {name: item for name, item in step.extra.items() if name not in _CALL_KEYS}
+            message |= more | ({"role": step.extra["role"]} if "role" in step.extra else {})
+        if step.reasoning:
+            message["reasoning"] = step.reasoning
+        if step.tool_calls:
+            message["content"] = step.content or None
+            message["tool_calls"] = [_openai_call(call) for call in step.tool_calls]
+        if step.copied and step.role == "assistant" and not self.own:
+            message["weight"] = 0  # the format excludes copied context from training
+        return message
+
+    def _add_turn(self, step: Step, message: Message) -> None:
+        if step.role != "assistant" or (step.copied and not self.own):
+            return
+        exact = any(step.metrics.get(f"{side}_token_ids") for side in ("prompt", "completion"))
+        recorded = "call_id" in step.extra if self.own else exact and step.calls in (None, 1)
+        if not recorded:
+            return
+        written = _as_written(message, step)
+        done = _finished_calls(step, written, own=self.own)
+        call_id = f"{self.run_id}-{len(self.turns)}"
+        if self.own:
+            call_id = str(step.extra["call_id"])
+            if step.calls is None:  # the store did not know this call
+                self.turns.append(Turn(call_id=call_id, tool_calls=done))
+                return
+        call = self._call(step, call_id, written)
+        self.turns.append(Turn(call_id=call_id, tool_calls=done, call=call))
+
+    def _call(self, step: Step, call_id: str, message: Message) -> ModelCall:
+        extra = step.extra if self.own else {}
+        sampled = step.metrics.get("completion_token_ids") or []
+        logprobs = step.metrics.get("logprobs") or []
+        if logprobs and len(logprobs) != len(sampled):
+            raise BadInput(
+                f"{step.path}.metrics: {len(logprobs)} logprobs of {len(sampled)} tokens"
+            )
+        names = ("api", "finish_reason", "seconds", "sampling", "tags", "redacted")
+        try:
+            return ModelCall.model_validate(
+                {
+                    "id": call_id,
+                    "run_id": self.run_id,
+                    "model": step.model or self.model,
+                    "messages": extra.get("messages", [*self.messages]),
+                    "message": message,
+                    "tools": extra.get("tools", self.tools),
+                    "prompt_token_ids": step.metrics.get("prompt_token_ids") or [],
+                    "token_ids": sampled,
+                    "logprobs": logprobs,
+                    "started": step.time,
+                    **{name: extra[name] for name in names if name in extra},
+                }
+            )
+        except ValidationError as error:
+            raise BadInput(f"{step.path}: {as_bad_input(error)}") from error
+
+    def _add_result(self, step: Step, result: Json, path: str) -> None:
+        content = _content(result.get("content"), f"{path}.content")
+        extra = result["extra"] if self.own else {}
+        call_id = result.get("source_call_id")
+        if isinstance(call_id, str):
+            message: Message = {"role": "tool", "tool_call_id": call_id, "content": content}
+        elif step.role == "system" and not self.own:
+            message = {"role": "system", "content": content}
+        else:  # an observation of an agent that calls no tools
+            message = {"role": "user", "content": content}
+        self.messages.append(message | extra)
+
+
+def _openai_call(call: Json) -> Json:
+    """Return a tool call in the shape of chat completions."""
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    function = {"name": call["function_name"], "arguments": arguments}
+    return {"id": call["tool_call_id"], "type": "function", "function": function}
+
+
+def _as_written(message: Message, step: Step) -> Message:
+    """Return the message as the model wrote it, before its arguments were repaired."""
+    if not step.tool_calls:
+        return dict(message)
+    calls = []
+    for call, stored in zip(message["tool_calls"], step.tool_calls, strict=True):
+        function, extra = call["function"], stored["extra"]
+        arguments = extra["arguments"] if "arguments" in extra else function["arguments"]
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def _finished_calls(step: Step, message: Message, *, own: bool) -> list[ToolCall]:
+    """Return the tool calls that were carried out.
+
+    They have a result in a foreign document, and a duration in one of our own exports.
+    """
+    results = {r.get("source_call_id"): r.get("content") for r in step.results}
+    done = []
+    for call, stored in zip(message.get("tool_calls") or (), step.tool_calls, strict=True):
+        extra = stored["extra"]
+        if "seconds" not in extra if own else call["id"] not in results:
+            continue
+        error = extra.get("error") if own else None
+        result = extra.get("result") if own else None
+        if result is None and error is None:
+            result = results.get(call["id"])
+        function = call["function"]
+        arguments = function["arguments"]
+        fields = {
+            "id": call["id"],
+            "name": function["name"],
+            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
+            "result": result,
+            "error": error,
+            "seconds": extra.get("seconds", 0.0) if own else 0.0,
+        }
+        try:
+            done.append(ToolCall.model_validate(fields))
+        except ValidationError as problem:
+            raise BadInput(f"{step.path}.tool_calls: {as_bad_input(problem)}") from problem
+    return done
+
+
+def _content(value: Any, path: str) -> Any:
+    """Return a content: a text, or parts in OpenAI's shape."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return [_part(part, path) for part in require_objects(value, path)]
+
+
+def _part(part: Json, path: str) -> Json:
+    if part.get("type") == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    source = part.get("source")
+    if part.get("type") == "image" and isinstance(source, dict) and source.get("path"):
+        return {"type": "image_url", "image_url": {"url": source["path"]}}
+    raise BadInput(f"{path} has a part of type {part.get('type')!r}: only text and images are read")
+
+
+def _tool_calls(value: Any, path: str) -> list[Json]:
+    calls = []
+    for number, call in enumerate(require_objects(value, path)):
+        item = f"{path}[{number}]"
+        for name in ("tool_call_id", "function_name"):
+            if not isinstance(call.get(name), str):
+                raise BadInput(f"{item}.{name} must be a text")
+        arguments = require_object(call.get("arguments"), f"{item}.arguments")
+        extra = require_object(call.get("extra") or {}, f"{item}.extra")
+        calls.append({**call, "arguments": arguments, "extra": extra})
+    return calls
+
+
+def _results(value: Any, path: str) -> list[Json]:
+    results = []
+    for number, result in enumerate(require_objects(value, path)):
+        item = f"{path}[{number}]"
+        _text(result.get("source_call_id"), f"{item}.source_call_id")
+        extra = require_object(result.get("extra") or {}, f"{item}.extra")
+        results.append({**result, "extra": extra})
+    return results
+
+
+def _metrics(value: Any, path: str) -> Json:
+    metrics = require_object(value or {}, path)
+    for name in ("prompt_token_ids", "completion_token_ids", "logprobs"):
+        if not isinstance(metrics.get(name), list | None):
+            raise BadInput(f"{path}.{name} must be a list of numbers")
+    return metrics
+
+
+def require_objects(value: Any, path: str) -> list[Json]:
+    """Return a list of objects, empty for None. Raises BadInput for any other value."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadInput(f"{path} must be a list of objects")
+    return value
+
+
+def _text(value: Any, path: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise BadInput(f"{path} must be a text")
+    return value
+
+
+def _time(value: Any, path: str) -> float:
+    """Return Unix seconds, 0 for None. A time without a zone is UTC."""
+    if value is None:
+        return 0.0
+    try:
+        moment = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        return (moment if moment.tzinfo else datetime.fromisoformat(f"{value}+00:00")).timestamp()
+    except (AttributeError, ValueError, OverflowError) as error:
+        raise BadInput(f"{path}: {value!r} is no ISO 8601 time") from error
+
 
 FORM = "atif"
 _UNKNOWN = "unknown"  # our own export's word for a required field without a value

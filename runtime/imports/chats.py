@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from cray_agents.errors import BadInput
+from cray_agents.messages import first_question
 from cray_agents.records import Event, Message, Reward, Task, digest
 from cray_agents.runtime.fine_tuning.examples import parse_example
 from cray_agents.runtime.imports.imported_run import (
     SOURCE,
     Importing,
     conversation_events,
-    first_question,
     require_object,
 )
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from cray_agents.errors import BadInput
 from cray_agents.exact_json import dump_json
 from cray_agents.records import Event
-from cray_agents.runtime.imports import atif, chats, jsonl, openenv, sharegpt
+from cray_agents.runtime.imports import atif, chats, sharegpt, whole_runs
 from cray_agents.runtime.imports.imported_run import Importing, Read
 from cray_agents.runtime.store import Store
 from cray_agents.tasks.record_source import RecordSource, SourceRecord
@@ -26,8 +26,8 @@ FORMATS: Mapping[str, Read] = MappingProxyType(
         "openai": chats.read,
         "sharegpt": sharegpt.read,
         "atif": atif.read,
-        "jsonl": jsonl.read,
-        "openenv": openenv.read,
+        "jsonl": whole_runs.read_run,
+        "openenv": whole_runs.read_trace,
     }
 )
 

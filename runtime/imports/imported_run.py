@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cray_agents.errors import BadInput
+from cray_agents.messages import first_question, text_of
 from cray_agents.records import (
     Event,
     Message,
@@ -27,7 +28,6 @@ from cray_agents.records import (
     digest,
 )
 from cray_agents.runtime.store.feedback import REWARD_LIMIT, check_rewards
-from cray_agents.runtime.store.segments.facts import text_of
 
 IMPORTED = "imported"  # agent and model, if the file names none
 SOURCE = "import"  # source of rewards given with the import
@@ -90,11 +90,6 @@ def imported_run_id(
 ) -> str:
     """Return the id of an imported run, a hash of its conversation and of `more`."""
     return f"imported-{digest([list(messages), list(tools), *more], 24)}"
-
-
-def first_question(messages: Sequence[Message]) -> str:
-    """Return the text of the user's first message."""
-    return next((text_of(m) for m in messages if m.get("role") == "user"), "")
 
 
 def last_answer(messages: Sequence[Message]) -> str | None:

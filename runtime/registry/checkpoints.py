@@ -5,7 +5,7 @@ LoRA job's also has `adapter/` in PEFT's layout, equivalent to the weights when 
 parent. The registry imports checkpoints; the pool and the trainer read them. Only safetensors are
 imported: a pickle can run code when it is loaded. `inspect` refuses a directory that cannot be a
 model before a byte is copied. The copy is readable by this user, and by a group that the root is
-open to. A checkpoint that runtime/retention/prune.py removed leaves the file `<id>.pruned`.
+open to. A checkpoint that runtime/retention.py removed leaves the file `<id>.pruned`.
 Read next: foreign_model.py, the reader of foreign directories.
 """
 

@@ -14,7 +14,7 @@ from cray_agents.errors import BadInput, SetupError
 from cray_agents.records import Run
 from cray_agents.rewards.reward import RewardFunction, Verdict
 from cray_agents.rewards.scanner import scanner
-from cray_agents.runtime.scans.sampled_text import sampled_texts
+from cray_agents.runtime.scans import sampled_texts
 from cray_agents.runtime.store.redaction.sensitive import KINDS, Sensitive
 
 LEAST_SCORE = 0.4  # of a presidio result, from 0 to 1: a phone number's

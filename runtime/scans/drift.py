@@ -17,7 +17,7 @@ from typing import Any
 
 from cray_agents.promotion.e_process import Stream
 from cray_agents.records import Run, StopReason
-from cray_agents.runtime.scans.sampled_text import sampled_texts
+from cray_agents.runtime.scans import sampled_texts
 
 GRAM = 4  # tokens in a row that are counted as repetition
 _REFUSALS = re.compile(

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import reader
-from cray_agents.runtime.scans.sampled_text import sampled_texts
+from cray_agents.runtime.scans import sampled_texts
 
 LENGTH = 50  # tokens
 SHOWN_RUNS = 5

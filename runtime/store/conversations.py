@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cray_agents.exact_json import dump_json
+from cray_agents.messages import text_of, tool_calls_of
 from cray_agents.records import Message
-from cray_agents.runtime.store.segments.facts import text_of
 
 MAX_REQUESTS = 100_000  # requests remembered
 MAX_ANSWERS = 4_096  # answers remembered for one request
@@ -157,7 +157,7 @@ def _add(state: "hashlib.blake2b", message: Message) -> str:
 
 def _recognised(answers: list[_KnownAnswer], follows: Sequence[Message]) -> list[_KnownAnswer]:
     """Return the answers, given oldest first, that the following messages may quote."""
-    named = {str(call.get("id")) for m in follows for call in _calls(m)}
+    named = {str(call.get("id")) for m in follows for call in tool_calls_of(m)}
     named |= {str(m["tool_call_id"]) for m in follows if m.get("tool_call_id")}
     if named:
         return [answer for answer in answers if not named.isdisjoint(answer.call_ids)]
@@ -188,8 +188,3 @@ def _without_errors(message: Message) -> Iterator[Message]:
             yield {**message, "content": [*content[:-1], {**content[-1], "text": text}]}
         else:
             yield {**message, "content": text}
-
-
-def _calls(message: Message) -> list[dict[str, Any]]:
-    calls = message.get("tool_calls")
-    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []

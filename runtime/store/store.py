@@ -2,20 +2,23 @@
 
 The gateway appends and queries; loops, datasets and exports query. Events lie in segments under the
 shared root, one writer a file. The index, on this host's own disk, knows their places. Each query
-first reads what other writers added. Read next: segments/, index/, index_thread.py, assembly.py.
+first reads what other writers added. Read next: segments/, index/, indexing.py, assembly.py.
 """
 
 import asyncio
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from cray_agents.errors import BadInput, Corrupt, NotFound, StoreError
 from cray_agents.exact_json import dump_json
+from cray_agents.messages import text_of
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Event, Run, new_id
@@ -25,13 +28,13 @@ from cray_agents.runtime.disk.turns import between_pieces, undivided
 from cray_agents.runtime.store.assembly import assemble
 from cray_agents.runtime.store.conversations import Conversations
 from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts, cache_of, identity_of
-from cray_agents.runtime.store.index_catchup import catch_up
-from cray_agents.runtime.store.index_thread import Indexing
+from cray_agents.runtime.store.index.statistics import RunStatistics
+from cray_agents.runtime.store.indexing import Indexing, catch_up
 from cray_agents.runtime.store.redaction import Redactor
-from cray_agents.runtime.store.segments.facts import Fact, facts_of, text_of
+from cray_agents.runtime.store.segments.facts import Fact, facts_of
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed, event_in, line_of
-from cray_agents.runtime.store.segments.orphans import ORPHANED, seal_orphans
 from cray_agents.runtime.store.segments.reader import Moved, Segments
+from cray_agents.runtime.store.segments.repair import ORPHANED, seal_orphans
 from cray_agents.runtime.store.segments.writer import SegmentWriter
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ TRIES = 5  # to read events that compaction moves meanwhile
 
 Calls = Literal["full", "none"]
 Tell = Callable[[Iterable[tuple[str, str]]], None]
+Result = TypeVar("Result")
 
 
 class Appended(NamedTuple):
@@ -59,7 +63,7 @@ class _Line(NamedTuple):
     text: bytes
 
 
-class Store:
+class Store(RunStatistics):
     """The events under one home. `append` belongs to one event loop; queries run in any thread.
 
     `redactor` removes sensitive text from events before they are written. Queries first read what
@@ -166,7 +170,7 @@ class Store:
     def bodies(self, places: Sequence[LinePlace]) -> Iterator[dict[str, Any]]:
         """Yield the bodies of events at some places, in their order, as they were appended.
 
-        Raises Moved if compaction has moved one: ask for the places again. Raises Corrupt.
+        Raises Moved if compaction has moved one: call this within `retry`. Raises Corrupt.
         """
         for at in range(0, len(places), PAGE):
             for line in self.segments.fetch(places[at : at + PAGE]):
@@ -210,31 +214,6 @@ class Store:
             return self.index.count(query)
         return sum(1 for _ in self.facts(RunQuery(**query.model_dump())))
 
-    def stats(
-        self, query: RunFilter, by: Sequence[str] = (), **options: Any
-    ) -> list[dict[str, Any]]:
-        """Return counts, rewards, tokens and times of the matching runs by group (see Index.stats).
-
-        Raises BadInput for a query with a text, which the index does not have.
-        """
-        self._check_without_text(query)
-        return self.index.stats(query, by, **options)
-
-    def facets(self, query: RunFilter, by: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-        """Return the values of fields and how many matching runs have each. Raises BadInput."""
-        self._check_without_text(query)
-        return self.index.facets(query, by)
-
-    def histograms(
-        self, query: RunFilter, of: Sequence[str], bins: int, sample: int | None = None
-    ) -> dict[str, dict[str, Any]]:
-        """Return histograms of reward, seconds, turns, tokens of matching runs. Raises BadInput.
-
-        Where more than `sample` match, they count every n-th run.
-        """
-        self._check_without_text(query)
-        return self.index.histograms(query, of, bins, sample)
-
     @property
     def problems(self) -> list[Problem]:
         """The damage met while reading, with its places."""
@@ -265,17 +244,27 @@ class Store:
     def body(self, event_id: str) -> dict[str, Any]:
         """Return the body of an event, as it was appended. Raises KeyError."""
         self._wait_for_index()
-        for _ in range(TRIES):
+
+        def read() -> list[bytes]:
             place = self.index.place(event_id)
-            if place is None:
-                break
-            try:
-                body: dict[str, Any] = event_in(self.segments.fetch([place])[0])["body"]
-            except Moved:
-                self.refresh()
-                continue
+            return [] if place is None else self.segments.fetch([place])
+
+        for line in self.retry(read):
+            body: dict[str, Any] = event_in(line)["body"]
             return body
         raise KeyError(event_id)
+
+    def retry(self, read: Callable[[], Result]) -> Result:
+        """Return what `read` returns; repeat it where compaction moved the events it reads.
+
+        `read` looks up the places and fetches their lines. Raises StoreError.
+        """
+        for _ in range(TRIES):
+            try:
+                return read()
+            except Moved:
+                self.refresh()
+        raise StoreError("the segments change faster than they can be read: try again")
 
     def refresh(self) -> None:
         """Read new events of all writers into the index."""
@@ -326,11 +315,11 @@ class Store:
         self.index.close()
         self.segments.close()
 
-    def _check_without_text(self, query: RunFilter) -> None:
-        """Refresh for statistics. Raises BadInput for a query with a text."""
+    def _counting(self, query: RunFilter) -> AbstractContextManager[sqlite3.Connection]:
         if query.text is not None:
             raise BadInput("statistics cannot look for a text: only bodies tell", param="text")
         self.refresh()
+        return self.index.reading()
 
     def _lines(self, events: Sequence[Event], new: bool) -> dict[str, _Line]:
         """Return the lines of those events whose id is unknown; the first of an id counts.
@@ -395,14 +384,14 @@ class Store:
 
     def _read(self, run_ids: Sequence[str], calls: Calls) -> list[Run]:
         """Read runs, in this order; unreadable ones are left out and noted as problems."""
-        for _ in range(TRIES):
+
+        def read() -> list[Run]:
             places = self.index.places(run_ids)
-            wanted = [(i, _wanted_lines(places[i], calls)) for i in run_ids if i in places]
-            try:
-                return self._assemble(wanted)
-            except Moved:  # compacted meanwhile: the index learns the new places
-                self.refresh()
-        raise StoreError("the segments change faster than they can be read: try again")
+            return self._assemble(
+                [(i, _wanted_lines(places[i], calls)) for i in run_ids if i in places]
+            )
+
+        return self.retry(read)
 
     def _assemble(self, wanted: list[tuple[str, list[LinePlace]]]) -> list[Run]:
         try:

@@ -11,10 +11,10 @@ from itertools import islice
 from typing import Any
 
 from cray_agents.errors import CrayError
+from cray_agents.messages import text_of
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.segments.facts import text_of
 from cray_agents.runtime.views.view_records import HealthWarning
 
 LEAST = 8  # runs or groups about which a rule says something

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import Any
 
+from cray_agents.messages import reasoning_of, text_of
 from cray_agents.records import Message, ModelCall, Run, Turn, canonical
-from cray_agents.runtime.exports.conversations.conversation import conversation_of
-from cray_agents.runtime.store.segments.facts import text_of
+from cray_agents.runtime.exports.conversation import conversation_of
 
 _IN_MESSAGES = {"input", "output"}  # header fields that the messages repeat
 Json = dict[str, Any]
@@ -68,7 +68,7 @@ def _turn_fields(run: Run, number: int) -> Json:
     functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return {
         "answer": text_of(message),
-        "reasoning": message.get("reasoning") or message.get("reasoning_content") or "",
+        "reasoning": reasoning_of(message) or "",
         "tool_calls": [[f.get("name"), f.get("arguments")] for f in functions]
         or [[call.name, call.arguments] for call in turn.tool_calls],
         "results": [[call.result, call.error] for call in turn.tool_calls],
@@ -168,7 +168,7 @@ def _lines(messages: Sequence[Message], place: int | None) -> list[str]:
         return []
     message = messages[place]
     lines = [f"[{message.get('role')}]"]
-    if thought := message.get("reasoning") or message.get("reasoning_content"):
+    if thought := reasoning_of(message):
         lines += [f"(reasoning) {part}" for part in str(thought).split("\n")]
     if text := text_of(message):
         lines += text.split("\n")

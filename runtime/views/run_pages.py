@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from cray_agents.errors import Corrupt, CrayError, NotFound, StoreError
+from cray_agents.errors import Corrupt, CrayError, NotFound
 from cray_agents.exact_json import dump_json, load_json
+from cray_agents.messages import text_of
 from cray_agents.records import Message, ModelCall, Reward
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.assembly import newest_rewards
-from cray_agents.runtime.store.branch_choice import choose_turns, comparable_message
+from cray_agents.runtime.store.assembly import choose_turns, comparable_message, newest_rewards
 from cray_agents.runtime.store.index import Places, RunFacts
-from cray_agents.runtime.store.segments.facts import head_of, text_of
+from cray_agents.runtime.store.segments.facts import head_of
 from cray_agents.runtime.store.segments.line_format import LinePlace
 from cray_agents.runtime.store.segments.reader import Moved
 
@@ -28,7 +28,6 @@ CACHED_BYTES = 128 * 2**20  # of the tools' results in cached layouts
 CACHED_RUNS = 64
 TOOLS = 3  # names of tools in a mark
 NAME = 24  # characters of such a name
-TRIES = 5  # to read events that compaction moves meanwhile
 
 Body = dict[str, Any]
 Result = TypeVar("Result")
@@ -177,18 +176,20 @@ class RunPages:
 
     def _retry(self, run_id: str, read: Callable[[], Result]) -> Result:
         """Return what `read` returns; compaction may move its events meanwhile."""
-        for _ in range(TRIES):
+
+        def again() -> Result:
             try:
                 return read()
-            except Moved:  # compacted meanwhile
+            except Moved:
                 with self._lock:
                     self._drop(run_id)
-                self._store.refresh()
+                raise
             except (KeyError, TypeError, ValueError) as error:
                 raise Corrupt(
                     f"an event of this run is no call or description: {error!r}"
                 ) from error
-        raise StoreError("the segments change faster than they can be read: try again")
+
+        return self._store.retry(again)
 
 
 def with_heads(store: Store, rows: Iterable[RunFacts]) -> Iterator[RunFacts]:

@@ -51,7 +51,7 @@ def test_damage_is_told_with_its_place_and_mended(home: Home) -> None:
     result = cli(home, "maintain", "fsck", "--json")
     assert result.exit_code == 1
     finding = told(result)[0]
-    assert (finding["path"], finding["kind"]) == (str(path), "bad_frame")
+    assert (finding["path"], finding["kind"]) == (str(path), "lost")
     assert finding["repairable"] and finding["lost"] == 3
     result = cli(home, "maintain", "fsck", "--repair", "--json")
     assert result.exit_code == 1, "lines were lost"

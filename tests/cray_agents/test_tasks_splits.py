@@ -7,7 +7,7 @@ import pytest
 from cray_agents import Task, TaskSet
 from cray_agents.errors import BadInput
 from cray_agents.records import Split
-from cray_agents.runtime.datasets.exclusion.decontamination import BlockedTexts, HeldText
+from cray_agents.runtime.datasets.decontamination import BlockedTexts, HeldText
 from cray_agents.tasks.leakage import find_leaks
 from cray_agents.tasks.text_index import input_key
 

@@ -28,8 +28,7 @@ from cray_agents.runtime.registry.deltas import (
     rebuilt_bytes,
 )
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.retention.prune import prune
-from cray_agents.runtime.retention.references import reasons_to_keep
+from cray_agents.runtime.retention import prune, reasons_to_keep
 from cray_agents.runtime.vllm_plugins import delta_codec
 from cray_agents.runtime.vllm_plugins.worker import read_patches
 from tests.support.delta_checkpoints import Words, bfloat16, changed, full, header, with_changes

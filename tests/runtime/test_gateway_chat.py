@@ -14,13 +14,13 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import EngineError, EngineUnavailable
 from cray_agents.exact_json import sendable
+from cray_agents.messages import text_of
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import canonical
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.gateway.model_calls.apis import SamplingApi, tool_call
 from cray_agents.runtime.gateway.model_calls.apis.messages import MESSAGES
 from cray_agents.runtime.gateway.model_calls.apis.responses import RESPONSES
-from cray_agents.runtime.store.segments.facts import text_of
 from tests.support.scripted_gateway import (
     CHAT,
     TOOL,

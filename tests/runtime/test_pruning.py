@@ -25,7 +25,7 @@ from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.retention.prune import Prunable, find_set_aside, prune
+from cray_agents.runtime.retention import Prunable, find_set_aside, prune
 from cray_agents.training_commands import Publish, Save, TrainingCommand
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 from tests.support.command_line import cli
@@ -40,9 +40,9 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from cray_agents.paths import Home
-from cray_agents.runtime.retention import prune
-prune.time.sleep = lambda seconds: os.kill(os.getpid(), 9)
-prune.prune(Home(Path(sys.argv[1])), keep=1)
+from cray_agents.runtime import retention
+retention.time.sleep = lambda seconds: os.kill(os.getpid(), 9)
+retention.prune(Home(Path(sys.argv[1])), keep=1)
 """
 
 

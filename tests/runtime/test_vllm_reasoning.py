@@ -14,7 +14,7 @@ from cray_agents import Agent
 from cray_agents.agent import OpenAIEngine, StopReason
 from cray_agents.env_worker.adapters import Rollout
 from cray_agents.env_worker.chat import ModelConversation
-from cray_agents.runtime.exports.conversations.chat_messages import chats_of
+from cray_agents.runtime.exports.chat_messages import chats_of
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.runtime.conftest import memorise
 from tests.support.import_server import process_of

@@ -32,7 +32,7 @@ from cray_agents.runtime.controller_lease import (
     was_ended_for_good,
 )
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, list_datasets, shards
-from cray_agents.runtime.datasets.exclusion.decontamination import _journal_texts
+from cray_agents.runtime.datasets.decontamination import _journal_texts
 from cray_agents.runtime.datasets.reader import CARD, RECIPE, file_in
 from cray_agents.runtime.datasets.uses import _read as read_commit
 from cray_agents.runtime.disk import checksums, durable
@@ -61,7 +61,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.lineage import lineage_of
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.retention.references import reasons_to_keep
+from cray_agents.runtime.retention import reasons_to_keep
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.segments.reader import Damage, Segments

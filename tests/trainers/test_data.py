@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Manifest
-from cray_agents.runtime.datasets.samples.run_samples import Span, TokenSample
-from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter
+from cray_agents.runtime.datasets.run_samples import Span, TokenSample
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts

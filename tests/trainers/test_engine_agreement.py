@@ -15,8 +15,8 @@ import pytest
 from cray_agents.errors import JobError
 from cray_agents.paths import Home
 from cray_agents.records import LogprobDistance, Manifest, ModelCall
-from cray_agents.runtime.datasets.samples.run_samples import merge_turns, turn_of
-from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter
+from cray_agents.runtime.datasets.run_samples import merge_turns, turn_of
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits
 from cray_agents.runtime.registry.checkpoints import read_manifest

@@ -14,7 +14,7 @@ from cray_agents.cli import app
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets.description.counts import BuildCounts
+from cray_agents.runtime.datasets.considered_runs import BuildCounts
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.planning.arithmetic import (
     adapter_weights,

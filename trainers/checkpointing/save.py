@@ -123,7 +123,7 @@ class Saver:
     def keep(self, common: dict[str, Any]) -> None:
         """Write the current state, and return when it is published. Collective.
 
-        Unlike resume points it stays when newer ones come: see retention/prune.py. One that exists
+        Unlike resume points it stays when newer ones come: see retention.py. One that exists
         is left as it is. `finish` comes first. Raises StoreError on every rank, with nothing left
         behind.
         """

@@ -1,6 +1,6 @@
 """Samples: a dataset on disk, read and checked once by job/job.py before the ranks start.
 
-The columns are described in runtime/datasets/samples/token_shards.py. A sample's arrays are views
+The columns are described in runtime/datasets/token_shards.py. A sample's arrays are views
 into flat buffers, of 18 bytes per token for grpo and 14 for the other methods. No torch. Read next:
 job/input_checks.py, which checks samples against a model; packer.py, which packs them.
 """

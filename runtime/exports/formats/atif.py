@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from cray_agents.exact_json import read_arguments
+from cray_agents.messages import FIELDS, function_of, reasoning_of
 from cray_agents.records import Message, ModelCall, Run, ToolCall, Turn
-from cray_agents.runtime.exports.conversations.chat_messages import function_of
-from cray_agents.runtime.exports.conversations.conversation import Conversation, conversation_of
+from cray_agents.runtime.exports.conversation import Conversation, conversation_of
 from cray_agents.runtime.exports.export_format import (
     Json,
     LineFormat,
@@ -26,14 +26,6 @@ from cray_agents.runtime.exports.formats.jsonl import check_finite
 
 VERSION = "ATIF-v1.7"
 UNKNOWN = "unknown"  # for fields that the schema requires and a run may lack
-_MESSAGE_FIELDS = {
-    "role",
-    "content",
-    "tool_calls",
-    "tool_call_id",
-    "reasoning",
-    "reasoning_content",
-}
 _SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
 _RESULTS = ("tool", "function")
 _IMAGES = {
@@ -110,7 +102,9 @@ def _steps(run: Run, conversation: Conversation) -> list[Json]:
 def _extra_fields(message: Message) -> Json:
     """Return the fields of a message that a step has no field for."""
     extra = {
-        name: value for name, value in message.items() if name not in _MESSAGE_FIELDS and value
+        name: value
+        for name, value in message.items()
+        if value and (name == "name" or name not in FIELDS)
     }
     if "weight" in message:
         extra["weight"] = message["weight"]
@@ -133,8 +127,7 @@ def _history_end(conversation: Conversation) -> int:
 
 def _add_answer(step: Json, extra: Json, index: int, conversation: Conversation) -> None:
     message, turn = conversation.messages[index], conversation.turns_by_message.get(index)
-    thought = message.get("reasoning") or message.get("reasoning_content")
-    if thought:
+    if thought := reasoning_of(message):
         step["reasoning_content"] = str(thought)
     if message.get("tool_calls"):
         step["tool_calls"] = _tool_calls(message, turn, _answered_ids(conversation.messages, index))

@@ -1,39 +1,27 @@
-"""`huggingface`: a folder that `datasets.load_dataset` reads: Parquet shards, a card, Croissant.
+"""`huggingface`: a folder that `datasets.load_dataset` reads: Parquet shards and a card.
 
     data/train-00000-of-0000N.parquet    a row per run: its conversation, rewards and origin. If
                                          its calls saw different system messages or tools, as
                                          after a handoff, a row for each, `part` 0, 1, ...
     README.md                            the card; its front matter names the shards (`configs`)
-    croissant.json                       MLCommons' description, with each shard's SHA-256
 
 Tool calls, tools, metadata and targets are JSON texts, because Arrow would fill fields that some of
 them lack with nulls. The folder holds no time of its making, so the same runs give the same bytes.
-Called by parquet_files.py; pyarrow is imported only when a folder is written.
+Called by export_files.py; pyarrow is imported only when a folder is written.
 """
 
 from functools import cache
 from typing import Any
 
 from cray_agents.exact_json import dump_json
+from cray_agents.messages import other_fields, reasoning_of
 from cray_agents.records import Message, Run
-from cray_agents.runtime.datasets.description.hub_metadata import (
-    CROISSANT,
-    column_field,
-    croissant,
-    file_object,
-    file_set,
-    record_set,
-    size_category,
-)
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.exports.conversations.conversation import conversations_of, text_losses
+from cray_agents.runtime.exports.conversation import conversations_of, text_losses
+from cray_agents.runtime.exports.export_files import FolderContents, TableFormat
 from cray_agents.runtime.exports.export_format import Written
-from cray_agents.runtime.exports.writers.counts import describe_losses
-from cray_agents.runtime.exports.writers.parquet_files import FolderContents, TableFormat
+from cray_agents.runtime.exports.losses import describe_losses
 
-CARRIED = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
-REASONING = ("reasoning", "reasoning_content")
-CROISSANT_TYPES = {"string": "sc:Text", "int64": "cr:Int64", "double": "cr:Float64"}
 ABOUT = {
     "id": "The run's id.",
     "part": "Which of the run's conversations, from 0: one for each system message and tools.",
@@ -130,8 +118,7 @@ def rows_of(run: Run, first: int) -> Written:
 
 def _message(message: Message, losses: list[str]) -> dict[str, Any]:
     """Return a message as a row of texts; content in several parts becomes JSON."""
-    thought = next((message[name] for name in REASONING if message.get(name)), None)
-    if any(message[name] for name in message if name not in CARRIED and name not in REASONING):
+    if other_fields(message):
         losses.append("message_fields")
     content = message.get("content")
     if content is not None and not isinstance(content, str):
@@ -143,7 +130,7 @@ def _message(message: Message, losses: list[str]) -> dict[str, Any]:
         "tool_calls": _json(calls) if calls else None,
         "tool_call_id": message.get("tool_call_id"),
         "name": message.get("name"),
-        "reasoning": _text(thought),
+        "reasoning": _text(reasoning_of(message)),
     }
 
 
@@ -156,29 +143,11 @@ def _json(value: Any) -> str:
 
 
 def finish(folder: FolderContents) -> None:
-    """Write the card and Croissant's description beside the shards."""
+    """Write the card beside the shards."""
     name = folder.source.name
     subject = folder.source.description
     description = f"{subject[0].upper()}{subject[1:]}, exported by cray-agents"
-    durable.write_file(folder.path / CROISSANT, _croissant(name, description, folder))
     durable.write_file(folder.path / "README.md", _card(name, description, folder).encode())
-
-
-def _croissant(name: str, description: str, folder: FolderContents) -> bytes:
-    """Return croissant.json. Its types do not reach to lists of structs, such as conversations."""
-    files = []
-    for path in folder.shards:
-        place, size = path.relative_to(folder.path).as_posix(), path.stat().st_size
-        files.append(file_object(place, size, durable.sha256_file(path), path.name))
-    shards = file_set("shards", f"data/{folder.split}-*.parquet", "shards")
-    source = {"fileSet": {"@id": "shards"}}
-    fields = [
-        column_field("runs", column.name, kind, source, description=ABOUT[column.name])
-        for column in schema()
-        if (kind := CROISSANT_TYPES.get(str(column.type)))
-    ]
-    runs = record_set("runs", fields, "A record per run.")
-    return croissant(name, description, [*files, shards], [runs])
 
 
 def _card(name: str, description: str, folder: FolderContents) -> str:
@@ -193,8 +162,6 @@ configs:
   data_files:
   - split: {folder.split}
     path: data/{folder.split}-*.parquet
-size_categories:
-- {size_category(rows)}
 tags:
 - agents
 - trajectories
@@ -222,7 +189,7 @@ rows = load_dataset(".", split="{folder.split}")  # or this folder's path
 HUGGINGFACE = TableFormat(
     name="huggingface",
     title="Hugging Face dataset folder",
-    about="a folder for datasets.load_dataset: Parquet shards, a card, croissant.json",
+    about="a folder for datasets.load_dataset: Parquet shards and a card",
     schema=schema,
     write_run=rows_of,
     within="data",

@@ -4,31 +4,33 @@ A log is a zip of JSON, in the layout of Inspect's own writer (version 2): `head
 in `samples/` for each sample, and `summaries.json` for the list. The lines of an export are the
 samples; `pack_log` makes the zip of them. A sample is a task, an epoch one of the runs on it; its
 `uuid` is the run's id. Rewards are scores, a run's error is the sample's error. Calls of models and
-tools are its events (inspect_events.py). Sample metadata name run, agent, model with version, loop,
-generation, tags, and the task's own metadata. Listed in catalog.py.
+tools are its events. A call names the messages it saw by ranges in a pool, where each different
+message is once, as Inspect's own writer does: else a run of n turns would take n² space. Sample
+metadata name run, agent, model with version, loop, generation, tags, and the task's own metadata.
+Listed in catalog.py.
 """
 
 import os
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from cray_agents.exact_json import dump_json, load_json
-from cray_agents.records import Run, StopReason, digest, is_finding
-from cray_agents.runtime.exports.conversations.chat_messages import function_of
-from cray_agents.runtime.exports.conversations.conversation import (
-    Conversation,
-    conversation_of,
-    text_losses,
-)
-from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, json_text
-from cray_agents.runtime.exports.formats.inspect_events import iso_time, write_events
-from cray_agents.runtime.exports.formats.inspect_messages import (
-    count_tokens,
-    write_conversation,
-    write_output,
+from cray_agents.errors import BadInput
+from cray_agents.exact_json import dump_json, load_json, sent_arguments
+from cray_agents.messages import function_of, other_fields, part_text, reasoning_of, with_parts
+from cray_agents.records import Message, ModelCall, Run, StopReason, ToolCall, digest, is_finding
+from cray_agents.runtime.exports.conversation import Conversation, conversation_of, text_losses
+from cray_agents.runtime.exports.export_format import (
+    Json,
+    LineFormat,
+    Written,
+    json_text,
+    unsupported,
 )
 from cray_agents.runtime.exports.formats.jsonl import check_finite
 
@@ -36,6 +38,9 @@ VERSION = 2  # of the layout
 SEVERAL = "several"  # models or agents in one log: each sample names its own
 LONGEST = 1000  # characters of a text in the list of samples
 CHANGED = (1980, 1, 1, 0, 0, 0)  # of the files in the zip: equal exports are equal bytes
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_STOPS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls",
+          "content_filter": "content_filter"}  # fmt: skip
 
 
 def _write_run(run: Run) -> Written:
@@ -271,6 +276,210 @@ def _sum_usage(summaries: list[Json]) -> Json:
 
 def _one(names: list[str], missing: str) -> str:
     return (names[0] or missing) if len(names) == 1 else SEVERAL if names else missing
+
+
+def write_events(run: Run, losses: set[str]) -> tuple[list[Json], list[Json]]:
+    """Return the events of a run's turns, and the pool of their messages.
+
+    A call with messages that the format cannot carry is left out.
+    """
+    pool = _Pool(MessageWriter(run, losses))
+    events: list[Json] = []
+    for number, turn in enumerate(run.trajectory.turns):
+        ended = run.started
+        if turn.call is not None:
+            ended = turn.call.started + turn.call.seconds
+            try:
+                events.append(_model_event(run, turn.call, f"turns[{number}]", pool))
+            except BadInput:
+                losses.add("other_calls")
+        events += (_tool_event(run, call, ended) for call in turn.tool_calls)
+    return events, pool.messages
+
+
+def iso_time(seconds: float) -> str:
+    """Return unix seconds as Inspect writes times."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+class _Pool:
+    """Different messages of a run, in the order in which calls first saw them."""
+
+    def __init__(self, writer: "MessageWriter") -> None:
+        self.writer = writer
+        self.messages: list[Json] = []
+        self._places: dict[bytes, int] = {}
+
+    def ranges(self, path: str, messages: Sequence[Message], model: str) -> list[list[int]]:
+        """Return where messages are, as ranges [start, end)."""
+        ranges: list[list[int]] = []
+        for index, message in enumerate(messages):
+            place = self._place(f"{path}.messages[{index}]", message, model)
+            if ranges and ranges[-1][1] == place:
+                ranges[-1][1] += 1
+            else:
+                ranges.append([place, place + 1])
+        return ranges
+
+    def _place(self, path: str, message: Message, model: str) -> int:
+        key = dump_json(message, sort_keys=True)
+        if key not in self._places:
+            self.messages.append(self.writer.write(path, message, model))
+            self._places[key] = len(self.messages) - 1
+        return self._places[key]
+
+
+def _model_event(run: Run, call: ModelCall, path: str, pool: _Pool) -> Json:
+    ranges = pool.ranges(path, call.messages, call.model)
+    answer = pool.writer.write(f"{path}.message", call.message, call.model)
+    usage = count_tokens(len(call.prompt_token_ids), len(call.token_ids))
+    return {
+        "event": "model",
+        "uuid": call.id,
+        "timestamp": iso_time(call.started),
+        "working_start": max(0.0, call.started - run.started),
+        "model": call.model,
+        "input": [],
+        "input_refs": ranges,
+        "tools": [],
+        "tool_choice": "auto",
+        "config": {},
+        "output": write_output(call.model, answer, call.finish_reason, usage),
+        "completed": iso_time(call.started + call.seconds),
+        "working_time": call.seconds,
+    }
+
+
+def _tool_event(run: Run, call: ToolCall, started: float) -> Json:
+    result: Any = call.result
+    event: Json = {
+        "event": "tool",
+        "id": call.id,
+        "function": call.name,
+        "arguments": sent_arguments(call.arguments),
+        "result": result if isinstance(result, str) else dump_json(result).decode(),
+        "timestamp": iso_time(started),
+        "working_start": max(0.0, started - run.started),
+    }
+    if call.error:
+        event["error"] = {"type": "unknown", "message": call.error}
+    return event
+
+
+@dataclass
+class MessageWriter:
+    """Writes a run's messages one after the other; `losses` gets the codes of what is left out."""
+
+    run: Run
+    losses: set[str]
+    _functions: dict[str, str] = field(default_factory=dict)  # by the tool call's id
+
+    def __post_init__(self) -> None:
+        """Note which tool calls failed."""
+        calls = [call for turn in self.run.trajectory.turns for call in turn.tool_calls]
+        self._errors = {call.id: call.error for call in calls}
+
+    def write(self, path: str, message: Message, model: str) -> Json:
+        """Return a message; `model` made it if it is an answer. Raises BadInput, with `path`."""
+        role = message.get("role")
+        if role not in _ROLES:
+            problem = f"is {role!r}, which this format does not have"
+            raise unsupported(self.run, f"{path}.role", problem)
+        if role == "developer":
+            self.losses.add("developer_role")
+        if other_fields(message):
+            self.losses.add("message_fields")
+        content = self._content(path, message)
+        written: Json = {"role": "system" if role == "developer" else role, "content": content}
+        if role == "assistant":
+            written |= self._answer(path, message, model)
+        elif role == "tool":
+            call_id = str(message.get("tool_call_id") or "")
+            written |= {"tool_call_id": call_id, "function": self._functions.get(call_id)}
+            if self._errors.get(call_id):
+                written["error"] = {"type": "unknown", "message": self._errors[call_id]}
+        return written
+
+    def _content(self, path: str, message: Message) -> Any:
+        """Return the content as text, or as a list of parts in Inspect's shape."""
+        content = message.get("content")
+        pieces: list[Json] = []
+        thought = reasoning_of(message)
+        if thought and message.get("role") == "assistant":
+            pieces.append({"type": "reasoning", "reasoning": str(thought)})
+        if not pieces and (content is None or isinstance(content, str)):
+            return content or ""
+        if content is not None and not isinstance(content, str | list):
+            problem = "is neither a text nor a list of parts"
+            raise unsupported(self.run, f"{path}.content", problem)
+        for part in with_parts("" if content is None else content):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            image = part.get("image_url") if isinstance(part, dict) else None
+            url = image.get("url") if isinstance(image, dict) else None
+            if (text := part_text(part)) is not None:
+                pieces.append({"type": "text", "text": text})
+            elif kind == "image_url" and isinstance(url, str):
+                pieces.append({"type": "image", "image": url})
+            else:
+                problem = f"has a part of type {kind!r}, which this format does not have"
+                raise unsupported(self.run, f"{path}.content", problem)
+            if len(part) > 2:
+                self.losses.add("message_fields")
+        return pieces or ""
+
+    def _answer(self, path: str, message: Message, model: str) -> Json:
+        """Return the fields that an answer has beside its content."""
+        answer: Json = {"model": model, "source": "generate"}
+        calls = []
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            function = call.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                place = f"{path}.tool_calls[{index}]"
+                raise unsupported(self.run, place, "is no call of a function")
+            arguments = sent_arguments(function.get("arguments"))
+            if "unparsed" in arguments:
+                self.losses.add("tool_arguments")
+            call_id = str(call.get("id") or "")
+            self._functions[call_id] = function["name"]
+            calls.append(
+                {
+                    "id": call_id,
+                    "function": function["name"],
+                    "arguments": arguments,
+                    "type": "function",
+                }
+            )
+        return {**answer, "tool_calls": calls} if calls else answer
+
+
+def write_conversation(run: Run, conversation: Conversation, losses: set[str]) -> list[Json]:
+    """Return the messages of a conversation. Raises BadInput for what this format cannot carry."""
+    writer, messages = MessageWriter(run, losses), []
+    for index, message in enumerate(conversation.messages):
+        turn = conversation.turns_by_message.get(index)
+        model = turn.call.model if turn is not None and turn.call is not None else run.model
+        messages.append(writer.write(f"messages[{index}]", message, model))
+    return messages
+
+
+def write_output(model: str, answer: Json | None, finish_reason: str | None, usage: Json) -> Json:
+    """Return the output of a model: its answer as one choice, None if it gave none."""
+    output: Json = {"model": model, "choices": [], "completion": ""}
+    if answer is not None:
+        content = answer["content"]
+        text = (
+            content if isinstance(content, str) else "\n".join(p.get("text", "") for p in content)
+        )
+        stop = _STOPS.get(finish_reason or "", "unknown")
+        output["choices"] = [{"message": answer, "stop_reason": stop}]
+        output["completion"] = text.strip("\n")
+        output["usage"] = usage
+    return output
+
+
+def count_tokens(read: int, sampled: int) -> Json:
+    """Return a usage in Inspect's shape."""
+    return {"input_tokens": read, "output_tokens": sampled, "total_tokens": read + sampled}
 
 
 EVAL = LineFormat(

@@ -22,9 +22,9 @@ from typing import Any
 import orjson
 
 from cray_agents.exact_json import read_arguments
+from cray_agents.messages import FIELDS, function_of, reasoning_of
 from cray_agents.records import Message, ModelCall, Reward, Run, StopReason, ToolCall, Turn
-from cray_agents.runtime.exports.conversations.chat_messages import function_of
-from cray_agents.runtime.exports.conversations.conversation import (
+from cray_agents.runtime.exports.conversation import (
     Conversation,
     check_calls,
     conversation_of,
@@ -52,9 +52,6 @@ _WHOLE = ("top_k", "max_tokens", "max_completion_tokens", "max_output_tokens", "
 _OPERATIONS = {"/v1/completions": "text_completion"}
 _CUT = ("error", "cancelled")  # finish reasons of interrupted calls
 _REASONS = {"tool_calls": "tool_call", "function_call": "tool_call", "cancelled": "error"}
-_CARRIED = (
-    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
-)  # fmt: skip
 
 
 class _MessageTexts:
@@ -300,7 +297,7 @@ def genai_message(message: Message) -> Json:
     record: Json = {"role": str(message.get("role") or "user"), "parts": _content_parts(message)}
     if isinstance(message.get("name"), str):
         record["name"] = message["name"]
-    record |= {name: value for name, value in message.items() if name not in _CARRIED and value}
+    record |= {name: value for name, value in message.items() if name not in FIELDS and value}
     return record
 
 
@@ -329,7 +326,7 @@ def _content_parts(message: Message) -> list[Json]:
         call_id = message.get("tool_call_id")
         return [{"type": "tool_call_response", "id": call_id, "response": content}]
     converted: list[Json] = []
-    if thought := message.get("reasoning") or message.get("reasoning_content"):
+    if thought := reasoning_of(message):
         converted.append({"type": "reasoning", "content": str(thought)})
     if isinstance(content, str):
         if content:

@@ -17,7 +17,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.conversations.chat_messages import ChatMessages, chats_of
+from cray_agents.runtime.exports.chat_messages import ChatMessages, chats_of
 from cray_agents.runtime.exports.export_format import (
     Json,
     LineFormat,
@@ -25,7 +25,6 @@ from cray_agents.runtime.exports.export_format import (
     json_text,
     unsupported,
 )
-from cray_agents.runtime.store.segments.facts import text_of
 
 _FROM = {
     "system": "system",
@@ -61,7 +60,7 @@ def _turns(run: Run, chat: ChatMessages) -> Iterator[Json]:
         if index in written:
             continue
         calls = message.get("tool_calls") or ()
-        text = _text(message, chat)
+        text = chat.text(message)
         if not calls:
             yield {"from": _FROM[message["role"]], "value": text}
         elif text:
@@ -76,7 +75,7 @@ def _turns(run: Run, chat: ChatMessages) -> Iterator[Json]:
             result = _result(chat.messages, index, call["id"], written)
             if result is not None:
                 written.add(result)
-                yield {"from": "observation", "value": _text(chat.messages[result], chat)}
+                yield {"from": "observation", "value": chat.text(chat.messages[result])}
 
 
 def _join_turns(turns: list[Json], chat: ChatMessages) -> list[Json]:
@@ -114,15 +113,6 @@ def _result(messages: list[Message], caller: int, call_id: str, written: set[int
         if messages[index]["tool_call_id"] == call_id and index not in written:
             return index
     return None
-
-
-def _text(message: Message, chat: ChatMessages) -> str:
-    content = message["content"]
-    if isinstance(content, str):
-        return content
-    if len(content) > 1:
-        chat.losses.add("text_parts")
-    return text_of(message)
 
 
 def _lost_fields(chat: ChatMessages) -> set[str]:

@@ -11,8 +11,8 @@
     run_id, task_id, group, pair  string       chosen  bool (pair and chosen: of preferences)
 
 A dataset's own shards are rewritten column by column, without the store. The calls of a stored run
-are merged as in the dataset builder (datasets/samples/run_samples.py). pyarrow is imported only
-when a file is written. Called by parquet_files.py.
+are merged as in the dataset builder (datasets/run_samples.py). pyarrow is imported only
+when a file is written. Called by export_files.py.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.records import Run
-from cray_agents.runtime.datasets.samples.run_samples import (
+from cray_agents.runtime.datasets.run_samples import (
     TokenSample,
     find_inexact,
     is_exact,
     merge_calls,
 )
+from cray_agents.runtime.exports.export_files import TableFormat
 from cray_agents.runtime.exports.export_format import Written
-from cray_agents.runtime.exports.sources.export_source import ExportSource
-from cray_agents.runtime.exports.writers.counts import ExportCounts, LossRules
-from cray_agents.runtime.exports.writers.parquet_files import RowBatch, TableFormat
+from cray_agents.runtime.exports.losses import ExportCounts
+from cray_agents.runtime.exports.sources import ExportSource
 
 IGNORED = -100  # label of a token that is not trained on: ignore_index of PyTorch's cross entropy
 BATCH_TOKENS = 1 << 20  # tokens that are rewritten at a time, about
@@ -110,20 +110,14 @@ def _columns(sample: TokenSample) -> dict[str, Any]:
     }
 
 
-def rewrite_shards(
-    source: ExportSource, tally: ExportCounts, rules: LossRules, after: str
-) -> Iterator[RowBatch]:
-    """Yield a dataset's shards, rewritten in batches; a cursor counts the rows written with it."""
-    skip, row = int(after or 0), 0
+def rewrite_shards(source: ExportSource, counts: ExportCounts) -> Iterator[Any]:
+    """Yield a dataset's shards, rewritten in batches, and count their rows."""
     for shard in source.shards():
         for batch in batches(shard):
-            begin, row = row, row + batch.num_rows
-            if begin < skip:  # a cursor is always the end of a batch
-                continue
-            tally.records += batch.num_rows
-            tally.runs += batch.num_rows
-            tally.add("no_conversation", batch.num_rows, rules)
-            yield RowBatch(rewrite_batch(batch), str(row))
+            counts.records += batch.num_rows
+            counts.runs += batch.num_rows
+            counts.add("no_conversation", batch.num_rows)
+            yield rewrite_batch(batch)
 
 
 def batches(shard: Path) -> Iterator[Any]:

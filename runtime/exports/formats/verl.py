@@ -7,7 +7,7 @@
     extra_info    struct<index, split, task_id, run_id, agent, loop, generation, model>
 
 verl picks its reward function by data_source, and hands it ground_truth and extra_info. The prompt
-is the one that the first call of the task's first run read. Called by parquet_files.py; pyarrow is
+is the one that the first call of the task's first run read. Called by export_files.py; pyarrow is
 imported only when a file is written.
 """
 
@@ -15,11 +15,11 @@ from functools import cache
 from typing import Any
 
 from cray_agents.exact_json import dump_json
+from cray_agents.messages import part_text, text_of, with_parts
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.conversations.conversation import conversations_of, text_losses
+from cray_agents.runtime.exports.conversation import conversations_of, text_losses
+from cray_agents.runtime.exports.export_files import TableFormat
 from cray_agents.runtime.exports.export_format import Written, unsupported
-from cray_agents.runtime.exports.writers.parquet_files import TableFormat
-from cray_agents.runtime.store.segments.facts import text_of
 
 
 @cache
@@ -93,9 +93,7 @@ def _text(run: Run, index: int, message: Message, losses: list[str]) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    items = content if isinstance(content, list) else []
-    texts = [item.get("text") for item in items if isinstance(item, dict)]
-    if len(texts) < len(items) or not all(isinstance(text, str) for text in texts):
+    if any(part_text(part) is None for part in with_parts(content)):
         path = f"messages[{index}].content"
         raise unsupported(run, path, "has parts that are no text, and verl's prompt has no others")
     losses.append("text_parts")

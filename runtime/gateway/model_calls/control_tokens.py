@@ -2,7 +2,7 @@
 
 vLLM makes the token of it, so a tool's result can end its own turn and begin another. The record
 has what the model read; the tag tells whoever trains on it. Called by answer.py. What the platform
-renders itself has no such tokens: see runtime/datasets/samples/chat_template.py.
+renders itself has no such tokens: see runtime/datasets/chat_template.py.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 index.py is the entry point.
 schema.py and database.py handle the SQLite file and its place on this host.
-intake.py, run_rows.py, run_merge.py and codes.py add events, in any order.
-filters.py and pages.py answer queries. key_filter.py speeds up the filling of an empty index.
+intake.py and run_merge.py add events, in any order.
+filters.py and statistics.py answer queries.
 """
 
 from cray_agents.runtime.store.index.index import Index, Places, Problem

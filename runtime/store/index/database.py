@@ -1,6 +1,6 @@
 """Database: the connections to the index's file, which several processes of a host use.
 
-Writers take turns by a lock file, so that none starves while another fills the index. A file that
+Writers take turns by a lock file, so that none starves. A file that
 this or another process made anew has another inode; all connections are then opened again. Used by
 index.py; the tables are in schema.py.
 """
@@ -15,14 +15,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cray_agents.errors import CrayError, DiskFull, StoreError
 from cray_agents.runtime.disk.turns import statements_in_pieces
 from cray_agents.runtime.store.index import schema
-
-if TYPE_CHECKING:
-    from cray_agents.runtime.store.index.key_filter import KeyFilter
 
 READERS = 8  # idle connections kept
 FRESH = 0.05  # seconds for which frequent reads do not check for a new file
@@ -39,9 +35,6 @@ class Database:
         self._idle: deque[sqlite3.Connection] = deque()
         self._closed = False
         self._checked = 0.0  # time of the last check for a new file
-        self._draft: sqlite3.Connection | None = None
-        self._filler = 0  # id of the thread that fills the draft
-        self.seen: KeyFilter | None = None  # the keys in the draft
         self.rollbacks = 0
         with self._translate_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,10 +47,6 @@ class Database:
         """Open a transaction: committed at the end, rolled back by an exception."""
         with self._lock, self._translate_errors():
             self._check_open()
-            if self._draft is not None:
-                with self._drafting(self._draft) as connection:
-                    yield connection
-                return
             with _locked(self._turn):
                 self._reopen_if_replaced()
                 connection = self._writers[0]
@@ -79,10 +68,6 @@ class Database:
         """
         with self._translate_errors():
             self._check_open()
-            if self._filler == threading.get_ident() and self._draft is not None:
-                with self._lock:
-                    yield self._draft
-                return
             now = time.monotonic()
             if not often or now - self._checked > FRESH:
                 self._reopen_if_replaced()
@@ -100,23 +85,6 @@ class Database:
                     idle.append(connection)
                 else:
                     connection.close()
-
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Fill an empty file by a draft that replaces it at the end; do nothing if it is not empty.
-
-        The draft has no log, and is sorted last. One process fills at a time. Others go on using
-        the old file, and their writes to it are lost; their next transaction uses the new file.
-        """
-        with _lock_file(self._beside("filling")) as lock, _locked(lock):
-            with self._translate_errors():
-                started = self._start_draft()
-            try:
-                yield
-            finally:
-                if started:
-                    with self._lock, self._translate_errors():
-                        self._publish_draft()
 
     def start_again(self) -> None:
         """Replace the file by an empty one."""
@@ -136,48 +104,6 @@ class Database:
         with self._opening_lock():
             self._writers.append(schema.prepare(self.path, self._identity))
             self._inode = self.path.stat().st_ino
-
-    @contextmanager
-    def _drafting(self, draft: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-        """Write to the draft; give it up on an error, since without a log it has no rollback."""
-        try:
-            yield draft
-        except BaseException:
-            self._draft = self.seen = None
-            draft.close()
-            raise
-
-    def _start_draft(self) -> bool:
-        with self.reading() as connection:
-            empty = connection.execute("SELECT 1 FROM segments LIMIT 1").fetchone() is None
-        with self._lock:
-            if not empty or self._draft is not None:
-                return False
-            self._draft = schema.draft(self._beside("draft"), self._identity)
-            self._filler = threading.get_ident()
-            try:
-                from cray_agents.runtime.store.index.key_filter import KeyFilter
-            except ModuleNotFoundError:  # a light install without numpy: keep the keys sorted
-                self._draft.execute(schema.KEYS)
-            else:
-                self.seen = KeyFilter()
-        return True
-
-    def _publish_draft(self) -> None:
-        """Replace the file by the draft, unless the draft was given up."""
-        draft, self._draft, self._filler, self.seen = self._draft, None, 0, None
-        path = self._beside("draft")
-        try:
-            if draft is not None and not self._closed:
-                schema.finish(draft)
-                with _locked(self._turn), self._opening_lock():
-                    schema.remove(self.path)
-                    path.rename(self.path)
-                self._reopen_if_replaced()
-        finally:
-            if draft is not None:
-                draft.close()
-            schema.remove(path)
 
     def _renew(self) -> None:
         with _locked(self._turn):

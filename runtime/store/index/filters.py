@@ -1,26 +1,25 @@
-"""Filters: translate run filters, orders and groups to SQL over the table `runs` of schema.py.
+"""Filters: translate run filters and orders to SQL over the table `runs` of schema.py; read pages.
 
 Columns that the order does not use are written `+column`. SQLite then scans the index of the order
 and compares as it goes, instead of gathering all matches of a column and sorting them.
-Used by index.py and pages.py.
+Used by index.py and statistics.py.
 """
 
 import sqlite3
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from cray_agents.errors import NotFound
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.runtime.store.index.codes import MODELS, TAGS, name_code, sets_with
-from cray_agents.runtime.store.index.run_merge import RunFacts
+from cray_agents.runtime.store.index.run_merge import MergedRun, RunFacts
+from cray_agents.runtime.store.index.schema import any_version, name_code, to_rank
 
-MAX_LISTED = 500  # sets of models or tags that are listed in a statement, at most
 _SORTED = {
     "id": ("id",),
     "newest": ("started", "id"),
     "oldest": ("started", "id"),
     "task": ("task", "generation", "attempt", "id"),
 }
-_LARGEST = 2**62
 #: Columns with a range in a filter, by the name of its bounds.
 BOUNDED = {
     "reward": "+reward",
@@ -35,18 +34,6 @@ class SqlCondition(NamedTuple):
 
     sql: str
     values: list[Any]
-
-
-def to_rank(number: int | None) -> int:
-    """Return a generation or attempt as its column value: never NULL, and None sorts before 0."""
-    if number is None:
-        return 0
-    return max(-_LARGEST, min(_LARGEST, number + (number >= 0)))
-
-
-def from_rank(number: int) -> int | None:
-    """Return the generation or attempt of a column value."""
-    return None if number == 0 else number - (number > 0)
 
 
 def match_condition(
@@ -88,17 +75,16 @@ def match_condition(
     for bound, compare in ((query.since, ">="), (query.until, "<=")):
         if bound is not None:
             add(f"{plus}started {compare} ?", bound)
-    wanted = [(MODELS, "models", query.model)] if query.model is not None else []
-    for kind, column, name in [*wanted, *((TAGS, "tags", tag) for tag in query.tags)]:
-        sets = sets_with(connection, kind, name, MAX_LISTED + 1)
-        if len(sets) > MAX_LISTED:
-            member = "SELECT 1 FROM members WHERE kind = ? AND name = ? AND code"
-            add(f"EXISTS ({member} = runs.{column})", kind, name)
-        else:
-            add(_one_of(f"+{column}", sets))
+    wanted = [("tags", tag) for tag in query.tags]
+    if query.model is not None:
+        name = query.model
+        wanted.append(("models", name if "@" in name else any_version(name)))
+    for column, name in wanted:
+        code = name_code(connection, name)
+        add(f"instr({column}, ?) > 0", None if code is None else f"|{code}|")
     for tag in query.without_tags:
-        member = "SELECT 1 FROM members WHERE kind = ? AND name = ? AND code"
-        add(f"NOT EXISTS ({member} = runs.tags)", TAGS, tag)
+        if (code := name_code(connection, tag)) is not None:
+            add("instr(tags, ?) = 0", f"|{code}|")
     if None in values:
         return None  # a name without a code: no run has it
     return SqlCondition(" AND ".join(conditions), values)
@@ -133,9 +119,51 @@ def key_of(order: str, facts: RunFacts) -> tuple[Any, ...]:
     return (facts.started, facts.run_id)
 
 
-def key_columns(order: str) -> str:
-    """Return the columns of the sort key of an order."""
-    return ", ".join(_SORTED[order])
+def facts_in(row: tuple[str, bytes]) -> RunFacts:
+    """Return the facts of a run from its columns `id` and `told`; the run must be shown."""
+    run_id, merged = row
+    facts = MergedRun(merged).facts(run_id)
+    assert facts is not None, run_id  # true of a run that is shown
+    return facts
+
+
+def start_key(connection: sqlite3.Connection, query: RunQuery) -> Sequence[Any] | None:
+    """Return the key of the query's run `after` in its order, or None without `after`.
+
+    Raises NotFound for an unknown run, unless the order is that of ids.
+    """
+    if query.after is None:
+        return None
+    if query.order == "id":
+        return (query.after,)
+    sql = f"SELECT {', '.join(_SORTED[query.order])} FROM runs WHERE id = ?"
+    row: Sequence[Any] | None = connection.execute(sql, (query.after,)).fetchone()
+    if row is None:
+        raise NotFound(f"no run {query.after!r} to go on after", param="after")
+    return row
+
+
+def read_page(
+    connection: sqlite3.Connection,
+    query: RunQuery,
+    key: Sequence[Any] | None,
+    limit: int | None,
+) -> list[RunFacts]:
+    """Return at most `limit` runs that match and come after `key`."""
+    matching = match_condition(connection, query, query.order)
+    if matching is None:
+        return []
+    conditions, values = [matching.sql], list(matching.values)
+    if key is not None:
+        later = after_condition(query.order, key)
+        conditions.append(later.sql)
+        values += later.values
+    chosen = (
+        f"SELECT run FROM runs WHERE {' AND '.join(conditions)} ORDER BY {order_by(query)} LIMIT ?"
+    )
+    sql = f"SELECT id, told FROM ({chosen}) CROSS JOIN runs USING (run)"
+    rows = connection.execute(sql, [*values, -1 if limit is None else limit]).fetchall()
+    return [facts_in(row) for row in rows]
 
 
 def _one_of(column: str, numbers: Sequence[int]) -> str:

@@ -4,11 +4,10 @@ It is one SQLite file on this host's own disk, used by all processes of the host
 without loss, for the segments hold everything. Filled and queried by store.py, in any thread.
 
 The first page of any filter takes one scan of a SQLite index with all columns that filters compare
-(see schema.py). With 1,000,000 runs that is less than 0.1 s, also if few runs match or none. A tag
-or model in more than 500 different sets of tags or models takes up to ten times as long.
+(see schema.py). With 1,000,000 runs that is a fraction of a second, also if few runs match or none.
 
-Read next: schema.py, intake.py and run_merge.py (adding events), filters.py and pages.py (queries),
-database.py (the file).
+Read next: schema.py, intake.py and run_merge.py (adding events), filters.py and statistics.py
+(queries), database.py (the file).
 """
 
 import sqlite3
@@ -21,14 +20,12 @@ import orjson
 
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import filters, intake
-from cray_agents.runtime.store.index.codes import Codes
 from cray_agents.runtime.store.index.database import Database
-from cray_agents.runtime.store.index.intake import Intake, event_key
-from cray_agents.runtime.store.index.pages import facts_in, read_page, start_key
+from cray_agents.runtime.store.index.filters import facts_in, read_page, start_key
+from cray_agents.runtime.store.index.intake import Intake, event_key, rows_in
 from cray_agents.runtime.store.index.run_merge import RunFacts
-from cray_agents.runtime.store.index.run_rows import rows_in
-from cray_agents.runtime.store.index.schema import CALL, FORGET, REWARD
-from cray_agents.runtime.store.index.statistics import facets, histograms, statistics
+from cray_agents.runtime.store.index.schema import CALL, FORGET, REWARD, Codes
+from cray_agents.runtime.store.index.statistics import RunStatistics
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 
 PAGE = 1000  # runs, or conversations, read at once
@@ -53,7 +50,7 @@ class Places(NamedTuple):
     rewards: tuple[LinePlace, ...]
 
 
-class Index:
+class Index(RunStatistics):
     """An index in the file `path`, of the segments of the root with this `identity`.
 
     A damaged file, or one of another schema, identity or boot of this machine, is replaced by an
@@ -96,7 +93,7 @@ class Index:
                 return -1
             number, progress = known or (_insert_segment(connection, segment), 0)
             replaced = _numbers(connection, replaces)
-            batch = Intake(connection, self._codes, number, replaced, self._database.seen)
+            batch = Intake(connection, self._codes, number, replaced)
             new = batch.take(placed)
             if end > progress:
                 move = "UPDATE segments SET progress = ? WHERE segment = ?"
@@ -145,16 +142,6 @@ class Index:
             f" WHERE dead = 1 AND kind != {FORGET} GROUP BY segment"
         )
         return dict(self._all(sql))
-
-    def bulk(self) -> AbstractContextManager[None]:
-        """Halve the time of many `add`s to an empty index; no effect on another.
-
-        Within this context all threads of this process add to a draft that replaces the file at the
-        end. Reads use the old file, except in this thread, which reads the draft. Events that other
-        processes add meanwhile are lost and must be read again. The context waits for another
-        process in it, so call `progress` inside. A killed process adds nothing.
-        """
-        return self._database.filling()
 
     def note(self, segment: str, offset: int, at: int, length: int, message: str) -> None:
         """Record damage, once for each segment and place."""
@@ -308,37 +295,12 @@ class Index:
             for ids, text in [orjson.loads(answer)]
         ]
 
-    def stats(
-        self, query: RunFilter, by: Sequence[str] = (), **options: Any
-    ) -> list[dict[str, Any]]:
-        """Return counts and means of the matching runs, one row a group, largest group first.
+    def _counting(self, query: RunFilter) -> AbstractContextManager[sqlite3.Connection]:
+        return self.reading()
 
-        `by` may name agent, model, loop, generation, split, stop_reason, error, task, key (the id
-        of the API key that began the run) and day (of UTC, `2026-01-31`). A row has these and runs,
-        rewarded, success (share of rewarded runs with a reward of 1 or more), mean_reward,
-        min_reward, max_reward, calls, prompt_tokens, sampled_tokens, errors, infrastructure,
-        mean_seconds, seconds, last (start), p50_seconds, p95_seconds. Options: `bucket` groups by
-        `time`, the beginning of so many seconds, too; `percentiles` False leaves these two out,
-        which takes a fraction of the time; `owner`, runs of this key only; `limit`, groups;
-        `inputs`: each task's first row has one. Raises BadInput for another `by`.
-        """
-        with self._database.reading() as connection:
-            return statistics(connection, query, by, **options)
-
-    def facets(self, query: RunFilter, by: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-        """Return the values of fields and how many matching runs have each; raises BadInput."""
-        with self._database.reading() as connection:
-            return facets(connection, query, by)
-
-    def histograms(
-        self, query: RunFilter, of: Sequence[str], bins: int, sample: int | None = None
-    ) -> dict[str, dict[str, Any]]:
-        """Return histograms of reward, seconds, turns, tokens of matching runs; raises BadInput.
-
-        Where more than `sample` match, they count every n-th run.
-        """
-        with self._database.reading() as connection:
-            return histograms(connection, query, of, bins, sample)
+    def reading(self) -> AbstractContextManager[sqlite3.Connection]:
+        """Borrow a connection for reading. Raises StoreError."""
+        return self._database.reading()
 
     def close(self) -> None:
         """Close the file."""

@@ -1,27 +1,42 @@
 """Intake: add events to the index's tables, forget them, and remove those of dropped segments.
 
-All functions run in a transaction that index.py holds. Rows are read for many events at once,
-merged in run_merge.py, and written at the end by run_rows.py.
+All functions run in a transaction that index.py holds. Rows of runs are read for many events at
+once, merged in run_merge.py, and written at the end. A row's columns follow from the merged facts
+of its run. Columns that queries sort or select by are written only when they change, since each is
+in three indexes.
 """
 
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-from cray_agents.runtime.store.index import run_rows
-from cray_agents.runtime.store.index.codes import Codes
 from cray_agents.runtime.store.index.run_merge import MergedRun
-from cray_agents.runtime.store.index.run_rows import RunRow, rows_in
-from cray_agents.runtime.store.index.schema import BY_RUN, FORGET, KEYS, KINDS
+from cray_agents.runtime.store.index.schema import FORGET, KINDS, Codes, any_version, to_rank
 from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import Placed
 
-if TYPE_CHECKING:
-    from cray_agents.runtime.store.index.key_filter import KeyFilter
+PUT = (256, 64, 16, 4, 1)  # rows inserted by one statement
+SIZES = (1, 16, 128, 1024)  # values in one SELECT; few sizes, so few statements to prepare
 
+_SORTED = [
+    *("shown", "loop", "generation", "agent", "split", "stop_reason", "error"),
+    *("models", "tags", "reward", "started", "task", "attempt"),
+]
+_MORE = [
+    *("description", "model", "infrastructure", "seconds", "calls", "prompt", "sampled"),
+    *("turns", "owner", "told"),
+]
+_FIND = (
+    f"SELECT id, run, description, told, run IN (SELECT run FROM stale), {', '.join(_SORTED)}"
+    " FROM runs WHERE id IN"
+)
+_INSERT = f"INSERT INTO runs (run, id, {', '.join(_SORTED + _MORE)})"
+_UPDATE = f"UPDATE runs SET {', '.join(f'{name} = ?' for name in _SORTED + _MORE)} WHERE run = ?"
+_UPDATE_MORE = f"UPDATE runs SET {', '.join(f'{name} = ?' for name in _MORE)} WHERE run = ?"
+_HIDDEN = (0, None, 0, None, None, None, None, "", "", None, 0.0, "", 0)
 _LIVE = f"run = ? AND dead = 0 AND kind != {FORGET}"
 
 
@@ -42,11 +57,23 @@ def event_key(event_id: str) -> bytes:
     return blake2b(name, digest_size=16).digest()
 
 
-class Intake:
-    """The intake of events of one segment; `replaces` are the numbers of segments it replaces.
+class _RunRow:
+    """A row of `runs`. `columns` are its sorted columns as they are in the table."""
 
-    `seen` is given for a draft, whose keys are not sorted yet (unless one came twice).
-    """
+    __slots__ = ("columns", "description", "merged", "new", "run", "run_id", "stale")
+
+    def __init__(self, run_id: str, run: int) -> None:
+        self.run_id = run_id
+        self.run = run
+        self.new = True
+        self.stale = False
+        self.description: int | None = None
+        self.merged = MergedRun()
+        self.columns: tuple[Any, ...] = _HIDDEN
+
+
+class Intake:
+    """The intake of events of one segment; `replaces` are the numbers of segments it replaces."""
 
     def __init__(
         self,
@@ -54,13 +81,11 @@ class Intake:
         codes: Codes,
         segment: int,
         replaces: Collection[int] = (),
-        seen: "KeyFilter | None" = None,
     ) -> None:
         self._connection = connection
         self._codes = codes
         self._segment = segment
         self._replaces = replaces
-        self._seen = seen
         self._events: list[tuple[Any, ...]] = []
         self._conversations: list[tuple[Any, ...]] = []  # rows of the table `asked`
 
@@ -81,10 +106,6 @@ class Intake:
 
     def _leave_out_known(self, fresh: dict[bytes, Placed]) -> None:
         """Drop known events from `fresh`; those of replaced segments get their new place."""
-        if self._seen is not None:
-            if self._seen.are_new(fresh):
-                return
-            self._connection.execute(KEYS)
         moved, doubles = [], 0
         sql = "SELECT key, event, segment FROM events WHERE key IN"
         for key, event, segment in rows_in(self._connection, sql, list(fresh)):
@@ -107,7 +128,7 @@ class Intake:
         by_run: dict[str, list[tuple[bytes, Placed]]] = {}
         for key, one in fresh.items():
             by_run.setdefault(one[0].run_id, []).append((key, one))
-        rows = run_rows.find(connection, list(by_run))
+        rows = _find(connection, list(by_run))
         last = connection.execute("SELECT coalesce(max(event), 0) FROM events").fetchone()[0]
         for run_id, events in by_run.items():
             row = rows[run_id]
@@ -117,11 +138,11 @@ class Intake:
             for key, (fact, place) in events:
                 last += 1
                 self._take_event(row, last, key, fact, place)
-        run_rows.write(connection, self._codes, rows.values())
-        run_rows.put(connection, "INSERT INTO events", self._events)
-        run_rows.put(connection, "INSERT INTO asked", self._conversations)
+        _write(connection, self._codes, rows.values())
+        _put(connection, "INSERT INTO events", self._events)
+        _put(connection, "INSERT INTO asked", self._conversations)
 
-    def _take_event(self, row: RunRow, event: int, key: bytes, fact: Fact, place: Any) -> None:
+    def _take_event(self, row: _RunRow, event: int, key: bytes, fact: Fact, place: Any) -> None:
         until = row.merged.forgotten
         kind = KINDS[fact.kind]
         dead = until is not None and kind != FORGET and fact.time <= until
@@ -141,7 +162,7 @@ def rebuild_run(
     connection: sqlite3.Connection, codes: Codes, run_id: str, placed: list[Placed]
 ) -> bool:
     """Rebuild a run's row from all its live events. Return False if one is missing."""
-    row = run_rows.find(connection, [run_id])[run_id]
+    row = _find(connection, [run_id])[run_id]
     if row.new:
         return True  # no such run any more
     given = {event_key(fact.id): fact for fact, _ in placed}
@@ -157,7 +178,7 @@ def rebuild_run(
             values = _conversation_row(row, event, fact)
             connection.execute("INSERT OR REPLACE INTO asked VALUES (?, ?, ?, ?, ?)", values)
     connection.execute("DELETE FROM stale WHERE run = ?", (row.run,))
-    run_rows.write(connection, codes, [row])
+    _write(connection, codes, [row])
     return True
 
 
@@ -171,7 +192,7 @@ def drop(connection: sqlite3.Connection, codes: Codes, segments: Collection[int]
     connection.execute(f"DELETE FROM asked WHERE event IN ({events})")
     deleted = connection.execute(f"DELETE FROM events WHERE {in_segments}").rowcount
     for (run_id,) in ids:
-        row = run_rows.find(connection, [run_id])[run_id]
+        row = _find(connection, [run_id])[run_id]
         sql = f"SELECT max(time) FROM events WHERE run = ? AND kind = {FORGET}"
         until = connection.execute(sql, (row.run,)).fetchone()[0]
         revive = f"UPDATE events SET dead = 0 WHERE run = ? AND kind != {FORGET} AND dead = 1"
@@ -179,19 +200,17 @@ def drop(connection: sqlite3.Connection, codes: Codes, segments: Collection[int]
             revive += f" AND time > {until!r}"
         connection.execute(revive, (row.run,))
         _hide(connection, row, until)
-        run_rows.write(connection, codes, [row])
+        _write(connection, codes, [row])
     return deleted > 0
 
 
-def _forget(connection: sqlite3.Connection, row: RunRow, until: float) -> None:
+def _forget(connection: sqlite3.Connection, row: _RunRow, until: float) -> None:
     """Forget the events of a run up to a time."""
     if row.merged.forgotten is not None and row.merged.forgotten >= until:
         return
     row.merged.forgotten = until
     if row.new:
         return
-    for statement in BY_RUN:  # a draft may lack these
-        connection.execute(statement)
     kill = f"UPDATE events SET dead = 1 WHERE {_LIVE} AND time <= ?"
     if connection.execute(kill, (row.run, until)).rowcount:
         gone = "DELETE FROM asked WHERE run = ? AND time <= ?"
@@ -199,7 +218,7 @@ def _forget(connection: sqlite3.Connection, row: RunRow, until: float) -> None:
         _hide(connection, row, until)
 
 
-def _hide(connection: sqlite3.Connection, row: RunRow, until: float | None) -> None:
+def _hide(connection: sqlite3.Connection, row: _RunRow, until: float | None) -> None:
     """Clear a run's row; mark the run as stale if it still has live events."""
     row.merged, row.description = _empty(until), None
     sql = f"SELECT EXISTS (SELECT 1 FROM events WHERE {_LIVE})"
@@ -210,7 +229,7 @@ def _hide(connection: sqlite3.Connection, row: RunRow, until: float | None) -> N
         connection.execute("DELETE FROM stale WHERE run = ?", (row.run,))
 
 
-def _conversation_row(row: RunRow, event: int, fact: Fact) -> tuple[Any, ...]:
+def _conversation_row(row: _RunRow, event: int, fact: Fact) -> tuple[Any, ...]:
     """Return the row of `asked` for a call that a conversation may continue."""
     return fact.time, event, row.run, fact.about["asked"], orjson.dumps(fact.about["said"])
 
@@ -219,3 +238,116 @@ def _empty(forgotten: float | None) -> MergedRun:
     merged = MergedRun()
     merged.forgotten = forgotten
     return merged
+
+
+def _find(connection: sqlite3.Connection, run_ids: Sequence[str]) -> dict[str, _RunRow]:
+    """Return the rows of runs, with a new row for each run without one."""
+    rows: dict[str, _RunRow] = {}
+    for run_id, run, description, merged, stale, *columns in rows_in(connection, _FIND, run_ids):
+        row = rows[run_id] = _RunRow(run_id, run)
+        row.new = False
+        row.stale = bool(stale)
+        row.description = description
+        row.merged = MergedRun(merged)
+        row.columns = tuple(columns)
+    if len(rows) < len(run_ids):
+        last = connection.execute("SELECT coalesce(max(run), 0) FROM runs").fetchone()[0]
+        for run_id in run_ids:
+            if run_id not in rows:
+                last += 1
+                rows[run_id] = _RunRow(run_id, last)
+    return rows
+
+
+def _write(connection: sqlite3.Connection, codes: Codes, rows: Iterable[_RunRow]) -> None:
+    """Insert or update rows in the table."""
+    inserted, updated, changed = [], [], []
+    for row in rows:
+        columns, more = _values(connection, codes, row)
+        if row.new:
+            inserted.append((row.run, row.run_id, *columns, *more))
+        elif columns == row.columns:
+            changed.append((*more, row.run))
+        else:
+            updated.append((*columns, *more, row.run))
+    _put(connection, _INSERT, inserted)
+    for statement, values in ((_UPDATE, updated), (_UPDATE_MORE, changed)):
+        if values:
+            connection.executemany(statement, values)
+
+
+def _put(connection: sqlite3.Connection, insert: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Insert rows, many in a statement; `insert` ends before its VALUES.
+
+    Fewer statements give other threads fewer chances to take Python's lock.
+    """
+    at = 0
+    while at < len(rows):
+        size = next(size for size in PUT if size <= len(rows) - at)
+        some = rows[at : at + size]
+        marks = f"({', '.join('?' * len(some[0]))})"
+        sql = f"{insert} VALUES {', '.join([marks] * size)}"
+        connection.execute(sql, [value for row in some for value in row])
+        at += size
+
+
+def rows_in(
+    connection: sqlite3.Connection, sql: str, values: Sequence[Any], more: str = ""
+) -> Iterator[Any]:
+    """Yield the rows of `sql` + a list of the values + `more`. The last row may come twice."""
+    at = 0
+    while at < len(values):
+        left = len(values) - at
+        size = next((size for size in SIZES if size >= left), SIZES[-1])
+        some = list(values[at : at + size])
+        some += some[-1:] * (size - len(some))
+        yield from connection.execute(f"{sql} ({', '.join('?' * size)}){more}", some).fetchall()
+        at += size
+
+
+def _values(
+    connection: sqlite3.Connection, codes: Codes, row: _RunRow
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the sorted and the other columns. A hidden run keeps its place in the orders."""
+    facts = row.merged.facts(row.run_id)
+    merged = row.merged.dumps()
+    if facts is None:
+        hidden = (row.description, None, 0, None, 0, 0, 0, 0, None, merged)
+        return (0, *row.columns[1:]), hidden
+
+    known = codes.names
+    loop, agent, split, stop_reason, error, model, owner = [
+        known[name] if name in known else codes.name(connection, name)
+        for name in (
+            *(facts.loop, facts.agent, facts.split, facts.stop_reason),
+            *(facts.error, facts.model, facts.owner),
+        )
+    ]
+    columns = (
+        1,
+        loop,
+        to_rank(facts.generation),
+        agent,
+        split,
+        stop_reason,
+        error,
+        codes.several(connection, [*facts.models, *sorted({*map(any_version, facts.models)})]),
+        codes.several(connection, facts.tags),
+        facts.reward,
+        facts.started,
+        facts.task or "",
+        to_rank(facts.attempt),
+    )
+    more = (
+        row.description,
+        model,
+        facts.infrastructure,
+        facts.seconds,
+        facts.calls,
+        facts.prompt_tokens,
+        facts.sampled_tokens,
+        facts.turns,
+        owner,
+        merged,
+    )
+    return columns, more

@@ -1,11 +1,13 @@
 """Schema: the tables of the index, its place on this host, and the opening of its file.
 
-`runs` has a column for everything that queries select or sort by, with names as numbers (codes.py).
-Its column `told` has the merged facts of a run (run_merge.py). Three SQLite indexes, one for each
-order, hold the same columns. A page is thus found by a scan of one index, without touching a row.
-A fourth has all that statistics read.
-Each version of this code has a file of its own, so no version number needs care, and two versions
-on one host do not undo each other's work. Called by database.py.
+`runs` has a column for everything that queries select or sort by, with names as numbers. Its column
+`told` has the merged facts of a run (run_merge.py). Three SQLite indexes, one for each order, hold
+the columns that filters compare, so a page is found by a scan of one of them, without touching a
+row. That by id also has all that statistics read.
+
+INDEX_VERSION is in the file's name, so two versions on one host do not undo each other's work.
+Raise it with each change of the tables, of run_merge.py or of segments/facts.py. Called by
+database.py.
 """
 
 import errno
@@ -14,7 +16,7 @@ import os
 import shutil
 import sqlite3
 import time
-import zlib
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,20 +24,12 @@ from cray_agents.errors import StoreError
 from cray_agents.paths import Home, host_cache
 from cray_agents.records import new_id
 from cray_agents.runtime.disk.durable import create_file
-from cray_agents.runtime.store.segments import facts
 
-
-def _version() -> int:
-    """Return a hash of the code of the index and of its facts."""
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(facts.__file__)]
-    return zlib.crc32(b"".join(path.read_bytes() for path in sources)) & 0x7FFF_FFFF
-
-
-DRAFT_CACHE = 192 * 1024  # KiB of memory for a draft
-VERSION = _version()  # in the file's name, and its user_version
+INDEX_VERSION = 1
 KEPT_SECONDS = 7 * 86_400.0  # after its last use, for the file of another version
 KEPT_FILES = 3  # of other versions, the last used
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+MAX_CACHED = 20_000  # codes of names remembered
 
 # kinds of events, as numbers
 CALL, RUN, REWARD, FORGET = range(4)
@@ -70,7 +64,7 @@ CREATE TABLE runs (
   id TEXT NOT NULL UNIQUE,
   shown INTEGER NOT NULL,  -- 0: only rewards, forgotten, or stale
   loop INTEGER, generation INTEGER NOT NULL, agent INTEGER, split INTEGER, stop_reason INTEGER,
-  error INTEGER, models INTEGER, tags INTEGER, reward REAL, started REAL NOT NULL,
+  error INTEGER, models TEXT NOT NULL, tags TEXT NOT NULL, reward REAL, started REAL NOT NULL,
   task TEXT NOT NULL, attempt INTEGER NOT NULL,
   description INTEGER,  -- the event that describes it
   model INTEGER, infrastructure INTEGER, seconds REAL, calls INTEGER, prompt INTEGER,
@@ -78,30 +72,21 @@ CREATE TABLE runs (
 );
 CREATE TABLE stale (run INTEGER PRIMARY KEY);
 CREATE TABLE names (code INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE sets (code INTEGER PRIMARY KEY, kind INTEGER NOT NULL, members TEXT NOT NULL,
-  UNIQUE (kind, members));
-CREATE TABLE members (kind INTEGER, name TEXT, code INTEGER, PRIMARY KEY (kind, name, code))
-  WITHOUT ROWID;
 CREATE TABLE asked (
   time REAL, event INTEGER, run INTEGER, hash TEXT, said BLOB, PRIMARY KEY (time, event)
 ) WITHOUT ROWID;
 """
 
 _ALL = "loop, generation, agent, split, stop_reason, error, models, tags, reward"
-# SQLite indexes that a draft lacks until they are used or it is finished
-KEYS = "CREATE UNIQUE INDEX IF NOT EXISTS events_by_key ON events (key)"
-BY_RUN = (
-    "CREATE INDEX IF NOT EXISTS events_by_run ON events (run)",
-    "CREATE INDEX IF NOT EXISTS asked_by_run ON asked (run)",
-)
-ORDERS = (
-    f"CREATE INDEX runs_by_id ON runs (shown, id, {_ALL}, started)",
+INDEXES = (
+    "CREATE UNIQUE INDEX events_by_key ON events (key)",
+    "CREATE INDEX events_by_run ON events (run)",
+    "CREATE INDEX asked_by_run ON asked (run)",
+    f"CREATE INDEX runs_by_id ON runs (shown, id, {_ALL}, started, task, model, infrastructure,"
+    " seconds, calls, prompt, sampled, turns, owner)",
     f"CREATE INDEX runs_by_start ON runs (shown, started, id, {_ALL})",
     "CREATE INDEX runs_by_task ON runs"
     f" (shown, task, generation, attempt, id, {_ALL.replace('generation, ', '')}, started)",
-    # all that statistics.py reads: a twentieth of the table
-    f"CREATE INDEX runs_figures ON runs (shown, {_ALL}, started, task, model, infrastructure,"
-    " seconds, calls, prompt, sampled, turns, owner)",
 )
 
 #: Files that SQLite keeps beside its own.
@@ -135,41 +120,12 @@ def prepare(path: Path, identity: str) -> sqlite3.Connection:
     os.utime(path)  # it is in use
     if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
         connection.execute("BEGIN IMMEDIATE")
-        _create_tables(connection, wanted)
-        for statement in (KEYS, *BY_RUN, *ORDERS):
+        for statement in (*TABLES.split(";\n"), *INDEXES):
             connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {INDEX_VERSION}")
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", list(wanted.items()))
         connection.execute("COMMIT")
     return connection
-
-
-def draft(path: Path, identity: str) -> sqlite3.Connection:
-    """Create a new file that nobody else reads, in one transaction that `finish` ends."""
-    remove(path)
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    for setting in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE"):
-        connection.execute(f"PRAGMA {setting}")
-    connection.execute(f"PRAGMA cache_size = -{DRAFT_CACHE}")
-    connection.execute("BEGIN IMMEDIATE")
-    _create_tables(connection, {"identity": identity, "boot": _boot()})
-    return connection
-
-
-def finish(connection: sqlite3.Connection) -> None:
-    """Create a draft's SQLite indexes, commit it for others to open, and close it."""
-    for statement in (KEYS, *BY_RUN, *ORDERS):
-        connection.execute(statement)
-    connection.execute("COMMIT")
-    connection.execute("PRAGMA locking_mode = NORMAL")
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.close()
-
-
-def _create_tables(connection: sqlite3.Connection, meta: dict[str, str]) -> None:
-    """Create the tables, without KEYS, BY_RUN and ORDERS."""
-    for statement in TABLES.split(";\n"):
-        connection.execute(statement)
-    connection.execute(f"PRAGMA user_version = {VERSION}")
-    connection.executemany("INSERT INTO meta VALUES (?, ?)", list(meta.items()))
 
 
 def remove(path: Path) -> None:
@@ -180,26 +136,18 @@ def remove(path: Path) -> None:
 
 
 def _is_usable(path: Path, wanted: dict[str, str]) -> bool:
-    """Check the version and root of a file, and that the ends of its tables are readable."""
+    """Check the version and root of a file. Other damage is met when it is read."""
     connection = sqlite3.connect(path, timeout=60)
     try:
-        if connection.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+        if connection.execute("PRAGMA user_version").fetchone()[0] != INDEX_VERSION:
             return False
-        if dict(connection.execute("SELECT name, value FROM meta")) != wanted:
-            return False
-        tables = ("segments", "events", "runs", "stale", "names", "sets")
-        for table in tables:
-            for way in ("", " DESC"):
-                connection.execute(f"SELECT * FROM {table} ORDER BY rowid{way} LIMIT 1").fetchall()
-        connection.execute("SELECT key FROM events ORDER BY key LIMIT 1").fetchall()
-        connection.execute("SELECT * FROM asked ORDER BY time LIMIT 1").fetchall()
+        return dict(connection.execute("SELECT name, value FROM meta")) == wanted
     except sqlite3.DatabaseError as error:
         if is_damage(error):
             return False
         raise
     finally:
         connection.close()
-    return True
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -231,7 +179,7 @@ def cache_of(home: Home) -> Path:
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         (directory / "root").write_bytes(os.fsencode(root))
-        _remove_old(directory, path := directory / f"index-{VERSION:08x}.sqlite")
+        _remove_old(directory, path := directory / f"index-{INDEX_VERSION}.sqlite")
     except OSError as error:
         raise StoreError(f"cannot write the index in {directory}: {error.strerror}") from error
     return path
@@ -277,3 +225,59 @@ def sweep_caches() -> list[str]:
             shutil.rmtree(file.parent, ignore_errors=True)
             swept.append(root)
     return swept
+
+
+class Codes:
+    """A cache of the codes of names for one connection's transactions; void once one is undone.
+
+    Most runs share their agent, loop, models and tags, so codes are few, and queries compare
+    numbers. Several names are stored as a text of their codes, "|3|7|"; see `codes_of`.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str | None, int | None] = {None: None}  # codes already given
+
+    def name(self, connection: sqlite3.Connection, name: str | None) -> int | None:
+        """Return the code of a name, a new one if needed; None has no code."""
+        if name not in self.names:
+            if len(self.names) >= MAX_CACHED:
+                self.names = {None: None}
+            connection.execute("INSERT OR IGNORE INTO names (name) VALUES (?)", (name,))
+            self.names[name] = name_code(connection, name or "")
+        return self.names[name]
+
+    def several(self, connection: sqlite3.Connection, names: Iterable[str]) -> str:
+        """Return the text that stands for some names; "" for none."""
+        text = "|".join(str(self.name(connection, name)) for name in names)
+        return f"|{text}|" if text else ""
+
+
+def name_code(connection: sqlite3.Connection, name: str) -> int | None:
+    """Return the code of a name, if it has one."""
+    row = connection.execute("SELECT code FROM names WHERE name = ?", (name,)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def codes_of(text: str) -> list[int]:
+    """Return the codes in a text of `Codes.several`."""
+    return [int(code) for code in text.split("|") if code]
+
+
+def any_version(model: str) -> str:
+    """Return the name under which a run is also found by its model without the version."""
+    return f"{model.partition('@')[0]}@"
+
+
+_LARGEST = 2**62
+
+
+def to_rank(number: int | None) -> int:
+    """Return a generation or attempt as its column value: never NULL, and None sorts before 0."""
+    if number is None:
+        return 0
+    return max(-_LARGEST, min(_LARGEST, number + (number >= 0)))
+
+
+def from_rank(number: int) -> int | None:
+    """Return the generation or attempt of a column value."""
+    return None if number == 0 else number - (number > 0)

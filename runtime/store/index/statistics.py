@@ -1,22 +1,21 @@
 """Statistics of runs: figures by group, counts by facet and histograms, from the table `runs`.
 
-SQLite computes all of it, so that a thread which asks lets the others run. Called by index.py; read
-next: filters.py, the conditions.
+SQLite computes all of it, so that a thread which asks lets the others run. Read next: filters.py,
+the conditions.
 """
 
 import math
 import sqlite3
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
-
-import orjson
 
 from cray_agents.errors import BadInput
 from cray_agents.queries import RunFilter
-from cray_agents.runtime.store.index.codes import name_code
-from cray_agents.runtime.store.index.filters import SqlCondition, from_rank, match_condition
-from cray_agents.runtime.store.index.pages import facts_in
+from cray_agents.runtime.store.index.filters import SqlCondition, facts_in, match_condition
+from cray_agents.runtime.store.index.schema import codes_of, from_rank, name_code
 
 _NAMED = ("agent", "model", "loop", "split", "stop_reason", "error", "key")  # hold codes
 GROUPS = {
@@ -48,15 +47,15 @@ _PERCENTILES = {
     "p95_seconds": "min(CASE WHEN place * 100 >= number * 95 THEN seconds END)",
 }
 _USED = "reward, calls, prompt, sampled, error, infrastructure, seconds, started"
-#: Facets: columns of the covering SQLite indexes; `model` and `tag` are sets.
+#: Facets: columns of the covering SQLite indexes; `model` and `tag` hold several names.
 FACETS = {
     **{name: name for name in ("agent", "loop", "generation", "split", "stop_reason", "error")},
     "model": "models",
     "tag": "tags",
 }
-_SETS = ("model", "tag")
+_SEVERAL = ("model", "tag")
 FEW = 1 / 20  # of all runs: so many of a time are read one by one
-_FIGURES_TABLE = "runs INDEXED BY runs_figures"
+_FIGURES_TABLE = "runs INDEXED BY runs_by_id"
 HISTOGRAMS = {
     "reward": "reward",
     "seconds": "seconds",
@@ -69,103 +68,137 @@ _WHOLE = ("turns", "tokens")
 _SPREAD = "((((run & 268435455) * 2654435761) & 4294967295) >> 12)"
 
 
-def statistics(
-    connection: sqlite3.Connection,
-    query: RunFilter,
-    by: Sequence[str],
-    *,
-    bucket: float | None = None,
-    percentiles: bool = True,
-    owner: str | None = None,
-    limit: int | None = None,
-    inputs: bool = False,
-) -> list[dict[str, Any]]:
-    """Return the figures of the matching runs by group; see Index.stats."""
-    check_names("by", "group runs", by, GROUPS)
-    matching = _matching(connection, query, owner)
-    if matching is None:
-        return []
-    wanted = {name: GROUPS[name] for name in by}
-    if bucket is not None:
-        wanted["time"] = f"CAST(started / {bucket!r} AS INTEGER) * {bucket!r}"
-    keys = [f"g{i}" for i in range(len(wanted))]
-    groups = [f"{sql} AS {key}" for sql, key in zip(wanted.values(), keys, strict=True)]
-    rows_of = f"SELECT {', '.join([*groups, _USED])} {_scan(connection, query, matching)}"
-    figures = dict(_FIGURES)
-    if percentiles:
-        figures |= _PERCENTILES
-        parted = f"PARTITION BY {', '.join(keys)}" if keys else ""
-        rows_of = (
-            f"SELECT *, row_number() OVER ({parted} ORDER BY seconds) AS place,"
-            f" count(*) OVER ({parted}) AS number FROM ({rows_of})"
-        )
-    grouped = f"GROUP BY {', '.join(keys)}" if keys else "HAVING count(*) > 0"
-    rows = connection.execute(
-        f"SELECT {', '.join([*keys, *figures.values()])} FROM ({rows_of}) {grouped}"
-        f" ORDER BY {', '.join(['count(*) DESC', *keys])} LIMIT ?",
-        [*matching.values, -1 if limit is None else limit],
-    ).fetchall()
-    names = _names(connection)
-    result = [
-        {
-            **{name: _render_key(name, key, names) for name, key in zip(wanted, row, strict=False)},
-            **dict(zip(figures, row[len(wanted) :], strict=True)),
-        }
-        for row in rows
-    ]
+class RunStatistics(ABC):
+    """Statistics of runs; the index and the store have them."""
+
+    @abstractmethod
+    def _counting(self, query: RunFilter) -> AbstractContextManager[sqlite3.Connection]:
+        """Return a connection for a query. Raises BadInput for one that it cannot answer."""
+
+    def stats(
+        self,
+        query: RunFilter,
+        by: Sequence[str] = (),
+        *,
+        bucket: float | None = None,
+        percentiles: bool = True,
+        owner: str | None = None,
+        limit: int | None = None,
+        inputs: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Return counts and means of the matching runs, one row a group, largest group first.
+
+        `by` may name agent, model, loop, generation, split, stop_reason, error, task, key (the id
+        of the API key that began the run) and day (of UTC, `2026-01-31`). A row has these and runs,
+        rewarded, success (share of rewarded runs with a reward of 1 or more), mean_reward,
+        min_reward, max_reward, calls, prompt_tokens, sampled_tokens, errors, infrastructure,
+        mean_seconds, seconds, last (start), p50_seconds, p95_seconds. `bucket` groups by `time`,
+        the beginning of so many seconds, too; `percentiles` False leaves these two out, which takes
+        a fraction of the time; `owner`: runs of this key only; `limit`: groups; `inputs`: each
+        task's first row has one. Raises BadInput for another `by`, or a query with a text.
+        """
+        check_names("by", "group runs", by, GROUPS)
+        wanted = {name: GROUPS[name] for name in by}
+        if bucket is not None:
+            wanted["time"] = f"CAST(started / {bucket!r} AS INTEGER) * {bucket!r}"
+        keys = [f"g{i}" for i in range(len(wanted))]
+        groups = [f"{sql} AS {key}" for sql, key in zip(wanted.values(), keys, strict=True)]
+        figures = dict(_FIGURES)
+        grouped = f"GROUP BY {', '.join(keys)}" if keys else "HAVING count(*) > 0"
+        with self._counting(query) as connection:
+            matching = _matching(connection, query, owner)
+            if matching is None:
+                return []
+            rows_of = f"SELECT {', '.join([*groups, _USED])} {_scan(connection, query, matching)}"
+            if percentiles:
+                figures |= _PERCENTILES
+                parted = f"PARTITION BY {', '.join(keys)}" if keys else ""
+                rows_of = (
+                    f"SELECT *, row_number() OVER ({parted} ORDER BY seconds) AS place,"
+                    f" count(*) OVER ({parted}) AS number FROM ({rows_of})"
+                )
+            rows = connection.execute(
+                f"SELECT {', '.join([*keys, *figures.values()])} FROM ({rows_of}) {grouped}"
+                f" ORDER BY {', '.join(['count(*) DESC', *keys])} LIMIT ?",
+                [*matching.values, -1 if limit is None else limit],
+            ).fetchall()
+            names = _names(connection)
+            result = [
+                {
+                    name: _render_key(name, key, names)
+                    for name, key in zip(wanted, row, strict=False)
+                }
+                | dict(zip(figures, row[len(wanted) :], strict=True))
+                for row in rows
+            ]
+            if inputs:
+                _add_inputs(connection, result)
+        return result
+
+    def facets(self, query: RunFilter, by: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """Return the values of fields and how many matching runs have each, most runs first.
+
+        One scan of one SQLite index counts all of them. A run counts for each of its models and
+        tags. Raises BadInput.
+        """
+        check_names("facets", "count runs by", by, FACETS)
+        counts: dict[str, Counter[Any]] = {name: Counter() for name in by}
+        with self._counting(query) as connection:
+            matching = match_condition(connection, query, None)
+            if matching is None or not by:
+                return {name: [] for name in by}
+            columns = ", ".join(FACETS[name] for name in by)
+            rows = _scan(connection, query, matching)
+            sql = f"SELECT {columns}, count(*) {rows} GROUP BY {columns}"
+            for *values, runs in connection.execute(sql, matching.values).fetchall():
+                for name, value in zip(by, values, strict=True):
+                    counts[name][value] += runs
+            names = _names(connection)
+        result = {}
+        for name, counter in counts.items():
+            runs_by_value: Counter[Any] = Counter()
+            for value, runs in counter.items():
+                if name in _SEVERAL:
+                    keys = [names[code] for code in codes_of(value)]
+                    keys = [key for key in keys if name == "tag" or not key.endswith("@")]
+                else:
+                    keys = [_render_key(name, value, names)]
+                runs_by_value.update(dict.fromkeys(keys, runs))
+            ordered = sorted(runs_by_value.items(), key=lambda item: (-item[1], str(item[0])))
+            result[name] = [{"value": value, "runs": runs} for value, runs in ordered]
+        return result
+
+    def histograms(
+        self, query: RunFilter, of: Sequence[str], bins: int, sample: int | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """Return a Histogram (views/view_records.py) of each of reward, seconds, turns, tokens.
+
+        Bins are equal; whole numbers over a short range get a bin each. Two scans count all of
+        them; of about every n-th run only, where more than `sample` match. Raises BadInput.
+        """
+        check_names("histograms", "make a histogram of", of, HISTOGRAMS)
+        with self._counting(query) as connection:
+            matching = match_condition(connection, query, None)
+            if matching is None or not of:
+                return {name: {"edges": [], "counts": [], "missing": 0} for name in of}
+            return _histograms(connection, query, matching, of, bins, sample)
+
+
+def _add_inputs(connection: sqlite3.Connection, rows: list[dict[str, Any]]) -> None:
     statement = "SELECT id, told FROM runs WHERE shown = 1 AND task = ? LIMIT 1"
-    for task, first in {row["task"]: row for row in reversed(result) if inputs}.items():
+    for task, first in {row["task"]: row for row in reversed(rows)}.items():
         for run in connection.execute(statement, [task]):
             first["input"] = facts_in(run).input
-    return result
 
 
-def facets(
-    connection: sqlite3.Connection, query: RunFilter, by: Sequence[str]
-) -> dict[str, list[dict[str, Any]]]:
-    """Return the values of fields and how many matching runs have each, most runs first.
-
-    One scan of one SQLite index counts all of them. A run counts for each of its models and tags.
-    """
-    check_names("facets", "count runs by", by, FACETS)
-    matching = match_condition(connection, query, None)
-    if matching is None or not by:
-        return {name: [] for name in by}
-    columns = ", ".join(FACETS[name] for name in by)
-    rows = _scan(connection, query, matching)
-    sql = f"SELECT {columns}, count(*) {rows} GROUP BY {columns}"
-    counts: dict[str, Counter[Any]] = {name: Counter() for name in by}
-    for *values, runs in connection.execute(sql, matching.values).fetchall():
-        for name, value in zip(by, values, strict=True):
-            counts[name][value] += runs
-    names, members = _names(connection), _set_members(connection)
-    result = {}
-    for name, counter in counts.items():
-        runs_by_value: Counter[Any] = Counter()
-        for value, runs in counter.items():
-            keys = members.get(value, ()) if name in _SETS else [_render_key(name, value, names)]
-            runs_by_value.update(dict.fromkeys(keys, runs))
-        ordered = sorted(runs_by_value.items(), key=lambda item: (-item[1], str(item[0])))
-        result[name] = [{"value": value, "runs": runs} for value, runs in ordered]
-    return result
-
-
-def histograms(
+def _histograms(
     connection: sqlite3.Connection,
     query: RunFilter,
+    matching: SqlCondition,
     of: Sequence[str],
     bins: int,
-    sample: int | None = None,
+    sample: int | None,
 ) -> dict[str, dict[str, Any]]:
-    """Return a Histogram (views/view_records.py) of each of these columns, of equal bins.
-
-    Whole numbers over a short range get a bin each. Two scans count all of them; of about every
-    n-th run only, where more than `sample` match.
-    """
-    check_names("histograms", "make a histogram of", of, HISTOGRAMS)
-    matching = match_condition(connection, query, None)
-    if matching is None or not of:
-        return {name: {"edges": [], "counts": [], "missing": 0} for name in of}
     rows = _scan(connection, query, matching)
     values = matching.values
     every = 1
@@ -258,11 +291,6 @@ def _matching(
 
 def _names(connection: sqlite3.Connection) -> dict[Any, Any]:
     return {None: None, **dict(connection.execute("SELECT code, name FROM names").fetchall())}
-
-
-def _set_members(connection: sqlite3.Connection) -> dict[int, list[str]]:
-    rows = connection.execute("SELECT code, members FROM sets").fetchall()
-    return {code: orjson.loads(members) for code, members in rows}
 
 
 def _render_key(name: str, value: Any, names: dict[Any, Any]) -> Any:

@@ -1,13 +1,13 @@
 """Facts: the few plain values of an event that the index keeps, extracted from its body.
 
 A sealed segment carries the facts of its events, so that an index is rebuilt without reading the
-bodies. Made by store.py for new events, by drafts.py for sealed ones, and by index_catchup.py for
+bodies. Made by store.py for new events, by sealed.py for sealed ones, and by indexing.py for
 lines. Increase FACTS when the values change; facts are then extracted again from the bodies.
 """
 
 from typing import Any, NamedTuple
 
-from cray_agents.exact_json import dump_json
+from cray_agents.messages import text_of, text_or_json
 from cray_agents.records import StopReason
 
 FACTS = 3  # the version of the values of `facts_of`
@@ -88,7 +88,7 @@ def _run_facts(body: dict[str, Any]) -> dict[str, Any]:
         "rewards": [list(_reward_facts(reward).values()) for reward in body.get("rewards") or ()],
         "turns": len((body.get("trajectory") or {}).get("turns") or ()),
         "input": head_of(body["input"]),
-        "output": head_of(_text(body.get("output"))),
+        "output": head_of(text_or_json(body.get("output"))),
         "imported": body.get("imported"),
         "redacted": bool(body.get("redacted")),
         "owner": body.get("owner") or "",
@@ -115,21 +115,6 @@ def ending_of(finish_reason: Any, answer: dict[str, Any]) -> StopReason:
     if answer.get("tool_calls"):
         return StopReason.unanswered
     return StopReason.max_tokens if finish_reason == "length" else StopReason.completed
-
-
-def text_of(message: dict[str, Any]) -> str:
-    """Return the text of a message; texts in several parts are lines, as vLLM joins them."""
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        return "\n".join(text for text in texts if isinstance(text, str))
-    return _text(content)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return dump_json(value).decode() if value else ""
 
 
 def head_of(text: str) -> str:

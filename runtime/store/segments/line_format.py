@@ -3,7 +3,7 @@
     {"id":"...","run_id":"...","kind":"call","time":1.5,"body":{...},"crc":"0a1b2c3d"}
 
 `crc` is zlib's CRC-32 over the line's bytes before `,"crc"`, as 8 hex digits. A line can thus be
-verified anywhere, and is still plain JSON. Written by store.py; read by store.py, index_catchup.py
+verified anywhere, and is still plain JSON. Written by store.py; read by store.py, indexing.py
 and compaction.py. The names of segment files are parsed here too.
 """
 

@@ -1,35 +1,194 @@
 """Sealing: turn a finished segment into a compressed, checksummed file.
 
 A process may be killed at any moment, and two may seal the same segment. So a draft is written,
-synced, read back and compared before it is published and the open file removed. Damaged lines are
-kept unchanged. A torn last line, which was never acknowledged, is dropped and noted. Called by
-writer.py and orphans.py; `write_sealed` by compaction.py and salvage.py. For the file's layout see
-drafts.py and frames.py.
+synced, read back and compared before it is published and the open file removed. Memory holds one
+frame of lines, and the compressed facts of all. Damaged lines are kept unchanged. A torn last line,
+which was never acknowledged, is dropped and noted. Called by writer.py and repair.py;
+`write_sealed` by compaction.py and repair.py. For the file's layout see frames.py.
 """
 
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import orjson
+
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.store.segments import drafts
-from cray_agents.runtime.store.segments.frames import Footer
+from cray_agents.runtime.disk.checksums import is_whole
+from cray_agents.runtime.store.segments import frames
+from cray_agents.runtime.store.segments.facts import FACTS, facts_of
+from cray_agents.runtime.store.segments.frames import Footer, Frame
 from cray_agents.runtime.store.segments.line_format import (
     COMPACTED,
     LEFT,
     OPEN,
+    QUOTED,
     SEALED,
     draft_of,
     name_of,
+    parse_line,
 )
 
-__all__ = ["COMPACTED", "seal", "write_sealed"]
+FRAME = 64 * 2**10  # bytes of lines in a frame; a longer line has its own frame
+CHUNK = 5000  # lines whose facts are in one chunk
+CHUNK_BYTES = 4 * 2**20  # of facts in a chunk, at most
 
 log = logging.getLogger(__name__)
+
+
+Torn = tuple[int, int] | None
+
+
+def _write_draft(
+    path: Path,
+    lines: Iterable[bytes],
+    replaces: Sequence[str] = (),
+    torn: Callable[[], Torn] = lambda: None,
+) -> Footer:
+    """Write lines (without newlines) to a new file, sync it, and read it back.
+
+    `torn` is called after the last line. Raises OSError, Corrupt.
+    """
+    with path.open("xb") as file:
+        draft = _Draft(file)
+        for line in lines:
+            draft.add(line)
+        footer = draft.end(torn(), replaces)
+        file.flush()
+        os.fsync(file.fileno())
+    if verify(path) != footer:
+        raise Corrupt(f"{path} does not read back as it was written")
+    return footer
+
+
+class _Draft:
+    """A sealed segment that is being written to a file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._at = 0
+        self._crc = 0
+        self._offset = 0  # bytes of the lines already in frames
+        self._lines: list[bytes] = []  # of the next frame
+        self._size = 0
+        self._hasher = hashlib.sha256()
+        self._frames: list[tuple[int, int]] = []
+        self._count = 0
+        self._bad: list[tuple[int, int]] = []
+        self._facts: list[bytes] = []
+        self._lengths: list[int] = []
+        self._facts_size = 0  # bytes of the facts
+        self._facts_offset = 0  # offset of their first line
+        self._chunks: list[tuple[bytes, int]] = []
+
+    def add(self, line: bytes) -> None:
+        """Append a line."""
+        if self._lines and self._size + len(line) >= FRAME:
+            self._put_frame()
+        self._add_fact(line)
+        self._lines.append(line)
+        self._size += len(line) + 1
+        self._count += 1
+
+    def end(self, torn: Torn, replaces: Sequence[str]) -> Footer:
+        """Write the remaining frame and facts, then the footer."""
+        if self._lines:
+            self._put_frame()
+        if self._facts:
+            self._put_facts()
+        for chunk, _ in self._chunks:
+            self._put(chunk)
+        footer = Footer(
+            frames=self._frames,
+            facts=[(len(chunk), lines) for chunk, lines in self._chunks],
+            facts_version=FACTS,
+            lines=self._count,
+            bytes=self._offset,
+            sha256=self._hasher.hexdigest(),
+            crc=self._crc,
+            torn=torn,
+            bad=self._bad,
+            replaces=list(replaces),
+        )
+        self._put(frames.encode_footer(footer, self._at))
+        return footer
+
+    def _put_frame(self) -> None:
+        self._lines.append(b"")
+        data = b"\n".join(self._lines)
+        self._hasher.update(data)
+        packed = frames.compress(data)
+        frame = Frame(self._at + frames.MARK_SIZE, len(packed), self._offset, len(data))
+        self._put(frames.encode_mark(frame) + packed)
+        self._frames.append((len(packed), len(data)))
+        self._offset += len(data)
+        self._lines = []
+        self._size = 0
+
+    def _put(self, data: bytes) -> None:
+        self._file.write(data)
+        self._crc = zlib.crc32(data, self._crc)
+        self._at += len(data)
+
+    def _add_fact(self, line: bytes) -> None:
+        fact = b"null"
+        if is_whole(line):
+            fact = _fact_of(line)
+        else:
+            self._bad.append((self._offset + self._size, len(line)))
+        self._facts.append(fact)
+        self._lengths.append(len(line))
+        self._facts_size += len(fact)
+        if len(self._facts) == CHUNK or self._facts_size > CHUNK_BYTES:
+            self._put_facts()
+
+    def _put_facts(self) -> None:
+        chunk = frames.encode_facts(self._facts_offset, self._lengths, self._facts)
+        self._chunks.append((chunk, len(self._facts)))
+        self._facts_offset += sum(self._lengths) + len(self._lengths)
+        self._facts, self._lengths, self._facts_size = [], [], 0
+
+
+def _fact_of(line: bytes) -> bytes:
+    """Return the facts of a line as JSON; null for a whole line that is not a known event."""
+    try:
+        fact = facts_of(parse_line(line))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("a line is whole, but no event (%r): %r", error, line[:QUOTED])
+        return b"null"
+    return orjson.dumps((*fact,))
+
+
+def verify(path: Path) -> Footer:
+    """Read a sealed segment whole and return its footer. Raises Corrupt, OSError."""
+    with path.open("rb", buffering=0) as file:
+        table = frames.read_table(file.fileno())
+        footer = table.footer
+        if footer is None:
+            assert table.gap is not None
+            raise Corrupt(f"{path}: {table.gap.message}")
+        hasher, crc, unpacker = hashlib.sha256(), 0, frames.Unpacker()
+        for index in range(len(table)):
+            frame = table[index]
+            start = frame.at - frames.MARK_SIZE
+            data = os.pread(file.fileno(), frames.MARK_SIZE + frame.size, start)
+            crc = zlib.crc32(data, crc)
+            hasher.update(unpacker.unpack(data[frames.MARK_SIZE :], frame.length))
+        at = table.facts_at
+        for size, _ in footer.facts:
+            crc = zlib.crc32(os.pread(file.fileno(), size, at), crc)
+            at += size
+    if hasher.hexdigest() != footer.sha256 or crc != footer.crc:
+        raise Corrupt(f"{path} is not what its footer says")
+    return footer
+
+
+__all__ = ["COMPACTED", "seal", "write_sealed"]
 
 
 def seal(path: Path) -> Path:
@@ -76,7 +235,7 @@ def write_sealed(
         directory.mkdir(parents=True, exist_ok=True)
         draft = draft_of(target)
         try:
-            drafts.write(draft, lines, replaces)
+            _write_draft(draft, lines, replaces)
             os.link(draft, target)
         finally:
             draft.unlink(missing_ok=True)
@@ -109,7 +268,7 @@ class _Source:
 def _publish(file: BinaryIO, source: _Source, target: Path) -> None:
     draft = draft_of(target)
     try:
-        footer = drafts.write(draft, source, torn=lambda: source.torn)
+        footer = _write_draft(draft, source, torn=lambda: source.torn)
         if not _is_still_open(file, target.parent, target.name.removesuffix(SEALED)):
             return  # sealed by another process, maybe even compacted: it must not come back
         try:
@@ -129,7 +288,7 @@ def _should_replace(footer: Footer, file: BinaryIO, target: Path) -> bool:
     Corrupt if it has other lines.
     """
     try:
-        existing = drafts.verify(target)
+        existing = verify(target)
     except Corrupt as error:
         log.warning("sealed again, from the open file that is still there: %s", error)
         return True

@@ -1,7 +1,7 @@
 """Segment writer: append lines in groups, roll to new files, and seal finished ones.
 
 A process that pauses for long may be taken for dead, and another then seals its open segment
-(orphans.py). Lines appended to such a file must not be acknowledged. So the writer
+(repair.py). Lines appended to such a file must not be acknowledged. So the writer
 
 - opens a new file if its last append was more than IDLE ago. IDLE is longer than the minute for
   which a network file system may cache the file of a path, and shorter than the hour after which a

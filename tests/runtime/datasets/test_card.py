@@ -1,7 +1,6 @@
-"""The card: what `datasets` and mlcroissant make of a directory, and what people read in it."""
+"""The card: what `datasets` makes of a directory, and what people read in it."""
 
 import hashlib
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,13 @@ import pytest
 import yaml
 
 from cray_agents.queries import DatasetRecipe, Decontamination
-from cray_agents.runtime.datasets.description.card import card, write_card
-from cray_agents.runtime.datasets.description.counts import BuildCounts, Removed
-from cray_agents.runtime.datasets.selection.considered_runs import ConsideredRun, LineWriter
+from cray_agents.runtime.datasets.card import card
+from cray_agents.runtime.datasets.considered_runs import (
+    BuildCounts,
+    ConsideredRun,
+    LineWriter,
+    Removed,
+)
 
 SCHEMA = pyarrow.schema(
     [
@@ -84,14 +87,13 @@ def counts_of(**more: Any) -> BuildCounts:
         "considered": 5,
         "accepted": 4,
         "rejected": Counter(low_reward=1),
+        "versions": Counter({"m@3": 8}),
         "splits": {
             "train": Counter(samples=3, tokens=9, trained_tokens=6),
             "validation": Counter(samples=1, tokens=5, trained_tokens=2),
         },
     }
-    counts = BuildCounts(**{**about, **more})
-    counts.histograms.add_sample(tokens=14, trained=8, versions={"m@3": 8})
-    return counts
+    return BuildCounts(**{**about, **more})
 
 
 def text_of(directory: Path, **more: Any) -> str:
@@ -104,9 +106,8 @@ def test_the_directory_loads_with_datasets(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     directory = tmp_path / NAME
     directory.mkdir()
-    write_card(directory, NAME, counts_of(), files_of(directory))
+    (directory / "README.md").write_text(text_of(directory))
     (directory / "recipe.json").write_text("{}")
-    (directory / "histogram.html").write_text("<p>")
     (directory / "manifest.json").write_text("{}")
     cache = str(tmp_path / "cache")
     loaded = datasets.load_dataset(str(directory), cache_dir=cache)
@@ -115,33 +116,6 @@ def test_the_directory_loads_with_datasets(tmp_path: Path, monkeypatch: pytest.M
     runs = datasets.load_dataset(str(directory), "runs", split="train", cache_dir=cache)
     assert runs["run"] == [f"run_{n}" for n in range(5)]
     assert runs[4]["reason"] == "low_reward"
-
-
-def test_mlcroissant_finds_no_fault_and_reads_the_samples(tmp_path: Path) -> None:
-    import mlcroissant
-
-    write_card(tmp_path, NAME, counts_of(), files_of(tmp_path))
-    dataset = mlcroissant.Dataset(jsonld=tmp_path / "croissant.json")
-    assert not dataset.metadata.ctx.issues.errors
-    read = list(dataset.records("train"))
-    assert [r["train/run_id"].decode() for r in read] == ["run_0", "run_1", "run_2"]
-    assert [list(r["train/input_ids"]) for r in read] == [row(n)["input_ids"] for n in range(3)]
-    assert len(list(dataset.records("validation"))) == 1
-    assert [r["runs/accepted"] for r in dataset.records("runs")] == [True] * 4 + [False]
-
-
-def test_the_checksums_are_in_the_croissant(tmp_path: Path) -> None:
-    import mlcroissant
-
-    files = files_of(tmp_path)
-    write_card(tmp_path, NAME, counts_of(), files)
-    described = json.loads((tmp_path / "croissant.json").read_text())
-    sums = {d["contentUrl"]: d["sha256"] for d in described["distribution"] if "sha256" in d}
-    assert sums == {name: file["sha256"] for name, file in files.items()}
-    (tmp_path / "runs.parquet").write_bytes(b"other")
-    with pytest.raises(mlcroissant.GenerationError) as raised:
-        list(mlcroissant.Dataset(jsonld=tmp_path / "croissant.json").records("runs"))
-    assert "Hash of downloaded file" in str(raised.value.__cause__)
 
 
 def test_the_card_says_what_is_in_and_why_others_are_not(tmp_path: Path) -> None:
@@ -156,10 +130,9 @@ def test_the_card_says_what_is_in_and_why_others_are_not(tmp_path: Path) -> None
     assert "cray-agents dataset build --recipe recipe.json" in text
 
 
-def test_the_front_matter_is_yaml_and_tells_the_size(tmp_path: Path) -> None:
+def test_the_front_matter_is_yaml(tmp_path: Path) -> None:
     text = text_of(tmp_path, splits={"train": Counter(samples=250_000)})
     matter = yaml.safe_load(text.split("---\n")[1])
-    assert matter["size_categories"] == ["100K<n<1M"]
     assert "cray-agents" in matter["tags"] and "sft" in matter["tags"]
     assert [c["config_name"] for c in matter["configs"]] == ["default", "runs"]
 
@@ -183,11 +156,3 @@ def test_where_things_lie_is_not_told(tmp_path: Path) -> None:
     )
     text = text_of(tmp_path, recipe=recipe)
     assert "/root" not in text and "bench.jsonl" in text and "tiny" in text and "0.7" in text
-
-
-def test_the_same_facts_give_the_same_bytes(tmp_path: Path) -> None:
-    files = files_of(tmp_path)
-    write_card(tmp_path, NAME, counts_of(), files)
-    first = [(tmp_path / name).read_bytes() for name in ("README.md", "croissant.json")]
-    write_card(tmp_path, NAME, counts_of(), files)
-    assert [(tmp_path / name).read_bytes() for name in ("README.md", "croissant.json")] == first

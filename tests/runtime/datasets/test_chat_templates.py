@@ -18,8 +18,8 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.exact_json import sendable
-from cray_agents.runtime.datasets.samples.chat_template import Chat, ChatTemplate
-from cray_agents.runtime.datasets.samples.demonstrations import Renderer
+from cray_agents.runtime.datasets.chat_template import Chat, ChatTemplate
+from cray_agents.runtime.datasets.demonstrations import Renderer
 
 Message = dict[str, Any]
 

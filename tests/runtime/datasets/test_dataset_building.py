@@ -12,11 +12,12 @@ import pyarrow.parquet
 import pytest
 from pydantic import ValidationError
 
-from cray_agents.errors import BadInput, NotFound
+from cray_agents.errors import BadInput, Corrupt, NewerFormat, NotFound
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Event
 from cray_agents.runtime.datasets import build_dataset, list_datasets, plan_dataset, read_dataset
+from cray_agents.runtime.disk.checksums import with_crc
 from cray_agents.runtime.disk.durable import sha256_file
 from cray_agents.runtime.store import Store
 from tests.support.datasets.dataset_runs import (
@@ -265,14 +266,34 @@ async def test_the_manifest_tells_every_file(tmp_path: Path) -> None:
         assert about["bytes"] == (directory / name).stat().st_size
     assert {n: about.get("rows") for n, about in manifest["files"].items()} == {
         "README.md": None,
-        "croissant.json": None,
-        "histogram.html": None,
         "recipe.json": None,
         "runs.parquet": 3,
         "train-00000.parquet": 3,
     }
     recipe = DatasetRecipe.model_validate(orjson.loads((directory / "recipe.json").read_bytes()))
     assert recipe.tools == [{"type": "function"}]
+
+
+async def test_a_newer_format_is_refused_and_one_without_a_number_is_read(tmp_path: Path) -> None:
+    home = await stored(tmp_path, run_events("a", [5]))
+    manifest, _ = made(home)
+    path = home.dataset(manifest["id"]) / "manifest.json"
+    for found in (None, 2, "x"):
+        record = {**manifest, "format": found} if found else {**manifest}
+        record.pop("format" if found is None else "crc", None)
+        path.write_bytes(with_crc(orjson.dumps(record)))
+        if found is None:
+            assert read_dataset(home, manifest["id"])["id"] == manifest["id"]
+            continue
+        error = NewerFormat if found == 2 else Corrupt
+        with pytest.raises(error, match=r"knows format 2|no version"):
+            read_dataset(home, manifest["id"])
+        listed = list_datasets(home)
+        assert not listed.rows and [row["id"] for row in listed.damaged] == [manifest["id"]]
+        if found == 2:
+            with pytest.raises(NewerFormat):
+                made(home)
+            assert path.exists(), "what a newer version wrote is not set aside"
 
 
 async def test_drafts_that_nobody_writes_to_are_swept(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Trajectory
 from cray_agents.runtime.datasets import build_dataset
 from cray_agents.runtime.datasets.build_process import BuildProcess
-from cray_agents.runtime.datasets.samples.demonstrations import Renderer
-from cray_agents.runtime.exports.formats.openai_lines import OPENAI_PREFERENCE
-from cray_agents.runtime.exports.sources.dataset_source import DatasetRuns
+from cray_agents.runtime.datasets.demonstrations import Renderer
+from cray_agents.runtime.exports.formats.fine_tuning_lines import OPENAI_PREFERENCE
+from cray_agents.runtime.exports.sources import DatasetRuns
 from cray_agents.runtime.imports import import_file
 from cray_agents.runtime.store import Store
 from tests.support.datasets.dataset_runs import (

@@ -9,14 +9,14 @@ import pyarrow.parquet
 import pytest
 
 from cray_agents.records import ModelCall, WeightChange
-from cray_agents.runtime.datasets.samples.run_samples import (
+from cray_agents.runtime.datasets.run_samples import (
     TokenTurn,
     is_shaped,
     merge_turns,
     temperature_of,
     turn_of,
 )
-from cray_agents.runtime.datasets.samples.token_shards import SampleRow, ShardWriter, table_of
+from cray_agents.runtime.datasets.token_shards import SampleRow, ShardWriter, table_of
 
 
 def turn(prompt: list[int], sampled: list[int], version: str = "m@1") -> TokenTurn:

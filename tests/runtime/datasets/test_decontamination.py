@@ -13,7 +13,7 @@ from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, Decontamination
 from cray_agents.records import Event, Run
-from cray_agents.runtime.datasets.exclusion.decontamination import (
+from cray_agents.runtime.datasets.decontamination import (
     BlockedTexts,
     HeldText,
     input_of,

@@ -10,8 +10,8 @@ import sys
 import pytest
 import rensa
 
-from cray_agents.runtime.datasets.exclusion import near_duplicates as near_module
-from cray_agents.runtime.datasets.exclusion.near_duplicates import (
+from cray_agents.runtime.datasets import near_duplicates as near_module
+from cray_agents.runtime.datasets.near_duplicates import (
     MOST,
     SEED,
     NearDuplicates,
@@ -162,7 +162,7 @@ def test_shingles_that_went_to_a_file_are_still_compared(monkeypatch: pytest.Mon
 
 PROGRAM = """
 import random
-from cray_agents.runtime.datasets.exclusion.near_duplicates import NearDuplicates
+from cray_agents.runtime.datasets.near_duplicates import NearDuplicates
 rng = random.Random(1)
 near = NearDuplicates(0.7)
 for number in range(200):

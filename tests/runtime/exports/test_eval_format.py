@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,11 @@ import pytest
 
 from cray_agents import Task
 from cray_agents.errors import BadInput
-from cray_agents.paths import Home
-from cray_agents.queries import RunFilter
 from cray_agents.records import Reward, Run, RunError, StopReason
-from cray_agents.runtime.exports import exporter
 from cray_agents.runtime.exports.export_format import line_of
 from cray_agents.runtime.exports.formats.inspect_eval import EVAL, pack_log
-from cray_agents.runtime.store import Store
 from tests.support.environments.pythons import venv
 from tests.support.exports.example_runs import called, of_calls
-from tests.support.exports.small_runs import filled
 
 READ = """
 import json, sys
@@ -145,30 +139,3 @@ def test_a_sample_says_what_its_run_says(tmp_path: Path) -> None:
     assert (log["results"]["total_samples"], log["results"]["completed_samples"]) == (3, 2)
     means = {s["name"]: s["metrics"]["mean"]["value"] for s in log["results"]["scores"]}
     assert means == {"right": 0.5, "short": 0.5}
-
-
-def test_an_export_that_was_killed_before_packing_ends_with_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = Home(tmp_path / "home")
-    filled(home, 30)
-
-    def export(target: Path) -> exporter.Summary:
-        source = exporter.open_runs(home, RunFilter(), {}, False)
-        return exporter.export(source, EVAL, target)
-
-    whole = export(tmp_path / "whole.eval")
-    target = tmp_path / "killed.eval"
-    with monkeypatch.context() as broken:
-        broken.setattr(zipfile.ZipFile, "writestr", killed)
-        with pytest.raises(KeyboardInterrupt):
-            export(target)
-    assert not target.exists()
-    done = export(target)
-    assert done.resumed and done.records == whole.records == len(Store(home).runs())
-    assert target.read_bytes() == (tmp_path / "whole.eval").read_bytes()
-    assert not list(tmp_path.glob(".killed*"))
-
-
-def killed(*given: Any) -> None:
-    raise KeyboardInterrupt

@@ -57,7 +57,7 @@ def processes() -> list[str]:
 
 async def test_a_log_is_the_file_of_the_command(gateway: Gateway, tmp_path: Path) -> None:
     form = format_named("eval")
-    export(open_runs(gateway.services.home, RunFilter(), {}, False), form, tmp_path / "out")
+    export(open_runs(gateway.services.home, RunFilter(), False), form, tmp_path / "out")
     response, data = await get(gateway, ALL, format="eval")
     assert response.status == 200, data
     assert data == (tmp_path / "out").read_bytes()
@@ -72,7 +72,7 @@ async def test_lines_are_those_of_the_command(gateway: Gateway, tmp_path: Path) 
         form = format_named(name)
         for path, source in (
             (DATASET.format(dataset), open_dataset(home, dataset, form, "train", False)),
-            (ALL, open_runs(home, RunFilter(), {}, False)),
+            (ALL, open_runs(home, RunFilter(), False)),
         ):
             export(source, form, tmp_path / "out")
             response, data = await get(gateway, path, format=name)
@@ -98,7 +98,7 @@ async def test_parquet_and_folders(gateway: Gateway) -> None:
     assert int(response.headers["content-length"]) == len(data)
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         names = {name.split("/", 1)[1] for name in tar.getnames()}
-        assert names == {"README.md", "croissant.json", "data/train-00000-of-00001.parquet"}
+        assert names == {"README.md", "data/train-00000-of-00001.parquet"}
         [shard] = [name for name in tar.getnames() if name.endswith(".parquet")]
         file = tar.extractfile(shard)
         assert file is not None and pq.read_table(io.BytesIO(file.read())).num_rows == RUNS

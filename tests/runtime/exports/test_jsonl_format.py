@@ -1,6 +1,8 @@
-"""`jsonl`: what is read back is the run that was written."""
+"""Whole runs: `jsonl` is read back as written, and OpenEnv's own model takes the traces."""
 
 import math
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Reward, Run
 from cray_agents.runtime.exports.export_format import line_of
 from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
+from tests.support.environments.pythons import venv
 from tests.support.exports.example_runs import called, chat, made, of_calls
 
 JSONL = LINE_FORMATS["jsonl"].write_run
@@ -70,3 +73,36 @@ def test_a_lone_surrogate_is_refused_with_the_run_named(runs: dict[str, Run]) ->
     with pytest.raises(BadInput, match="run-made") as caught:
         line_of(run, JSONL(run).records[0])
     assert caught.value.code == "unsupported_export"
+
+
+OPENENV = LINE_FORMATS["openenv"].write_run
+READ = """
+import sys
+from openenv.core.harness.training import TrainingTrace
+for line in open(sys.argv[1]):
+    trace = TrainingTrace.model_validate_json(line)
+    print(sum(map(sum, (turn.loss_mask for turn in trace.turns))), trace.turns[0].node_id)
+"""
+
+
+@pytest.mark.timeout(2400)  # the venv may have to be made, once
+def test_openenv_reads_every_run_that_has_tokens(runs: dict[str, Run], tmp_path: Path) -> None:
+    lines, expected = [], []
+    for name, run in runs.items():
+        whole = run.calls and all(c.prompt_token_ids and c.token_ids for c in run.calls)
+        if name in ("surrogate", "infinite"):
+            continue
+        if not whole:
+            with pytest.raises(BadInput, match="missing"):
+                OPENENV(run)
+            continue
+        (record,) = OPENENV(run).records
+        lines.append(line_of(run, record))
+        expected.append(f"{sum(len(call.token_ids) for call in run.calls)} {run.calls[0].id}")
+    assert len(lines) > 3
+    file = tmp_path / "traces.jsonl"
+    file.write_bytes(b"".join(line + b"\n" for line in lines))
+    python = venv("openenv") / "bin" / "python"
+    done = subprocess.run([python, "-c", READ, file], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == expected

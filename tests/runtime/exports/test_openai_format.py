@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run, Trajectory, Turn
-from cray_agents.runtime.exports.export_format import LOSSES, line_of
+from cray_agents.runtime.exports.export_format import line_of
 from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
 from cray_agents.runtime.fine_tuning.examples import Example, read_examples
-from tests.support.exports.example_runs import HISTORY, called, chat, made
+from tests.support.exports.example_runs import HISTORY, called, chat, made, stated_losses
 
 OPENAI = LINE_FORMATS["openai"].write_run
 PREFERENCE = LINE_FORMATS["openai-preference"].write_pair
@@ -85,17 +85,8 @@ def test_the_door_reads_every_line_and_losses_are_stated(
     runs: dict[str, Run], tmp_path: Path
 ) -> None:
     assert set(EXPECTED) == set(runs) - {"surrogate"}
-    for name, expected in EXPECTED.items():
-        if isinstance(expected, str):
-            with pytest.raises(BadInput, match=expected) as caught:
-                OPENAI(runs[name])
-            assert caught.value.code == "unsupported_export"
-            assert runs[name].id in str(caught.value)
-            continue
-        records, losses = OPENAI(runs[name])
-        assert set(losses) == expected | {"conversation_only"}, name
-        assert set(losses) <= set(LOSSES)
-        (example,) = read(tmp_path / "x.jsonl", line_of(runs[name], records[0]))
+    for run, records in stated_losses(OPENAI, runs, EXPECTED):
+        (example,) = read(tmp_path / "x.jsonl", line_of(run, records[0]))
         assert [m["role"] for m in example.messages] == [m["role"] for m in records[0]["messages"]]
         MESSAGES.validate_python(records[0]["messages"], strict=True)
 

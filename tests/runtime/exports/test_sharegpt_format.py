@@ -8,9 +8,8 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run
-from cray_agents.runtime.exports.export_format import LOSSES, line_of
 from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
-from tests.support.exports.example_runs import chat, made
+from tests.support.exports.example_runs import chat, made, stated_losses
 
 SHAREGPT = LINE_FORMATS["sharegpt"].write_run
 
@@ -57,18 +56,7 @@ def turns(run: Run) -> list[tuple[str, str]]:
 
 
 def test_losses_are_stated_and_errors_name_the_run(runs: dict[str, Run]) -> None:
-    for name, expected in EXPECTED.items():
-        if isinstance(expected, str):
-            with pytest.raises(BadInput, match=expected) as caught:
-                SHAREGPT(runs[name])
-            assert caught.value.code == "unsupported_export"
-            assert runs[name].id in str(caught.value)
-            continue
-        records, losses = SHAREGPT(runs[name])
-        assert set(losses) == expected | {"conversation_only"}, name
-        assert set(losses) <= set(LOSSES)
-        for record in records:
-            assert json.loads(line_of(runs[name], record)) == record
+    assert list(stated_losses(SHAREGPT, runs, EXPECTED))
 
 
 def test_a_recorded_run_alternates_as_readers_want_it(runs: dict[str, Run]) -> None:

@@ -12,10 +12,9 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter
 from cray_agents.records import Run
 from cray_agents.runtime.datasets import build_dataset, shards
-from cray_agents.runtime.datasets.samples.run_samples import Span, TokenSample
-from cray_agents.runtime.datasets.samples.token_shards import SampleRow, table_of
+from cray_agents.runtime.datasets.run_samples import Span, TokenSample
+from cray_agents.runtime.datasets.token_shards import SampleRow, table_of
 from cray_agents.runtime.exports.exporter import (
-    ExportOptions,
     export,
     format_named,
     open_dataset,
@@ -37,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 
 def built(home: Home, **recipe: Any) -> str:
-    store = open_runs(home, RunFilter(), {}, False).store  # type: ignore[attr-defined]
+    store = open_runs(home, RunFilter(), False).store  # type: ignore[attr-defined]
     return str(build_dataset(store, home, DatasetRecipe(loop="l", **recipe))["id"])
 
 
@@ -121,7 +120,7 @@ def test_of_runs_is_what_the_builder_makes_of_them(home: Home, tmp_path: Path) -
     """A dataset of all runs and the runs themselves: the same sequences, but for advantages."""
     dataset = built(home, min_reward=-1.0)
     export(open_dataset(home, dataset, TOKENS, "train", False), TOKENS, tmp_path / "a.parquet")
-    export(open_runs(home, RunFilter(), {}, False), TOKENS, tmp_path / "b.parquet")
+    export(open_runs(home, RunFilter(), False), TOKENS, tmp_path / "b.parquet")
     one, other = (pq.read_table(tmp_path / n).sort_by("run_id") for n in ("a.parquet", "b.parquet"))
     assert one.num_rows == 120
     for name in ("input_ids", "attention_mask", "labels", "logprobs", "weight_version", "versions",
@@ -134,8 +133,7 @@ def test_datasets_loads_it(home: Home, tmp_path: Path, monkeypatch: pytest.Monke
     from datasets import load_dataset
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    options = ExportOptions(shard_size=50)
-    export(open_runs(home, RunFilter(), {}, False), TOKENS, tmp_path / "out", options=options)
+    export(open_runs(home, RunFilter(), False), TOKENS, tmp_path / "out", shard_size=50)
     rows = load_dataset(
         "parquet", data_files=str(tmp_path / "out" / "*.parquet"), cache_dir=str(tmp_path / "cache")
     )["train"]

@@ -31,7 +31,7 @@ def test_of_runs(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     target = tmp_path / "train.parquet"
-    done = export(open_runs(home, RunFilter(), {}, False), VERL, target)
+    done = export(open_runs(home, RunFilter(), False), VERL, target)
     assert pq.read_schema(target).equals(schema())
     rows = load_dataset("parquet", data_files=str(target), cache_dir=str(tmp_path / "cache"))
     rows = rows["train"].to_list()
@@ -51,7 +51,7 @@ def test_of_runs(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_of_a_dataset_it_is_the_same_tasks(home: Home, tmp_path: Path) -> None:
-    source = open_runs(home, RunFilter(), {}, False)
+    source = open_runs(home, RunFilter(), False)
     store = source.store  # type: ignore[attr-defined]
     dataset = build_dataset(store, home, DatasetRecipe(loop="l"))["id"]
     done = export(open_dataset(home, dataset, VERL, "train", False), VERL, tmp_path / "x.parquet")

@@ -152,8 +152,7 @@ def test_dropped_events_leave_as_if_they_had_never_come(
                 segment = f"segment_{number}"
                 some = placed(one, segment)
                 at |= {found.fact.id: found for found in some}
-                with index.bulk():
-                    index.add(segment, 0, 100 * len(some), some)
+                index.add(segment, 0, 100 * len(some), some)
             gone = {name for name in index.progress() if rnd.random() < 0.5}
             index.drop(sorted(gone))
             assert gone.isdisjoint(index.progress())

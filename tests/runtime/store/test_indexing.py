@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from cray_agents.runtime.store.index import Index
-from cray_agents.runtime.store.index_thread import Indexing
+from cray_agents.runtime.store.indexing import Indexing
 from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
 

@@ -14,10 +14,16 @@ import pytest
 import zstandard
 
 from cray_agents.errors import Corrupt, StoreError
-from cray_agents.runtime.store.segments import drafts, frames, orphans
-from cray_agents.runtime.store.segments.orphans import remove_replaced, seal_orphans
+from cray_agents.runtime.store.segments import frames
+from cray_agents.runtime.store.segments import sealed as sealing
 from cray_agents.runtime.store.segments.reader import Moved, Segments
-from cray_agents.runtime.store.segments.salvage import check, repair
+from cray_agents.runtime.store.segments.repair import (
+    STALE,
+    check,
+    remove_replaced,
+    repair,
+    seal_orphans,
+)
 from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
 from tests.support.store.segment_lines import line, placed, read_all, write_open
 
@@ -204,7 +210,7 @@ def test_orphans_by_the_file_systems_clock(tmp_path: Path, monkeypatch: pytest.M
     os.utime(stale, (1, 1))
     monkeypatch.setattr(time, "time", lambda: 0.0)  # this host's clock is nobody's
     found = {f.path.rsplit("/", 1)[1]: f.kind for f in check(tmp_path)}
-    assert found == {"left.left.jsonl": "not_sealed"}
+    assert found == {"left.left.jsonl": "unfinished"}
     sealed = seal_orphans(tmp_path, lambda stem: stem == "mine")
     assert {path.name for path in sealed} == {"old.jsonl.zst", "left.jsonl.zst"}
     assert names(tmp_path) == {
@@ -222,7 +228,7 @@ def test_a_half_done_seal_is_finished(tmp_path: Path) -> None:
 
     open_path.write_bytes(data)  # as it stands between publishing the one and removing the other
     [finding] = check(tmp_path)
-    assert (finding.kind, finding.repairable) == ("half_sealed", True)
+    assert (finding.kind, finding.repairable) == ("unfinished", True)
     inode = target.stat().st_ino
     repair(tmp_path, finding)
     assert names(tmp_path) == {"s.jsonl.zst"}
@@ -271,7 +277,7 @@ def test_what_is_compacted_meanwhile_does_not_come_back(
 ) -> None:
     """A sealer that stood still while another sealed, and a third compacted."""
     path = write_open(tmp_path, "s", [line(1)])
-    real = drafts.write
+    real = sealing._write_draft
 
     def slow(*arguments: Any, **more: Any) -> Any:
         footer = real(*arguments, **more)
@@ -279,7 +285,7 @@ def test_what_is_compacted_meanwhile_does_not_come_back(
         seal(path).unlink()
         return footer
 
-    monkeypatch.setattr(drafts, "write", slow)
+    monkeypatch.setattr(sealing, "_write_draft", slow)
     seal(path)
     assert names(tmp_path) == set()
 
@@ -310,7 +316,7 @@ def test_a_compaction_that_was_cut_short_is_finished(tmp_path: Path) -> None:
     segments = Segments(tmp_path)
     assert [segment.stem for segment in segments.list()] == ["c", second]
     kinds = {finding.segment: finding.kind for finding in check(tmp_path)}
-    assert kinds == dict.fromkeys(["a", "b", first], "half_compacted")
+    assert kinds == dict.fromkeys(["a", "b", first], "leftover")
     gone = remove_replaced(tmp_path)
     assert (sorted(gone[:2]), gone[2]) == (["a", "b"], first)  # the oldest go before it
     assert names(tmp_path) == {"c.jsonl.zst", f"{second}.jsonl.zst"}
@@ -331,12 +337,12 @@ def test_what_is_replaced_stays_if_the_new_one_is_damaged(tmp_path: Path) -> Non
 def test_findings_of_what_a_dead_writer_left(tmp_path: Path) -> None:
     lines = [line(number) for number in range(5)]
     path = write_open(tmp_path, "s", [*lines[:2], b"not a line", *lines[2:]], b'{"id":')
-    assert [f.kind for f in check(tmp_path)] == ["bad_line"]
+    assert [f.kind for f in check(tmp_path)] == ["lost"]
     assert not next(check(tmp_path)).repairable
     assert repair(tmp_path, next(check(tmp_path))) == "left as it is"
     os.utime(path, (1, 1))
     findings = list(check(tmp_path))
-    assert [f.kind for f in findings] == ["bad_line", "torn_tail", "not_sealed"]
+    assert [f.kind for f in findings] == ["lost", "unfinished", "unfinished"]
     assert all(finding.repairable for finding in findings)
     for finding in findings:
         repair(tmp_path, finding)
@@ -355,9 +361,9 @@ def test_a_stale_draft_is_found_and_removed(tmp_path: Path) -> None:
     draft = tmp_path / ".s.jsonl.zst.draft_1"
     draft.touch()
     assert list(check(tmp_path)) == []
-    os.utime(draft, (time.time() - orphans.STALE - 60,) * 2)
+    os.utime(draft, (time.time() - STALE - 60,) * 2)
     [finding] = check(tmp_path)
-    assert finding.kind == "stale_draft"
+    assert finding.kind == "leftover"
     assert repair(tmp_path, finding) == "removed"
     assert names(tmp_path) == set()
     assert list(check(tmp_path / "none")) == []

@@ -9,10 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cray_agents.errors import Corrupt
-from cray_agents.runtime.store.segments import drafts, frames
+from cray_agents.runtime.store.segments import frames, sealed
 from cray_agents.runtime.store.segments.line_format import Placed
 from cray_agents.runtime.store.segments.reader import SegmentLine, Segments
-from cray_agents.runtime.store.segments.salvage import Finding, check, repair
+from cray_agents.runtime.store.segments.repair import Finding, check, repair
 from cray_agents.runtime.store.segments.sealed import seal
 from tests.support.store.segment_lines import fact, line, placed, read_all, write_open
 
@@ -34,8 +34,8 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Sealed:
     directory = tmp_path_factory.mktemp("intact")
     lines = [line(number, 300) for number in range(COUNT)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafts, "FRAME", 1500)
-        patch.setattr(drafts, "CHUNK", 11)
+        patch.setattr(sealed, "FRAME", 1500)
+        patch.setattr(sealed, "CHUNK", 11)
         target = seal(write_open(directory, "s", lines))
     file = os.open(target, os.O_RDONLY)
     table = frames.read_table(file)
@@ -87,7 +87,7 @@ def test_a_flipped_bit(
     _facts_are_right(segments, intact)
 
     findings = list(check(directory))
-    assert [finding.kind in _kinds(intact, at, bool(lost)) for finding in findings] == [True]
+    assert [finding.kind for finding in findings] == ["lost" if lost else "damaged"]
     assert [finding.lost for finding in findings] == [len(lost)]
     _repaired(directory, findings, lines)
 
@@ -107,10 +107,9 @@ def test_a_truncated_file(
     assert segments.facts("s") is None
     _fetched(segments, intact, lines)
     findings = list(check(directory))
-    assert [finding.kind in ("truncated", "bad_footer") for finding in findings] == [True]
+    assert [finding.kind in ("lost", "damaged") for finding in findings] == [True]
     if broken:
-        assert findings[0].lost is None
-        assert findings[0].kind == "truncated"
+        assert (findings[0].kind, findings[0].lost) == ("lost", None)
     _repaired(directory, findings, lines)
 
 
@@ -187,7 +186,7 @@ def test_an_open_segment(
         assert footer.torn == ((len(data) - torn, torn) if torn else None)
         assert [length + 1 for _, length in footer.bad] == [item.length for item in damage]
         findings = list(check(directory))
-        assert [(f.kind, f.offset) for f in findings] == [("bad_line", d.offset) for d in damage]
+        assert [(f.kind, f.offset) for f in findings] == [("lost", d.offset) for d in damage]
         _repaired(directory, findings, read)
 
 
@@ -230,16 +229,6 @@ def _facts_are_right(segments: Segments, intact: Sealed) -> None:
     except Corrupt:
         assert len(read_facts) < COUNT
     assert read_facts == intact.facts[: len(read_facts)]
-
-
-def _kinds(intact: Sealed, at: int, lost: bool) -> set[str]:
-    """What damage at a byte is called; some bits of a frame's header have no meaning."""
-    if at < intact.end:
-        if any(f.at <= at < f.at + f.size for f in intact.frames):
-            return {"bad_frame" if lost else "changed"}
-        return {"bad_mark"}
-    footer = intact.data.rindex(frames.FOOTER.to_bytes(4, "little"))
-    return {"bad_facts", "changed"} if at < footer else {"bad_footer"}
 
 
 def _repaired(directory: Path, findings: list[Finding], lines: list[SegmentLine]) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from cray_agents.errors import StoreError
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
-from cray_agents.runtime.store.segments.orphans import seal_orphans
 from cray_agents.runtime.store.segments.reader import Segments
+from cray_agents.runtime.store.segments.repair import seal_orphans
 from cray_agents.runtime.store.segments.sealed import seal
 from cray_agents.runtime.store.segments.writer import SegmentWriter
 from tests.support.store.segment_lines import fact, line, placed, read_all, write_open

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import Event
 from cray_agents.runtime.disk.checksums import is_whole
-from cray_agents.runtime.store.segments import drafts, handles, sealed
+from cray_agents.runtime.store.segments import reader, sealed
 from cray_agents.runtime.store.segments.facts import FACTS, facts_of
 from cray_agents.runtime.store.segments.line_format import LinePlace, event_in, line_of
 from cray_agents.runtime.store.segments.reader import Moved, SegmentLine, Segments
@@ -73,7 +73,7 @@ def test_round_trip(
     assert read_all(segments, "s") == (wanted, [])
     assert segments.facts("s") is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafts, "CHUNK", chunk)
+        patch.setattr(sealed, "CHUNK", chunk)
         target = seal(path)
     assert [child.name for child in directory.iterdir()] == ["s.jsonl.zst"]
     assert [(s.stem, s.path, s.sealed) for s in segments.list()] == [("s", target, True)]
@@ -139,7 +139,7 @@ def open_files() -> int:
 
 
 def test_files_are_closed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handles, "MAX_OPEN", 3)
+    monkeypatch.setattr(reader, "MAX_OPEN", 3)
     places = []
     for number in range(20):
         stem = f"s{number}"
@@ -229,7 +229,7 @@ def test_one_segment_takes_the_place_of_others(tmp_path: Path) -> None:
 def test_facts_of_another_version_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafts, "FACTS", FACTS + 1)
+    monkeypatch.setattr(sealed, "FACTS", FACTS + 1)
     seal(write_open(tmp_path, "s", [line(1)]))
     assert Segments(tmp_path).facts("s") is None
 

@@ -17,7 +17,7 @@ from cray_agents.errors import BadInput, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Event, Run, StopReason
-from cray_agents.runtime.store import Store, index_catchup
+from cray_agents.runtime.store import Store, indexing
 from cray_agents.runtime.store.compaction import compact, plan, tidy
 from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.store.redaction import Redactor
@@ -581,8 +581,8 @@ async def test_filling_the_index_of_many_runs_says_how_far_it_is(
         await store.close()
     assert not caplog.messages
     shutil.rmtree(cache_of(home).parent)
-    monkeypatch.setattr(index_catchup, "BULK", 0)
-    monkeypatch.setattr(index_catchup, "NOTED", 0.0)
+    monkeypatch.setattr(indexing, "MUCH", 0)
+    monkeypatch.setattr(indexing, "NOTED", 0.0)
     store = Store(home)
     assert [len(store.run(f"run-{number}").calls) for number in range(2)] == [1, 1]
     await store.close()

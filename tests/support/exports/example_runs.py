@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from cray_agents import Agent, Task, tool
 from cray_agents.engines.openai_engine import OpenAIEngine
-from cray_agents.errors import CrayError, EngineError, ToolError
+from cray_agents.errors import BadInput, CrayError, EngineError, ToolError
 from cray_agents.paths import Home
 from cray_agents.records import (
     Message,
@@ -23,6 +26,8 @@ from cray_agents.records import (
     Trajectory,
     Turn,
 )
+from cray_agents.runtime.exports.export_format import Written, line_of
+from cray_agents.runtime.exports.losses import LOSSES
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
@@ -354,3 +359,22 @@ def nasty() -> dict[str, Run]:
             started=0.0,
         ),
     }
+
+
+def stated_losses(
+    write: Callable[[Run], Written], runs: dict[str, Run], expected: Mapping[str, set[str] | str]
+) -> Iterator[tuple[Run, list[dict[str, Any]]]]:
+    """Check each run's losses beyond conversation_only, or its error. Yield those with records."""
+    for name, want in expected.items():
+        if isinstance(want, str):
+            with pytest.raises(BadInput, match=want) as caught:
+                write(runs[name])
+            assert caught.value.code == "unsupported_export"
+            assert runs[name].id in str(caught.value)
+            continue
+        records, losses = write(runs[name])
+        assert set(losses) == want | {"conversation_only"}, name
+        assert set(losses) <= set(LOSSES)
+        for record in records:
+            assert json.loads(line_of(runs[name], record)) == record
+        yield runs[name], records

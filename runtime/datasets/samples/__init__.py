@@ -1,1 +1,0 @@
-"""Samples: token sequences of runs and demonstrations, their weights, and the shards they go to."""

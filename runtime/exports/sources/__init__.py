@@ -1,1 +1,0 @@
-"""Sources: the items of an export in a fixed order, from the store or from a dataset."""
