@@ -22,7 +22,8 @@ Each is also an error of the standard library.
     ├── RewardError (RuntimeError)       a reward function failed; the run has no such reward
     ├── StoreError (OSError)             the shared root cannot be written or read
     │   ├── DiskFull                     ... because there is no room left on it
-    │   └── Corrupt                      a file does not match its checksum
+    │   ├── Corrupt                      a file does not match its checksum
+    │   └── NewerFormat                  ... or was written by a newer version of this package
     ├── SwapError (RuntimeError)         new weights did not come up, or could not be proven
     │   ├── Displaces                    ... because a promoted version would be served no more
     │   ├── PoolBusy                     ... because no replica could be had; later one may
@@ -199,6 +200,12 @@ class Corrupt(StoreError):
     """A file does not match its checksum or format."""
 
     code = "corrupt"
+
+
+class NewerFormat(StoreError):
+    """A file is of a format that only a newer version of this package reads."""
+
+    code = "newer_format"
 
 
 class SwapError(CrayError, RuntimeError):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import orjson
 
-from cray_agents.errors import Corrupt, NotFound, StoreError
+from cray_agents.errors import Corrupt, NewerFormat, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.batch_records import BatchFolder
 from cray_agents.runtime.batches.chunks import verify_seal
@@ -53,7 +53,7 @@ def check(home: Home) -> Iterator[Finding]:
             check_path(path)
         except FileNotFoundError:  # removed just now
             continue
-        except Corrupt as error:
+        except (Corrupt, NewerFormat) as error:
             yield _finding(path, str(error))
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from cray_agents.errors import Corrupt
+from cray_agents.errors import Corrupt, NewerFormat
 from cray_agents.exact_json import load_json
 
 MARK = b',"crc":"'
@@ -115,7 +115,7 @@ def list_whole(
 ) -> Listing[Row]:
     """Read records in the order of their names, until `limit` of them are whole.
 
-    One that `read` finds damaged, or that its owner cannot read, ends no list.
+    One that is damaged, of a newer format, or unreadable for its owner, ends no list.
     """
     rows: list[Row] = []
     damaged: list[dict[str, str]] = []
@@ -124,7 +124,7 @@ def list_whole(
             return Listing(rows, damaged, has_more=True)
         try:
             rows.append(read(name))
-        except (Corrupt, PermissionError, IsADirectoryError) as error:
+        except (Corrupt, NewerFormat, PermissionError, IsADirectoryError) as error:
             damaged.append({"id": name, "reason": str(error)})
     return Listing(rows, damaged)
 

@@ -31,7 +31,7 @@ from cray_agents.runtime.pool.slurm.job_lease import (
 from cray_agents.runtime.pool.slurm.replica_supervisor import ReplicaSupervisor
 from cray_agents.runtime.pool.slurm.slurm_replica import SlurmReplica
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-from cray_agents.runtime.scheduler.programs import search_path
+from cray_agents.runtime.scheduler.site_environment import search_path
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.job.job_status import Handover, note_handover
 from cray_agents.trainers.job.journal import JobJournal

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule, share_nodes
-from cray_agents.runtime.scaling.observed import (
+from cray_agents.runtime.scaling.decision import (
     Observed,
+    Scaler,
     ScalingAction,
+    ScalingRules,
+    ServingRule,
     ServingView,
     TrainingView,
+    share_nodes,
 )
 from tests.support.scaling.comparison import rules_for
 from tests.support.scaling.simulation import Simulation

@@ -28,7 +28,7 @@ from cray_agents.runtime.pool.slurm.replica_certificates import tls_folder
 from cray_agents.runtime.pool.slurm.slurm_replica import cancel_surplus
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-from cray_agents.runtime.scheduler.programs import missing_programs
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.slurm_pool import Callers, Site, ask

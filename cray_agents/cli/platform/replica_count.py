@@ -23,8 +23,14 @@ from cray_agents.errors import BadInput, CrayError
 from cray_agents.runtime.gateway.gateway_shares import GatewayShares
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule
-from cray_agents.runtime.scaling.observed import Observed, ScalingAction, ServingView
+from cray_agents.runtime.scaling.decision import (
+    Observed,
+    Scaler,
+    ScalingAction,
+    ScalingRules,
+    ServingRule,
+    ServingView,
+)
 
 EVERY = 1.0  # seconds between two looks
 LOOK = 5.0  # seconds between two looks at the cluster, while replicas are missing

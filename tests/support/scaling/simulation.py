@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain, count, islice
 from typing import Protocol
 
-from cray_agents.runtime.scaling.observed import (
+from cray_agents.runtime.scaling.decision import (
     Observed,
     ScalingAction,
     ServingView,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.scaling.observed import Observed, ScalingAction
+from cray_agents.runtime.scaling.decision import Observed, ScalingAction
 from tests.support.scaling.simulation import Simulation
 from tests.support.scaling.traces import ServingTrace, Trace
 
