@@ -31,7 +31,7 @@ from cray_agents.runtime.pool.replica_supervisor import ReplicaSupervisor
 from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica
 from cray_agents.runtime.pool.vllm_process import EngineSettings
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-from cray_agents.runtime.scheduler.programs import search_path
+from cray_agents.runtime.scheduler.site_environment import search_path
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.trainers.job.job_state import Handover, note_handover, restart_unfinished_jobs
 from cray_agents.trainers.job.journal import JobJournal

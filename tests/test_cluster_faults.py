@@ -24,7 +24,7 @@ from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.runtime import fsck
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.runtime.scheduler.programs import missing_programs
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.store import Store
 from cray_agents.trainers.job.journal import JobJournal
 from tests.support.faults import root_views

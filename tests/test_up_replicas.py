@@ -23,7 +23,7 @@ from cray_agents.errors import BadInput, SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import alive
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.runtime.scheduler.programs import missing_programs
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store import Store
 from cray_agents.server import replica_devices

@@ -18,12 +18,7 @@ from itertools import chain, count, islice
 from typing import Protocol
 
 from bench.cluster.traces import HOUR, Failure, JobTrace, ServingTrace, Trace
-from cray_agents.runtime.scaling.observed import (
-    Observed,
-    ScalingAction,
-    ServingView,
-    TrainingView,
-)
+from cray_agents.runtime.scaling.decision import Observed, ScalingAction, ServingView, TrainingView
 
 PERIOD = 5.0  # seconds between two decisions
 _LOOK_AHEAD = 256  # waiting jobs that the controller is shown

@@ -11,7 +11,7 @@ from dataclasses import replace
 from bench.cluster.simulation import Simulation
 from bench.cluster.traces import ServingTrace, Trace
 from cray_agents.errors import BadInput
-from cray_agents.runtime.scaling.observed import Observed, ScalingAction
+from cray_agents.runtime.scaling.decision import Observed, ScalingAction
 
 TAIL = 0.01  # share of the requests that may wait longer than the limit
 

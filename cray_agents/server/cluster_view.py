@@ -19,7 +19,7 @@ from cray_agents.paths import Home
 from cray_agents.ports import Command
 from cray_agents.runtime.accounting.ledger import LedgerFile
 from cray_agents.runtime.pool.job_lease import JOB_PREFIX
-from cray_agents.runtime.scaling.observed import TrainingView
+from cray_agents.runtime.scaling.decision import TrainingView
 from cray_agents.runtime.scheduler.slurm import Job, NodeRoom, Slurm, node_names
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.planning.cluster_resources import Resources

@@ -20,8 +20,14 @@ from cray_agents.config import Config
 from cray_agents.errors import BadInput, CrayError
 from cray_agents.runtime.gateway.model_calls.admission import Admission, GatewayShares
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule
-from cray_agents.runtime.scaling.observed import Observed, ScalingAction, ServingView
+from cray_agents.runtime.scaling.decision import (
+    Observed,
+    Scaler,
+    ScalingAction,
+    ScalingRules,
+    ServingRule,
+    ServingView,
+)
 from cray_agents.server.cluster_view import ClusterState, ClusterView
 from cray_agents.server.platform_process import ReplicaCount
 

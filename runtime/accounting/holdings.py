@@ -16,6 +16,9 @@ time since the place's last job. What is more than that time is left out: it was
 A holder that was killed wrote no end. Its time counts to the last sign of it: the last line of its
 file, the last event of its job, or the last steps or queued job of its session. Called by
 cost_account.py.
+
+`goodput` adds them up, by holder, kind or node: useful / held, where useful is what served, and
+training that was kept. Hours are of GPUs, or of nodes where a holder has none.
 """
 
 import time
@@ -30,6 +33,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from cray_agents.paths import Home
 from cray_agents.runtime.accounting.ledger import LedgerLine, read_ledger
 
+HOUR = 3600.0
+GroupedBy = Literal["kind", "holder", "node"]
 Use = Literal["serving", "idle", "asleep", "training", "lost", "other"]
 USES: tuple[Use, ...] = get_args(Use)
 Place = tuple[str, int]  # a holder and its attempt
@@ -368,10 +373,6 @@ def _last_sign(home: Home, line: LedgerLine, facts: _Facts) -> float:
         with suppress(OSError):
             signs.append(path.stat().st_mtime)
     return max(signs, default=0.0)
-
-
-HOUR = 3600.0
-GroupedBy = Literal["kind", "holder", "node"]
 
 
 @dataclass

@@ -7,7 +7,6 @@ next step, and repeating a step has no effect. Times are whole unix seconds.
 import re
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,10 +14,11 @@ from pydantic import Field, field_validator
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Record
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.disk import checksums, durable, formats
 from cray_agents.runtime.files.files import ExpiresAfter
 
 PREFIX = "batch_"
+BATCH_FORMAT = 1  # of a batch's folder
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_WINDOW = 30 * 86400  # seconds
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
@@ -42,6 +42,7 @@ NO_TOKENS: Tokens = (0, 0, 0, 0, 0)
 class BatchRequest(Record):
     """The request for a batch; `batch.json`."""
 
+    format: int = BATCH_FORMAT
     id: str
     endpoint: str
     input_file_id: str
@@ -200,59 +201,22 @@ class BatchEnd(Record):
     errors: list[LineError] = Field(default_factory=list)
 
 
-@dataclass(frozen=True)
 class BatchFolder:
     """The folder `batches/<id>` under the home."""
 
-    root: Path
-
-    @property
-    def id(self) -> str:
-        return self.root.name
-
-    @property
-    def request_file(self) -> Path:
-        return self.root / "batch.json"
-
-    @property
-    def input(self) -> Path:
-        return self.root / "input.jsonl"
-
-    @property
-    def index(self) -> Path:
-        return self.root / "chunks.jsonl"
-
-    @property
-    def claims(self) -> Path:
-        return self.root / "claims"
-
-    @property
-    def results(self) -> Path:
-        return self.root / "results"
-
-    @property
-    def done(self) -> Path:
-        return self.root / "done"
-
-    @property
-    def accepted_file(self) -> Path:
-        return self.root / "in_progress.json"
-
-    @property
-    def cancelling_file(self) -> Path:
-        return self.root / "cancelling.json"
-
-    @property
-    def finalizing_file(self) -> Path:
-        return self.root / "finalizing.json"
-
-    @property
-    def end_file(self) -> Path:
-        return self.root / "end.json"
+    def __init__(self, root: Path) -> None:
+        self.root, self.id = root, root.name
+        self.request_file = root / "batch.json"
+        self.input, self.index = root / "input.jsonl", root / "chunks.jsonl"
+        self.claims, self.results, self.done = root / "claims", root / "results", root / "done"
+        self.accepted_file = root / "in_progress.json"
+        self.cancelling_file = root / "cancelling.json"
+        self.finalizing_file = root / "finalizing.json"
+        self.end_file = root / "end.json"
 
     def request(self) -> BatchRequest:
-        """Read the request for the batch. Raises FileNotFoundError, Corrupt."""
-        return checksums.read_record(BatchRequest, self.request_file)
+        """Read the request for the batch. Raises FileNotFoundError, Corrupt, NewerFormat."""
+        return formats.read_record(BatchRequest, self.request_file, BATCH_FORMAT)
 
     def accepted(self) -> Accepted | None:
         """Read in_progress.json, which exists once the input is valid."""

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cray_agents.errors import Corrupt
+from cray_agents.errors import Corrupt, NewerFormat
 from cray_agents.paths import Home
 from cray_agents.runtime.batches import claims
 from cray_agents.runtime.batches.batch_records import (
@@ -137,7 +137,7 @@ class Board:
     def _begin(self, folder: BatchFolder) -> None:
         try:
             self._open[folder.id] = OpenBatch(folder, folder.request())
-        except Corrupt as error:  # one damaged batch must not block the others
+        except (Corrupt, NewerFormat) as error:  # one such batch must not block the others
             log.error("%s is left alone: %s", folder.id, error)
             self._ended.add(folder.id)
 

@@ -178,7 +178,9 @@ class BatchQueue:
         if cancelled_at is not None and (finalizing is None or finalizing.outcome == "cancelled"):
             status = "cancelling"
         batch = Batch(
-            **request.model_dump(exclude={"output_expires_after", "owner", "input_sha256"}),
+            **request.model_dump(
+                exclude={"format", "output_expires_after", "owner", "input_sha256"}
+            ),
             status=status,
             model=accepted.model if accepted else None,
             in_progress_at=accepted.at if accepted else None,

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, overload
 
-from cray_agents.errors import Corrupt
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.errors import Corrupt, NewerFormat
+from cray_agents.runtime.disk import checksums, durable, formats
 from cray_agents.runtime.disk.checksums import Kind
 
+LINE_FORMAT = 1  # of a line that says none
 Damaged = Literal["raise", "skip"]
 
 log = logging.getLogger(__name__)
@@ -161,7 +162,8 @@ def read(path: Path, kind: type[Any] | None = None, *, damaged: Damaged = "raise
 
     Args:
         kind: the pydantic record that each line is; None: JSON.
-        damaged: raise Corrupt at a damaged line, or leave it out with a warning.
+        damaged: raise Corrupt at a damaged line and NewerFormat at one of a newer version, or leave
+            them out with a warning.
     """
     try:
         content = path.read_bytes()
@@ -172,8 +174,11 @@ def read(path: Path, kind: type[Any] | None = None, *, damaged: Damaged = "raise
             continue
         place = f"{path}: line {number}"
         try:
-            yield checksums.parse_as(kind, line, place) if kind else checksums.parse(line, place)
-        except Corrupt as error:
+            value = checksums.parse(line, place)
+            if isinstance(value, dict):
+                formats.check_version(value.get(formats.FORMAT), LINE_FORMAT, place)
+            yield checksums.parse_as(kind, line, place) if kind else value
+        except (Corrupt, NewerFormat) as error:
             if damaged == "raise":
                 raise
             log.warning("left out: %s", error)

@@ -18,7 +18,7 @@ from pydantic import Field
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, new_id
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.disk import checksums, durable, formats
 from cray_agents.runtime.files.blobs import Blob, Blobs
 
 Order = Literal["asc", "desc"]
@@ -30,7 +30,8 @@ PURPOSES = (*CLIENT_PURPOSES, "batch_output", "fine-tune-results")
 PAGE_LIMIT = 10_000  # files in one page
 LIVING, DELETED = ".json", ".deleted"
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
-INTERNAL = {"sha256", "owner"}
+INTERNAL = {"sha256", "owner", "format"}
+FILE_FORMAT = 1  # of a file's record
 
 
 class ExpiresAfter(Record):
@@ -54,6 +55,7 @@ class FileObject(Record):
     status_details: str | None = None
     sha256: str
     owner: str = ""
+    format: int = FILE_FORMAT
 
     @property
     def expired(self) -> bool:
@@ -206,7 +208,7 @@ class Files:
 
 
 def _read(path: Path) -> FileObject:
-    return checksums.read_record(FileObject, path)
+    return formats.read_record(FileObject, path, FILE_FORMAT)
 
 
 def _sort_key(file: FileObject) -> tuple[int, str]:

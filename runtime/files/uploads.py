@@ -26,13 +26,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from cray_agents.errors import BadInput, Corrupt, NotFound
+from cray_agents.errors import BadInput, Corrupt, NewerFormat, NotFound
 from cray_agents.records import Record, digest, new_id
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.disk import checksums, durable, formats
 from cray_agents.runtime.files.blobs import GRACE_SECONDS, Blob
 from cray_agents.runtime.files.files import ID, ClientPurpose, ExpiresAfter, FileObject, Files
 
 IDLE_SECONDS = 86400.0  # without a new part until an upload expires
+UPLOAD_FORMAT = 1  # of an upload's folder
 SWEEP_SECONDS = 3600.0  # between two sweeps
 PART_BYTES = 64 * 2**20  # of one part, at most
 
@@ -58,6 +59,7 @@ class Upload(UploadRequest):
     id: str
     created_at: float = Field(default_factory=time.time)
     owner: str = ""
+    format: int = UPLOAD_FORMAT
 
 
 class UploadPart(Record):
@@ -299,7 +301,7 @@ class Uploads:
         if ID.fullmatch(upload_id):
             path = self.home.uploads / upload_id / "upload.json"
             with contextlib.suppress(FileNotFoundError):
-                return checksums.read_record(Upload, path)
+                return formats.read_record(Upload, path, UPLOAD_FORMAT)
         raise NotFound(f"no upload {upload_id!r}", param="upload_id")
 
     def _end(self, upload_id: str) -> UploadEnd | None:
@@ -374,7 +376,7 @@ class Sweeper:
         try:
             self._last = time.monotonic()
             sweep(self._files, self._uploads)
-        except Corrupt as error:  # a record that cannot be read may use any content
+        except (Corrupt, NewerFormat) as error:  # a record that cannot be read may use any content
             log.error("unused contents are kept: %s", error)
         finally:
             self._lock.release()

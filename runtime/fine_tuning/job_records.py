@@ -15,7 +15,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.records import Record, StrictRecord, canonical, digest
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.disk import checksums, durable, formats
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.examples import Kind
 from cray_agents.runtime.registry import checkpoints
@@ -26,6 +26,7 @@ Auto = Literal["auto"]
 RecordType = TypeVar("RecordType", bound=Record)
 
 PREFIX = "ftjob-"
+TUNING_FORMAT = 1  # of a job's files
 #: Metadata keys that the platform adds.
 ADDED = {"job", "paused", "scheduler", "scheduler_job_id", "slurm_job_id"}
 
@@ -58,6 +59,7 @@ class TuningRequest(Record):
     dtype: Dtype = "float32"
     microbatch: int = MICROBATCH
     owner: str = ""
+    format: int = TUNING_FORMAT
     created: float = Field(default_factory=time.time)
 
     @property
@@ -190,7 +192,7 @@ class TuningFolder:
 
     def _read(self, job_id: str, suffix: str, kind: type[RecordType]) -> RecordType | None:
         try:
-            return checksums.read_record(kind, self._path(job_id, suffix))
+            return formats.read_record(kind, self._path(job_id, suffix), TUNING_FORMAT)
         except FileNotFoundError:
             return None
 

@@ -15,8 +15,13 @@ from cray_agents.errors import BadInput, SetupError
 from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, host_gpus, place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment, missing_programs
-from cray_agents.runtime.scheduler.site_environment import on_this_host, with_shared_root
+from cray_agents.runtime.scheduler.site_environment import (
+    INSTALL_LINE,
+    clean_environment,
+    missing_programs,
+    on_this_host,
+    with_shared_root,
+)
 from cray_agents.runtime.scheduler.slurm import Slurm
 from cray_agents.runtime.store.index import identity_of
 

@@ -25,8 +25,8 @@ from cray_agents.ports import Command, CommandStatus
 from cray_agents.runtime.controller_lease import Guard, unguarded
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.scheduler.gpu_placement import VISIBLE, count_gpus
-from cray_agents.runtime.scheduler.programs import clean_environment
 from cray_agents.runtime.scheduler.site_environment import (
+    clean_environment,
     command_variables,
     preparation,
     task_argv,

@@ -30,7 +30,11 @@ from pathlib import Path
 
 from cray_agents.errors import SchedulerError, SetupError
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
-from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment, missing_programs
+from cray_agents.runtime.scheduler.site_environment import (
+    INSTALL_LINE,
+    clean_environment,
+    missing_programs,
+)
 from cray_agents.runtime.scheduler.supervised import Supervised, remove_scratch
 
 START_SECONDS = 20.0

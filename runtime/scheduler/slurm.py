@@ -27,7 +27,7 @@ from cray_agents.runtime.controller_lease import Guard, unguarded
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.batch_script import REFUSED, batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-from cray_agents.runtime.scheduler.programs import INSTALL_LINE, clean_environment
+from cray_agents.runtime.scheduler.site_environment import INSTALL_LINE, clean_environment
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 SEPARATOR = "\x1f"  # in no job name

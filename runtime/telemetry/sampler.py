@@ -7,6 +7,9 @@ A `node` line with the names of its GPUs begins each attempt of the job. A `samp
 since the attempt began, and by how much. At MOST bytes every second sample is dropped, and the
 next ones come half as often: the file has the whole job, if more coarsely.
 
+Network ports are what the kernel counts at InfiniBand, RoCE and EFA ports (/sys/class/infiniband,
+sysfs-class-infiniband and the drivers mlx5 and efa); only fake trees were read.
+
 It runs in the launcher, so no rank ever waits for it. Any failure is printed once, and ends it.
 run_ranks (job/launch.py) starts it, views/job_hardware.py reads the file.
 """
@@ -14,7 +17,8 @@ run_ranks (job/launch.py) starts it, views/job_hardware.py reads the file.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,79 @@ import orjson
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.scheduler.nvml import LIBRARY, Nvml, describe_gpus, nvml, read_load
-from cray_agents.runtime.telemetry import ports
+
+SYS = Path("/sys")
+WORD = 4  # bytes that `port_xmit_data` and `port_rcv_data` count as one
+#: What passed a port in each direction, and its size in bytes; the first file that exists counts.
+SENT = [("counters/port_xmit_data", WORD), ("hw_counters/tx_bytes", 1)]
+RECEIVED = [("counters/port_rcv_data", WORD), ("hw_counters/rx_bytes", 1)]
+#: Further amounts, of which rates are made.
+AMOUNTS = {
+    "rdma_read_bytes": "hw_counters/rdma_read_bytes",
+    "rdma_write_bytes": "hw_counters/rdma_write_bytes",
+    "sent_packets": "hw_counters/tx_pkts",
+    "received_packets": "hw_counters/rx_pkts",
+    "wait_ticks": "counters/port_xmit_wait",
+}
+#: Errors, and signs of a crowded network (the last three).
+ERRORS = {
+    "counters": (
+        "symbol_error", "link_downed", "link_error_recovery", "port_rcv_errors",
+        "port_xmit_discards", "local_link_integrity_errors", "excessive_buffer_overrun_errors",
+    ),
+    "hw_counters": (
+        "out_of_sequence", "packet_seq_err", "rnr_nak_retry_err", "local_ack_timeout_err",
+        "rx_drops", "retrans_timeout_events", "np_cnp_sent", "rp_cnp_handled",
+        "np_ecn_marked_roce_packets",
+    ),
+}  # fmt: skip
+
+
+def ports_of(sys: Path = SYS) -> Iterator[tuple[str, Path]]:
+    """Yield all ports with their folders, named as in `mlx5_0:1`."""
+    for folder in sorted((sys / "class" / "infiniband").glob("*/ports/*")):
+        yield f"{folder.parents[1].name}:{folder.name}", folder
+
+
+def is_up(folder: Path) -> bool:
+    """Tell whether a port's link is up: its state is `4: ACTIVE`."""
+    return "ACTIVE" in text_of(folder / "state")
+
+
+def read_amounts(folder: Path) -> dict[str, int]:
+    """Return what passed a port so far, as far as it counts that."""
+    amounts: dict[str, int] = {}
+    for name, sources in (("sent_bytes", SENT), ("received_bytes", RECEIVED)):
+        for file, size in sources:
+            if (value := number_in(folder / file)) is not None:
+                amounts[name] = value * size
+                break
+    for name, file in AMOUNTS.items():
+        if (value := number_in(folder / file)) is not None:
+            amounts[name] = value
+    return amounts
+
+
+def read_errors(folder: Path) -> dict[str, int]:
+    """Return a port's counters of errors, by the kernel's names."""
+    read = {
+        name: number_in(folder / kind / name) for kind, names in ERRORS.items() for name in names
+    }
+    return {name: value for name, value in read.items() if value is not None}
+
+
+def text_of(path: Path) -> str:
+    """Return a short text of sysfs; "" where it is missing or cannot be read."""
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def number_in(path: Path) -> int | None:
+    """Return a number of sysfs; None without one."""
+    text = text_of(path)
+    return int(text) if text.lstrip("-").isdecimal() else None
+
 
 EVERY = 10.0  # seconds
 MOST = 8 << 20  # bytes of a file
@@ -47,7 +123,7 @@ class HardwareSampler:
         *,
         every: float = EVERY,
         most: int = MOST,
-        sys: Path = ports.SYS,
+        sys: Path = SYS,
         library: str = LIBRARY,
         gpus: Sequence[str] | None = None,
     ) -> None:
@@ -96,11 +172,11 @@ class HardwareSampler:
                 load = read_load(driver, gpu)
                 figures |= {f"gpu{gpu}.{name}": value for name, value in load.items()}
         amounts: dict[str, float] = {"": time.monotonic()}
-        for port, folder in ports.ports(self._sys):
-            figures[f"{port}.up"] = int(ports.is_up(folder))
-            for name, amount in ports.read_amounts(folder).items():
+        for port, folder in ports_of(self._sys):
+            figures[f"{port}.up"] = int(is_up(folder))
+            for name, amount in read_amounts(folder).items():
                 amounts[f"{port}.{name}_per_second"] = amount
-            for name, count in ports.read_errors(folder).items():
+            for name, count in read_errors(folder).items():
                 key = f"{port}.{name}"
                 if grown := count - self._errors.setdefault(key, count):
                     figures[key] = grown
@@ -146,14 +222,14 @@ class HardwareSampler:
 
 def _cpu_seconds(pid: int) -> float | None:
     """Return the CPU time of a process so far; None once it has ended."""
-    text = ports.text_of(Path(f"/proc/{pid}/stat"))
+    text = text_of(Path(f"/proc/{pid}/stat"))
     fields = text[text.rfind(")") + 2 :].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS if len(fields) > 12 else None
 
 
 def _memory() -> dict[str, float]:
     """Return the memory that processes of this host could still get."""
-    for line in ports.text_of(Path("/proc/meminfo")).splitlines():
+    for line in text_of(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             return {"host.memory_available_bytes": int(line.split()[1]) * 1024}
     return {}

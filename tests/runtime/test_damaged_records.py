@@ -3,12 +3,13 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cray_agents.errors import Corrupt, SetupError, SwapError
+from cray_agents.errors import Corrupt, NewerFormat, SetupError, SwapError
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Record
@@ -18,6 +19,8 @@ from cray_agents.runtime.batches.batch_records import BatchFolder
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
 from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.files.files import Files
+from cray_agents.runtime.files.uploads import Uploads
+from cray_agents.runtime.fine_tuning.job_records import TuningFolder
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles, TinkerModel
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
@@ -71,6 +74,39 @@ def test_records_from_before_there_were_checksums_are_read(tmp_path: Path) -> No
     with pytest.raises(Corrupt, match=r"note\.json cannot be read: number"):
         checksums.read_record(Note, path)
     assert checksums.with_crc(b"{}") == b"{}" and checksums.with_crc(b"[1]") == b"[1]"
+
+
+def test_a_newer_format_is_refused_by_its_number(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    with Files(home).blobs.draft() as draft:
+        file = Files(home).publish(draft.publish(), filename="a", purpose="batch")
+    path = home.files / f"{file.id}.json"
+    record = json.loads(path.read_text())
+    assert record.pop("format") == 1 and "format" not in file.to_openai()
+    del record["crc"]
+    path.write_text(json.dumps(record))  # as older versions wrote it
+    assert Files(home).get(file.id) == file
+    newer = json.dumps({"format": 2, "of": "a later version"})
+    folders = {home.batches / "batch_1": "batch.json", home.uploads / "upload_1": "upload.json"}
+    folders |= {
+        home.fine_tuning: "ftjob-1.json",
+        home.models / "m": "1.json",
+        path.parent: path.name,
+    }
+    for folder, name in folders.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(newer)
+    reads: list[Callable[[], object]] = [
+        lambda: Files(home).get(file.id),
+        lambda: BatchFolder(home.batches / "batch_1").request(),
+        lambda: Uploads(Files(home)).show("upload_1"),
+        lambda: TuningFolder(home).read_request("ftjob-1"),
+        lambda: Registry(home).resolve("m"),
+    ]
+    for read in reads:
+        with pytest.raises(NewerFormat, match="has format 2"):
+            read()
+    assert "has format 2" in Files(home).list().damaged[0]["reason"]
 
 
 def test_the_line_of_a_journal_that_is_damaged_is_named(tmp_path: Path) -> None:

@@ -10,12 +10,15 @@ from bench.cluster.comparison import rules_for
 from bench.cluster.simulation import Simulation
 from bench.cluster.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
 from cray_agents.errors import BadInput
-from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule, share_nodes
-from cray_agents.runtime.scaling.observed import (
+from cray_agents.runtime.scaling.decision import (
     Observed,
+    Scaler,
     ScalingAction,
+    ScalingRules,
+    ServingRule,
     ServingView,
     TrainingView,
+    share_nodes,
 )
 
 CHAT = ServingRule("chat", slots=10, use=1.0, calm=60.0, empty=120.0)

@@ -16,7 +16,7 @@ from cray_agents.config import Config
 from cray_agents.config.job_section import SLURM_OWN, JobContainer, JobSettings
 from cray_agents.errors import BadInput, SchedulerError, SetupError
 from cray_agents.ports import Command, CommandStatus
-from cray_agents.runtime.scheduler import choose, programs
+from cray_agents.runtime.scheduler import choose, site_environment
 from cray_agents.runtime.scheduler import slurm as slurm_scheduler
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.choose import (
@@ -612,8 +612,8 @@ def test_a_client_that_reads_late_gets_the_whole_script(
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(programs, "SBIN", ())
-    assert set(missing_programs()) == set(programs.PROGRAMS)
+    monkeypatch.setattr(site_environment, "SBIN", ())
+    assert set(missing_programs()) == set(site_environment.PROGRAMS)
     with pytest.raises(SetupError, match=r"slurmctld.*apt-get install"):
         open_scheduler("slurm", tmp_path)
     with open_scheduler("auto", tmp_path) as local:

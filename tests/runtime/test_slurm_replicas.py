@@ -28,7 +28,7 @@ from cray_agents.runtime.pool.vllm_process import EngineSettings, NodeShare, com
 from cray_agents.runtime.pool.weight_transfer import TransferSettings
 from cray_agents.runtime.scheduler.batch_script import batch_script
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
-from cray_agents.runtime.scheduler.programs import missing_programs
+from cray_agents.runtime.scheduler.site_environment import missing_programs
 from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.slurm_pool import Callers, Site, ask
