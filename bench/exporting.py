@@ -43,12 +43,12 @@ def measure(parent: Path, layout: Layout, folder: Path, rank: int, store: Any, s
     from cray_agents.trainers.checkpointing import hf_export
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     torch.set_num_threads(1)
     hyper = Hyperparameters(learning_rate=1e-3, steps=1, init="random")
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    training = Training(read_architecture(parent), layout, hyper, parent, on_cpu=True)
+    training = RankTraining(read_architecture(parent), layout, hyper, parent, on_cpu=True)
     weights = [
         memoryview(parameter.detach().view(-1).numpy()).cast("B")
         for chunk in training.chunks

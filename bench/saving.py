@@ -45,7 +45,7 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     torch.set_num_threads(1)
     layout, hyper = (
@@ -53,7 +53,7 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
         Hyperparameters(learning_rate=1e-3, steps=10**6, batch_size=1, init="random"),
     )
     join_ranks(layout, rank, 1, store, on_cpu=True)
-    training = Training(read_architecture(parent), layout, hyper, parent, on_cpu=True)
+    training = RankTraining(read_architecture(parent), layout, hyper, parent, on_cpu=True)
     random = np.random.default_rng(0)
     known = BaselineLogprobs(
         Samples.of([random.integers(0, 8192, TOKENS).tolist() for _ in range(16)])

@@ -176,12 +176,12 @@ def trainer_rank(
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     torch.set_num_threads(1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     hyper = HYPER if way == "native" else HYPER.model_copy(update={"init": "parent"})
-    training = Training(read_architecture(parent, way), layout, hyper, parent, on_cpu=True)
+    training = RankTraining(read_architecture(parent, way), layout, hyper, parent, on_cpu=True)
     known = BaselineLogprobs(Samples.of(sequences(shape)))
     serve(lambda: training.step(known).tokens, out, broadcast_from_rank0)
     return 0

@@ -124,6 +124,7 @@ def test_all_that_is_public_can_be_imported_and_a_tiny_model_says_what_it_lacks(
 ) -> None:
     code = """
 from cray_agents import *
+from cray_agents.testing import make_tiny_model
 try:
     make_tiny_model("m", [([{"role": "user", "content": "hi"}], {})])
 except Exception as error:

@@ -84,14 +84,14 @@ def _our_rank(
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.progress import CLOCK
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
     from cray_agents.training_jobs import Layout
 
     torch.set_num_threads(1)
     layout = Layout()
     join_ranks(layout, rank, 1, store, on_cpu=True)
     architecture = read_architecture(model, "native")
-    training = Training(architecture, layout, HYPER, model, on_cpu=True, method=method)
+    training = RankTraining(architecture, layout, HYPER, model, on_cpu=True, method=method)
     answers, number = Answers(out, CLOCK.tick), 0
     while answers.wait():
         baseline = _baseline(training, rounds(number))

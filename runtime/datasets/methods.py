@@ -289,7 +289,7 @@ class Kto(SingleRuns):
         return self._selection.keep(candidate, chosen=chosen)
 
 
-class Distill(SingleRuns):
+class DistillSelection(SingleRuns):
     """All runs with their tokens, whatever came of them. Equal samples stay: they are draws."""
 
     def _accept(self, candidate: CandidateRun) -> bool:
@@ -304,7 +304,7 @@ METHODS: dict[str, Callable[[Selection], GroupMethod]] = {
     "grpo": Grpo,
     "dpo": Dpo,
     "kto": Kto,
-    "distill": Distill,
+    "distill": DistillSelection,
 }
 
 

@@ -142,12 +142,12 @@ class Bench:
         return folder, read_architecture(folder)
 
     def build(self, name: str, hyper: Hyperparameters, recompute: str = "none") -> Any:
-        """Build the `Training` of a model whose random weights are made on the device."""
+        """Build the `RankTraining` of a model whose random weights are made on the device."""
         from cray_agents.trainers.models.weights import InitialWeights
-        from cray_agents.trainers.training.train_step import Training
+        from cray_agents.trainers.training.train_step import RankTraining
 
         parent, model = self.model(name)
-        return Training(
+        return RankTraining(
             model,
             Layout(),
             hyper,

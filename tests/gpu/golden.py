@@ -75,7 +75,7 @@ def train(bench: Bench, name: str, dtype: str, path: str, out: Path) -> None:
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.tensors import tensor_shapes
     from cray_agents.trainers.models.weights import export_tensors, plan_export
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
     from cray_agents.training_jobs import Layout
 
     parent, model = bench.model(name)
@@ -89,7 +89,7 @@ def train(bench: Bench, name: str, dtype: str, path: str, out: Path) -> None:
         init="random",  # made on the CPU: the same on every device
     )
     with layers_of(path):
-        training = Training(model, Layout(), hyper, parent, bench.on_cpu)
+        training = RankTraining(model, Layout(), hyper, parent, bench.on_cpu)
     random = np.random.default_rng(1)
     starts = zip(random.integers(0, model.vocab, 32), random.integers(1, 5, 32), strict=True)
     rows = [[int(a + b * i) % model.vocab for i in range(8 + n)] for n, (a, b) in enumerate(starts)]

@@ -110,7 +110,7 @@ def take_steps(bench: Bench, name: str, layout: Layout, out: Path) -> None:
 
 def build(bench: Bench, name: str, layout: Layout) -> tuple[Any, Any]:
     """Return a training with random weights, which are made on the CPU, and a step's samples."""
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     parent, model = bench.model(name)
     known = data(bench, model.vocab, "chats")
@@ -121,4 +121,4 @@ def build(bench: Bench, name: str, layout: Layout) -> tuple[Any, Any]:
         max_tokens_per_microbatch=bench.scale.microbatches[0],
         init="random",
     )
-    return Training(model, layout, hyper, parent, bench.on_cpu), known
+    return RankTraining(model, layout, hyper, parent, bench.on_cpu), known

@@ -53,7 +53,7 @@ def measure(bench: Bench, name: str, parent: Path, layout: Layout, out: Path) ->
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.planning.arithmetic import estimate_memory
     from cray_agents.trainers.training.parallel_groups import is_rank0
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     model = read_architecture(parent, "universal")
     known = data(bench, model.vocab, "equal")
@@ -62,7 +62,7 @@ def measure(bench: Bench, name: str, parent: Path, layout: Layout, out: Path) ->
         update={"init": "parent", "way": "universal"}
     )
     free_memory(bench)
-    training = Training(model, layout, hyper, parent, bench.on_cpu)
+    training = RankTraining(model, layout, hyper, parent, bench.on_cpu)
     row = take_steps(bench, training, known)
     planned = estimate_memory(model, layout, hyper, sequence_length=bench.scale.longest)
     if is_rank0():

@@ -77,13 +77,13 @@ def learn(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: 
     from cray_agents.trainers.data.samples import read_samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     parent = Path(spec.parent)
     model = read_architecture(parent)
     known = BaselineLogprobs(read_samples(dataset))
-    training = Training(model, spec.layout, spec.hyperparameters, parent, on_cpu=True)
+    training = RankTraining(model, spec.layout, spec.hyperparameters, parent, on_cpu=True)
     scored = training.score(known.samples, [0, 1, 2])
     reports = [training.step(known)]
     buffer = training.wrapped_chunks[0].buffers[0]

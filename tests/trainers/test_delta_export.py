@@ -28,11 +28,11 @@ def exported_thrice(folder: Path, layout: Layout, out: Path, rank: int, store: A
     from cray_agents.trainers.checkpointing import hf_export
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     model = read_architecture(folder)
-    training = Training(
+    training = RankTraining(
         model, layout, Hyperparameters(learning_rate=1e-3, steps=1), folder, on_cpu=True
     )
     for name, changes, step in (("full", False, 50), ("delta", True, 0), ("all", True, 1)):

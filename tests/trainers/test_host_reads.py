@@ -80,7 +80,7 @@ def count_reads(
     from cray_agents.trainers.data.samples import read_samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     on_cpu = not torch.cuda.is_available()
     join_ranks(next(iter(specs.values())).layout, rank, 1, store, on_cpu=on_cpu)
@@ -92,7 +92,7 @@ def count_reads(
         known = BaselineLogprobs(samples, {**columns, "reference": zeros})
         parent, hyper = Path(spec.parent), spec.hyperparameters
         model = read_architecture(parent)
-        training = Training(model, spec.layout, hyper, parent, on_cpu, method=spec.method)
+        training = RankTraining(model, spec.layout, hyper, parent, on_cpu, method=spec.method)
         training.step(known)
         step, score = (partial(training.step, known), partial(training.score, samples))
         packed = training.pack_share(samples, samples.units)[0]

@@ -37,12 +37,12 @@ def started(spec: JobSpec, rank: int, store: Any) -> Any:
     """A rank's training, before its first step."""
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     model, hyper = read_architecture(Path(spec.parent)), spec.hyperparameters
     folder = Path(spec.parent)
-    return Training(model, spec.layout, hyper, folder, on_cpu=True, recompute=spec.recompute)
+    return RankTraining(model, spec.layout, hyper, folder, on_cpu=True, recompute=spec.recompute)
 
 
 def write(training: Any, folder: Path) -> None:

@@ -168,11 +168,11 @@ def measure(
     from cray_agents.trainers.models.tensors import tensor_shapes
     from cray_agents.trainers.models.weights import export_tensors, plan_export
     from cray_agents.trainers.planning.layouts import check_layout
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     model = read_architecture(folder)
     check_layout(model, layout)
-    training = Training(model, layout, hyper, folder, on_cpu=True, recompute=recompute)
+    training = RankTraining(model, layout, hyper, folder, on_cpu=True, recompute=recompute)
     seen: list[torch.Tensor] = []
     if training.head is not None:
         layer = training.chunks[-1].output_layer

@@ -22,12 +22,12 @@ def sail(spec: JobSpec, dataset: Path, out: Path, rank: int, store: Any, stop: A
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.offload import Offload, gradients, kept
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     torch.set_num_threads(1)
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     parent = Path(spec.parent)
-    training = Training(
+    training = RankTraining(
         read_architecture(parent), spec.layout, spec.hyperparameters, parent, on_cpu=True
     )
     known = BaselineLogprobs(read_samples(dataset))

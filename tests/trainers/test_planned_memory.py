@@ -244,7 +244,7 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
     from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     join_ranks(Layout(), rank, 1, store, on_cpu=True)
     known = BaselineLogprobs(Samples.of([[i % 300 for i in range(TOKENS // 3 + 1)]] * 3))
@@ -253,7 +253,7 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
         sizes = hyper(max_tokens_per_microbatch=TOKENS, batch_size=3, dtype=dtype, way=way)
         sizes = sizes.model_copy(update={"learning_rate": 1e-3})
         model = read_architecture(folder, sizes.way)
-        training = Training(model, Layout(), sizes, folder, on_cpu=True)
+        training = RankTraining(model, Layout(), sizes, folder, on_cpu=True)
         own = {p.untyped_storage().data_ptr() for p in training.wrapped_chunks[0].parameters()}
         kept: dict[int, torch.Tensor] = {}
 

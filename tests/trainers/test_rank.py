@@ -400,12 +400,12 @@ def sail(ship: Ship, out: Path, overlap: bool, rank: int, store: Any, stop: Any)
     from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     folder, dataset, layout, hyper = ship
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     model = read_architecture(folder)
-    training = Training(model, layout, hyper, folder, on_cpu=True, overlap=overlap)
+    training = RankTraining(model, layout, hyper, folder, on_cpu=True, overlap=overlap)
     known = BaselineLogprobs(read_samples(dataset))
     losses = [float(training.score(known.samples, [0])[0].sum())]
     losses += [training.step(known).loss for _ in range(2)]

@@ -43,12 +43,12 @@ def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int
     from cray_agents.trainers.data.samples import read_samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     torch.set_num_threads(1)
     join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
     parent = Path(spec.parent)
-    training = Training(
+    training = RankTraining(
         read_architecture(parent), spec.layout, spec.hyperparameters, parent, on_cpu=True
     )
     known = BaselineLogprobs(read_samples(course.dataset))

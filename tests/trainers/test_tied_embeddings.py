@@ -108,12 +108,12 @@ def scored_and_exported(folders: list[Path], rank: int, store: Any, stop: Any) -
     from cray_agents.trainers.checkpointing import hf_export
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     join_ranks(Layout(), rank, 1, store, on_cpu=True)
     hyper = Hyperparameters(steps=1, learning_rate=0)
     for folder in folders:
-        training = Training(read_parent(folder), Layout(), hyper, folder, on_cpu=True)
+        training = RankTraining(read_parent(folder), Layout(), hyper, folder, on_cpu=True)
         out = folder / "out"
         out.mkdir()
         hf_export.export_weights(training, out)

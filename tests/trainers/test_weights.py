@@ -62,11 +62,11 @@ def loaded_and_exported(
     from cray_agents.trainers.models.model import build_model
     from cray_agents.trainers.models.weights import SafeTensors, load_weights
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
     model = read_architecture(folder)
-    training = Training(model, layout, hyper, folder, on_cpu=True)
+    training = RankTraining(model, layout, hyper, folder, on_cpu=True)
     for name, limits in {
         ".": (LIMIT, SHARE),
         "shared": (hf_export.FILE_BYTES, SHARE),
@@ -204,11 +204,11 @@ def published(folder: Path, out: Path, limit: str, rank: int, store: Any, _: Any
     from cray_agents.trainers.checkpointing import hf_export
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     layout, hyper = Layout(data=2), Hyperparameters(learning_rate=1e-3, steps=1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    training = Training(read_architecture(folder), layout, hyper, folder, on_cpu=True)
+    training = RankTraining(read_architecture(folder), layout, hyper, folder, on_cpu=True)
     if rank and limit:
         if limit == "killed":
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -43,7 +43,7 @@ from cray_agents.trainers.training.parallel_groups import (
     is_rank0,
     write_together,
 )
-from cray_agents.trainers.training.train_step import AdapterBase, Training
+from cray_agents.trainers.training.train_step import AdapterBase, RankTraining
 from cray_agents.training_jobs import JobSpec
 
 
@@ -73,7 +73,7 @@ _OURS = {checkpoints.MANIFEST, _INDEX}
 
 
 def export_weights(
-    training: Training, folder: Path, file_bytes: int = FILE_BYTES, share: int = SHARE_BYTES
+    training: RankTraining, folder: Path, file_bytes: int = FILE_BYTES, share: int = SHARE_BYTES
 ) -> dict[str, str]:
     """Write the weights as safetensors into an existing folder; return each file's hash.
 
@@ -84,7 +84,13 @@ def export_weights(
 
 
 def export(
-    training: Training, folder: Path, file_bytes: int, share: int, *, changes: bool, job: str = ""
+    training: RankTraining,
+    folder: Path,
+    file_bytes: int,
+    share: int,
+    *,
+    changes: bool,
+    job: str = "",
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Do as `export_weights`; return also the SHA-256 of each file of changes, as it is stored.
 
@@ -104,7 +110,13 @@ def export(
 
 
 def _export(
-    training: Training, folder: Path, file_bytes: int, plan: FilePlan, *, changes: bool, job: str
+    training: RankTraining,
+    folder: Path,
+    file_bytes: int,
+    plan: FilePlan,
+    *,
+    changes: bool,
+    job: str,
 ) -> tuple[dict[str, str], dict[str, str]]:
     shapes, dtypes, sizes = plan.shapes, plan.dtypes, plan.sizes
     each = [json.loads(names) for names in gather_from_ranks(json.dumps(plan.mine).encode())]
@@ -229,7 +241,7 @@ def draft_of(home: Home, name: str, attempt: int) -> Iterator[Path]:
 
 
 def publish(
-    training: Training,
+    training: RankTraining,
     spec: JobSpec,
     prompts: Sequence[list[int]],
     metrics: dict[str, Any],

@@ -37,7 +37,7 @@ from cray_agents.trainers.checkpointing.state import (
     owned_ranges,
 )
 from cray_agents.trainers.training.parallel_groups import gather_from_ranks
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.train_step import RankTraining
 
 Floats = npt.NDArray[np.float32]
 Slices = tuple[slice, ...]
@@ -176,7 +176,7 @@ def sweep(folder: Path, drafts: str = ".step-*") -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def load(training: Training, point: Path) -> dict[str, Any]:
+def load(training: RankTraining, point: Path) -> dict[str, Any]:
     """Restore weights, moments and the count of steps; return the `common` data of `save`.
 
     Each rank reads what its optimizer owns, whatever layout wrote it, and the ranks that share a
@@ -200,7 +200,7 @@ def load(training: Training, point: Path) -> dict[str, Any]:
     return saved.common
 
 
-def load_moments(training: Training, point: Path) -> list[tuple[OwnedRange, torch.Tensor]]:
+def load_moments(training: RankTraining, point: Path) -> list[tuple[OwnedRange, torch.Tensor]]:
     """Restore moments and Adam's count of steps alone; return the master weights of the point.
 
     Each is beside the range that it belongs to, flattened, in host memory. Raises BadInput as

@@ -50,7 +50,7 @@ from cray_agents.trainers.checkpointing.state import (
     owned_ranges,
 )
 from cray_agents.trainers.training.parallel_groups import gather_from_ranks, write_together
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.train_step import RankTraining
 
 VERSION = 1  # of a resume point's files
 SEAL = "SEALED.json"
@@ -84,7 +84,7 @@ class Saver:
 
     def __init__(
         self,
-        training: Training,
+        training: RankTraining,
         folder: Path,
         attempt: int,
         keep: int,

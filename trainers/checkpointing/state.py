@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cray_agents.errors import JobError
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.train_step import RankTraining
 
 NUMBERS = ("param", "exp_avg", "exp_avg_sq")  # of each element, in float32: weight and moments
 
@@ -65,7 +65,7 @@ class OwnedRange:
         return len(self.tensors[0])
 
 
-def local_ranges(training: Training) -> dict[torch.Tensor, list[TensorRange]]:
+def local_ranges(training: RankTraining) -> dict[torch.Tensor, list[TensorRange]]:
     """Map each trainable parameter of this rank to its ranges: two for SwiGLU's two halves."""
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -106,7 +106,7 @@ def _range_of(parameter: torch.Tensor, place: Any) -> TensorRange:
 
 
 def owned_ranges(
-    training: Training, ranges: dict[torch.Tensor, list[TensorRange]]
+    training: RankTraining, ranges: dict[torch.Tensor, list[TensorRange]]
 ) -> Iterator[OwnedRange]:
     """Yield the ranges that this rank's optimizer owns; in an instance ranks do not overlap."""
     if (shards := training.shards) is not None:
@@ -134,7 +134,7 @@ def owned_ranges(
                     yield OwnedRange(range_, low - range_.begin, views, parameter, weights)
 
 
-def optimizers(training: Training) -> list[Any]:
+def optimizers(training: RankTraining) -> list[Any]:
     """Return Megatron's distributed optimizers: experts have their own; a rank can have none."""
     chained = getattr(training.optimizer, "chained_optimizers", [training.optimizer])
     return [one for one in chained if not one.is_stub_optimizer]
@@ -150,7 +150,7 @@ def _optimizer_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int]]
 
 
 # ---- Adam's count of steps, with which it corrects the moments' bias
-def adam_steps(training: Training) -> int:
+def adam_steps(training: RankTraining) -> int:
     """Return the optimizer's count of steps; an inherited optimizer does not start at 0."""
     for optimizer in optimizers(training):
         adam = optimizer.optimizer
@@ -161,7 +161,7 @@ def adam_steps(training: Training) -> int:
     return 0
 
 
-def allocate_moments(training: Training, steps: int) -> None:
+def allocate_moments(training: RankTraining, steps: int) -> None:
     """Give Adam moments of zero and a count of steps, which it would else create at its first step.
 
     torch keeps the count with each parameter, Transformer Engine and Apex with each group. The

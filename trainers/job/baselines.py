@@ -31,7 +31,7 @@ from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, chec
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import scoring_way
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.train_step import RankTraining
 from cray_agents.training_jobs import ON_POLICY, JobSpec
 
 
@@ -75,7 +75,7 @@ class Baselines:
 
     def __init__(
         self,
-        training: Training,
+        training: RankTraining,
         spec: JobSpec,
         reference: Path | None,
         teacher: Path | None,
@@ -211,7 +211,7 @@ def _read(path: Path, size: int) -> Floats | None:
 
 
 # ---- the golden probe
-def check_probe(training: Training, checkpoint: Path, role: str) -> None:
+def check_probe(training: RankTraining, checkpoint: Path, role: str) -> None:
     """Score a checkpoint's golden probe with the weights in memory. Collective.
 
     `role`: what the weights are for, in the error. Raises FailedEverywhere if they differ by more

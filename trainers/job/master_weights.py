@@ -31,13 +31,13 @@ from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.lora import adapters, without_adapters
 from cray_agents.trainers.models.ways import fill_chunks, source_of
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
-from cray_agents.trainers.training.train_step import AdapterBase, Training
+from cray_agents.trainers.training.train_step import AdapterBase, RankTraining
 
 PIECE = 1 << 24  # weights that are compared at a time
 OTHER = "its weights do not round to the parent's files: they are of another step, or job"
 
 
-def carry_on(training: Training, point: Path, home: Home) -> str:
+def carry_on(training: RankTraining, point: Path, home: Home) -> str:
     """Take over the optimizer of another job's resume point, and its master weights if they fit.
 
     `training` holds the parent's weights. Return why the master weights could not be carried on, or
@@ -62,7 +62,7 @@ def carry_on(training: Training, point: Path, home: Home) -> str:
     return ""
 
 
-def _carry_adapters(training: Training, point: Path, home: Home) -> str:
+def _carry_adapters(training: RankTraining, point: Path, home: Home) -> str:
     """Put adapters of a resume point, and the weights that they are over, in place of the parent's.
 
     Only if merged they are the parent to the bit; else return why not, with the parent in place and
@@ -132,7 +132,7 @@ def _as_stored(
 
 # ---- what a job moved
 @torch.no_grad()
-def note_first(training: Training) -> None:
+def note_first(training: RankTraining) -> None:
     """Keep the trained weights as the parent's files have them, in host memory; of adapters a, b.
 
     Called before the first step, once moments are allocated.
@@ -149,7 +149,7 @@ def note_first(training: Training) -> None:
 
 
 @torch.no_grad()
-def moved(training: Training) -> dict[str, float]:
+def moved(training: RankTraining) -> dict[str, float]:
     """Return what a job changed so far, as its files will show it; a part of the job's record.
 
     `changed_share`: of the trained weights, those that differ in the files from the parent's.
@@ -173,7 +173,7 @@ def moved(training: Training) -> dict[str, float]:
     return share | ({"update_ratio": math.sqrt(file2 / master2)} if master2 else {})
 
 
-def note_moved(training: Training, journal: JobJournal, checkpoint: str) -> dict[str, float]:
+def note_moved(training: RankTraining, journal: JobJournal, checkpoint: str) -> dict[str, float]:
     """Record what a job moved, with a checkpoint's name; return it as `moved` does. Collective."""
     record = moved(training)
     if is_rank0():
@@ -195,7 +195,7 @@ def warn(journal: JobJournal, message: str) -> None:
         journal.event("warning", message=message)
 
 
-def _now_and_before(training: Training, first: Any) -> Iterator[Any]:
+def _now_and_before(training: RankTraining, first: Any) -> Iterator[Any]:
     """Yield (parameter, master weights, weights computed with, those at first): each once."""
     from megatron.core import parallel_state as ps
 

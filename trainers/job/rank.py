@@ -45,7 +45,7 @@ from cray_agents.trainers.training.parallel_groups import (
     is_rank0,
     join_ranks,
 )
-from cray_agents.trainers.training.train_step import AdapterBase, StepReport, Stopped, Training
+from cray_agents.trainers.training.train_step import AdapterBase, RankTraining, StepReport, Stopped
 from cray_agents.training_jobs import Layout
 
 RECENT = 50  # steps whose gradient norms a new norm is compared with
@@ -150,7 +150,7 @@ def join(layout: Layout, rank: int, store: Any, on_cpu: bool) -> None:
     check_ranks(on_cpu)
 
 
-def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True) -> Training:
+def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True) -> RankTraining:
     """Build the job's model and optimizer on this rank, with the parent's weights. Collective.
 
     Without `loaded` the caller puts the weights in place. Raises FailedEverywhere if these are not
@@ -158,7 +158,7 @@ def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True)
     """
     spec = work.spec
     with check_parent(work.parent, spec) if loaded else nullcontext():
-        return Training(
+        return RankTraining(
             work.model,
             spec.layout,
             spec.hyperparameters,
@@ -189,7 +189,7 @@ def never(seconds: float) -> bool:
 
 
 def execute(
-    training: Training,
+    training: RankTraining,
     work: JobInputs,
     *,
     optimizer_in_memory: bool = False,
@@ -246,7 +246,7 @@ def execute(
 
 
 def compare_with_engine(
-    training: Training, work: JobInputs
+    training: RankTraining, work: JobInputs
 ) -> tuple[LogprobDistance | None, LogprobsBySample]:
     """Prove that the engine agrees on the parent's weights; None if it sampled no tokens here.
 
@@ -274,7 +274,7 @@ def compare_with_engine(
 
 
 def score_baselines(
-    training: Training, work: JobInputs, scored: LogprobsBySample
+    training: RankTraining, work: JobInputs, scored: LogprobsBySample
 ) -> tuple[BaselineLogprobs, BaselineLogprobs | None]:
     """Score the samples under the weights before training, except those in `scored`."""
     folder = work.journal.folder / "baselines"
@@ -285,7 +285,7 @@ def score_baselines(
     return baseline, baselines.of_validation(work.validation)
 
 
-def begin(training: Training, work: JobInputs, *, optimizer_in_memory: bool = False) -> None:
+def begin(training: RankTraining, work: JobInputs, *, optimizer_in_memory: bool = False) -> None:
     """Put what a job starts with in place: another's optimizer and master weights, or new ones."""
     spec, point = work.spec, work.optimizer_from
     if not optimizer_in_memory:
@@ -303,7 +303,7 @@ def begin(training: Training, work: JobInputs, *, optimizer_in_memory: bool = Fa
     master_weights.note_first(training)
 
 
-def restore(training: Training, work: JobInputs) -> JobTotals:
+def restore(training: RankTraining, work: JobInputs) -> JobTotals:
     """Continue from a resume point of this job, or start anew."""
     if work.resume_from is None:
         return JobTotals()
@@ -313,7 +313,7 @@ def restore(training: Training, work: JobInputs) -> JobTotals:
 
 
 def train(
-    training: Training,
+    training: RankTraining,
     work: JobInputs,
     baseline: BaselineLogprobs,
     validation: BaselineLogprobs | None,
@@ -357,7 +357,7 @@ def train(
     return training.done == steps and not to_evaluate()
 
 
-def finish_saving(training: Training, saver: Saver, totals: JobTotals) -> None:
+def finish_saving(training: RankTraining, saver: Saver, totals: JobTotals) -> None:
     """Return when the last resume point is written; on a full disk wait a while for room.
 
     What was trained since the point before it is in memory alone. Raises StoreError. Collective.
@@ -376,7 +376,7 @@ def finish_saving(training: Training, saver: Saver, totals: JobTotals) -> None:
 
 
 def step(
-    training: Training, work: JobInputs, baseline: BaselineLogprobs, totals: JobTotals
+    training: RankTraining, work: JobInputs, baseline: BaselineLogprobs, totals: JobTotals
 ) -> bool:
     """Train one step and write its event; return True to stop."""
     started, before = time.perf_counter(), training.done
@@ -390,7 +390,7 @@ def step(
     return report.stop
 
 
-def name_straggler(training: Training, work: JobInputs) -> None:
+def name_straggler(training: RankTraining, work: JobInputs) -> None:
     """Write an event if a rank's own work of the last steps took much longer. Collective."""
     mine = json.dumps([training.own_work.take(), node_name()]).encode()
     every = [json.loads(one) for one in gather_from_ranks(mine)]
@@ -403,7 +403,7 @@ def name_straggler(training: Training, work: JobInputs) -> None:
 
 
 def write_step_event(
-    training: Training, work: JobInputs, report: StepReport, seconds: float
+    training: RankTraining, work: JobInputs, report: StepReport, seconds: float
 ) -> None:
     """Append a step's event to the job's events."""
     rate = report.processed / seconds
@@ -435,7 +435,7 @@ def memory_gib(on_cpu: bool) -> float:
 
 
 def evaluate(
-    training: Training, work: JobInputs, validation: BaselineLogprobs, totals: JobTotals
+    training: RankTraining, work: JobInputs, validation: BaselineLogprobs, totals: JobTotals
 ) -> None:
     """Compute the loss on the validation split; write its event and keep it for the manifest."""
     loss, measures = training.evaluate(validation)

@@ -28,7 +28,7 @@ from cray_agents.trainers.methods.token_losses import token_loss
 from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.trainers.training.accumulation import Accumulation
 from cray_agents.trainers.training.parallel_groups import Relay, broadcast_from_rank0, is_rank0
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.train_step import RankTraining
 from cray_agents.training_commands import (
     COMMAND,
     CommandResult,
@@ -73,7 +73,7 @@ class RunTotals:
 
 
 def run_commands(
-    training: Training,
+    training: RankTraining,
     work: JobInputs,
     leave: Callable[[float], bool],
     restored: dict[str, Any] | None = None,
@@ -89,7 +89,9 @@ def run_commands(
 class CommandRun:
     """The commands of one job, from its newest resume point on. Methods are collective."""
 
-    def __init__(self, training: Training, work: JobInputs, leave: Callable[[float], bool]) -> None:
+    def __init__(
+        self, training: RankTraining, work: JobInputs, leave: Callable[[float], bool]
+    ) -> None:
         self._training, self._work, self._leave = training, work, leave
         self._journal = CommandJournal(work.journal.folder)
         self._relay = Relay(f"{work.spec.id}/{work.attempt}")

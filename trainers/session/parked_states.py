@@ -20,7 +20,7 @@ from cray_agents.trainers.training.parallel_groups import (
     gather_from_ranks,
     is_rank0,
 )
-from cray_agents.trainers.training.train_step import AdapterBase, Training
+from cray_agents.trainers.training.train_step import AdapterBase, RankTraining
 
 LARGEST_SHARE = 0.5  # of the memory that is free
 
@@ -64,7 +64,7 @@ class ParkedStates:
         self._states: list[Parked] = []
 
     # ---- parking
-    def park(self, training: Training, origin: StateOrigin, limit_gib: float) -> None:
+    def park(self, training: RankTraining, origin: StateOrigin, limit_gib: float) -> None:
         """Copy what a job trained, if the limit allows it; drops other states for it. Collective.
 
         `limit_gib` is rank 0's, and the GiB of all ranks together.
@@ -73,7 +73,7 @@ class ParkedStates:
         self.drop(origin.job)
         self._add((training.build, origin.job), origin, trained(training), training, limit_gib)
 
-    def park_frozen(self, training: Training, weights: str, limit_gib: float) -> None:
+    def park_frozen(self, training: RankTraining, weights: str, limit_gib: float) -> None:
         """Copy the frozen weights, if parked adapters are over them. Collective."""
         key = frozen_key(training.build, weights)
         origins = [state.origin for state in self._states if state.origin is not None]
@@ -86,7 +86,7 @@ class ParkedStates:
         key: tuple[Any, ...],
         origin: StateOrigin | None,
         tensors: Iterable[torch.Tensor],
-        training: Training,
+        training: RankTraining,
         limit_gib: float,
     ) -> None:
         storages = list(storages_of(tensors, training).values())
@@ -143,7 +143,7 @@ class ParkedStates:
         return next((state for state in self._states if state.key == key), None)
 
 
-def put_back(training: Training, state: Parked) -> None:
+def put_back(training: RankTraining, state: Parked) -> None:
     """Put a parked state into a training of the same build."""
     tensors = frozen(training)
     if state.origin is not None:
@@ -154,7 +154,7 @@ def put_back(training: Training, state: Parked) -> None:
     _copy(zip(storages, state.copies, strict=True), training)
 
 
-def frozen(training: Training) -> Iterable[torch.Tensor]:
+def frozen(training: RankTraining) -> Iterable[torch.Tensor]:
     """Yield the weights that adapters are over, and all others that no step changes."""
     for chunk in training.chunks:
         yield from (each for each in chunk.parameters() if not each.requires_grad)
@@ -166,7 +166,7 @@ def frozen_key(build: tuple[Any, ...], weights: str) -> tuple[Any, ...]:
     return ("frozen", model, layout, dtype, weights)
 
 
-def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], training: Training) -> None:
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], training: RankTraining) -> None:
     with torch.no_grad():
         for target, source in pairs:
             target.copy_(source, non_blocking=True)

@@ -67,7 +67,7 @@ from cray_agents.trainers.training.parallel_groups import (
     gather_from_ranks,
     is_rank0,
 )
-from cray_agents.trainers.training.train_step import AdapterBase, Training, build_of
+from cray_agents.trainers.training.train_step import AdapterBase, RankTraining, build_of
 from cray_agents.training_jobs import JobSpec, WeightsSource
 
 PATIENCE, LONGEST_TURN = 0.2, 10.0  # seconds of a job by commands that others wait for
@@ -199,7 +199,7 @@ class Resident:
     ) -> None:
         self._session, self._attempt, self._on_cpu, self._stop = session, attempt, on_cpu, stop
         self._sender = sender
-        self._training: Training | None = None
+        self._training: RankTraining | None = None
         self._origin: StateOrigin | None = None  # by `_training`
         self._parked = ParkedStates()
         self._ledger = LedgerFile(session.home.ledger, session.session_id)
@@ -438,7 +438,7 @@ class Resident:
             return idle > PATIENCE or time.monotonic() - self._turn > LONGEST_TURN
         return idle > self._session.spec().idle_seconds
 
-    def _left(self, training: Training, work: JobInputs) -> StateOrigin | None:
+    def _left(self, training: RankTraining, work: JobInputs) -> StateOrigin | None:
         """Return the state in memory after a job was left before its end.
 
         A job on a dataset may have been left while another model's weights were scored.
@@ -453,7 +453,7 @@ class Resident:
         seal = broadcast_from_rank0(seal)
         return StateOrigin(spec.id if seal else "", None, work.attempt, seal, training.base)
 
-    def _published(self, training: Training, work: JobInputs) -> StateOrigin | None:
+    def _published(self, training: RankTraining, work: JobInputs) -> StateOrigin | None:
         """Return the state in memory after a job of this session was published.
 
         None if another attempt published the job: this rank's state may be another one then.

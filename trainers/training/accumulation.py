@@ -1,7 +1,7 @@
 """Gradient accumulation: forward and backward passes and optimizer steps that a client orders.
 
-Unlike `Training.step`, losses are sums, and gradients of several passes add up until a step takes
-them. Used by session/command_run.py.
+Unlike `RankTraining.step`, losses are sums, and gradients of several passes add up until a step
+takes them. Used by session/command_run.py.
 """
 
 import math
@@ -16,16 +16,16 @@ from cray_agents.trainers.data.context_parallel import ContextShard
 from cray_agents.trainers.data.packer import Columns
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods.loss import Loss, TrainedTokens
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.train_step import RankTraining
 
 NO_CLIPPING = 1e30  # no norm reaches it; without a bound Megatron would measure none
 TokenLoss = Callable[[TrainedTokens], Loss]
 
 
 class Accumulation:
-    """Gradients of a `Training` that no optimizer step has taken yet. Methods are collective."""
+    """Gradients of a RankTraining that no optimizer step has taken yet. Methods are collective."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: RankTraining) -> None:
         self._training = training
         self.pending = False  # gradients wait for `update`
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from cray_agents.trainers.training.train_step import Training
+from cray_agents.trainers.training.train_step import RankTraining
 
 
 class Offload:
@@ -24,7 +24,7 @@ class Offload:
     `nbytes`: all that was freed by the last `move_out`.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: RankTraining) -> None:
         self.training = training
         self._copies: dict[int, torch.Tensor] = {}  # by storage, kept while training goes on
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
@@ -74,7 +74,7 @@ class Offload:
         return copy.copy_(bytes_of(storage), non_blocking=True)
 
 
-def kept(training: Training) -> Iterator[torch.Tensor]:
+def kept(training: RankTraining) -> Iterator[torch.Tensor]:
     """Yield the tensors of model and optimizer; some share a storage."""
     for chunk in training.chunks:
         if training.shards is None:
@@ -83,7 +83,7 @@ def kept(training: Training) -> Iterator[torch.Tensor]:
     yield from trained(training)
 
 
-def trained(training: Training) -> Iterator[torch.Tensor]:
+def trained(training: RankTraining) -> Iterator[torch.Tensor]:
     """Yield the trained weights, in Megatron's buffers and the optimizer's, and the moments.
 
     Equal builds give them in the same order, once moments are allocated.
@@ -102,14 +102,14 @@ def trained(training: Training) -> Iterator[torch.Tensor]:
             yield from (_local(each) for each in state.values() if isinstance(each, torch.Tensor))
 
 
-def gradients(training: Training) -> Iterator[torch.Tensor]:
+def gradients(training: RankTraining) -> Iterator[torch.Tensor]:
     """Yield the buffers in which Megatron's data parallelism adds up gradients."""
     if training.shards is not None:
         yield from training.shards.gradients()
     yield from (buffer.grad_data for buffer in _ddp_buffers(training))
 
 
-def _ddp_buffers(training: Training) -> Iterator[Any]:
+def _ddp_buffers(training: RankTraining) -> Iterator[Any]:
     for chunk in training.wrapped_chunks if training.shards is None else ():
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
@@ -120,7 +120,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storages_of(
-    tensors: Iterable[torch.Tensor], training: Training
+    tensors: Iterable[torch.Tensor], training: RankTraining
 ) -> dict[int, torch.UntypedStorage]:
     """Return the storages of tensors on the training's device, by address, in their order."""
     storages = {}
@@ -132,7 +132,7 @@ def storages_of(
 
 
 def _movable(
-    tensors: Iterable[torch.Tensor], training: Training
+    tensors: Iterable[torch.Tensor], training: RankTraining
 ) -> dict[int, torch.UntypedStorage]:
     """Return the storages that can be emptied: on CPUs not those that were read through numpy."""
     storages = storages_of(tensors, training)

@@ -1,8 +1,8 @@
 """Training step: one rank's model chunks, optimizer, and forward and backward passes.
 
-job/rank.py makes a `Training` and calls `step` repeatedly. In checkpointing/, save.py and resume.py
-save and restore it, and hf_export.py writes its weights. This module knows no files of a job. Read
-next: methods/ for the losses.
+job/rank.py makes a `RankTraining` and calls `step` repeatedly. In checkpointing/, save.py and
+resume.py save and restore it, and hf_export.py writes its weights. This module knows no files of a
+job. Read next: methods/ for the losses.
 """
 
 import copy
@@ -97,7 +97,7 @@ def build_of(
     return (model, layout, recompute, *(getattr(hyper, name) for name in BUILT_IN))
 
 
-class Training:
+class RankTraining:
     """One rank's share of a training job. All methods are collective.
 
     Each step calls `asked_to_stop` and reports the answer. `score` and `evaluate` call it at
@@ -216,7 +216,7 @@ class Training:
         self.finish()
         optimizer_to_weights(self.optimizer, self.wrapped_chunks)
 
-    def scorer(self, model: Architecture, checkpoint: Path) -> "Training":
+    def scorer(self, model: Architecture, checkpoint: Path) -> "RankTraining":
         """Build another model beside this one, on the same ranks, that can only `score`."""
         other = copy.copy(self)
         other.model, other.parent = model, checkpoint

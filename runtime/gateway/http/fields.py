@@ -158,14 +158,14 @@ class Damaged(Record):
     reason: str
 
 
-class Data(Record, Generic[T]):
+class DataList(Record, Generic[T]):
     """A list, without the records that are `damaged`."""
 
     data: list[T]
     damaged: list[Damaged] = Field(default_factory=list)
 
 
-class ListPage(Data[T], Generic[T]):
+class ListPage(DataList[T], Generic[T]):
     """A page of a list, as OpenAI has it."""
 
     object: Literal["list"]

@@ -31,7 +31,7 @@ from cray_agents.runtime.gateway.http.fields import (
     ID,
     After,
     Count,
-    Data,
+    DataList,
     GenerationNumber,
     Limit,
     ListPage,
@@ -201,7 +201,7 @@ async def note_entry(
     return await _create(services.home.loop(loop) / "journal" / f"{entry}.json", body)
 
 
-@router.get("/v1/loops/{loop}/generations", Role.train, answer=Data[dict[str, Any]])
+@router.get("/v1/loops/{loop}/generations", Role.train, answer=DataList[dict[str, Any]])
 async def list_generations(services: Current, request: Request, loop: LoopId) -> Response:
     """List a loop's finished generations, in the order of their numbers."""
     folder = services.home.loop(loop) / "generations"
@@ -249,7 +249,7 @@ def text_of(record: Any) -> bytes:
 
 
 # ---- rollouts
-@router.get("/v1/rollouts", Role.train, answer=Data[EnvironmentRuns])
+@router.get("/v1/rollouts", Role.train, answer=DataList[EnvironmentRuns])
 async def list_rollouts(services: Current) -> Response:
     """Count the runs that wait or go on, and the workers, by environment."""
     return json_response({"data": services.rollouts.overview()})

@@ -30,7 +30,7 @@ from cray_agents.runtime.gateway.http.bodies import (
 from cray_agents.runtime.gateway.http.error_envelope import is_anthropic
 from cray_agents.runtime.gateway.http.fields import (
     Damaged,
-    Data,
+    DataList,
     Fields,
     JobId,
     ModelName,
@@ -170,7 +170,7 @@ async def list_models(services: Services, request: Request) -> Response:
     return json_response({"object": "list", "data": models, **damage})
 
 
-@models_router.get("/v1/models/lineage", Role.use, answer=Data[Ancestry])
+@models_router.get("/v1/models/lineage", Role.use, answer=DataList[Ancestry])
 async def list_lineage(services: Current) -> Response:
     """List all versions of all names with their parents, jobs and datasets, parents first."""
     return json_response({"data": await asyncio.to_thread(lineage_of_all, services.registry)})
@@ -188,7 +188,7 @@ async def retrieve_model(
 @router.get(
     "/v1/models/{name}/versions",
     Role.use,
-    answer=Data[ShownVersion],
+    answer=DataList[ShownVersion],
     fails="404 model_not_found",
 )
 async def list_versions(services: Current, name: ModelName) -> Response:
@@ -330,7 +330,7 @@ async def reject(services: Current, request: Request, name: ModelName, body: Rej
 
 
 @router.get(
-    "/v1/models/{name}/history", Role.use, answer=Data[ModelEvent], fails="404 model_not_found"
+    "/v1/models/{name}/history", Role.use, answer=DataList[ModelEvent], fails="404 model_not_found"
 )
 async def list_history(services: Current, name: ModelName) -> Response:
     """List the events of a name, oldest first."""
@@ -339,7 +339,7 @@ async def list_history(services: Current, name: ModelName) -> Response:
 
 
 @router.get(
-    "/v1/models/{name}/lineage", Role.use, answer=Data[Ancestry], fails="404 model_not_found"
+    "/v1/models/{name}/lineage", Role.use, answer=DataList[Ancestry], fails="404 model_not_found"
 )
 async def lineage(services: Current, name: ModelName) -> Response:
     """List the ancestors of versions with their jobs and datasets, parents first.

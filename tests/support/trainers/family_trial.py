@@ -132,11 +132,11 @@ def _join(layout: Layout, rank: int, store: Any) -> None:
 
 def _training(parent: Path, layout: Layout, recompute: str = "none", **hyper: Any) -> Any:
     from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     model = read_architecture(parent, "universal")
     changed = HYPER.model_copy(update=hyper)
-    return Training(model, layout, changed, parent, on_cpu=True, recompute=recompute)
+    return RankTraining(model, layout, changed, parent, on_cpu=True, recompute=recompute)
 
 
 def _begin(training: Any, method: MethodName = "sft", **hyper: Any) -> None:

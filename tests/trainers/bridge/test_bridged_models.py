@@ -59,7 +59,7 @@ def trained(
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     torch.set_num_threads(1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
@@ -70,7 +70,7 @@ def trained(
         hyper = HYPER.model_copy(update={"way": way, "weight_decay": decay})
         model = read_architecture(parent, way)
         still = hyper.model_copy(update={"learning_rate": 0.0})
-        training = Training(model, layout, still, parent, on_cpu=True)
+        training = RankTraining(model, layout, still, parent, on_cpu=True)
         if way == "bridge" and layout.pipeline == 1:
             torch.save(logits(training.chunks[0]), out / f"{name}-{rank}.pt")
         training.step(known)

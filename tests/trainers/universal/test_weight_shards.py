@@ -54,29 +54,31 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.training.offload import Offload, gradients, storages_of, trained
     from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import Training
+    from cray_agents.trainers.training.train_step import RankTraining
 
     torch.set_num_threads(1)
     join_ranks(ONE, rank, 2, store, on_cpu=True)
     samples = Samples.of(data())
     known, found = BaselineLogprobs(samples), {}
 
-    def build(name: str, layout: Layout, recompute: str = "none", **more: Any) -> Training:
+    def build(name: str, layout: Layout, recompute: str = "none", **more: Any) -> RankTraining:
         model, hyper = read_architecture(parents[name], "universal"), HYPER.model_copy(update=more)
-        training = Training(model, layout, hyper, parents[name], on_cpu=True, recompute=recompute)
+        training = RankTraining(
+            model, layout, hyper, parents[name], on_cpu=True, recompute=recompute
+        )
         allocate_moments(training, 0)
         return training
 
-    def score(training: Training) -> list[float]:
+    def score(training: RankTraining) -> list[float]:
         rows: list[float] = np.concatenate(training.score(samples)).tolist()
         return rows
 
-    def write(training: Training, name: str) -> None:
+    def write(training: RankTraining, name: str) -> None:
         training.finish()
         (out / name).mkdir(exist_ok=True)
         export_weights(training, out / name, file_bytes=60_000, share=60_000)
 
-    def save(training: Training, name: str) -> Path:
+    def save(training: RankTraining, name: str) -> Path:
         saver = Saver(training, out / name / "megatron", 1, 2, lambda: True)
         saver.save({})
         saver.finish()
