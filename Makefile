@@ -21,7 +21,7 @@ test: setup
 	@$(PY) -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: setup
-	@$(PY) -m pytest -n 3 --dist loadfile -m "not vllm and not slurm and not megatron and not slow" $(ARGS)
+	@$(PY) -m pytest -n 3 --dist loadfile -m "not vllm and not slurm and not megatron and not slow" --durations 20 --durations-min 1 $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check .

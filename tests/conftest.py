@@ -1,7 +1,7 @@
-"""Of every test: an index cache of its own, the usual umask, and the mark `slow` of the slow ones.
+"""Of every test: an index cache of its own, and the usual umask.
 
-`slow_tests.txt` names the tests that took longer than SLOW seconds in a whole run on two cores.
-`pytest --note-slow` on the whole suite writes it anew.
+A test that takes more than a second bears the mark `slow`; `make test-fast` leaves it out, and
+names those of the others that took as long.
 """
 
 import atexit
@@ -9,10 +9,7 @@ import functools
 import gc
 import os
 import signal
-from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpcore2
 import httpx._transports.default as httpx_transport
@@ -38,38 +35,19 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
-SLOW = 1.0  # seconds of a test function, all its parameters and fixtures together
-SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--note-slow", action="store_true", help="write tests/slow_tests.txt anew")
+LONG = ("vllm", "slurm", "megatron", "slow")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = set(SLOW_TESTS.read_text().splitlines())
-    for item in items:
-        if item.nodeid.partition("[")[0] in slow:
-            item.add_marker(pytest.mark.slow)
-    # files without a slow test come last: they fill the time until the last long file has ended
-    long = {name.partition("::")[0] for name in slow}
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in long)
+    """Files without a slow test come last: they fill the time until the last long one ends."""
+    long = {item.path for item in items if any(item.get_closest_marker(name) for name in LONG)}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # or each process that is forked of this one copies all of it to look through it
     gc.enable()
     atexit.register(gc.unfreeze)  # what is imported is torn down as usual, after pytest's own look
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if config.getoption("--note-slow"):
-        seconds: defaultdict[str, float] = defaultdict(float)
-        for report in (each for kind in terminalreporter.stats.values() for each in kind):
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("[")[0]] += report.duration
-        slow = sorted(name for name, taken in seconds.items() if taken > SLOW)
-        SLOW_TESTS.write_text("".join(f"{name}\n" for name in slow))
 
 
 @pytest.fixture(autouse=True)

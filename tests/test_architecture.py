@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.support import architecture
 
 
+@pytest.mark.slow
 def test_the_tree_is_that_of_the_files() -> None:
     assert architecture.written() == architecture.tree(), "run python -m tests.support.architecture"
 

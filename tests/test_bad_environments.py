@@ -24,7 +24,7 @@ from tests.support.environments.workers import HERE, openenv_server, worker
 from tests.support.scripted_platform import platform
 from tests.test_env_worker import carried_out, stored
 
-pytestmark = pytest.mark.timeout(2400)  # the first test of each makes its venv, once
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 OWN, DIED = "EnvironmentFailed", "EnvironmentDied"
 CROWD = "the environment has 2000 tools: at most 1000"

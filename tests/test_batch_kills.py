@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
+import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.batches.batch_records import Batch
@@ -23,6 +24,8 @@ from cray_agents.runtime.files.files import Files
 from tests.support.campaign import Campaign, Children, free_port, kills
 from tests.support.gateway_process import first_version
 from tests.support.store.plain_reader import events_of
+
+pytestmark = pytest.mark.slow
 
 LINES = int(os.environ.get("CRAY_TEST_LINES", "2000"))
 WORKERS = 2

@@ -20,6 +20,8 @@ from cray_agents.paths import Home
 from cray_agents.runtime import fsck
 from tests.support.flipped_root import Reader, Told, make, readers
 
+pytestmark = pytest.mark.slow
+
 FLIPS = int(os.environ.get("CRAY_TEST_FLIPS", "60"))
 SEED = int(os.environ.get("CRAY_TEST_SEEDS", "1").split(",")[0])
 UNREAD = {"logs", "slurm", "exports", "first"}  # nothing depends on them

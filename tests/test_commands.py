@@ -9,11 +9,15 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
+
+pytestmark = pytest.mark.slow
 
 AGENT = """
 from cray_agents import RFT, Agent, Loop, Task, TaskSet, Training, reward, tool

@@ -68,7 +68,7 @@ SCREENS = {
     "keys of a quarter": "#/keys?span=quarter&key=none",
 }
 
-pytestmark = needs_pages()
+pytestmark = [*needs_pages(), pytest.mark.slow]
 pytest.importorskip("playwright", reason="needs playwright, of requirements/dev.txt")
 
 

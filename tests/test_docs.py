@@ -17,6 +17,8 @@ from cray_agents.cli import app
 from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -90,6 +90,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts, "BACKOFF", 0.02)
 
 
+@pytest.mark.slow
 def test_a_loop_trains_on_an_environment_of_trl(tmp_path: Path) -> None:
     loop = Loop(
         adder(max_tokens=50),
@@ -127,6 +128,7 @@ def test_a_loop_trains_on_an_environment_of_trl(tmp_path: Path) -> None:
     assert {run.calls[0].sampling["temperature"] for run in runs} == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_no_run_and_doubles_none(tmp_path: Path) -> None:
     calls: list[str] = []
 

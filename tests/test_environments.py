@@ -19,7 +19,7 @@ from tests.support.environments.workers import HERE, command, openenv_server, wo
 from tests.support.scripted_platform import platform
 from tests.test_env_worker import carried_out
 
-pytestmark = pytest.mark.timeout(2400)  # the first test of each makes its venv, once
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 
 def numbers(request: dict[str, Any]) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
@@ -22,6 +23,8 @@ from tests.support.campaign import Campaign, free_port, kills
 from tests.support.gateway_process import first_version, gateway
 from tests.support.store.plain_reader import events_of
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 KILLS = kills(5)
 SENDERS = 6

@@ -75,6 +75,7 @@ def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, st
     return int(ended.value.code or 0), " ".join((out + err).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_door_takes_it(
     site: Site, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -186,6 +187,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", BODIES)
 async def test_train_keys_name_only_what_lies_under_the_configured_roots(
     keyed: tuple[Gateway, dict[str, str]], tmp_path: Path, key: str

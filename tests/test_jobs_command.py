@@ -220,6 +220,7 @@ def test_logs_tell_events_and_the_log(root: Root) -> None:
     assert "its ranks are 0 to 1" in root.refused("logs", journal.job_id, "--rank", 2)
 
 
+@pytest.mark.slow
 def test_following_goes_through_a_kill_and_a_restart(root: Root) -> None:
     journal = JobJournal(root.home, spec().id)
     journal.write_spec(spec())
@@ -265,6 +266,7 @@ def test_following_goes_through_a_kill_and_a_restart(root: Root) -> None:
     assert [e["step"] for e in journal.events() if e["event"] == "step"] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["failed", "cancelled"])
 def test_following_says_by_its_exit_that_a_job_did_not_succeed(root: Root, how: str) -> None:
     journal = root.started(spec())

@@ -180,6 +180,7 @@ def _read_until(stream: Any, text: str) -> None:
 
 
 # ---- trained by a platform
+@pytest.mark.slow
 def test_a_platform_is_asked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     engine, failures = ScriptedEngine([]), {2: "the loss is nan"}
     with platform(site.home.root, engine, model=site.model, failures=failures) as where:

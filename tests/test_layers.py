@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FACADE = {"__init__.py", "__main__.py", "lazy_names.py", "testing.py", "training.py"}
 COMPOSING = ("__init__.py", "testing.py", "cli", "server")
@@ -34,6 +36,7 @@ def modules() -> list[Path]:
             if not any(parent.is_symlink() for parent in file.parents)]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_imports_point_down() -> None:
     wrong = []
     for file in modules():
@@ -71,6 +74,7 @@ FORBIDDEN = {
 ROOMS = {"cray_agents": 12, "runtime": 4, "trainers": 4}  # flat modules, at most
 
 
+@pytest.mark.slow
 def test_rooms_keep_their_order() -> None:
     wrong = [
         f"{file.relative_to(ROOT)} imports {module}"
@@ -83,6 +87,7 @@ def test_rooms_keep_their_order() -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_nothing_but_the_entry_point_imports_the_command_line() -> None:
     outside = {Path("cray_agents/__init__.py"), Path("cray_agents/__main__.py")}
     wrong = [
@@ -128,6 +133,7 @@ def test_the_ground_floor_is_small() -> None:
         assert len(flat) <= most, flat
 
 
+@pytest.mark.slow
 def test_no_circle_of_imports() -> None:
     """Type checking and late imports count: a module is read with what it imports."""
     names = {dotted(file): file for file in modules() if file.name != "__main__.py"}
@@ -173,6 +179,7 @@ def test_no_module_is_named_like_a_dependency() -> None:
     assert not [file for file in modules() if file.stem in taken]
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     """`import cray_agents` and its public names pull in nothing heavy."""
     script = (
@@ -233,6 +240,7 @@ OWN_TASKS = {
 }
 
 
+@pytest.mark.slow
 def test_no_task_is_started_whose_end_nobody_sees() -> None:
     found = {str(file.relative_to(ROOT)): starters(file) for file in modules()}
     found.pop("runtime/background.py")

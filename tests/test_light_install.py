@@ -8,12 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cray_agents import Agent
 from cray_agents.engines.openai_engine import run_event
 from cray_agents.paths import Home
 from cray_agents.records import Event
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
+
+pytestmark = pytest.mark.slow
 
 HIDE = """
 import importlib.machinery, importlib.metadata, re, sys

@@ -180,6 +180,7 @@ def test_options_without_effect_are_refused(tmp_path: Path) -> None:
 # ---- what
 
 
+@pytest.mark.slow
 def test_trains_on_what_people_rewarded_and_on_each_run_once(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         users = Users(where)
@@ -200,6 +201,7 @@ def test_trains_on_what_people_rewarded_and_on_each_run_once(tmp_path: Path) -> 
     assert {run.task.split for run in runs if run.task} == {"train"}
 
 
+@pytest.mark.slow
 def test_only_live_runs_with_a_reward_count(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         users = Users(where)
@@ -230,6 +232,7 @@ def test_only_live_runs_with_a_reward_count(tmp_path: Path) -> None:
         assert trained_on(tmp_path, done[1]) == sorted(good)
 
 
+@pytest.mark.slow
 def test_rewards_count_of_givers_that_the_loop_names(tmp_path: Path) -> None:
     """Who may call models may reward what he called: that alone teaches no model anything."""
     roles = {"ops": Role.admin, "web": Role.use, "eve": Role.use}
@@ -265,6 +268,7 @@ def test_rewards_count_of_givers_that_the_loop_names(tmp_path: Path) -> None:
         assert (run.loop, run.owner != "") == ("live", True)
 
 
+@pytest.mark.slow
 def test_it_says_whose_rewards_do_not_count(tmp_path: Path) -> None:
     keys = Keys(Home(tmp_path))
     secrets = {n: keys.create(n, r)[1] for n, r in (("ops", Role.admin), ("eve", Role.use))}
@@ -294,6 +298,7 @@ async def _reward_on_host(root: Path, run_id: str, who: str) -> None:
     await store.close()
 
 
+@pytest.mark.slow
 def test_a_filter_says_which_count(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         users = Users(where)
@@ -306,6 +311,7 @@ def test_a_filter_says_which_count(tmp_path: Path) -> None:
         assert trained_on(tmp_path, done[1]) == sorted(tagged)
 
 
+@pytest.mark.slow
 def test_the_same_question_of_several_users_is_one_task(tmp_path: Path) -> None:
     answers = iter(["one", "two", "three", "four"])
 
@@ -319,6 +325,7 @@ def test_the_same_question_of_several_users_is_one_task(tmp_path: Path) -> None:
         assert trained_on(tmp_path, done[1]) == sorted(asked)
 
 
+@pytest.mark.slow
 def test_an_update_that_teaches_nothing_is_noted(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         users = Users(where)
@@ -333,6 +340,7 @@ def test_an_update_that_teaches_nothing_is_noted(tmp_path: Path) -> None:
         assert (last.version, last.promoted) == ("m@2", True)
 
 
+@pytest.mark.slow
 def test_goes_on_from_what_somebody_else_promoted(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         users = Users(where)
@@ -357,6 +365,7 @@ async def parents(where: Platform) -> dict[str, str | None]:
     return found
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_noted_and_the_next_runs_are_waited_for(tmp_path: Path) -> None:
     failures = {0: "the loss is NaN"}
     with platform(tmp_path, ScriptedEngine(answer), failures=failures) as where:
@@ -405,6 +414,7 @@ class Dying(Transport):
         return answered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_a_kill_trains_on_no_run_twice_and_skips_none(tmp_path: Path, after: bool) -> None:
     """Killed at one moment after the other, and run again each time, it ends as if calm."""
@@ -462,6 +472,7 @@ def live_traffic(**changes: Any) -> Loop:
     return make_loop(**(arguments | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("better", "kind"), [(True, "promoted"), (False, "rejected")])
 async def test_a_canary_judges_where_nothing_is_held_out(
     tmp_path: Path, better: bool, kind: str
@@ -497,6 +508,7 @@ async def test_a_canary_judges_where_nothing_is_held_out(
         await where.close()
 
 
+@pytest.mark.slow
 async def test_who_promotes_another_version_has_the_last_word(tmp_path: Path) -> None:
     others = [InProcessEngine(ScriptedEngine(said_by))]
     trainer = partial(ScriptedTrainer, probe=PROBE)
@@ -555,6 +567,7 @@ def command(*words: Any) -> list[str]:
     return [sys.executable, "-m", "cray_agents", "loop", *map(str, words)]
 
 
+@pytest.mark.slow
 def test_watch_at_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(FILE)
     with platform(tmp_path / "home", ScriptedEngine(answer)) as where:

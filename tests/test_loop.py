@@ -42,6 +42,8 @@ from cray_agents.testing import ScriptedEngine
 from tests.support.loops import grouped
 from tests.support.scripted_platform import platform
 
+pytestmark = pytest.mark.slow
+
 SKILL = {"m@1": 3, "m@2": 6, "m@3": 5, "m@4": 9}  # of 10 tasks, how many a version solves
 
 

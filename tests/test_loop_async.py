@@ -25,6 +25,8 @@ from tests.support.killable_loop import echo, shape, signed, site_loop, some_tas
 from tests.support.scripted_platform import platform
 from tests.support.timed_trainer import TimedTrainer
 
+pytestmark = pytest.mark.slow
+
 ASYNC: dict[str, Any] = {"method": GRPO, "group_size": 3, "tasks_per_iteration": 8}
 
 

@@ -25,6 +25,8 @@ from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.killable_loop import echo, lucky, site_loop
 from tests.support.scripted_platform import platform
 
+pytestmark = pytest.mark.slow
+
 ALL = PromotionTest(hidden=0, batch=60)
 ON_POLICY: dict[str, Any] = {"method": GRPO, "group_size": 2}
 

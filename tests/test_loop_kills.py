@@ -22,6 +22,8 @@ from cray_agents.runtime.store import Store
 from tests.support.campaign import Campaign, Children, free_port, kills
 from tests.support.killable_loop import KINDS
 
+pytestmark = pytest.mark.slow
+
 LOOPS = 0.7  # of the kills are of the loop, the others of the platform
 
 

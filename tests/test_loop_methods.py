@@ -29,6 +29,8 @@ from cray_agents.training_jobs import JobSpec, Lora, Policy
 from tests.support.killable_loop import echo, site_loop
 from tests.support.scripted_platform import bare_model, platform
 
+pytestmark = pytest.mark.slow
+
 
 def specs(root: Path, done: list[Generation]) -> list[JobSpec]:
     """Of the generations' jobs, in their order."""

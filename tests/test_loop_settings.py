@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: Path) -> None:
     warmer = Training(steps=1, learning_rate=2e-3)
     changed: dict[str, Any] = {"training": warmer, "tasks_per_iteration": 5, "seed": 3}
@@ -63,6 +64,7 @@ def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: P
     assert seeds == [0, 3]
 
 
+@pytest.mark.slow
 def test_replicas_that_quantise_are_refused_before_the_first_run(tmp_path: Path) -> None:
     facts = {"engine": {"name": "vllm", "quantized": "--quantization"}}
     with platform(tmp_path, ScriptedEngine(echo), facts=facts) as where:
@@ -180,6 +182,7 @@ def coded(path: Path, code: str) -> dict[str, Any]:
     return record["reward_code"] | record["agent"]["code"] | {"partial": partly["reward_code"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("was", "now", "changed"),
     [
@@ -260,6 +263,7 @@ def test_the_weights_of_rewards_and_not_the_length_of_the_last_stage_are_setting
     assert differences(known, of(1.0, 2)) == [("reward_weights", [0.5], [1.0])]
 
 
+@pytest.mark.slow
 def test_where_and_how_far_it_runs_may_change(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         list(site_loop(platform=where, **SMALL).run(1))
@@ -267,6 +271,7 @@ def test_where_and_how_far_it_runs_may_change(tmp_path: Path) -> None:
         assert len(list(site_loop(platform=where, **SMALL | free).run(2))) == 3
 
 
+@pytest.mark.slow
 def test_other_tasks_are_other_settings(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         list(site_loop(platform=where, **SMALL).run(1))
@@ -274,6 +279,7 @@ def test_other_tasks_are_other_settings(tmp_path: Path) -> None:
             list(site_loop(platform=where, **SMALL | {"tasks": some_tasks(41, 16, 0)}).run(1))
 
 
+@pytest.mark.slow
 def test_a_used_up_budget_ends_it_and_a_restart_does_not_give_it_back(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         budget = Budget(runs=40)  # 16 in generation 0, 26 in each other

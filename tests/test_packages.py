@@ -82,6 +82,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if name[-1] != "/"}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_four_packages_and_nothing_else(built: Built) -> None:
     expected = {f"cray_agents/{name}": data for name, data in DASHBOARD.items()}
     for name in tracked():
@@ -131,6 +132,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["--help", "demo --help", "models list"])
 def test_the_wheel_runs_without_the_checkout(built: Built, tmp_path: Path, command: str) -> None:
     """-S: no .pth file is read, so that no finder of an editable install fills a gap."""
@@ -163,6 +165,7 @@ def ran(*argv: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installer", ["pip", "uv"])
 def test_the_light_install_runs_agents_and_the_doctor(
     built: Built, tmp_path: Path, installer: str

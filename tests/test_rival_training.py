@@ -58,6 +58,7 @@ def test_calls_are_carried_out_as_the_agent_does(text: str, result: str | None) 
         assert call[1].startswith(result)
 
 
+@pytest.mark.slow
 def test_trl_reads_what_our_agent_reads(tmp_path: Path) -> None:
     """A demonstrated run, put together of TRL's pieces, has the tokens of its own rendering."""
     calculator_loop.make_model(tmp_path / "model", 0)

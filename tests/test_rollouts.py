@@ -26,6 +26,8 @@ from tests.support.killable_loop import shape, site_loop, some_tasks
 from tests.support.scripted_platform import platform
 from tests.support.scripted_pool import Mortal
 
+pytestmark = pytest.mark.slow
+
 TARGET = "yes"
 HERMES = '<tool_call>\n{"name": "ask", "arguments": {"input": "?"}}\n</tool_call>'
 

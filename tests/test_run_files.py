@@ -27,7 +27,7 @@ from tests.support.watched_pages import Watched, chromium, needs_pages, watching
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = needs_pages()
+pytestmark = [*needs_pages(), pytest.mark.slow]
 pytest.importorskip("playwright", reason="needs playwright, of requirements/dev.txt")
 
 Watch = Callable[..., Watched]

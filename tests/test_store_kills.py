@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
+import pytest
 
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
@@ -26,6 +27,8 @@ from tests.support.campaign import Campaign, kills
 from tests.support.host_namespaces import Host, namespaces
 from tests.support.store.plain_reader import events_of
 from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 KILLS = kills(10)
 WRITERS = 4

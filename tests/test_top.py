@@ -65,6 +65,7 @@ def terminal(*words: str, columns: int, key: str) -> Iterator[Terminal]:
         os.close(screen)
 
 
+@pytest.mark.slow
 def test_it_follows_until_q_and_through_a_restart(tmp_path: Path) -> None:
     secret = Keys(Home(tmp_path / "home")).create("ops", Role.admin)[1]
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -86,6 +87,7 @@ def test_it_follows_until_q_and_through_a_restart(tmp_path: Path) -> None:
             assert top.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_key_sees_what_it_may_read(tmp_path: Path) -> None:
     keys = Keys(Home(tmp_path / "home"))
     secrets = {role: keys.create(role.name, role)[1] for role in Role}

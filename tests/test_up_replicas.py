@@ -133,6 +133,7 @@ def test_replicas_are_a_number_or_jobs() -> None:
             ReplicaCount.parse(wrong)
 
 
+@pytest.mark.slow
 def test_a_gateway_alone(platform: Platform) -> None:
     model, other = (bare_model(platform.folder / name, name.encode()) for name in ("one", "two"))
     here = ("--scheduler", "local", "--port", 0, "--model", model, "--replicas")

@@ -76,6 +76,7 @@ def specs(root: Path) -> list[JobSpec]:
     return sorted(found, key=lambda spec: spec.hyperparameters.seed)
 
 
+@pytest.mark.slow
 def test_goes_on_with_more_until_the_band_and_is_found_done(tmp_path: Path, model: Path) -> None:
     script = engine({"m@3": 1, "m@4": 3})
     with platform(tmp_path, script, model=model) as where:
@@ -93,6 +94,7 @@ def test_goes_on_with_more_until_the_band_and_is_found_done(tmp_path: Path, mode
     assert len({spec.dataset for spec in specs(tmp_path)}) == 3 + 1
 
 
+@pytest.mark.slow
 def test_the_optimizer_goes_on_where_this_root_trained_all_the_parents_weights(
     tmp_path: Path, model: Path
 ) -> None:
@@ -110,6 +112,7 @@ def test_the_optimizer_goes_on_where_this_root_trained_all_the_parents_weights(
     assert found == [None, None, second.id]
 
 
+@pytest.mark.slow
 def test_what_is_held_out_is_not_shown_even_at_first(tmp_path: Path, model: Path) -> None:
     taken: list[Any] = [(talk(n), {}) for n in (0, 15, 1, 2)]
     with platform(tmp_path, engine({"m@2": 3}), model=model) as where:
@@ -119,6 +122,7 @@ def test_what_is_held_out_is_not_shown_even_at_first(tmp_path: Path, model: Path
     assert [line["reason"] for line in lines] == [None, "contaminated", None, None]
 
 
+@pytest.mark.slow
 def test_a_later_promotion_stays(tmp_path: Path, model: Path) -> None:
     with platform(tmp_path, engine({"m@2": 3}), model=model) as where:
         warm_up(make_loop(platform=where), PLAN)
@@ -131,6 +135,7 @@ def test_a_later_promotion_stays(tmp_path: Path, model: Path) -> None:
         assert Registry(Home(tmp_path)).resolve("m").id == later.id
 
 
+@pytest.mark.slow
 def test_what_leaps_over_the_band_is_done_again_with_half_the_steps(
     tmp_path: Path, model: Path
 ) -> None:
@@ -204,6 +209,7 @@ def test_demonstrations_grow_below_the_band_and_not_while_it_is_searched() -> No
     assert found.demonstrations == 20  # there are no more
 
 
+@pytest.mark.slow
 def test_a_loop_in_another_process_trains_on_what_was_shown(tmp_path: Path, model: Path) -> None:
     with platform(tmp_path, engine({"m@3": 3}), model=model) as where:
         warm_up(make_loop(platform=where), PLAN)  # and its process ends
@@ -217,6 +223,7 @@ def test_a_loop_in_another_process_trains_on_what_was_shown(tmp_path: Path, mode
         assert refusal.value.param == "demonstrations"
 
 
+@pytest.mark.slow
 def test_a_loop_warms_up_by_itself_once_also_from_the_command_line(
     tmp_path: Path, model: Path
 ) -> None:
@@ -267,6 +274,7 @@ def test_a_plan_that_cannot_be_is_refused(changes: dict[str, Any], param: str) -
     assert refusal.value.param == param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "shown", "solved", "said"),
     [
@@ -297,6 +305,7 @@ def test_generation_0_says_that_nothing_succeeded_and_what_helps(
     assert ("warm_up=WarmUp(" in first.note) == bool(said)
 
 
+@pytest.mark.slow
 def test_never_in_the_band_is_an_error(tmp_path: Path, model: Path) -> None:
     with (
         platform(tmp_path, engine({}), model=model) as where,

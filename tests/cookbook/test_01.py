@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cray_agents.engines.scripted import tool_call
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
@@ -33,6 +35,7 @@ def test_scripted() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_against_a_gateway(tmp_path: Path) -> None:
     engine = ScriptedEngine([tool_call("calculator", expression="47 + 385"), "432"])
     with platform(tmp_path, engine, name="calc") as where:

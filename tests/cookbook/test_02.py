@@ -14,6 +14,8 @@ import pytest
 from cray_agents.cli.user_files import load
 from cray_agents.loop.methods import GRPO
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[2] / "cookbook" / "02_calculator_loop.py"
 METHODS = [name for name in os.environ.get("CRAY_TEST_METHODS", "").split(",") if name]
 book = load(FILE)

@@ -21,6 +21,8 @@ from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ["openai_agents", "pydantic_ai", "smolagents"]
 CALL = {"name": "calculator", "arguments": '{"expression":"47 + 385"}'}

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets import dataset_runs, list_datasets
+
+pytestmark = pytest.mark.slow
 
 FILE = Path(__file__).parents[2] / "cookbook" / "04_datasets.py"
 

@@ -46,6 +46,7 @@ def test_what_puts_the_shop_wrong_again_loses_what_was_earned() -> None:
     assert shop(done) == [(0, book.SHOP), (1, -book.SHOP)] and book.answer(done) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sql", "error"),
     [

@@ -15,6 +15,8 @@ from cray_agents.testing import ScriptedEngine
 from cray_agents.training import Hyperparameters
 from tests.support.scripted_platform import platform
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[2] / "cookbook" / "07_code_writer.py"
 book = load(FILE)
 SQUARE = next(task for task in book.tasks if task.input.startswith("square"))

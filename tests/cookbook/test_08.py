@@ -19,6 +19,8 @@ from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.scripted_platform import platform
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 recipe = load(ROOT / "cookbook" / "08_foreign_agent.py")
 SKILL = {"calc@1": 3, "calc@2": 8, "calc@3": 1}  # of ten questions, how many a version answers

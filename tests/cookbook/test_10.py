@@ -14,6 +14,8 @@ from cray_agents.config import load_config
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[2] / "cookbook" / "10_cluster.py"
 TEXT = str(load(FILE).__doc__)
 COMMANDS = [line.strip() for line in TEXT.splitlines() if line.startswith("    cray-agents ")]

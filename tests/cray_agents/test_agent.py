@@ -318,6 +318,7 @@ async def test_timeout_in_a_model_call():
     assert (run.stop_reason, run.output, run.trajectory.turns) == ("timeout", None, [])
 
 
+@pytest.mark.slow
 async def test_timeout_in_a_tool_keeps_what_was_done():
     @tool
     def slow() -> str:

@@ -86,6 +86,7 @@ async def test_a_reset_that_is_cut_off_cleans_up_before_the_teardown():
     assert [run.stop_reason for run in kept.runs] == ["cancelled"]
 
 
+@pytest.mark.slow
 async def test_the_run_of_a_sub_agent_is_recorded_before_its_parents():
     async def never(request: Any) -> str:
         await asyncio.Event().wait()
@@ -100,6 +101,7 @@ async def test_the_run_of_a_sub_agent_is_recorded_before_its_parents():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_a_runs_end_is_no_failure_of_a_tool_that_is_tried_again():
     calls = 0
 
@@ -115,6 +117,7 @@ async def test_a_runs_end_is_no_failure_of_a_tool_that_is_tried_again():
     assert (run.stop_reason, calls, len(engine.requests)) == ("timeout", 1, 1)
 
 
+@pytest.mark.slow
 async def test_tool_calls_that_were_cut_off_stand_in_the_models_order():
     @tool
     async def hang() -> str:

@@ -75,6 +75,7 @@ async def test_a_limit_of_tokens_that_cannot_be_counted_is_an_error():
 # ---- model calls that fail
 
 
+@pytest.mark.slow
 async def test_a_failed_model_call_is_done_again():
     engine = script(EngineUnavailable("gone", status=503), EngineError("half an answer"), "ok")
     run = await agent(engine, retries=2).run("go")

@@ -37,6 +37,7 @@ def test_help_names_every_command(tmp_path: Path) -> None:
     assert [word for word in commands if word not in done.stdout] == []
 
 
+@pytest.mark.slow
 def test_a_command_alone_is_what_it_is_among_all() -> None:
     """Only the modules of the command that is asked for are imported."""
     every: Any = typer.main.get_command(app)
@@ -191,6 +192,7 @@ def test_doctor_says_what_the_trainer_would_use(tmp_path: Path) -> None:
     assert wrong["state"] == "missing" and "it has 4 GPUs" in wrong["to mend it"]
 
 
+@pytest.mark.slow
 def test_doctor_imports_what_packages_beside_torch_may_break(tmp_path: Path) -> None:
     """As torchvision does whose build is not for the torch that is installed."""
     (tmp_path / "torchvision-0.28.0.dist-info").mkdir()
@@ -213,6 +215,7 @@ READERS = ["runs list", "runs stats", "maintain compact", "maintain fsck", "usag
            "why x", "dashboard"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_mistyped_root_is_said_and_not_made(tmp_path: Path) -> None:
     for command in READERS:
         done = cli(*command.split(), "--home", "typo", cwd=tmp_path)

@@ -100,6 +100,7 @@ def test_a_stream_shows_what_happens(file: str, site: Platform) -> None:
     assert len(text) > 1 and "".join(text) == "It is 42."
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_whether_it_came_to_an_answer(file: str) -> None:
     fine = cli("run", f"{file}:brief", "hello")
     assert (fine.exit_code, fine.stdout, fine.stderr) == (0, "brief\n", "")
@@ -166,6 +167,7 @@ alone = Agent("alone", engine=ScriptedEngine(reply))
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text(HANGING)
     argv = [sys.executable, "-m", "cray_agents", "chat", str(tmp_path / "hanging.py")]
@@ -221,6 +223,7 @@ def said(*words: str, typed: str = "") -> Result:
     return CliRunner().invoke(app, [*words], input=typed, catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_an_environment_that_reads_metadata_is_run_and_chatted_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

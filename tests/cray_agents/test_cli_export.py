@@ -68,6 +68,7 @@ def refused(done: Result, *words: str) -> None:
     assert [word for word in words if word not in str(done.exception)] == []
 
 
+@pytest.mark.slow
 def test_help_lists_every_format() -> None:
     assert list(command.FORMATS) == list(FORMATS)
     done = subprocess.run([sys.executable, "-m", "cray_agents", "export", "--help"],
@@ -76,6 +77,7 @@ def test_help_lists_every_format() -> None:
     assert [name for name in FORMATS if not any(line[:1] == [name] for line in lines)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FORMATS])
 def test_every_format(home: Path, pairs: str, tmp_path: Path, name: str) -> None:
     target = tmp_path / "out"
@@ -96,6 +98,7 @@ def test_every_format(home: Path, pairs: str, tmp_path: Path, name: str) -> None
     assert all(loss["count"] and loss["sentence"] for loss in summary["losses"].values())
 
 
+@pytest.mark.slow
 def test_lines_to_stdout_and_the_rest_to_stderr(home: Path) -> None:
     done = cli("--format", "openai", "--where", "reward>=1", home=home)
     assert done.returncode == 0
@@ -107,6 +110,7 @@ def test_lines_to_stdout_and_the_rest_to_stderr(home: Path) -> None:
     assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops(home: Path) -> None:
     argv = [sys.executable, "-m", "cray_agents", "export", "--home", str(home)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -200,6 +204,7 @@ def test_zst(home: Path, tmp_path: Path) -> None:
         assert len(list(file)) == RUNS
 
 
+@pytest.mark.slow
 def test_what_is_refused(home: Path, pairs: str, tmp_path: Path) -> None:
     def tried(*words: object) -> Result:
         return here(*words, "-o", tmp_path / "out", home=home)

@@ -32,6 +32,7 @@ def told(*words: object) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_import_list_export_and_import_again(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(json.dumps(CHAT) + "\n")
     words = ("import", "chats.jsonl", "--format", "openai", "--tag", "a", "--tag", "b")
@@ -68,6 +69,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         assert all(word in str(done.exception) for word in said)
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_the_process_with_2(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_text("[markup]\n")
     argv = [sys.executable, "-m", "cray_agents", "import", "f.jsonl", "-f", "openai"]

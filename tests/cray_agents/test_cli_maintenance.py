@@ -73,6 +73,7 @@ def test_compaction_and_its_dry_run(home: Home) -> None:
     assert "0 segments" in cli(home, "maintain", "compact").stdout
 
 
+@pytest.mark.slow
 def test_pruning_and_its_dry_run(home: Home) -> None:
     good = {event["run_id"] for event in stored(home) if event["body"].get("value") == 1.0}
     assert 0 < len(good) < 10

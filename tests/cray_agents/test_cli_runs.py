@@ -221,6 +221,7 @@ def test_show(home: Path) -> None:
     assert "call run_c-2, which is not recorded" in cli("show", "run_c", home=home)
 
 
+@pytest.mark.slow
 def test_show_on_a_narrow_terminal(home: Path) -> None:
     told = process("show", LONG_ID, "--home", home, COLUMNS="50", FORCE_COLOR="1").stdout
     assert "\x1b[31mred" not in told and "␛[31mred" in told  # the only escapes are our colours
@@ -308,6 +309,7 @@ def test_mistakes(tmp_path: Path) -> None:
         assert said in str(done.exception)
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_the_process_with_2(tmp_path: Path) -> None:
     Home(tmp_path).segments.mkdir()
     done = process("show", "run_[x]", "--home", tmp_path)

@@ -137,6 +137,7 @@ async def test_nobody_else_gives_the_tags(tmp_path: Path) -> None:
     await store.close()
 
 
+@pytest.mark.slow
 def test_a_judge_of_the_platform_scans(tmp_path: Path) -> None:
     (tmp_path / "scanners.py").write_text(CODE)
     asked: list[dict[str, Any]] = []

@@ -245,6 +245,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 async def test_after_a_platform_was_killed_in_a_turn_the_next_one_serves_first(
     tmp_path: Path, home: Home
 ) -> None:

@@ -184,6 +184,7 @@ async def test_stream(server):
     assert server.events[0]["body"]["stop_reason"] == "completed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reply", "kind"),
     [
@@ -262,6 +263,7 @@ async def test_a_cancelled_run_is_posted(server):
 # ---- connections
 
 
+@pytest.mark.slow
 async def test_two_hundred_runs_at_once(server):
     now = most = 0
 

@@ -141,6 +141,7 @@ async def test_a_canary_whose_answer_is_lost_is_not_asked_twice(tmp_path: Path) 
             assert (await platform.canary_status("calc"))["version"] == 1
 
 
+@pytest.mark.slow
 async def test_a_change_of_weights_may_take_any_time(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         await with_versions(gateway, tmp_path, 2)
@@ -163,6 +164,7 @@ class SlowToLoad(ScriptedEngine):
         return await super().load(checkpoint, version, keep=keep)
 
 
+@pytest.mark.slow
 async def test_a_platform_that_is_busy_changing_weights_is_not_taken_for_a_silent_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +176,7 @@ async def test_a_platform_that_is_busy_changing_weights_is_not_taken_for_a_silen
         await platform.close()
 
 
+@pytest.mark.slow
 async def test_a_platform_whose_host_is_gone_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,6 +205,7 @@ with gateway_ports.listen("127.0.0.1", 0) as listener:
 """
 
 
+@pytest.mark.slow
 def test_of_several_that_start_where_one_was_killed_one_has_it(tmp_path: Path) -> None:
     rounds, starting = 25, 3
     for number in range(rounds):
@@ -247,6 +248,7 @@ print("RuntimeError: no engine", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_one_that_fails_while_it_is_waited_for_tells_its_log(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.logs.mkdir()

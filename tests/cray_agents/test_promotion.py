@@ -76,6 +76,7 @@ def always(success: float) -> Success:
     return lambda tag: success
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("success", "alpha"), [(0.5, 0.05), (0.9, 0.2)])
 def test_unchanged_candidates_are_promoted_at_most_at_the_stated_level(
     success: float, alpha: float
@@ -106,6 +107,7 @@ def test_one_that_is_better_but_for_one_tag_is_not_promoted() -> None:
     assert len([d for d in unguarded if d.verdict == "promote"]) > 10  # so it is the guard
 
 
+@pytest.mark.slow
 def test_what_rises_is_usually_promoted_and_a_leap_early() -> None:
     assert promoted(100, always(0.5), always(0.62)) >= 75
     assert promoted(100, always(0.85), always(0.92)) >= 60

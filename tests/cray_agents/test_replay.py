@@ -167,6 +167,7 @@ async def test_the_guard_as_a_statement_and_as_a_decorator(
     await real.close()
 
 
+@pytest.mark.slow
 def test_the_guard_holds_in_processes(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("from cray_agents import Agent\nagent = Agent('a')\n")
     command = ["run", "agent.py", "go", "--url", "http://127.0.0.1:9"]

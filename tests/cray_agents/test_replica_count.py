@@ -114,6 +114,7 @@ async def test_what_dies_while_it_is_away_or_leaves_or_comes_is_found_again(tmp_
                 await pool.receive("job-1")
 
 
+@pytest.mark.slow
 async def test_under_load_replicas_come_and_without_they_all_go(tmp_path: Path) -> None:
     """Through a real gateway: no request is refused, also the first one when none is left."""
     paced = Paced(echo, pause=0.02)
@@ -149,6 +150,7 @@ async def test_under_load_replicas_come_and_without_they_all_go(tmp_path: Path) 
         await asyncio.gather(counting, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_with_a_warm_pool_one_sleeps_and_is_woken_before_others_start(tmp_path: Path) -> None:
     paced, pools = Paced(echo, pause=0.02), list[Pool]()
     others = [InProcessEngine(paced) for _ in range(2)]

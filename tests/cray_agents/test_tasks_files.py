@@ -258,6 +258,7 @@ def yielding(rng: random.Random) -> Iterator[str]:
         yield f"{n} of {rng.randrange(10**9)}"
 
 
+@pytest.mark.slow
 def test_from_generator() -> None:
     tasks = TaskSet.from_generator(sums, 200, seed=3)
     assert len({task.id for task in tasks}) == 200

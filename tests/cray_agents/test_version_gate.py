@@ -20,6 +20,8 @@ from tests.support.killable_loop import echo, site_loop
 from tests.support.scripted_platform import platform
 from tests.support.timed_trainer import TimedTrainer
 
+pytestmark = pytest.mark.slow
+
 WHO = "who answers?"
 MOST_LOOKS = 3  # at a job whose weights no engine receives
 

@@ -56,6 +56,7 @@ def test_without_contention_no_event_loop_is_needed() -> None:
     assert admission.inside() == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(steps=st.lists(STEP, max_size=60))
 def test_slots_are_never_too_many_and_never_idle(

@@ -28,6 +28,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+@pytest.mark.slow
 async def test_a_task_that_fails_is_logged_once_counted_and_started_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -124,6 +125,7 @@ async def test_the_pause_grows_to_a_bound() -> None:
     assert 0 < least < most <= 60
 
 
+@pytest.mark.slow
 async def test_failures_are_a_metric_and_a_health_warning(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         FAILURES.add("replica watch", ValueError("no choice"))
@@ -139,6 +141,7 @@ async def test_failures_are_a_metric_and_a_health_warning(tmp_path: Path) -> Non
         assert (await gateway.call("GET", path))[1]["data"] == []
 
 
+@pytest.mark.slow
 async def test_readers_of_the_change_feed_start_anew_after_its_failure(tmp_path: Path) -> None:
     answers = iter([["serving"], "fails"])
     async with served(tmp_path) as gateway:

@@ -114,6 +114,7 @@ def worker(home: Path, url: str, *words: str) -> Iterator[subprocess.Popen[bytes
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_batch_from_upload_to_output(tmp_path: Path) -> None:
     with serving(tmp_path, ScriptedEngine(echo), workers=2) as client:
         asked = [line(f"c{number}", f"number {number}") for number in range(1200)]
@@ -196,6 +197,7 @@ def test_lines_that_fail_are_in_the_error_file(tmp_path: Path) -> None:
     assert failures["unknown"]["response"]["status_code"] == 404
 
 
+@pytest.mark.slow
 def test_what_says_nothing_of_a_line_is_asked_again(tmp_path: Path) -> None:
     turns: Any = iter([EngineError("away", status=503), EngineError("broken", status=500), "there"])
     with serving(tmp_path, ScriptedEngine(lambda _: next(turns))) as client:
@@ -221,6 +223,7 @@ BAD_LINES = [
 ]
 
 
+@pytest.mark.slow
 def test_an_input_with_errors_fails_with_all_of_them(tmp_path: Path) -> None:
     engine = ScriptedEngine(echo)
     with serving(tmp_path, engine) as client:
@@ -331,6 +334,7 @@ def test_batches_are_listed_in_pages(tmp_path: Path) -> None:
                 client.batches.list(limit=limit)
 
 
+@pytest.mark.slow
 def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
     answered, cancelled = 0, False
 
@@ -359,6 +363,7 @@ def test_a_cancelled_batch_keeps_what_is_done(tmp_path: Path) -> None:
     assert {each["response"] for each in bad.values()} == {None}
 
 
+@pytest.mark.slow
 def test_cancelled_before_a_worker_looked_and_after_the_end(tmp_path: Path) -> None:
     with serving(tmp_path, ScriptedEngine(echo), workers=0) as client:
         early, late = client.submit(line()), client.submit(line())
@@ -370,6 +375,7 @@ def test_cancelled_before_a_worker_looked_and_after_the_end(tmp_path: Path) -> N
             client.batches.cancel(late.id)
 
 
+@pytest.mark.slow
 def test_an_expired_batch_says_which_lines_were_not_asked(tmp_path: Path) -> None:
     async def stuck(request: dict[str, Any]) -> str:
         await asyncio.sleep(0 if request["messages"][-1]["content"] == "quick" else 600)
@@ -398,6 +404,7 @@ def soon(client: Client, batch: Batch, seconds: int) -> None:
     path.write_text(json.dumps(record | {"expires_at": int(time.time()) + seconds}))
 
 
+@pytest.mark.slow
 def test_a_small_batch_does_not_wait_for_a_huge_one(tmp_path: Path) -> None:
     with serving(tmp_path, ScriptedEngine(echo, delay=0.05)) as client:
         huge = client.submit(*(line(f"c{number}") for number in range(3000)))
@@ -409,6 +416,7 @@ def test_a_small_batch_does_not_wait_for_a_huge_one(tmp_path: Path) -> None:
         client.ended(huge)
 
 
+@pytest.mark.slow
 def test_the_input_may_be_deleted_once_it_is_queued(tmp_path: Path) -> None:
     with serving(tmp_path, ScriptedEngine(echo), workers=0) as client:
         batch = client.submit(line("a"))
@@ -481,6 +489,7 @@ def test_a_chunk_is_sealed_once(tmp_path: Path) -> None:
     assert first.count(b"batch_expired") == 3
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     keeper = BackgroundTasks()
@@ -500,6 +509,7 @@ async def worker_pid(home: Home, unlike: int) -> int:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(jsonl(line("a", "hi"), line("b", "ho")))
 

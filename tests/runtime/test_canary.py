@@ -85,6 +85,7 @@ def loaded_versions(gateway: Gateway) -> list[str]:
     return sorted(replica["version"] for replica in gateway.pool.status())
 
 
+@pytest.mark.slow
 async def test_a_share_of_the_sessions_stays_with_the_candidate(
     tmp_path: Path, script: Script
 ) -> None:
@@ -214,6 +215,7 @@ async def test_it_is_rolled_back_when_rewards_fall_even_after_a_restart(
         assert set((await versions(gateway, named("after", 20))).values()) == {"calc@1"}
 
 
+@pytest.mark.slow
 async def test_it_is_rolled_back_when_scanners_find_more(tmp_path: Path, script: Script) -> None:
     async with two(tmp_path, script) as gateway:
         await start(gateway, share=0.5, scanners=["leak"])
@@ -328,6 +330,7 @@ def judged(seed: int, canary: float, control: float, reward: float | None = None
     return found
 
 
+@pytest.mark.slow
 def test_one_that_is_no_worse_is_rolled_back_at_most_at_the_stated_level() -> None:
     same = [judged(seed, 0.05, 0.05).verdict()[0] for seed in range(60)]
     alike = [judged(seed, 0.7, 0.7, reward=0.7).verdict()[0] for seed in range(60)]

@@ -50,6 +50,7 @@ async def answer_to(port: int, sent: bytes) -> bytes:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"P", HEAD, HEAD + b"x: " + b"y" * 3000])
 async def test_half_a_head_is_not_waited_for(tmp_path: Path, sent: bytes) -> None:
     async with site_at(tmp_path) as site, hurried(site, 0.2) as port:
@@ -62,6 +63,7 @@ async def test_half_a_head_is_not_waited_for(tmp_path: Path, sent: bytes) -> Non
         assert json.loads(body)["error"]["code"] == "request_timeout"
 
 
+@pytest.mark.slow
 async def test_half_a_head_after_a_request(tmp_path: Path) -> None:
     request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     async with site_at(tmp_path) as site, hurried(site, 0.2) as port:
@@ -77,6 +79,7 @@ async def test_half_a_head_after_a_request(tmp_path: Path) -> None:
         writer.close()
 
 
+@pytest.mark.slow
 async def test_a_body_may_take_longer_than_a_head(tmp_path: Path) -> None:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
     async with site_at(tmp_path) as site, hurried(site, 0.2) as port:
@@ -89,6 +92,7 @@ async def test_a_body_may_take_longer_than_a_head(tmp_path: Path) -> None:
         writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["gzip", "deflate, gzip", "br", "GZIP", "x-unheard-of"])
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/files", "/v1/trajectories/events", "/v1/messages"]

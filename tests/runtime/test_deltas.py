@@ -146,6 +146,7 @@ def test_the_size_of_the_whole_is_known_before(home: Home) -> None:
 
 
 # ---- damage
+@pytest.mark.slow
 def test_every_flipped_bit_is_noticed(home: Home) -> None:
     """Also in the parent, unless the result does not depend on it."""
     after, parent, child = family(home)

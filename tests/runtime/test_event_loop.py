@@ -18,6 +18,8 @@ from cray_agents.runtime.gateway.http import bounds
 from cray_agents.runtime.gateway.tinker.protobuf import write_bytes, write_whole
 from tests.support.timed_gateway import TimedGateway, timed_gateway
 
+pytestmark = pytest.mark.slow
+
 LONGEST = 0.05  # seconds
 RUNS = 3000
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -55,6 +55,7 @@ async def test_feedback_is_on_the_run_and_the_newest_counts(gateway: Gateway, ru
     assert [row["id"] for row in page["data"]] == [run_id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -343,6 +343,7 @@ def test_what_is_not_there_is_not_found(shared: Site) -> None:
         shared.client.fine_tuning.jobs.create(model="m", training_file=wrong)
 
 
+@pytest.mark.slow
 def test_a_restart_between_any_two_steps_loses_nothing(tmp_path: Path, model: Path) -> None:
     site = Site(tmp_path / "home", model)
     with site.served():
@@ -384,6 +385,7 @@ def untended(site: Site) -> FineTuning:
     return FineTuning(home, Registry(home), trainer, Files(home), code="")
 
 
+@pytest.mark.slow
 def test_jobs_go_on_after_a_restart_though_nobody_asks(tmp_path: Path, model: Path) -> None:
     """The platform calls `fine_tuning.start` when it starts."""
     site = Site(tmp_path / "home", model)
@@ -438,6 +440,7 @@ def test_lists_are_paged_and_filtered(site: Site) -> None:
         assert refused.value.param == next(iter(query))
 
 
+@pytest.mark.slow
 def test_jobs_are_paused_and_resumed_by_route_and_command_too(site: Site) -> None:
     job = site.submitted()
     training = job.metadata["job"]

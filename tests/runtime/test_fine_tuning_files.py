@@ -72,6 +72,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 def test_every_bad_line_is_named(tmp_path: Path, model: Path) -> None:
     site = Site(tmp_path / "home", model)
     with site.served():
@@ -294,6 +295,7 @@ def test_a_validation_file_s_loss_is_told_everywhere(site: Site) -> None:
     assert [row["full_valid_loss"] for row in rows] == [row["valid_loss"] for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
@@ -351,6 +353,7 @@ def test_weights_and_the_tools_of_each_line_decide_what_is_trained(site: Site, m
     assert text(rows[0], 1) == call + "right<|im_end|>"
 
 
+@pytest.mark.slow
 def test_a_large_file_is_read_in_a_process_of_its_own(site: Site) -> None:
     """A process of its own delays no request and gives the same result."""
     large = [says(f"What is {n} + 1?", str(n + 1)) for n in range(500)]
@@ -386,6 +389,7 @@ print(sorted({"torch", "transformers", "pyarrow"} & set(sys.modules)))
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_torch_stays_so(tmp_path: Path, model: Path) -> None:
     """A gateway that validates a small file; here pytest's has torch, so another one does."""
     site = Site(tmp_path / "home", model)

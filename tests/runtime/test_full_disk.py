@@ -118,6 +118,7 @@ async def test_a_batchs_line_waits_for_room(
             await sender.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls(tmp_path: Path, stream: bool) -> None:
     with small_gateway(tmp_path / "home") as (url, home):
@@ -149,6 +150,7 @@ def test_calls(tmp_path: Path, stream: bool) -> None:
         assert call(f"{url}/health/ready")[0] == 200
 
 
+@pytest.mark.slow
 def test_uploads_and_what_else_writes(tmp_path: Path) -> None:
     with small_gateway(tmp_path / "home") as (url, home):
         status, answered = upload(url, bytes(SIZE))  # it fits nobody's disk: the draft is removed

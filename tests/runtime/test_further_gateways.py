@@ -41,7 +41,7 @@ from tests.support.scripted_server import PROGRAM
 from tests.support.shared_gateways import TOKEN, FurtherGateway, SharedSite, shared_site
 from tests.support.slurm_pool import ask
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

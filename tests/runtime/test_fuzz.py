@@ -203,6 +203,7 @@ def places_of(body: Any) -> list[tuple[Any, Any]]:
     return places
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900 + 120 * TIMES)
 def test_random_requests(tmp_path: Path) -> None:
     statuses: Counter[tuple[str, int]] = Counter()
@@ -264,6 +265,7 @@ def _recorded(home: Home) -> Counter[str]:
     return Counter(call_id for call_id in calls if RECORDED.fullmatch(call_id))
 
 
+@pytest.mark.slow
 def test_bytes_that_are_not_http(tmp_path: Path) -> None:
     async def fuzz(site: Site) -> dict[str, int | None]:
         async def one(sent: bytes, ends: bool) -> int | None:
@@ -332,6 +334,7 @@ CHECKED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900 + 120 * TIMES)
 def test_it_answers_as_its_document_says(tmp_path: Path) -> None:
     """Schemathesis makes requests of the document, and reads the answers by it."""

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.records import ProbePrompt
 from tests.support.scripted_gateway import CHAT, TOOL, Gateway, checkpoint, says, served
@@ -64,6 +66,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.slow
 async def test_every_refusal_is_an_envelope(gateway: Gateway) -> None:
     for method, path, body, status, code in REFUSALS:
         actual, answer = await gateway.call(method, path, data=body or None)
@@ -112,6 +115,7 @@ async def test_a_header_of_the_client_may_name_the_run(tmp_path: Path) -> None:
     assert (refused[0], refused[1]["error"]["param"]) == (400, "x-session-id")
 
 
+@pytest.mark.slow
 async def test_trajectories_page_and_join(gateway: Gateway) -> None:
     for number in range(5):
         run_id = f"run_{number}"
@@ -373,6 +377,7 @@ async def test_platform_and_pool(gateway: Gateway) -> None:
     assert (pool["data"][0]["version"], pool["data"][0]["state"]) == ("calc@1", "serving")
 
 
+@pytest.mark.slow
 async def test_from_a_run_to_a_version_through_the_shipped_parts(tmp_path: Path) -> None:
     engine = ScriptedEngine([tool_call("calculator", expression="2 + 2"), "The result is 4."])
     async with served(tmp_path, engine) as gateway:

@@ -79,6 +79,7 @@ async def test_a_waiting_stream_is_kept_alive(tmp_path: Path) -> None:
         assert reply.body.endswith(DONE)
 
 
+@pytest.mark.slow
 async def test_a_stream_that_a_swap_holds_is_kept_alive(tmp_path: Path) -> None:
     engine = Paced(lambda request, version: f"I am {version}, and I take my time", pause=0.1)
     async with served(tmp_path, engine) as gateway:
@@ -275,6 +276,7 @@ async def test_a_store_that_fails_in_mid_stream_ends_it_with_an_error(tmp_path: 
         assert b'"code":"store_error"' in last and b"cannot write" in last
 
 
+@pytest.mark.slow
 async def test_hundreds_of_streams_and_answers_at_once(gateway: Gateway) -> None:
     async def one(number: int) -> bytes:
         path = f"/runs/run_{number}{CHAT}"

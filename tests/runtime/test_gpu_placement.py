@@ -75,6 +75,7 @@ def test_spare_replicas_get_what_neither_takes() -> None:
     assert str(alone).endswith("a spare replica may have GPU 1, training jobs have no GPU")
 
 
+@pytest.mark.slow
 @given(
     total=st.integers(0, 17),
     replicas=st.integers(0, 5),

@@ -33,6 +33,7 @@ def same(one: Reply, other: Reply) -> bool:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "n"])
 async def test_a_repeat_is_the_same_answer_byte_for_byte(
     tmp_path: Path, fields: dict[str, Any]
@@ -118,6 +119,7 @@ async def test_what_broke_off_is_sampled_anew_and_both_are_recorded(tmp_path: Pa
         assert whole.id in good.body.decode() and broken.id != whole.id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_was_cancelled_is_sampled_anew(tmp_path: Path, stream: bool) -> None:
     engine = Paced(lambda request: "a long answer that takes its time", pause=0.1, delay=0.1)
@@ -138,6 +140,7 @@ async def test_what_was_cancelled_is_sampled_anew(tmp_path: Path, stream: bool) 
         assert finishes == (["cancelled", "stop"] if stream else ["stop"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "n"])
 async def test_what_was_forgotten_is_sampled_anew_once(
     tmp_path: Path, fields: dict[str, Any]

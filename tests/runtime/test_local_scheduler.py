@@ -63,6 +63,7 @@ def test_close_ends_commands_and_their_ends_are_remembered(tmp_path: Path) -> No
         assert settle(again) == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_directory_has_one_owner(tmp_path: Path) -> None:
     opened = "import sys, pathlib; from cray_agents.runtime.scheduler.local import LocalProcesses\n"
     opened += "LocalProcesses(pathlib.Path(sys.argv[1])); print('open', flush=True); input()"

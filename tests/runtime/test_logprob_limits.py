@@ -152,6 +152,7 @@ def refused(limits: LogprobLimits, trained: Scores, engine: Scores, count: int) 
 
 
 # ---- what is honest
+@pytest.mark.slow
 def test_honest_pairs_are_not_refused(pair: Pair) -> None:
     assert 0.003 < pair.before.mean < 0.04  # or this model shows nothing
     tight = bfloat16_limits().relative_to(pair.before)
@@ -160,6 +161,7 @@ def test_honest_pairs_are_not_refused(pair: Pair) -> None:
     assert refused(FLOAT32, pair.trained, pair.honest, 1000) == 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [VOCAB, 4_000])
 def test_where_all_tokens_are_alike_honest_pairs_name_the_same(pair: Pair, vocab: int) -> None:
     """Before any training the most likely token is hardly more likely than the next."""
@@ -256,6 +258,7 @@ WRONG: dict[str, Damage] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_weights_are_refused(pair: Pair, name: str) -> None:
     """Also where the site never measured anything."""

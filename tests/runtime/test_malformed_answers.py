@@ -132,6 +132,7 @@ ROUTES: dict[str, Callable[[VllmEngine, Path], Awaitable[Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [200, 302, 409, 500])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_engine_fails_by_a_typed_error_on_every_route(
@@ -202,6 +203,7 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
     return Faults(tmp_path / "malformed.json")
 
 
+@pytest.mark.slow
 async def test_after_malformed_answers_to_probes_the_engine_is_started_until_it_behaves(
     tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,6 +231,7 @@ async def test_after_malformed_answers_to_probes_the_engine_is_started_until_it_
     assert "never retrieved" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_malformed_answer_fails_one_request_and_no_other(
     tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture, stream: bool
@@ -255,6 +258,7 @@ async def test_a_malformed_answer_fails_one_request_and_no_other(
 
 
 # ---- places that take no connection
+@pytest.mark.slow
 async def test_a_request_goes_to_another_replica_where_one_takes_no_connection(
     tmp_path: Path,
 ) -> None:
@@ -284,6 +288,7 @@ class Remote(InProcessEngine):
         await self.engine.check_alive()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 async def test_a_replica_that_takes_no_connection_is_silent(tmp_path: Path) -> None:
     model = bare_model(tmp_path / "model")
     async with answering(b'{"success": true}') as url:
@@ -299,6 +304,7 @@ async def test_a_replica_that_takes_no_connection_is_silent(tmp_path: Path) -> N
         await pool.stop()
 
 
+@pytest.mark.slow
 async def test_a_controller_that_takes_no_connection_is_none(tmp_path: Path) -> None:
     async with shared_site(tmp_path, gateways=0, replicas=1) as site:
         with taking_no_connection() as gone:

@@ -47,6 +47,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         yield site
 
 
+@pytest.mark.slow
 async def test_every_route_lets_in_whom_it_declares(tmp_path: Path) -> None:
     async with site_at(tmp_path, api_keys="required") as site:
         secrets = {role: site.keys.create(role.name, role)[1] for role in Role}
@@ -87,6 +88,7 @@ def test_model_calls() -> None:
     assert not {"/v1/models", "/v1/messages/count_tokens"} & paths
 
 
+@pytest.mark.slow
 async def test_without_keys_this_host_is_let_in_until_there_was_one(site: Site) -> None:
     assert (await site.call("GET", "/v1/pool"))[0] == 200
     assert (await site.call("GET", "/v1/pool", "none"))[0] == 200
@@ -143,6 +145,7 @@ async def test_commands_of_the_same_user_need_no_key(
             await asyncio.to_thread(fetch, info, "/v1/platform")
 
 
+@pytest.mark.slow
 async def test_the_handler_knows_who_calls(tmp_path: Path) -> None:
     async def who(services: Any, request: Request) -> Response:
         caller = caller_of(request)
@@ -160,6 +163,7 @@ async def test_the_handler_knows_who_calls(tmp_path: Path) -> None:
         assert answer == [record.id, "ann", "train"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
@@ -189,6 +193,7 @@ async def test_no_web_page_uses_a_gateway_without_keys(
     assert (await site.call("GET", "/v1/models", TOKEN, **headers))[0] == 200  # no page has a key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["none", TOKEN])
 async def test_the_engines_control_routes_are_no_routes(site: Site, key: str) -> None:
     for path in CONTROL:
@@ -203,6 +208,7 @@ def is_listed(site: Site, path: str) -> bool:
     return any(isinstance(r, Route) and r.path_regex.match(path) for r in site.app.routes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

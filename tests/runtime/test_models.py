@@ -136,6 +136,7 @@ async def test_lineage_leads_both_ways(gateway: Gateway, tmp_path: Path) -> None
         assert (await gateway.call("GET", f"/v1/models/{missing}/lineage"))[0] == 404
 
 
+@pytest.mark.slow
 async def test_the_commands(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
     async def models(*words: str) -> Done:
         return await asyncio.to_thread(command, gateway, capsys, *words)

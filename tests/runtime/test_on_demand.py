@@ -58,6 +58,7 @@ async def test_no_replica_starts_for_embeddings_of_what_only_generates(tmp_path:
         assert spare.starts == 0
 
 
+@pytest.mark.slow
 async def test_it_is_loaded_by_a_spare_replica_that_displaces_nothing(tmp_path: Path) -> None:
     spare = Mortal(engine())
     async with served(tmp_path, engine(), spares=[spare]) as gateway:
@@ -125,6 +126,7 @@ async def test_a_spare_nobody_asks_is_ended(tmp_path: Path) -> None:
         assert pool.serves("m@2") and spare.starts == 2
 
 
+@pytest.mark.slow
 async def test_who_waits_while_another_version_takes_its_place_is_told(tmp_path: Path) -> None:
     """A waiting request for a version that a swap removes is refused."""
     held_up = Slow()

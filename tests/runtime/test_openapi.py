@@ -46,6 +46,7 @@ async def test_it_tells_of_every_route_and_of_nothing_else(
     assert (status, answered) == (200, openapi_document)
 
 
+@pytest.mark.slow
 def test_it_is_valid_and_every_reference_leads_somewhere(openapi_document: Any) -> None:
     schemathesis.openapi.from_dict(openapi_document).validate()
     text = orjson.dumps(openapi_document).decode()

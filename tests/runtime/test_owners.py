@@ -107,6 +107,7 @@ async def test_a_run_is_written_by_its_owner_or_an_admin(site: Site) -> None:
     assert (await site.call("bob", "GET", f"/v1/trajectories/{run_id}"))[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
 async def test_no_api_adds_a_call_to_anothers_run(site: Site, api: Any) -> None:
     run_id = (await site.ask("ann")).run_id
@@ -144,6 +145,7 @@ async def test_a_use_key_claims_no_loop_no_import_and_no_held_out_split(
         assert (await site.tell(who, f"run_{who}", described(f"run_{who}", **claim)))[0] == 200
 
 
+@pytest.mark.slow
 async def test_what_is_claimed_is_not_trained_on(site: Site) -> None:
     """Only tokens sampled here count, not posted messages, turns, tokens and rewards."""
     call = {"id": "c", "run_id": "run_a", "model": "calc@1", "messages": [], "message": {},
@@ -393,6 +395,7 @@ async def test_who_one_is(site: Site) -> None:
     assert (await site.call("platform", "GET", "/v1/whoami"))[1]["key"] is None
 
 
+@pytest.mark.slow
 async def test_a_deep_follow_up_spoils_no_listing(tmp_path: Path) -> None:
     """A client's own tool call, nested 3,000 deep, once stopped each reader of the root's runs."""
     keys = Keys(Home(tmp_path / "home"))

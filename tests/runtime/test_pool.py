@@ -396,6 +396,7 @@ async def test_a_request_that_killed_an_engine_twice_is_failed_with_its_error(
         assert b"well" in piece
 
 
+@pytest.mark.slow
 async def test_who_was_in_its_company_is_answered(tmp_path: Path) -> None:
     host = Fatal()
 
@@ -425,6 +426,7 @@ class Odd(Mortal):
         await super().start(checkpoint, version)
 
 
+@pytest.mark.slow
 async def test_a_watch_that_fails_unforeseen_goes_on_with_the_restart(tmp_path: Path) -> None:
     host = Odd(ScriptedEngine(says_version))
     async with serving(tmp_path, host) as pool:

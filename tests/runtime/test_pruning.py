@@ -374,6 +374,7 @@ class Pointed(ScriptedTrainer):
         return super().submit(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rft", "async"])
 def test_a_loop_beside_which_it_is_pruned_all_the_while_ends_the_same(
     tmp_path: Path, kind: str
@@ -423,6 +424,7 @@ def claimed(tmp_path: Path) -> Iterator[Callable[[str], None]]:
         yield write
 
 
+@pytest.mark.slow
 async def test_the_command_beside_a_platform(
     tmp_path: Path, claimed: Callable[[str], None]
 ) -> None:

@@ -128,6 +128,7 @@ async def test_received_weights_give_way_when_their_holder_dies(tmp_path: Path) 
         assert made.loaded == ["calc@1", "calc@1"]
 
 
+@pytest.mark.slow
 async def test_a_holder_that_says_it_lives_keeps_what_it_staged(tmp_path: Path) -> None:
     async with served(tmp_path, engine()) as gateway:
         await register(gateway, tmp_path, b"second")
@@ -152,6 +153,7 @@ async def test_nobody_takes_what_another_one_holds(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["reject", "promote", "stage", "rollback"])
 async def test_a_lease_ends_with_what_it_was_for(tmp_path: Path, end: str) -> None:
     async with served(tmp_path, engine()) as gateway:

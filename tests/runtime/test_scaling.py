@@ -224,6 +224,7 @@ class Watched(Scaler):
         return actions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "seed"), [("bursty", 1), ("diurnal", 2), ("failures", 3)])
 def test_a_simulated_day_keeps_the_rules(kind: str, seed: int) -> None:
     trace = make_trace(kind, seed, 40, hours=8)
@@ -255,6 +256,7 @@ def test_a_simulated_day_keeps_the_rules(kind: str, seed: int) -> None:
         assert result.trained_work == pytest.approx(finished + open_work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3, 45])
 def test_whatever_the_rules_no_node_is_held_twice(seed: int) -> None:
     draw = random.Random(seed)

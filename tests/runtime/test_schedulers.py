@@ -16,6 +16,8 @@ from cray_agents.processes import start_time
 from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
 from cray_agents.runtime.scheduler.supervisor import descendants
 
+pytestmark = pytest.mark.slow
+
 BOTH = ["local", pytest.param("slurm", marks=pytest.mark.slurm)]
 
 

@@ -356,6 +356,7 @@ def test_modules_variables_and_tasks_of_a_real_job(
         assert "module load failed" in Path(alone.log).read_text()
 
 
+@pytest.mark.slow
 @slurm
 def test_several_nodes_and_gpus(home: Path) -> None:
     cluster = PrivateCluster(home, nodes=2, cpus=4, gpus=["0", "1"])
@@ -405,6 +406,7 @@ def test_excluded_nodes_are_left_out_as_far_as_others_are_left(home: Path) -> No
         assert scheduler.status("next").state == "queued"
 
 
+@pytest.mark.slow
 @slurm
 def test_a_job_that_waits_may_begin_on_a_node_that_is_no_longer_left_out(home: Path) -> None:
     cluster = PrivateCluster(home, nodes=2, cpus=2)
@@ -424,6 +426,7 @@ def test_a_job_that_waits_may_begin_on_a_node_that_is_no_longer_left_out(home: P
         assert scheduler.submit(command(home, "sleep 60", "full")) != number  # it runs: no change
 
 
+@pytest.mark.slow
 @slurm
 def test_a_private_cluster_gives_each_gpu_to_one_job_by_its_id(home: Path) -> None:
     cluster = PrivateCluster(home, cpus=4, gpus=["5", "GPU-5f-12", "MIG-9a"])
@@ -492,6 +495,7 @@ def test_polling_many_names_is_one_question(home: Path) -> None:
         assert 0 <= count_requests() - before <= 2 + (time.monotonic() - began) / 0.3
 
 
+@pytest.mark.slow
 @slurm
 def test_a_killed_controller_comes_back_and_loses_no_running_job(home: Path) -> None:
     with open_scheduler("slurm", home) as scheduler:
@@ -513,6 +517,7 @@ def test_a_killed_controller_comes_back_and_loses_no_running_job(home: Path) -> 
         assert end_of(scheduler, "next").state == "succeeded"
 
 
+@pytest.mark.slow
 @slurm
 def test_what_slurm_has_forgotten_is_read_from_the_ledger(home: Path) -> None:
     with open_scheduler("slurm", home) as scheduler:
@@ -524,6 +529,7 @@ def test_what_slurm_has_forgotten_is_read_from_the_ledger(home: Path) -> None:
         assert int(scheduler.submit(command(home, "true"))) > int(first)
 
 
+@pytest.mark.slow
 @slurm
 def test_auto_takes_a_site_then_a_private_cluster_then_processes(
     home: Path, monkeypatch: pytest.MonkeyPatch
@@ -548,6 +554,7 @@ def test_auto_takes_a_site_then_a_private_cluster_then_processes(
         open_scheduler("slurm", home)
 
 
+@pytest.mark.slow
 @slurm
 def test_two_roots_at_a_site_keep_to_their_own_jobs(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -593,6 +600,7 @@ def test_a_client_that_is_killed_is_started_again(
     assert starts.read_text() == "\n" * 4
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_late_gets_the_whole_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ RETRIEVE = "/api/v1/retrieve_future"
 SCRIPT = Path(__file__).parents[1] / "support" / "tinker" / "script.py"
 
 
+@pytest.mark.slow
 async def test_a_script_trains_saves_and_samples(tmp_path: Path) -> None:
     home, engines = Home(tmp_path / "home"), [TokenEngine(), TokenEngine()]
     _, secret = Keys(home).create("script", Role.train)
@@ -249,6 +250,7 @@ async def test_weights_that_met_a_full_disk_are_saved_once_there_is_room(tmp_pat
         assert "File too large" in (await gateway.call("POST", RETRIEVE, json=ask))[1]["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [b"", b"\xff", b"\x0b", b"\x0a\x05ab", write_whole(3, 1), write_bytes(3, b"\xff"), bytes(9)],

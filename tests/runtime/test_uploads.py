@@ -302,6 +302,7 @@ class Sender:
                         self._left.append(number)
 
 
+@pytest.mark.slow
 def test_no_acknowledged_part_is_lost(tmp_path: Path) -> None:
     chunks = [os.urandom(200_000) for _ in range(60)]
     whole = b"".join(chunks)

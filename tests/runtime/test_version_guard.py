@@ -16,6 +16,8 @@ from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.scripted_server import PROGRAM
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = EngineSettings(program=PROGRAM, dtype="float32", start_timeout=100)
 
 

@@ -321,6 +321,7 @@ async def _ask_on(gateway: Gateway) -> None:
         assert (await gateway.ask("hi")).status == 200
 
 
+@pytest.mark.slow
 def test_a_gateway_killed_in_a_change_serves_what_the_history_says(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     weights = str(checkpoint(tmp_path / "second", b"second"))

@@ -61,6 +61,7 @@ def test_integers_are_exact(left, symbol, right):
     assert value == {"+": left + right, "-": left - right, "*": left * right}[symbol]
 
 
+@pytest.mark.slow
 @given(st.text(max_size=20))
 @settings(max_examples=100)
 def test_any_text_gives_a_number_or_a_tool_error(text):

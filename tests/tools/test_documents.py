@@ -40,6 +40,7 @@ def paths(found: list[FoundPassage]) -> list[str]:
     return [one.path for one in found]
 
 
+@pytest.mark.slow
 def test_an_agent_searches(folder: Path) -> None:
     search = tool_call("search_documents", query="When does a customer get money back?")
     agent = Agent(name="a", tools=[Documents(folder).tool], engine=ScriptedEngine([search, "ok"]))
@@ -88,6 +89,7 @@ def test_what_was_read_is_not_read_again(folder: Path) -> None:
     assert paths(Documents(folder).search("everybody")) == []
 
 
+@pytest.mark.slow
 def test_another_process_may_change_the_shelf(folder: Path) -> None:
     documents = Documents(folder)
     documents.refresh()

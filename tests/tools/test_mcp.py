@@ -24,6 +24,8 @@ from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.from_schema import SchemaCheck, tool_from_schema
 from cray_agents.tools.mcp_client import McpTools
 
+pytestmark = pytest.mark.slow
+
 SITE = str(Path(__file__).parents[1] / "support/tools/mcp_server.py")
 COMMAND = [sys.executable, SITE]
 

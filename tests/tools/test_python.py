@@ -73,6 +73,7 @@ async def test_code_that_takes_too_long_is_interrupted() -> None:
         assert await python.python("x") == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "why"),
     [

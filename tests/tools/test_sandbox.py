@@ -262,6 +262,7 @@ async def test_no_capability_unless_something_needs_it(sandbox: Sandbox, site: S
     assert held == needed
 
 
+@pytest.mark.slow
 async def test_a_removal_that_takes_long_is_not_waited_for(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb"
     for number in range(300):
@@ -281,6 +282,7 @@ async def test_time(sandbox: Sandbox) -> None:
     assert outcome.text == "a\n[ended: it took too long]"
 
 
+@pytest.mark.slow
 async def test_processor_time(sandbox: Sandbox) -> None:
     fair = replace(sandbox, seconds=60, cpu_seconds=0.3)
     outcome = await fair.run(["bash", "-c", "sleep 0.6; echo a"])
@@ -298,6 +300,7 @@ async def test_memory_of_one_process(sandbox: Sandbox) -> None:
     assert outcome.stdout == "" and "MemoryError" in outcome.stderr
 
 
+@pytest.mark.slow
 async def test_memory_of_all_processes(sandbox: Sandbox) -> None:
     """Each is within the limit; what they share is counted once."""
     alone = "import os, time, mmap\n"
@@ -383,6 +386,7 @@ async def test_memory_of_page_tables(sandbox: Sandbox) -> None:
     assert (await replace(sandbox, memory_mb=40).run([PYTHON, "-c", code])).limit == "memory"
 
 
+@pytest.mark.slow
 async def test_memory_of_sockets(sandbox: Sandbox) -> None:
     some = await replace(sandbox, memory_mb=64).run([PYTHON, "-c", FULL_SOCKETS, "30", "0.2"])
     assert some.stdout == "done\n", some
@@ -420,6 +424,7 @@ async def test_output(sandbox: Sandbox) -> None:
     assert whole.stdout == "é" * 99 + "\n" and not whole.truncated
 
 
+@pytest.mark.slow
 async def test_disk(sandbox: Sandbox) -> None:
     little = replace(sandbox, disk_mb=5)
     one = await little.run(["bash", "-c", "head -c 9000000 /dev/zero > a; stat -c %s a"])
@@ -432,6 +437,7 @@ async def test_disk(sandbox: Sandbox) -> None:
     assert (await little.run(["bash", "-c", f"{deleted}; sleep 60"])).limit == "disk"
 
 
+@pytest.mark.slow
 async def test_nothing_is_left_behind(sandbox: Sandbox, tmp_path: Path) -> None:
     """Of a program that ends, one that is ended, and one whose run is cancelled."""
     mark = f"6{uuid.uuid4().int % 10**9}"
@@ -509,6 +515,7 @@ async def test_many_run_at_the_same_time(sandbox: Sandbox, tmp_path: Path) -> No
     assert [outcome.returncode for outcome in await asyncio.gather(*tasks)] == [0] * 4
 
 
+@pytest.mark.slow
 async def test_a_folder_that_is_given(sandbox: Sandbox, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()
@@ -653,6 +660,7 @@ def test_where_limits_cannot_be_set(tmp_path: Path) -> None:
     assert "refused: " in said and "the program setpriv is not installed" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", LAYERS)
 async def test_where_namespaces_are_forbidden(outer: backends.Layer) -> None:
     """As in most containers; here, inside a sandbox: what it holds off, bubblewrap needs."""

@@ -40,6 +40,7 @@ async def value(tests: Any, output: Any = "", **options: Any) -> Verdict:
     return await verifier(tests, **options)(run_of(output))  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -108,6 +109,7 @@ async def test_tests_of_the_task() -> None:
             await verifier()(broken)
 
 
+@pytest.mark.slow
 async def test_programs() -> None:
     tests = [{"stdin": "2 3\n", "expected": "5\n0.3"}, {"stdin": "1 1", "expected": "2\n0.3\n\n"}]
     code = "a, b = map(int, input().split())\nprint(a + b, .1 + .2, sep='\\n')"
@@ -123,6 +125,7 @@ async def test_programs() -> None:
     assert lost == 0.0
 
 
+@pytest.mark.slow
 async def test_time_is_the_processors() -> None:
     """What a busy machine takes from a program is not held against it."""
     fair = Sandbox(seconds=60, cpu_seconds=0.5)
@@ -243,6 +246,7 @@ def test_settings_that_are_none() -> None:
         checker("")
 
 
+@pytest.mark.slow
 async def test_a_checker_may_say_how_much() -> None:
     async def said(program: Any, output: Any = "", **options: Any) -> Verdict:
         return await checker(program, **options)(run_of(output))  # type: ignore[return-value]

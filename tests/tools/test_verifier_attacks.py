@@ -24,6 +24,8 @@ from tests.support.tools.verifier_campaign import (
 )
 from tests.tools.test_sandbox import PYTHON, ordinary_user
 
+pytestmark = pytest.mark.slow
+
 ALL = os.environ.get("CRAY_TEST_ATTACKS") == "all"
 # what a checker does not promise is left to the campaign; each in one layer, to be quick
 PROMISED = of("rewards out of bounds", "errors on purpose")

@@ -208,6 +208,7 @@ def test_a_dataset_is_read_as_its_builder_wrote_it(home: Home) -> None:
     assert {row.dtype.itemsize for row in samples.tokens} == {4}  # memory: see the docstring
 
 
+@pytest.mark.slow
 def test_a_jobs_inputs_are_read_without_torch_and_pandas(lab: Any) -> None:
     """Each of them would take longer than all the rest of it."""
     lab.dataset(method="grpo", version="m@1")
@@ -227,6 +228,7 @@ def test_a_jobs_inputs_are_read_without_torch_and_pandas(lab: Any) -> None:
     assert done.stdout.split("\n")[:2] == ["24", "[]"], done.stderr
 
 
+@pytest.mark.slow
 def test_versions_keep_their_names_over_many_row_groups(home: Home) -> None:
     versions = [f"m@{1 + n % 7}" for n in range(2500)]
     rows = [SampleRow(token_sample([n % 50, 1, 2], 1, v), f"r{n}", "", 1.0)

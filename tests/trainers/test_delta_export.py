@@ -17,6 +17,8 @@ from cray_agents.runtime.registry.deltas import build, materialize
 from cray_agents.training_jobs import Hyperparameters, Layout
 from tests.support.trainers.forked_ranks import run_forked
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 40_000  # bytes a file
 SHARE = 20_000  # bytes before another rank writes too
 

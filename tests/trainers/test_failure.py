@@ -263,6 +263,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_hang_is_read_from_whichever_recorder_torch_has(tmp_path: Path) -> None:
     """torch's own recorder of CPUs, under the names that it and NCCL's have; and no recorder."""
     both = "_dump_fr_trace_json _dump_nccl_trace_json"

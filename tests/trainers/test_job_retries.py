@@ -95,6 +95,7 @@ def test_a_job_knows_how_much_the_replicas_of_its_platform_round(tmp_path: Path)
         trainer.cancel(some_spec().id)
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_tried_again_only_if_it_is_to_be_run_otherwise(tmp_path: Path) -> None:
     home, first = Home(tmp_path / "home"), some_spec()
     journal = JobJournal(home, first.id)
@@ -206,6 +207,7 @@ def submit_until(folder: str, spec: JobSpec, changes: int) -> None:
     trainer.submit(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_kill_at_any_moment_neither_loses_the_try_nor_repeats_the_old_one(
     tmp_path: Path, kept: bool

@@ -289,6 +289,7 @@ def test_what_cannot_be_planned_is_told(
     assert says in str(refused)
 
 
+@pytest.mark.slow
 def test_planning_needs_no_torch() -> None:
     """`plan` answers on a machine that only starts jobs."""
     script = (

@@ -93,6 +93,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["time", "pause", "platform"])
 async def test_a_job_that_no_client_asks_after_goes_on(tmp_path: Path, why: str) -> None:
     """Out of time; paused and resumed before it had stopped; left by a platform that ended."""

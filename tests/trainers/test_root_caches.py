@@ -18,7 +18,10 @@ from cray_agents.training_commands import CommandResult, OptimStep
 from tests.support.faults import root_views
 from tests.support.faults.root_views import RootView
 
-pytestmark = pytest.mark.skipif(bool(root_views.missing()), reason=root_views.missing())
+pytestmark = [
+    pytest.mark.skipif(bool(root_views.missing()), reason=root_views.missing()),
+    pytest.mark.slow,
+]
 
 #: Another host: it says what it sees, at each line of its input.
 HOST = """

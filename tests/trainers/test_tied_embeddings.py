@@ -18,6 +18,8 @@ from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.training_jobs import Hyperparameters, Layout
 from tests.support.trainers.forked_ranks import run_forked
 
+pytestmark = pytest.mark.slow
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PROMPT = [5, 9, 200, 301, 17, 3, 3, 42, 77, 120]
 

@@ -74,6 +74,7 @@ def test_mistakes_are_told(home: Home, tmp_path: Path, words: tuple[str, ...], s
     assert isinstance(error, BadInput | NotFound) and said in str(error)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_a_message_and_exit_code_2(tmp_path: Path) -> None:
     Home(tmp_path).segments.mkdir()
     argv = [sys.executable, "-m", "cray_agents", "dataset", "build", "--home", str(tmp_path)]

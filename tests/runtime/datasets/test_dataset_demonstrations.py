@@ -73,6 +73,7 @@ def decode(tokenizer: Path) -> Decode:
     return AutoTokenizer.from_pretrained(str(tokenizer)).decode  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 async def test_a_platform_builds_the_same_without_torch(tokenizer: Path, tmp_path: Path) -> None:
     """The process that builds for a gateway has none; this one has."""
     import torch  # noqa: F401
@@ -112,6 +113,7 @@ def test_demonstrations_train_only_what_the_assistant_says(tokenizer: Path, deco
     )
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_is_given_up(tokenizer: Path, tmp_path: Path) -> None:
     """In whatever thread it is; what is rendered afterwards in that thread is not disturbed."""
     looping = tmp_path / "looping"

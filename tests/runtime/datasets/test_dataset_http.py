@@ -13,6 +13,8 @@ from cray_agents.processes import alive
 from tests.support.datasets.dataset_runs import run_events, several, task
 from tests.support.scripted_gateway import Gateway, served
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/datasets"
 
 

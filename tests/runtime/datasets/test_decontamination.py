@@ -140,6 +140,7 @@ def test_a_long_text_that_holds_another_whole_is_recognised() -> None:
     assert held(LONG).match(f"{half} and then everything goes quite another way in the end") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [0, 30])
 def test_it_finds_what_comparing_with_each_would_find(template: int) -> None:
     """Also where all texts share most of their words, so that the index has long lists."""

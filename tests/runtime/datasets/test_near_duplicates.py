@@ -172,6 +172,7 @@ print(sorted(near._first)[:50])
 """
 
 
+@pytest.mark.slow
 def test_the_answers_do_not_depend_on_the_process() -> None:
     told = {
         subprocess.run(

@@ -33,6 +33,7 @@ def document(run: Run) -> dict[str, Any]:
     return dict(read)
 
 
+@pytest.mark.slow
 def test_every_run_is_valid_or_refused(runs: dict[str, Run]) -> None:
     for name, run in runs.items():
         if name in REFUSED:

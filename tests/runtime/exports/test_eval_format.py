@@ -33,7 +33,7 @@ print(json.dumps({
     "summaries": [s.model_dump(mode="json") for s in summaries],
 }))
 """
-pytestmark = pytest.mark.timeout(2400)  # the venv may have to be made, once
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 
 def read(path: Path) -> dict[str, Any]:

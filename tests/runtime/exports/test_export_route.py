@@ -18,6 +18,8 @@ from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from tests.support.exports.small_runs import events_of, name_of
 from tests.support.scripted_gateway import Gateway, served, until
 
+pytestmark = pytest.mark.slow
+
 RUNS = 24
 LARGE = 300  # runs of about 100 KB: more than is made before anything is sent
 DATASET = "/v1/datasets/{}/export"

@@ -84,6 +84,7 @@ def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_interrupted_it_leaves_nothing_and_starts_again(
     home: Home, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +239,7 @@ def command(home: Home, form: str, target: Path, *more: object) -> list[str]:
     return [sys.executable, "-m", "cray_agents", *map(str, words)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "name"), [("jsonl", "out.jsonl.zst"), ("huggingface", "folder")])
 def test_killed_it_starts_again(large: Home, tmp_path: Path, form: str, name: str) -> None:
     target, chance = tmp_path / name, random.Random(form)
@@ -284,6 +286,7 @@ def peak_of(argv: list[str]) -> int:
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_memory_is_flat(large: Home, tmp_path: Path) -> None:
     many = Home(tmp_path / "home")
     filled(many, 4 * LARGE)

@@ -86,6 +86,7 @@ def written(form: LineFormat, run: Run, other: Run) -> Written:
     return form.write_pair(run, other)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     messages=MESSAGES,
@@ -128,6 +129,7 @@ def _is_json(run: Run) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_no_format_writes_into_a_run(runs: dict[str, Run]) -> None:
     for name, run in runs.items():
         if name == "surrogate":

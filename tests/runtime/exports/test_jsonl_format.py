@@ -85,6 +85,7 @@ for line in open(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2400)  # the venv may have to be made, once
 def test_openenv_reads_every_run_that_has_tokens(runs: dict[str, Run], tmp_path: Path) -> None:
     lines, expected = [], []

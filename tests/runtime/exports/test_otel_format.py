@@ -108,6 +108,7 @@ def told(span: Span, name: str) -> Any:
     return json.loads(attributes(span)[name])
 
 
+@pytest.mark.slow
 def test_every_run_is_read_and_named_as_the_conventions_say(runs: dict[str, Run]) -> None:
     for name, run in runs.items():
         if name == "surrogate":

@@ -143,6 +143,7 @@ NOT_EQUAL = {
 NOT_EXPORTED = {"audio", "infinite", "surrogate"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(nasty()) - NOT_EXPORTED))
 async def test_our_own_atif_comes_back(tmp_path: Path, name: str) -> None:
     given = nasty()[name]

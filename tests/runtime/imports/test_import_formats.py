@@ -434,6 +434,7 @@ def ours() -> dict[str, Any]:
     return EXPORT.write_run(run).records[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["openai", "sharegpt", "atif", "jsonl"])
 def test_whatever_is_in_a_record_it_is_a_run_or_bad_input(form: str) -> None:
     picked = random.Random(form)
@@ -566,6 +567,7 @@ def test_items_of_an_array(text: str, count: int, words: str, tmp_path: Path) ->
         assert "".join(told).startswith(words) and bool(told) == bool(words)
 
 
+@pytest.mark.slow
 def test_a_large_array_is_not_held(tmp_path: Path) -> None:
     import tracemalloc
 

@@ -62,6 +62,7 @@ def pairs(seed: int, longer: int, count: int) -> list[tuple[Run[Any], Run[Any]]]
     return [(draw(0), draw(longer)) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_versions_that_are_alike_are_reported_at_most_at_the_stated_level() -> None:
     reported = [
         any(row["drifted"] for row in compare_habits(pairs(seed, 0, 300), 0.05))

@@ -123,6 +123,7 @@ def queries(rnd: random.Random, count: int) -> Iterator[dict[str, Any]]:
         yield {name: rnd.choice(values[name]) for name in names}
 
 
+@pytest.mark.slow
 def test_filters_orders_and_pages_are_what_a_plain_reading_says(index: Index) -> None:
     rnd = random.Random(4)
     facts = many(300, rnd)

@@ -139,6 +139,7 @@ def test_a_deleted_file_is_made_anew_also_for_another_who_has_it_open(tmp_path: 
     two.close()
 
 
+@pytest.mark.slow
 def test_two_processes_add_at_once(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     count = 150
@@ -154,6 +155,7 @@ def test_two_processes_add_at_once(tmp_path: Path) -> None:
     index.close()
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_whole_transactions(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     for wait in (1, 40, 90):
@@ -189,6 +191,7 @@ def test_a_broken_fact_undoes_its_transaction(tmp_path: Path) -> None:
     index.close()
 
 
+@pytest.mark.slow
 def test_threads_ask_while_another_adds(tmp_path: Path) -> None:
     index = filled(tmp_path / "index.sqlite")
     failed: list[BaseException] = []
@@ -218,6 +221,7 @@ def test_threads_ask_while_another_adds(tmp_path: Path) -> None:
     assert not failed and n > 10
 
 
+@pytest.mark.slow
 def test_a_long_reader_does_not_hold_the_log(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     index = Index(path)

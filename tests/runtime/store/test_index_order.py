@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,8 @@ from cray_agents.runtime.store.index import Index
 from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import Placed
 from tests.support.store.made_up_facts import call, described, expected_runs, forget, live, placed
+
+pytestmark = pytest.mark.slow
 
 RUNS = ("run_a", "run_b", "run_c")
 TIMES = st.integers(0, 5).map(float)

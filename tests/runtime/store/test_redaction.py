@@ -435,6 +435,7 @@ def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             load_config({}, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)  # one that goes back over what it read would need days
 @pytest.mark.parametrize(
     "piece",

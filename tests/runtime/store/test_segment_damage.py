@@ -62,6 +62,7 @@ def in_frames(lines: list[SegmentLine], broken: list[frames.Frame]) -> list[Segm
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=250)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @example(where=0.0, bit=0)
@@ -92,6 +93,7 @@ def test_a_flipped_bit(
     _repaired(directory, findings, lines)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file(
@@ -143,6 +145,7 @@ def test_several_damages_at_once(
     _fetched(segments, intact, lines)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), max_size=3),

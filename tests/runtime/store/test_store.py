@@ -66,6 +66,7 @@ def home(tmp_path: Path) -> Home:
     return Home(tmp_path)
 
 
+@pytest.mark.slow
 async def test_events_in_any_order_give_the_same_run(home: Home) -> None:
     events = [
         described("r", ["c1", "c2"]),
@@ -365,6 +366,7 @@ async def test_what_cannot_be_written_is_an_error(home: Home) -> None:
     await store.close()
 
 
+@pytest.mark.slow
 async def test_many_appends_share_a_commit(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     real, commits = os.fdatasync, []
     monkeypatch.setattr(os, "fdatasync", lambda file: (commits.append(file), real(file))[1])
@@ -401,6 +403,7 @@ asyncio.run(main(int(sys.argv[2])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [4])
 def test_nothing_acknowledged_is_lost_or_doubled_by_kill(home: Home, rounds: int) -> None:
     acknowledged: list[str] = []

@@ -112,6 +112,7 @@ def test_without_megatron_bridge_the_obstacle_is_named(
     assert why_not_installed() is None
 
 
+@pytest.mark.slow
 def test_nothing_imports_megatron_bridge_before_a_bridged_job() -> None:
     program = (
         "import sys\n"

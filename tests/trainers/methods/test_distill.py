@@ -86,6 +86,7 @@ def test_the_numbers_are_those_of_tinker_cookbook() -> None:
     assert (total / number).item() == pytest.approx(COOKBOOK_KL, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_expected_gradient_is_that_of_the_exact_divergence() -> None:
     """Over all tokens that might be drawn: KL(student || teacher), as TRL's GKD computes it."""
     from trl.experimental.gkd import GKDTrainer

@@ -47,6 +47,7 @@ def close(one: Totals, other: Totals) -> None:
     assert one == pytest.approx(other, rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(batches, variants, st.randoms(use_true_random=False), st.integers(0, 1))
 def test_the_order_of_sequences_and_a_filler_change_nothing(
@@ -63,6 +64,7 @@ def test_the_order_of_sequences_and_a_filler_change_nothing(
     np.testing.assert_allclose(mixed_slopes, np.concatenate(expected), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(batches, variants, st.data())
 def test_microbatches_add_up_to_the_batch(

@@ -117,6 +117,7 @@ def trl_dpo(pairs: Sequence[Answer], kind: str, smoothing: float) -> tuple[Any, 
     return trainer, trainer.compute_loss(Known(now), inputs), now
 
 
+@pytest.mark.slow
 def test_dpo() -> None:
     batch = answers(31, LENGTHS)
     given = marked(batch)
@@ -202,6 +203,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_grpo(name: str) -> None:
     from trl import GRPOTrainer

@@ -63,6 +63,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_comes_back_to_the_bit(family: str, tmp_path: Path) -> None:
     model = write_parent(tmp_path, FAMILIES[family](), shard="100KB")
@@ -148,6 +149,7 @@ MULTIMODAL: dict[str, tuple[str, dict, list[tuple[str, str]], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MULTIMODAL)
 def test_the_text_of_a_multimodal_parent(kind: str, tmp_path: Path) -> None:
     family, vision, names, other_parts = MULTIMODAL[kind]
@@ -437,6 +439,7 @@ def quantised(method: str, folder: Path) -> tuple[Path, Files]:
     return write(folder / "hub", hub, config), wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", QUANTISED)
 def test_a_quantised_parent_is_dequantised_on_reading(method: str, tmp_path: Path) -> None:
     folder, wanted = quantised(method, tmp_path)

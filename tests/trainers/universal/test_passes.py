@@ -66,6 +66,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CHOICES)
 def test_the_fastest_way_that_is_right_is_chosen(family: str) -> None:
     packing = choose_packing(network(family), VOCAB)
