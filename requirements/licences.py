@@ -26,8 +26,6 @@ TEXTS = {
     "GNU GENERAL PUBLIC LICENSE": "GPL",
     "Mozilla Public License": "MPL-2.0",
 }
-#: Of packages that ship neither a name nor a text: what their repositories say.
-ELSEWHERE = {"mlcroissant": "Apache-2.0"}
 KINDS = ("proprietary", "copyleft", "unknown", "permissive")
 
 
@@ -52,7 +50,7 @@ def licence(package: str) -> str:
     if classifiers:
         return ", ".join(classifiers)
     said = (about.get("License") or "").strip().partition("\n")[0]
-    return said[:60] or next(_by_text(found), ELSEWHERE.get(package, ""))
+    return said[:60] or next(_by_text(found), "")
 
 
 def _by_text(found: importlib.metadata.Distribution) -> Iterator[str]:
