@@ -102,8 +102,8 @@ async def trained(
     recipe = DatasetRecipe(
         where=RunFilter(since=since, model=NAME),
         min_reward=1.0,
-        demonstrations=[messages for messages, _ in warmed.demonstrations],
-        demonstrations_metadata=[metadata for _, metadata in warmed.demonstrations],
+        demonstrations=[messages for messages, _ in warmed.data.demonstrations],
+        demonstrations_metadata=[metadata for _, metadata in warmed.data.demonstrations],
         tools=book.agent.tool_schemas,
         tokenizer=NAME,
         balance_by="kind",

@@ -169,7 +169,7 @@ def main() -> None:
         print("some three minutes on two cores", file=sys.stderr)
     size, watching = QUICK if given.quick else FULL, make_loop(given.seed, given.quick)
     home = Path(".cray-agents") / f"cookbook-09{'-quick' if given.quick else ''}-{given.seed}"
-    model = make_tiny_model(home / "seed-model", watching.demonstrations, seed=given.seed)
+    model = make_tiny_model(home / "seed-model", watching.data.demonstrations, seed=given.seed)
     held_out = {task.input for task in watching.tasks}
     asked = [question for question in QUESTIONS if question not in held_out]
     with local_platform(home, model=model, name=agent.model) as platform:

@@ -64,7 +64,7 @@ def break_training(module: Any) -> None:
     `nan`: a step's loss is not a number. `rate`: the learning rate's schedule begins anew.
     `reference`: the reference's weights are not loaded, and the policy judges itself.
     """
-    training = module.Training
+    training = module.RankTraining
     means, rate_at, holding = training._means, training.rate_at, training.holding
 
     def _means(self: Any, sums: Any) -> Any:

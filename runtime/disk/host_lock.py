@@ -16,7 +16,8 @@ class HostLock:
     """A lock by name; `close` gives it back. Raises StoreError where this host has no cache."""
 
     def __init__(self, name: str) -> None:
-        self._file = (host_cache() / "locks").open("a+b")
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(host_cache() / "locks", flags, 0o600), "r+b")
         self._at = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
 
     def take(self) -> bool:

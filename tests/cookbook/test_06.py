@@ -77,7 +77,7 @@ def test_a_shop_alone_is_not_in_the_band_where_the_loop_begins() -> None:
 def test_a_seed_is_another_model_other_tasks_and_other_data() -> None:
     first, second = book.make_loop(1), book.make_loop(2)
     assert first.name != second.name and list(first.tasks) != list(second.tasks)
-    assert first.hyperparameters.seed != second.hyperparameters.seed
+    assert first.method.training.seed != second.method.training.seed
 
 
 @pytest.mark.usefixtures("forked_servers")

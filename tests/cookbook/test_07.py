@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from cray_agents import PromotionTest, Run, Task
+from cray_agents import RFT, PromotionTest, Run, Sampling, Task, Training
 from cray_agents.cli.user_files import load
 from cray_agents.testing import ScriptedEngine
-from cray_agents.training import Hyperparameters
 from tests.support.scripted_platform import platform
 
 pytestmark = pytest.mark.slow
@@ -70,12 +69,8 @@ def test_a_better_writer_is_promoted(tmp_path: Path) -> None:
         loop = replace(
             book.loop,
             platform=where,
-            method="rft",
-            attempts=1,
-            tasks_per_generation=8,
-            resample=0.0,
-            evaluate_every=1,
-            hyperparameters=Hyperparameters(steps=1),
+            method=RFT(tasks_per_iteration=8, training=Training(steps=1)),
+            sampling=Sampling(),
             promotion=PromotionTest(alpha=0.2),
         )
         first, second = loop.run(1)

@@ -53,8 +53,9 @@ def test_a_foreign_agent_is_trained_as_it_is(
     engine = ScriptedEngine(say)
     with platform(tmp_path, engine, model=model, name="calc") as where:
         warmed = recipe.book.make_loop(quick=True)
-        shown = warmed.demonstrations[:7]  # as a warm-up leaves it
-        warmed = replace(warmed, demonstrations=shown)
+        shown = warmed.data.demonstrations[:7]  # as a warm-up leaves it
+        data = warmed.data.model_copy(update={"demonstrations": shown})
+        warmed = replace(warmed, data=data)
         asyncio.run(recipe.main(where, warmed, size, generations=2))
     told = capsys.readouterr().out
     home = Home(tmp_path)
@@ -73,4 +74,4 @@ def test_a_foreign_agent_is_trained_as_it_is(
     right = {run.id for run in rewarded if run.model == "calc@1" and run.reward == 1}
     assert used == right != set()
     shown = [line for line in lines if line["run"] not in runs]
-    assert len(shown) == len(warmed.demonstrations)
+    assert len(shown) == len(warmed.data.demonstrations)

@@ -243,7 +243,7 @@ def test_an_environment_that_reads_metadata_is_run_and_chatted_with(
     ("words", "told"),
     [
         (["--task", "t10"], "has no task 't10': there is t0, t1, t2, t3, t4, ..."),
-        (["Hm", "--metadata", "thing"], "give KEY=VALUE, or JSON"),
+        (["Hm", "--metadata", "thing"], "write it as key=value"),
         (["Hm", "--metadata", "{thing"], "is no JSON"),
         ([], "say what to ask"),
         (["--metadata", "thing=3"], "say what to ask"),

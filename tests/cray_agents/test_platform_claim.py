@@ -54,7 +54,7 @@ def test_one_that_only_its_host_reaches_is_named_and_not_hidden(
             ("status",),
             ("down",),
             ("models", "rollback", "m"),
-            ("batch", "run", __file__),
+            ("batch", "status"),
         ):
             done = cli(*command, "--home", home.root, cwd=tmp_path)
             said = " ".join(done.stderr.split())
