@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.cluster.simulation import PERIOD
 from cray_agents.cli.why import explain
 from cray_agents.errors import Superseded
 from cray_agents.runtime.accounting.ledger import read_ledger
 from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
 from cray_agents.runtime.scheduler.site_environment import missing_programs
-from cray_agents.tools.sandbox.process import PERIOD
 from tests.support.held_requests import Decisions, simulated_decisions
 from tests.support.virtual_cluster import VirtualCluster, names_of, until, virtual_cluster
 
