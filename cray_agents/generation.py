@@ -23,7 +23,7 @@ class Generation(Record):
       end of this one. `idle_share` is the fraction of `wall` in which no replica had a request in
       flight (None: the platform cannot tell).
     - `turns` are the seconds by phase of the turns that training had on the replicas' GPUs, and
-      their number as `turns`: see Share a host's GPUs in docs/gpus.md.
+      their number as `turns`: see Share a host's GPUs in docs/cluster.md.
     - `runs` counts training runs, `tokens` the tokens sampled in them. `carried` counts runs of the
       previous generation that ended too late for its training set. `trainer_seconds` is the time of
       the job's steps alone. `session` is the training session that ran it; None: own processes.

@@ -88,10 +88,10 @@ class Views:
         return await self._http.get("/usage", {"by": by, **options})
 
     async def cost(self, **options: Any) -> Json:
-        """Return what devices, energy and money went into, with what nobody used (see docs/cost).
+        """Return what devices, energy and money went into, with what nobody used.
 
         Options: by (use, key, model, loop, generation), key, loop, run, bucket, since, until,
-        limit, after.
+        limit, after. What the lines mean is in docs/operations.md, Cost.
         """
         return await self._http.get("/cost", options)
 

@@ -217,7 +217,7 @@ function List(props: {
   );
 }
 
-/** What came of all that was held: docs/cost.md. */
+/** What came of all that was held: docs/operations.md. */
 const USES = {
   requests: "answered requests",
   training: "trained",
