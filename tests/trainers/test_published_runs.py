@@ -9,14 +9,21 @@ from tests.support.trainers.published_runs import (
     TIME_OFF,
     PublishedRun,
     read_runs,
-    with_table,
+    table,
+    with_summary,
 )
 
 
-def test_the_table_of_the_page_is_computed() -> None:
+def test_the_summary_of_the_page_is_computed() -> None:
     """`python -m tests.support.trainers.published_runs` writes it anew."""
     page = PAGE.read_text()
-    assert with_table(page, read_runs()) == page
+    assert with_summary(page, read_runs()) == page
+
+
+def test_the_table_has_each_run() -> None:
+    runs = read_runs()
+    rows = table(runs).splitlines()[2 : len(runs) + 2]
+    assert all(row.startswith(f"| {run.name}") for row, run in zip(rows, runs, strict=True))
 
 
 def test_estimates_are_close_or_the_note_says_why() -> None:

@@ -3,11 +3,11 @@
     seconds = tokens * operations per token / (MFU * peak * GPUs) * the layout's slowdown
 
 `cray-agents plan` prints it. The slowdown is relative to GPUs that only multiply large matrices,
-which is what `mfu` is of: see step_time.py, and docs/planning.md for the comparison with published
-runs. Of a model of which only the size is known, `mfu` is of the whole run, 40 % by default. What
-is no benchmark can be slower: ClimateGPT (arXiv 2401.09646, 4.2 billion tokens on H100s) reached,
-with 6 N operations a token, 32 % with 7B, 31 % with 13B, 23 % with 70B, and 27 % over 319.5 billion
-tokens from scratch. No torch. Read next: layouts.py.
+which is what `mfu` is of (see step_time.py). Of a model of which only the size is known, it is of
+the whole run, 40 % by default. docs/planning.md says how far published runs differ. What is no
+benchmark can be slower: ClimateGPT (arXiv 2401.09646, 4.2 billion tokens on H100s) reached, with
+6 N operations a token, 32 % with 7B, 31 % with 13B, 23 % with 70B, 27 % over 319.5 billion tokens
+from scratch. No torch. Read next: layouts.py.
 """
 
 from collections.abc import Sequence

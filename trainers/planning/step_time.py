@@ -4,9 +4,9 @@
 
 layouts.py ranks layouts by it, plan.py turns it into hours, and the trainer takes a GPU's peak for
 its MFU. Edit GPUS to add or calibrate a GPU. The seven constants below it were fitted to published
-runs of NVIDIA's Megatron and others, on H100, H800 and A100 GPUs; docs/planning.md compares the
-estimate with each run, and says which were held out. This trainer's own speed was not measured. No
-torch.
+runs of NVIDIA's Megatron and others, on H100, H800 and A100 GPUs. published_runs.py in
+tests/support/trainers compares the estimate with each run. This trainer's own speed was not
+measured. No torch.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Published training runs, which `plan`'s estimates are compared with: docs/planning.md.
 
-`python -m tests.support.trainers.published_runs` writes the table of that page anew from
-published_runs.json. With `--fit` it prints the constants of trainers/planning/step_time.py that fit
-the runs best which are not held out.
+`python -m tests.support.trainers.published_runs` prints the table of all runs, and writes the
+summary of that page anew from published_runs.json. With `--fit` it prints the constants of
+trainers/planning/step_time.py that fit the runs best which are not held out.
 """
 
 import json
@@ -178,13 +178,22 @@ def table(runs: list[PublishedRun]) -> str:
     for note in dict.fromkeys(run.note for run in runs if run.note):
         names = "; ".join(run.name for run in runs if run.note == note)
         lines.append(f"- {names}: {note}.")
-    lines.append("")
+    return "\n".join(lines)
+
+
+def summary(runs: list[PublishedRun]) -> str:
+    """Return how far the estimates are off, as a list in Markdown."""
+    lines = []
     for held_out, how in ((False, "that the constants were fitted to"), (True, "held out")):
         off = [abs(run.time_off) for run in runs if run.held_out is held_out]
         lines.append(
-            f"Of the {len(off)} runs {how}, {sum(each <= TIME_OFF for each in off)} are within"
+            f"- Of the {len(off)} runs {how}, {sum(each <= TIME_OFF for each in off)} are within"
             f" {TIME_OFF:.0%} of the time; on average they are off by {mean(off):.0%}."
         )
+    memory = [abs(run.memory_off) for run in runs if run.memory_off is not None]
+    lines.append(
+        f"- Memory is published of {len(memory)} runs; on average it is off by {mean(memory):.0%}."
+    )
     return "\n".join(lines)
 
 
@@ -193,11 +202,11 @@ def _percent(off: float, most: float) -> str:
     return text if abs(off) <= most else f"**{text}**"
 
 
-def with_table(page: str, runs: list[PublishedRun]) -> str:
-    """Return the page's text with the table between its marks written anew."""
+def with_summary(page: str, runs: list[PublishedRun]) -> str:
+    """Return the page's text with the summary between its marks written anew."""
     before, _, rest = page.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    return f"{before}{MARKS[0]}\n\n{table(runs)}\n\n{MARKS[1]}{after}"
+    return f"{before}{MARKS[0]}\n\n{summary(runs)}\n\n{MARKS[1]}{after}"
 
 
 # ---- the fit
@@ -229,4 +238,5 @@ if __name__ == "__main__":
     if "--fit" in sys.argv:
         print(fit())
     else:
-        PAGE.write_text(with_table(PAGE.read_text(), read_runs()))
+        print(table(read_runs()))
+        PAGE.write_text(with_summary(PAGE.read_text(), read_runs()))
