@@ -195,7 +195,15 @@ async def at_one_port(home: Path) -> None:
             root = published_root(home / f"gateways-{count}", replicas)
             port, pids = 0, []
             for _ in range(count):
-                argv = ["cray_agents", "gateway", "--home", str(root.root), "--port", str(port)]
+                argv = [
+                    "cray_agents",
+                    "up",
+                    "--gateway-only",
+                    "--home",
+                    str(root.root),
+                    "--port",
+                    str(port),
+                ]
                 url, pid = stack.enter_context(
                     started(*argv, says="further gateway", cwd=root.root)
                 )

@@ -75,7 +75,7 @@ def _sides(stack: ExitStack, home: Path, pace: float, pythons: dict[str, Path]) 
     engine = stack.enter_context(started(*argv))[0]
     root = published_root(home / "root", [engine])
     (root.root / "cray-agents.toml").write_text("max_num_seqs = 4096\n")  # none waits for another
-    command = ["cray_agents", "gateway", "--home", str(root.root), "--port", "0"]
+    command = ["cray_agents", "up", "--gateway-only", "--home", str(root.root), "--port", "0"]
     url, _ = stack.enter_context(started(*command, says="further gateway", cwd=root.root))
     ports = {DIRECT: int(engine), OURS: int(url.removesuffix("/v1").rpartition(":")[2])}
     target = f"http://127.0.0.1:{engine}"

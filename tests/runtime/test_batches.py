@@ -518,16 +518,16 @@ def test_the_command_line(tmp_path: Path) -> None:
         return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     with serving(tmp_path, ScriptedEngine(echo)) as client:
-        done = cli("submit", "in.jsonl", "--wait", "--json")
+        done = cli("run", "in.jsonl", "--json")
         assert done.returncode == 0, done.stderr
         batch = json.loads(done.stdout)
         assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 2)
-        assert "completed" in cli("list").stdout
-        assert json.loads(cli("show", batch["id"], "--json").stdout)["id"] == batch["id"]
-        assert "you said ho" in cli("results", batch["id"]).stdout
-        assert cli("results", batch["id"], "-o", "out.jsonl").returncode == 0
-        refused = cli("cancel", batch["id"])
-        absent = cli("show", "batch_nobody")
+        assert "completed" in cli("status").stdout
+        assert json.loads(cli("status", batch["id"], "--json").stdout)["id"] == batch["id"]
+        assert "you said ho" in cli("status", batch["id"], "-o", "-").stdout
+        assert cli("status", batch["id"], "-o", "out.jsonl").returncode == 0
+        refused = cli("status", "--cancel", batch["id"])
+        absent = cli("status", "batch_nobody")
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 2
     assert refused.returncode == 2
     assert "cannot be cancelled" in " ".join(refused.stderr.split())
