@@ -370,6 +370,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.tuning_jobs import FineTuning
 from cray_agents.runtime.registry.registry import Registry
+from cray_agents.trainers.job.job_command import check_submitted
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.runtime.scheduler.local import LocalProcesses
 
@@ -380,7 +381,8 @@ async def follow(home, job_id, scheduler):
     while tuning.folder.read_validated(job_id) is None:
         await asyncio.sleep(0.02)
     await tuning.close()
-    trainer._check(tuning.folder.read_validated(job_id).spec)
+    spec = tuning.folder.read_validated(job_id).spec
+    check_submitted(spec, home, trainer.scheduler.name, turns=trainer.turns)
 
 home = Home(Path(sys.argv[1]))
 with LocalProcesses(home.root / "local") as scheduler:

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cray_agents.trainers.models.architecture import read_architecture
+from cray_agents.trainers.models.architecture import MOST_LOGITS, read_architecture
 from cray_agents.trainers.planning.arithmetic import (
-    MOST_LOGITS,
     count_weights,
     estimate_memory,
     in_flight,

@@ -56,6 +56,7 @@ _ROPE_NEEDS = {  # the parameters of transformers' functions
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
+MOST_LOGITS = 1 << 28  # of a rank at a time, on GPUs: 1 GiB in float32 (head.py)
 MOST_LAYERS = 1000  # of a directory without weights
 # keys without influence on the network
 _NO_MATTER = {"transformers_version", "architectures", "_name_or_path", "use_cache"}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
-from cray_agents.trainers.models.architecture import Architecture, rope_frequencies
+from cray_agents.trainers.models.architecture import MOST_LOGITS, Architecture, rope_frequencies
 from cray_agents.trainers.models.attention import (
     PackedAttention,
     RMSNorm,
@@ -27,7 +27,6 @@ from cray_agents.trainers.models.attention import (
 )
 from cray_agents.trainers.models.head import Head, padded_vocab
 from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
-from cray_agents.trainers.planning.arithmetic import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -9,7 +9,7 @@ with what Megatron and torch hold, on GPUs it was not. No torch.
 from dataclasses import dataclass, replace
 from math import ceil
 
-from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
+from cray_agents.trainers.models.architecture import MOST_LOGITS, SUPPORTED, Architecture
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora
 
 
@@ -117,7 +117,6 @@ def _attention(model: Architecture, length: float) -> float:
 
 
 GIB = 2**30
-MOST_LOGITS = 1 << 28  # of a rank at a time, on GPUs: 1 GiB in float32 (models/head.py)
 # layers whose weights, and whose gradients, FSDP holds whole at a time (weight_shards.py)
 GATHERED, SUMMED = 2, 3
 

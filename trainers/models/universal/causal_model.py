@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 from torch.utils.checkpoint import checkpoint
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.models.architecture import Architecture
+from cray_agents.trainers.models.architecture import MOST_LOGITS, Architecture
 from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
 from cray_agents.trainers.models.universal.parent_files import ParentFiles
 from cray_agents.trainers.models.universal.passes import (
@@ -29,7 +29,6 @@ from cray_agents.trainers.models.universal.passes import (
     untrained,
 )
 from cray_agents.trainers.models.universal.weight_shards import WeightShards
-from cray_agents.trainers.planning.arithmetic import MOST_LOGITS
 from cray_agents.training_jobs import Hyperparameters
 
 _ENTROPY_NUMBERS = 1 << 24  # probabilities at a time
