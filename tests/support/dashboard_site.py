@@ -15,7 +15,7 @@ from typing import Any
 
 import openai
 
-from cray_agents import GRPO, SFT, Agent, Platform, PromotionTest, Run, Task
+from cray_agents import GRPO, Agent, Platform, PromotionTest, Run, Task
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
@@ -146,8 +146,8 @@ async def _demonstrations(site: Platform, tokenizer: Path) -> None:
 
 async def _train(site: Platform, home: Home) -> None:
     """A dataset of good runs, a job on it with samples of two nodes, and one that still waits."""
-    dataset = await site.build_dataset(DatasetRecipe(method=SFT, loop="sums"))
-    await site.build_dataset(DatasetRecipe(method=SFT, loop="sums", generations=[0, 1]))
+    dataset = await site.build_dataset(DatasetRecipe(method="sft", loop="sums"))
+    await site.build_dataset(DatasetRecipe(method="sft", loop="sums", generations=[0, 1]))
     steps = Hyperparameters(steps=3)
     job = await site.submit_job(dataset=dataset["id"], parent="m@1", hyperparameters=steps)
     await site.wait_for(job, lambda status: None)
