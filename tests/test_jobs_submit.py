@@ -237,7 +237,7 @@ def here(site: Site, screen: pytest.CaptureFixture[str], *words: object) -> Done
         (["--set", "kl=0.1"], "unknown key 'kl': did you mean policy.kl?"),
         (["--set", "lora.alfa=1"], "unknown key 'lora.alfa': did you mean lora.alpha?"),
         (["--set", "nonsense"], "--set 'nonsense': write it as key=value"),
-        (["--set", "zzz=1"], "valid keys: steps, batch_size"),
+        (["--set", "zzz=1"], "valid keys: batch_size, learning_rate"),
         (["--set", "batch_size=many"], "batch_size = 'many': Input should be a valid integer"),
         (["--set", "learning_rate=-1"], "learning_rate = -1: Input should be greater than or eq"),
         (["--set", "learning_rate=Infinity"], "learning_rate = inf: Input should be a finite num"),
