@@ -12,11 +12,11 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 109_112,
+    "lines of source": 109_130,
     "modules of source": 542,
     "lines of the longest module": 600,
-    "circles of folders": 3,
-    "lines of tests": 85_800,
+    "circles of folders": 2,
+    "lines of tests": 86_400,
     "commands": 48,
     "parameters of commands": 225,
     "words of ARCHITECTURE.md": 3_000,

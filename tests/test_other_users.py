@@ -149,13 +149,13 @@ def test_another_user_reaches_nothing_and_hears_nothing_at_lost_ports(platform: 
         wait_until(lambda: platform.named("--uds") not in ([], engine), platform.said)
         wait_until(platform.ready, platform.said)
         # a further gateway dies: its port is its siblings', and no one else's
-        (gateway,) = platform.named("gateway")
+        (gateway,) = platform.named("--gateway-only")
         os.kill(gateway, signal.SIGKILL)
-        wait_until(lambda: platform.named("gateway") not in ([], [gateway]), platform.said)
+        wait_until(lambda: platform.named("--gateway-only") not in ([], [gateway]), platform.said)
         wait_until(platform.ready, platform.said)
         assert stranger.taken() == []
         # the controller dies: he gets the port at which its gateways reached it
-        (further,) = platform.named("gateway")
+        (further,) = platform.named("--gateway-only")
         wait_until(lambda: listeners(further), platform.said)
         assert platform.process is not None
         folder = Path(platform.serving()[0].removeprefix("unix:")).parent

@@ -1,6 +1,7 @@
-"""Imports of the cookbook: the facade, the tools and the testing helpers, nothing deeper."""
+"""Imports of the cookbook: the facade, its four packages and the tools, nothing deeper."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,11 @@ def problem(module: str, names: list[str]) -> str | None:
     if not rest:
         hidden = [name for name in names if name not in cray_agents.__all__]
         return f"cray_agents does not export {', '.join(hidden)}" if hidden else None
-    public = rest == ["testing"] or (rest[0] == "tools" and len(rest) <= 2)
+    if rest[1:] == [] and rest[0] in ("agent", "loop", "testing", "training"):
+        known = importlib.import_module(module).__all__
+        hidden = [name for name in names if name not in known]
+        return f"{module} does not export {', '.join(hidden)}" if hidden else None
+    public = rest[0] == "tools" and len(rest) <= 2
     return None if public else f"{module} is no module for users"
 
 

@@ -331,7 +331,7 @@ class Faults:
             pid = self._cluster.controller()["pid"]
             children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
             for child in map(int, children.split()):
-                if b"gateway" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                if b"--gateway-only" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
                     found.add(child)
         return found
 
