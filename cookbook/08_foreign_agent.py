@@ -121,8 +121,8 @@ async def main(platform: Platform, warmed: Loop, size: Any, generations: int) ->
 
     `warmed` is a loop of 02 that was warmed up, for what it was shown; `size`: see there.
     """
-    questions = book.questions(warmed.seed, "train", generations * size.per_generation)
-    held_out, begun = book.questions(warmed.seed, "holdout", size.evaluated), time.time()
+    questions = book.questions(warmed.sampling.seed, "train", generations * size.per_generation)
+    held_out, begun = book.questions(warmed.sampling.seed, "holdout", size.evaluated), time.time()
     incumbent = await promoted(platform)
     before = await ask(platform, incumbent.id, held_out)
     for generation in range(generations):
@@ -130,7 +130,8 @@ async def main(platform: Platform, warmed: Loop, size: Any, generations: int) ->
         tasks = questions[start : start + size.per_generation]
         await ask(platform, incumbent.id, tasks)
         runs, right = await rewarded(platform, tasks, begun)
-        job = book.imitating(100 * warmed.seed + generation + 1, size.steps)
+        seed = 100 * warmed.sampling.seed + generation + 1
+        job = book.imitating(seed, size.steps).job(size.steps)
         candidate = await trained(platform, warmed, incumbent, job, begun)
         async with platform.staged(candidate, holder="cookbook"):
             after = await ask(platform, candidate.id, held_out)

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import orjson
 from fastapi import Query
@@ -117,6 +117,8 @@ class EventsOfRuns(Fields):
     events: list[EventOfRun]
 
 
+#: A run's row of the index: its facts, without messages and calls.
+Summary: TypeAlias = dict[str, Any]
 #: A run with the sum of its rewards and its tokens.
 ShownRun = Annotated[
     dict[str, Any],
@@ -127,7 +129,7 @@ ShownRun = Annotated[
 ]
 
 
-@router.get("/v1/trajectories", Role.train, answer=ListPage[ShownRun], local=True)
+@router.get("/v1/trajectories", Role.train, answer=ListPage[ShownRun | Summary], local=True)
 async def list_runs(
     services: Current, request: Request, wanted: Annotated[RunsWanted, Query()]
 ) -> Response:
