@@ -32,8 +32,8 @@ GENERATIONS = 6
 ROUNDS = 3
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
-    "staleness 1": {"max_staleness": 1},
-    "staleness 1, close_at 0.9": {"max_staleness": 1, "straggler_quantile": 0.9},
+    "max_staleness 1": {"max_staleness": 1},
+    "max_staleness 1, straggler_quantile 0.9": {"max_staleness": 1, "straggler_quantile": 0.9},
 }
 
 

@@ -1,4 +1,4 @@
-"""A part's table: printed, and put in its place in BENCHMARKS.md."""
+"""A part's table: printed as Markdown, with versions and command."""
 
 import os
 import platform
@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.rivals.environments import ROOT, Rivals
-
-FILE = ROOT / "BENCHMARKS.md"
-HEADING = "## Beside rivals"
 
 
 @dataclass
@@ -53,20 +50,5 @@ class Report:
         return "\n".join(lines).rstrip() + "\n"
 
     def publish(self, rivals: Rivals) -> None:
-        """Print it, and replace the part's earlier table in BENCHMARKS.md."""
-        text = self.text(rivals)
-        print(text, flush=True)
-        if os.environ.get("CRAY_BENCH_WRITE") != "no":
-            FILE.write_text(place(FILE.read_text(), self.part, text))
-
-
-def place(document: str, part: str, text: str) -> str:
-    """Put a part's text between its marks, which are added where they are not there yet."""
-    begin, end = f"<!-- rivals {part} -->\n", f"<!-- end of rivals {part} -->\n"
-    before, found, rest = document.partition(begin)
-    if found:
-        return before + begin + text + end + rest.partition(end)[2]
-    head, found, tail = document.partition(f"{HEADING}\n\n")
-    if not found:
-        head, found, tail = document.rstrip("\n") + "\n\n", f"{HEADING}\n\n", ""
-    return head + found + begin + text + end + ("\n" + tail if tail else "")
+        """Print it."""
+        print(self.text(rivals), flush=True)

@@ -159,12 +159,5 @@ def duration(text: str, option: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def ages_of(terms: str | None) -> dict[str, str]:
-    """Return `since` and `until` as they were given, if they are ages such as 7d."""
-    given = [match.groups() for match in _TERM.finditer(terms or "")]
-    values = {name: quoted or word or "" for name, _, quoted, word in given if name in _TIMES}
-    return {name: text for name, text in values.items() if _AGE.fullmatch(text.strip().lower())}
-
-
 def _refused(place: int, why: str) -> BadInput:
     return BadInput(f"--where, at character {place + 1}: {why}", param="where")
