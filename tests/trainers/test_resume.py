@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cray_agents.errors import Corrupt, JobError, StoreError
+from cray_agents.errors import Corrupt, JobError, NewerFormat
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import JobSpec, Layout
 from tests.support.trainers.forked_ranks import run_forked
@@ -324,7 +324,9 @@ def test_a_point_of_a_newer_version_is_refused(version: dict[str, Any], tmp_path
     if version.get("version", 1) == 1:
         assert resume.read_common(tmp_path) == {"a": 1}
     else:
-        with pytest.raises(StoreError, match="reads versions 1 to 1: use the cray-agents that"):
+        newer = version["version"] == 2
+        told = "reads formats up to 1: read it with a version" if newer else "is no version"
+        with pytest.raises(NewerFormat if newer else Corrupt, match=told):
             resume.read_common(tmp_path)
 
 

@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cray_agents.errors import BadInput, Corrupt, NotFound, StoreError
+from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.disk.durable import kept_state, resume_points
+from cray_agents.runtime.disk.formats import check_version
 from cray_agents.trainers.checkpointing.save import POINT, SEAL, VERSION
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,
@@ -107,19 +108,10 @@ def read_common(point: Path) -> dict[str, Any]:
 
 
 def _read_point(point: Path) -> dict[str, Any]:
-    """Return the content of point.json. Raises StoreError for a newer version."""
+    """Return the content of point.json. Raises NewerFormat, Corrupt for a wrong version."""
     content: dict[str, Any] = json.loads((point / POINT).read_bytes())
-    check_version(content.get("version", 1), VERSION, f"resume point {point}")
+    check_version(content.get("version"), VERSION, f"resume point {point}")
     return content
-
-
-def check_version(version: object, known: int, what: str) -> None:
-    """Raise StoreError for a file of a version that is not known here. Without a number it is 1."""
-    if not isinstance(version, int) or not 1 <= version <= known:
-        raise StoreError(
-            f"{what} has version {version!r} of its format, and this cray-agents reads versions 1"
-            f" to {known}: use the cray-agents that wrote it, or a newer one"
-        )
 
 
 def choose(folder: Path, in_memory: str = "") -> tuple[Path | None, list[str]]:
