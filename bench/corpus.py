@@ -87,7 +87,7 @@ def _events(number: int, chance: random.Random) -> Iterator[dict[str, Any]]:
             "split": "holdout" if task % 20 == 0 else "train",
         },
         "loop": f"loop-{number % 8}",
-        "generation": number // 50_000,
+        "iteration": number // 50_000,
         "attempt": number % 4,
         "started": time,
         "seconds": chance.random() * 9,

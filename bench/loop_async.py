@@ -1,7 +1,7 @@
 """The asynchronous loop against the synchronous one, with tools whose latency has a heavy tail.
 
 Latencies are lognormal with p99 = 30 x median, the same for the same run in both. Both do the same
-work: the same generations of the same tasks and attempts, jobs of the same length. The engine is
+work: the same iterations of the same tasks and attempts, jobs of the same length. The engine is
 scripted and answers in a fixed time, any number of requests at once.
 """
 
@@ -17,7 +17,7 @@ from bench.rounds import row
 from cray_agents import GRPO, Agent, Loop, PromotionTest, RunContext, tool
 from cray_agents.agent.hooks import Hooks
 from cray_agents.engines.scripted import tool_call
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.testing import ScriptedEngine
 from tests.support.killable_loop import echo, signed, site_loop, some_tasks
@@ -28,7 +28,7 @@ MEDIAN = 0.3  # seconds that a tool takes
 SPREAD = math.log(30) / 2.3263  # of the logarithm: the 99th percentile is 30 times the median
 ANSWER = 0.02  # seconds that the engine takes
 TRAINING = 6.0  # seconds that a job takes
-GENERATIONS = 6
+ITERATIONS = 6
 ROUNDS = 3
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
@@ -59,18 +59,18 @@ def loop_of(**mode: Any) -> Loop:
         method=GRPO,
         group_size=4,
         tasks_per_iteration=12,
-        evaluate_every=GENERATIONS,
+        evaluate_every=ITERATIONS,
         promotion=PromotionTest(hidden=0),
         concurrency=48,
         **mode,
     )
 
 
-def once(home: Path, mode: dict[str, Any]) -> tuple[float, list[Generation]]:
-    """Seconds from the first generation's begin to the last one's end, and the generations."""
+def once(home: Path, mode: dict[str, Any]) -> tuple[float, list[Iteration]]:
+    """Seconds from the first iteration's begin to the last one's end, and the iterations."""
     trainer = TimedTrainer(Home(home), TRAINING)
     with platform(home, ScriptedEngine(looks_up, delay=ANSWER), trainer=trainer) as where:
-        steps = loop_of(platform=where, **mode).run(GENERATIONS)
+        steps = loop_of(platform=where, **mode).run(ITERATIONS)
         next(steps)
         begun = time.perf_counter()
         done = list(steps)
@@ -89,7 +89,7 @@ async def main(home: Path) -> None:
             if shares:
                 whole = sum(wall for _, wall in shares)
                 idle[name].append(sum(share * wall for share, wall in shares) / whole)
-    what = f"{GENERATIONS} generations, tools p99 = 30 x median"
+    what = f"{ITERATIONS} iterations, tools p99 = 30 x median"
     for name in MODES:
         times = statistics.median(
             s / o for s, o in zip(seconds["synchronous"], seconds[name], strict=True)

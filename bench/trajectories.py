@@ -31,7 +31,7 @@ BLOCK = 1 << 20
 
 FILTERS = {
     "none": RunQuery(limit=100),
-    "loop + generation": RunQuery(loop="loop-3", generation=7, limit=100),
+    "loop + iteration": RunQuery(loop="loop-3", iteration=7, limit=100),
     "agent, reward >= 1, newest first": RunQuery(
         agent="coder", min_reward=1.0, order="newest", limit=100
     ),
@@ -121,7 +121,7 @@ async def exporting(root: Path) -> None:
     """A dataset as token Parquet, against pyarrow writing the same columns; all runs as lines."""
     home = Home(root / "many")
     await asyncio.to_thread(write_corpus, home, RUNS)
-    recipe = DatasetRecipe(loop="loop-3", min_reward=0, generations=list(range(8)))
+    recipe = DatasetRecipe(loop="loop-3", min_reward=0, iterations=list(range(8)))
     store = await asyncio.to_thread(Store, home)
     begun = time.perf_counter()
     made = await asyncio.to_thread(build_dataset, store, home, recipe)

@@ -97,7 +97,7 @@ async def train(
 
 async def main(seed: int, quick: bool) -> None:
     """Make a model, warm it up, go round."""
-    generations, count, steps = (1, 16, 4) if quick else (4, 384, 120)
+    iterations, count, steps = (1, 16, 4) if quick else (4, 384, 120)
     draw = random.Random(seed)
     shown = [demonstration(question(draw, "train")) for _ in range(24 if quick else 72)]
     held_out = [question(draw, "holdout") for _ in range(8 if quick else 120)]
@@ -112,10 +112,10 @@ async def main(seed: int, quick: bool) -> None:
             await platform.promote(serving, who="recipe 00", reason="it was shown what to do")
         before = await sample(platform, serving, held_out, temperature=0.0)
         print(f"{serving.id}: held out {sum(map(right, before)) / len(before):.3f}", flush=True)
-        for generation in range(1, generations + 1):
+        for iteration in range(1, iterations + 1):
             tasks = [question(draw, "train") for _ in range(count)]
-            runs = await sample(platform, serving, tasks, temperature=1.0, generation=generation)
-            candidate = await train(platform, serving, shown, steps, 1000 * seed + generation)
+            runs = await sample(platform, serving, tasks, temperature=1.0, iteration=iteration)
+            candidate = await train(platform, serving, shown, steps, 1000 * seed + iteration)
             async with platform.staged(candidate, holder="by-hand"):  # proven, else a SwapError
                 after = await sample(platform, candidate, held_out, temperature=0.0)
                 pairs = [Pair(task=old.task.id, incumbent=right(old), candidate=right(new))

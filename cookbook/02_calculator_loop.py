@@ -11,9 +11,9 @@ side by side:
     --method grpo    eight runs at each task; the likelihood of those that were better than the
                      others rises, that of the worse falls
 
-and `--control shuffled-rewards` permutes the rewards among a generation's runs: nothing else
+and `--control shuffled-rewards` permutes the rewards among an iteration's runs: nothing else
 changes. `--seed N` is another model, other tasks, other data.
-GRPO takes small steps and many generations, and begins where the model already succeeds now and
+GRPO takes small steps and many iterations, and begins where the model already succeeds now and
 then at every kind of question: it is shown more demonstrations first. docs/cookbook.md has what was
 seen.
 
@@ -69,9 +69,9 @@ class Size:
     train: int
     evaluated: int  # held-out tasks, and as many test tasks
     demonstrations: int
-    per_generation: int
+    per_iteration: int
     steps: int
-    generations: int
+    iterations: int
     target: float | None
     evaluate_every: int = 1
 
@@ -80,7 +80,7 @@ Method = Literal["rft", "grpo"]
 FULL = Size(15_000, 204, 168, 1024, 150, 12, 0.96)
 QUICK = Size(240, 24, 48, 32, 12, 2, None)
 FULL_GRPO = Size(15_000, 204, 336, 64, 4, 120, 0.94, evaluate_every=8)
-QUICK_GRPO = replace(QUICK, per_generation=8, steps=4)
+QUICK_GRPO = replace(QUICK, per_iteration=8, steps=4)
 
 agent = Agent(
     name="calculator",
@@ -219,12 +219,12 @@ def imitation(seed: int, size: Size) -> list[RFT]:
     """Rejection sampling: a large rate, as there is nothing wrong in what is imitated.
 
     Two or three points more near the top are no proof. They are not thrown away either: the next
-    generation goes on from there, and what serves changes when the sum of them is proven.
+    iteration goes on from there, and what serves changes when the sum of them is proven.
     """
     return [
         RFT(
             parent="latest",
-            tasks_per_iteration=size.per_generation,
+            tasks_per_iteration=size.per_iteration,
             evaluate_every=size.evaluate_every,
             training=imitating(seed, size.steps),
         )
@@ -232,14 +232,14 @@ def imitation(seed: int, size: Size) -> list[RFT]:
 
 
 def comparison(seed: int, size: Size) -> list[GRPO]:
-    """GRPO: many small generations, each of whose runs is learned from about once.
+    """GRPO: many small iterations, each of whose runs is learned from about once.
 
     So the policy that learns is hardly ever another than the one that sampled. With six times as
-    many runs a generation it took twice as many to come as far (seed 500); at twice the rate, or
-    with eight steps a generation, success fell again. The first job has no optimizer to go on with,
+    many runs an iteration it took twice as many to come as far (seed 500); at twice the rate, or
+    with eight steps an iteration, success fell again. The first job has no optimizer to go on with,
     and warms up. The rate falls later: near the top there is less to learn from, and what is mere
     chance would lead elsewhere as fast as before. Half of the tasks are tried again, those first at
-    which runs differed: where all do alike there is nothing to compare. Fewer generations than
+    which runs differed: where all do alike there is nothing to compare. Fewer iterations than
     eight are hard to tell from chance.
     """
 
@@ -247,7 +247,7 @@ def comparison(seed: int, size: Size) -> list[GRPO]:
         return GRPO(
             iterations=iterations,
             group_size=8,
-            tasks_per_iteration=size.per_generation,
+            tasks_per_iteration=size.per_iteration,
             evaluate_every=size.evaluate_every,
             clip_high=0.28,
             training=Training(
@@ -319,8 +319,8 @@ def main() -> None:
     make_model(home / "seed-model", given.seed)
     with local_platform(home, model=home / "seed-model", name=agent.model) as loop.platform:
         warm_up(loop, given.quick)
-        for done in loop.run(size_of(given.method, given.quick).generations):
-            print(done.generation, done.version, done.holdout_success, done.test_success)
+        for done in loop.run(size_of(given.method, given.quick).iterations):
+            print(done.iteration, done.version, done.holdout_success, done.test_success)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def main() -> None:
     with local_platform(home, model=model, name=agent.model) as loop.platform:
         for done in loop.run(1 if given.quick else 12):
             told = f"{done.holdout_success:.3f}" if done.holdout_tasks else "passed on"
-            print(done.generation, done.version, told, done.note, flush=True)
+            print(done.iteration, done.version, told, done.note, flush=True)
 
 
 if __name__ == "__main__":

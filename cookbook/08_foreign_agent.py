@@ -116,21 +116,21 @@ async def trained(
     return await platform.register(NAME, done.checkpoint or done.id)
 
 
-async def main(platform: Platform, warmed: Loop, size: Any, generations: int) -> None:
-    """Generation by generation: ask, reward, train, compare, decide.
+async def main(platform: Platform, warmed: Loop, size: Any, iterations: int) -> None:
+    """Iteration by iteration: ask, reward, train, compare, decide.
 
     `warmed` is a loop of 02 that was warmed up, for what it was shown; `size`: see there.
     """
-    questions = book.questions(warmed.sampling.seed, "train", generations * size.per_generation)
+    questions = book.questions(warmed.sampling.seed, "train", iterations * size.per_iteration)
     held_out, begun = book.questions(warmed.sampling.seed, "holdout", size.evaluated), time.time()
     incumbent = await promoted(platform)
     before = await ask(platform, incumbent.id, held_out)
-    for generation in range(generations):
-        start = generation * size.per_generation
-        tasks = questions[start : start + size.per_generation]
+    for iteration in range(iterations):
+        start = iteration * size.per_iteration
+        tasks = questions[start : start + size.per_iteration]
         await ask(platform, incumbent.id, tasks)
         runs, right = await rewarded(platform, tasks, begun)
-        seed = 100 * warmed.sampling.seed + generation + 1
+        seed = 100 * warmed.sampling.seed + iteration + 1
         job = book.imitating(seed, size.steps).job(size.steps)
         candidate = await trained(platform, warmed, incumbent, job, begun)
         async with platform.staged(candidate, holder="cookbook"):

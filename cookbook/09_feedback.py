@@ -176,9 +176,9 @@ def main() -> None:
         watching.platform = platform
         users = Users(platform.url, asked, given.quick)
         for done in watching.run(size.updates):
-            print(done.generation, done.version, f"{done.holdout_success:.3f}", done.note)
-            if done.generation < size.updates and not done.stopped:
-                begin = 10_000 * given.seed + done.generation * size.thumbs
+            print(done.iteration, done.version, f"{done.holdout_success:.3f}", done.note)
+            if done.iteration < size.updates and not done.stopped:
+                begin = 10_000 * given.seed + done.iteration * size.thumbs
                 print(users(range(begin, begin + size.thumbs)), flush=True)
 
 

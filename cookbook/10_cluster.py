@@ -30,7 +30,7 @@ Where other nodes can reach it, it asks for a key; your own commands find theirs
 platform's by its name. If the loop or the platform dies, the same commands go on where they
 stopped; after a platform whose node is gone, they say which file to remove first:
 
-    cray-agents loop cookbook/07_code_writer.py --generations 20
+    cray-agents loop cookbook/07_code_writer.py --iterations 20
     cray-agents status
     cray-agents jobs list
     cray-agents models show coder

@@ -47,7 +47,7 @@ _MOVED = {
     },
     **{
         name: f"from cray_agents.loop import {name}"
-        for name in ("Budget", "Curriculum", "Generation", "Pair", "WarmUp", "decide", "warm_up")
+        for name in ("Budget", "Curriculum", "Iteration", "Pair", "WarmUp", "decide", "warm_up")
     },
     **{
         name: f"from cray_agents.training import {name}"

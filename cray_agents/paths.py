@@ -17,7 +17,7 @@
                                        rejections, canaries; in an older root the first of them
                                        are in promotions/
       models/<name>/canaries/<n>.json  results of the canary that event n began
-      loops/<name>/                    a loop's settings, and a record per generation;
+      loops/<name>/                    a loop's settings, and a record per iteration;
                                        datasets/: the training set of each of its steps
       blobs/<aa>/<sha256>              contents of files and upload parts, each stored once
       files/<id>.json                  OpenAI's file objects; their contents are blobs

@@ -25,8 +25,8 @@ class RunFilter(StrictRecord):
     """
 
     loop: str | None = None
-    generation: int | None = None
-    generations: list[int] | None = None
+    iteration: int | None = None
+    iterations: list[int] | None = None
     agent: str | None = None
     task: str | None = None
     split: Split | None = None
@@ -52,7 +52,7 @@ class RunFilter(StrictRecord):
 class RunQuery(RunFilter):
     """A page of the matching runs: at most `limit`, beginning behind the run `after` in `order`.
 
-    `id` sorts by run id, `newest` and `oldest` by start. `task` sorts by task, generation, attempt,
+    `id` sorts by run id, `newest` and `oldest` by start. `task` sorts by task, iteration, attempt,
     id: the same order on every machine, with the attempts at a task side by side.
     """
 
@@ -94,11 +94,11 @@ class DatasetRecipe(StrictRecord):
     """A recipe of a training set. The same recipe over the same runs gives the same dataset, as
     long as the blocked inputs are the same.
 
-    The runs of `loop` and `generations` that match `where` are considered. `method` decides:
+    The runs of `loop` and `iterations` that match `where` are considered. `method` decides:
 
     - `sft`: imitate runs with a reward of at least `min_reward` (1 unless given). `best_of` bounds
       their number per task to the best ones.
-    - `grpo`: use all scored runs, in groups of a task's runs in a generation. The advantage is the
+    - `grpo`: use all scored runs, in groups of a task's runs in an iteration. The advantage is the
       reward minus the group's mean, over its standard deviation unless `normalize` is false (arXiv
       2402.03300). `deviation` chooses the `sample`'s, over n - 1, as in TRL and verl, or the
       `population`'s, over n, which makes advantages of n runs sqrt(n / (n - 1)) times as large. A
@@ -109,15 +109,15 @@ class DatasetRecipe(StrictRecord):
       `discount` to the power of its distance in turns. A turn without a reward has none to
       normalise. Rewards of whole runs alone are not discounted. A run that a reward failed on has
       no reward.
-    - `dpo`: pair the best and the worst run of each task in a generation, if their rewards differ
+    - `dpo`: pair the best and the worst run of each task in an iteration, if their rewards differ
       by at least `min_margin` and the best reaches `min_reward`, if that is given.
     - `kto`: use all scored runs, each alone. A run is desirable with a reward of at least
       `min_reward` (1 unless given), else undesirable.
     - `distill`: use all runs whose tokens were recorded, rewarded or not: a teacher judges their
       tokens.
 
-    `max_per_task` bounds the runs (pairs) of a task over all generations, to the first in order of
-    generation and attempt. `max_tokens` bounds the length of a sample. `rewards` overrides the
+    `max_per_task` bounds the runs (pairs) of a task over all iterations, to the first in order of
+    iteration and attempt. `max_tokens` bounds the length of a sample. `rewards` overrides the
     recorded rewards of whole runs by run id (controls use it). `validation` is the fraction of
     tasks, chosen by the hash of their ids, whose samples go to a split of their own. Of samples
     whose token 5-grams are as similar as `near_duplicates` (Jaccard), only the first is kept; equal
@@ -145,7 +145,7 @@ class DatasetRecipe(StrictRecord):
 
     method: Literal["sft", "grpo", "dpo", "kto", "distill"] = "sft"
     loop: str | None = None
-    generations: list[int] | None = None
+    iterations: list[int] | None = None
     where: RunFilter | None = None
     split: Split = "train"
     min_reward: float | None = None

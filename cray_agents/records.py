@@ -346,7 +346,7 @@ class Run(Record, Generic[Output]):
     rewards: list[Reward] = Field(default_factory=list)
     task: Task | None = None
     loop: str | None = None
-    generation: Int64 | None = None
+    iteration: Int64 | None = None
     attempt: Int64 | None = None
     started: float = 0.0
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Picture of the README: the steps of a generation, and the held-out success of one demo.
+"""Picture of the README: the steps of an iteration, and the held-out success of one demo.
 
 .venv/bin/python docs/picture.py        writes docs/loop.svg from docs/demo.json
 """
@@ -44,11 +44,11 @@ def _steps(left: int, top: int) -> list[str]:
 
 
 def _curve(values: list[float], test: dict[str, float], left: int, top: int) -> list[str]:
-    """Held-out success by generation, on axes from 0 to 1."""
+    """Held-out success by iteration, on axes from 0 to 1."""
     width, height = 390, 190
     step = width / (len(values) - 1)
     points = [(left + 20 + step * n, top + height * (1 - value)) for n, value in enumerate(values)]
-    lines = [f'<text x="{left + 20}" y="{top + height + 42}">held-out success by generation; '
+    lines = [f'<text x="{left + 20}" y="{top + height + 42}">held-out success by iteration; '
              f'test {test["before"]:.3f} to {test["after"]:.3f}</text>']  # fmt: skip
     for mark in (0.0, 0.5, 1.0):
         y = top + height * (1 - mark)

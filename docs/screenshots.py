@@ -72,19 +72,19 @@ def served(source: str) -> Iterator[str]:
 
 def screens(url: str) -> dict[str, str]:
     """Return the address of each screen: runs, job and versions as the demo left them."""
-    loop = max(ask(url, "loops")["data"], key=lambda one: one["generations"])
-    promoted = [point["generation"] for point in loop["holdout"] if point["promoted"]]
+    loop = max(ask(url, "loops")["data"], key=lambda one: one["iterations"])
+    promoted = [point["iteration"] for point in loop["holdout"] if point["promoted"]]
     loop = loop["id"]
     query = f"loop={loop}&view=summary&order=newest&split=holdout&limit=1000"
     better, worse = find_pair(ask(url, f"trajectories?{query}")["data"])
-    query = f"loop={loop}&view=summary&split=train&generation=1&max_reward=0&limit=1"
+    query = f"loop={loop}&view=summary&split=train&iteration=1&max_reward=0&limit=1"
     surprised = ask(url, f"trajectories?{query}")["data"][0]["id"]
     job = ask(url, "jobs")["data"][0]["id"]
     datasets = [one["id"] for one in ask(url, "datasets?limit=2")["data"]]
     return {
         "overview": "overview",
         "loop": f"loop/{loop}",
-        "generation": f"generation/{loop}/{promoted[-1] if promoted else 1}",
+        "iteration": f"iteration/{loop}/{promoted[-1] if promoted else 1}",
         "dataset": f"dataset/{datasets[0]}",
         "runs": "runs?q=" + urllib.parse.quote(f"loop:{loop} and reward>=1"),
         "tasks": "tasks?q=" + urllib.parse.quote(f"loop:{loop} and split:holdout"),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import Corrupt, NotFound
-from cray_agents.generation import Generation, base_version, promoted_version
+from cray_agents.iteration import Iteration, base_version, promoted_version
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, new_id
 from cray_agents.runtime.disk import checksums, durable
@@ -222,13 +222,13 @@ def reasons_to_keep(registry: Registry, keep: int, in_use: Collection[str]) -> d
         for reason, ids in _of_name(registry, name, keep):
             add(ids, reason)
     add(in_use, "a replica holds it")
-    done = {path.name: _generations(path) for path in _folders(home.loop("x").parent)}
-    for loop, generations in done.items():
-        add(_of_loop(home, loop, generations), f"loop {loop} goes on from it")
+    done = {path.name: _iterations(path) for path in _folders(home.loop("x").parent)}
+    for loop, iterations in done.items():
+        add(_of_loop(home, loop, iterations), f"loop {loop} goes on from it")
     for one, version in versions.items():
         loop, step = _step_of(home, version)
         if step is not None and step >= len(done.get(loop, ())):
-            add([one], f"generation {step} of loop {loop} has not ended")
+            add([one], f"iteration {step} of loop {loop} has not ended")
     by_checkpoint = _group((version.checkpoint, one) for one, version in versions.items())
     for checkpoint, reason in _of_jobs(home):
         add(by_checkpoint.get(checkpoint, ()), reason)
@@ -270,7 +270,7 @@ def _of_name(registry: Registry, name: str, keep: int) -> Iterator[tuple[str, li
         yield "its canary runs", [f"{name}@{history.canary.version}"]
 
 
-def _of_loop(home: Home, loop: str, done: list[Generation]) -> set[str]:
+def _of_loop(home: Home, loop: str, done: list[Iteration]) -> set[str]:
     """Return the versions that a loop trains further, compares with, learns or samples from."""
     paths = sorted(
         (home.loop(loop) / "journal").glob("settings-*.json"),
@@ -287,18 +287,18 @@ def _of_loop(home: Home, loop: str, done: list[Generation]) -> set[str]:
     return versions | {promoted_version(done), *(base_version(some) for some in known)}
 
 
-def _generations(loop: Path) -> list[Generation]:
-    """Read a loop's finished generations, in order."""
+def _iterations(loop: Path) -> list[Iteration]:
+    """Read a loop's finished iterations, in order."""
     paths = [p for p in (loop / "generations").glob("*.json") if p.stem.isdecimal()]
     records = [_read(path) for path in sorted(paths, key=lambda path: int(path.stem))]
     try:
-        return [Generation.model_validate(record) for record in records]
+        return [Iteration.model_validate(record) for record in records]
     except ValueError as error:
-        raise Corrupt(f"a generation of {loop} cannot be read: {error}") from error
+        raise Corrupt(f"an iteration of {loop} cannot be read: {error}") from error
 
 
 def _step_of(home: Home, version: ModelVersion) -> tuple[str, int | None]:
-    """Return the loop and the number of the generation that made a version; None: no loop."""
+    """Return the loop and the number of the iteration that made a version; None: no loop."""
     spec = _read(home.job(version.job) / "spec.json") if version.job else None
     dataset = spec and spec.get("dataset")
     about = _read(home.dataset(dataset) / "manifest.json") if dataset else None

@@ -295,5 +295,5 @@ def test_a_loop_goes_on_past_all_of_them(tmp_path: Path) -> None:
     trained = {
         line["run"] for name in sets for line in dataset_runs(Home(home), name) if line["accepted"]
     }
-    rewarded = {run.id for run in runs if run.generation is not None and run.reward == 1.0}
+    rewarded = {run.id for run in runs if run.iteration is not None and run.reward == 1.0}
     assert trained and trained <= rewarded

@@ -92,7 +92,7 @@ def test_loop(tmp_path: Path) -> None:
         return number if version == "m@2" or int(number) % 2 else "no"
 
     with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
-        words = ["loop", "agent.py", "--generations", 1, "--url", where.url]
+        words = ["loop", "agent.py", "--iterations", 1, "--url", where.url]
         done = cli(*words, "--json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         first, second = json.loads(done.stdout)

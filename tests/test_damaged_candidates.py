@@ -210,11 +210,11 @@ async def test_what_is_damaged_is_never_promoted_and_what_is_better_is(site: Sit
     )
     start, *damaged, good = [done async for done in loop.steps(TRIES + 1)]
     assert 0.2 < start.holdout_success < 0.9  # it can get worse, and better
-    for number, generation in enumerate(damaged):
-        assert not generation.promoted
+    for number, iteration in enumerate(damaged):
+        assert not iteration.promoted
         unproven = DAMAGES[number % 3] == "late noise"
-        assert ("logprobs on the probe" in generation.note) == unproven
-        assert ("rejected" in generation.note) == (not unproven)
+        assert ("logprobs on the probe" in iteration.note) == unproven
+        assert ("rejected" in iteration.note) == (not unproven)
     assert good.promoted and good.holdout_success > 0.95
     history = (await site.gateway.call("GET", "/v1/models/calc/history"))[1]["data"]
     assert [event["version"] for event in history if event["kind"] == "promoted"][2:] == [

@@ -49,7 +49,7 @@ SCREENS = {
     "runs": "#/runs",
     "filtered runs": "#/runs?q=" + "reward%3E%3D1%20and%20loop%3Asums",
     "tasks": "#/tasks?q=loop%3Alucky",
-    "tasks by generation": f"#/tasks?q=loop%3A{LOOP}&by=generation&order=worst",
+    "tasks by iteration": f"#/tasks?q=loop%3A{LOOP}&by=iteration&order=worst",
     "run": "#/run/run-3-0",
     "tokens": "#/run/run-3-0?t=1&mode=tokens&prompt=1",
     "raw": "#/run/run-3-0?mode=raw",
@@ -59,9 +59,9 @@ SCREENS = {
     "search": "#/search?q=word",
     "loop": "#/loop/sums",
     "models": "#/models?at=m%401",
-    "generation": f"#/generation/{LOOP}/1",
-    "first generation": f"#/generation/{LOOP}/0",
-    "foreign generation": "#/generation/sums/1",
+    "iteration": f"#/iteration/{LOOP}/1",
+    "first iteration": f"#/iteration/{LOOP}/0",
+    "foreign iteration": "#/iteration/sums/1",
     "datasets": "#/dataset",
     "batches": "#/batch",
     "keys": "#/keys",
@@ -143,10 +143,10 @@ def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) ->
     assert f"cray-agents jobs cancel {waits['id']}" in page.page.inner_text("dialog")
 
 
-def test_a_generation_shows_its_evidence_and_each_pair_compares(
+def test_an_iteration_shows_its_evidence_and_each_pair_compares(
     platform: Platform, watch: Any
 ) -> None:
-    with urllib.request.urlopen(f"{platform.url}/v1/loops/{LOOP}/generations/1") as answer:
+    with urllib.request.urlopen(f"{platform.url}/v1/loops/{LOOP}/iterations/1") as answer:
         detail = json.load(answer)
     assert detail["decision"]["numbers"]["evidence"] == detail["curve"]["points"][-1][1]
     page = watch(platform.url)
@@ -215,7 +215,7 @@ def test_two_datasets_are_compared(platform: Platform, watch: Any) -> None:
         page.page.get_by_label(f"mark {made['id']}").check()
     page.page.get_by_role("button", name="Compare the marked two").click()
     page.page.wait_for_function("() => location.hash.includes('against=')")
-    page.wait_for("generations")
+    page.wait_for("iterations")
     page.settle()
     assert page.page.locator("svg.histogram rect.other").count() > 0
     assert page.barriers() == []
@@ -377,7 +377,7 @@ def test_nothing_is_wider_than_the_window(platform: Platform, watch: Any, width:
     page = watch(platform.url, viewport={"width": width, "height": 800})
     for name in (
         *("overview", "runs", "tasks", "run", "tokens", "compare", "playground"),
-        *("generation", "foreign generation", "datasets", "batches", "keys"),
+        *("iteration", "foreign iteration", "datasets", "batches", "keys"),
     ):
         page.open(SCREENS[name])
         wide = page.page.evaluate("document.documentElement.scrollWidth")

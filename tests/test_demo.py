@@ -31,16 +31,16 @@ from tests.support.import_server import forking
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron]
 
-GENERATIONS = 2
-TASKS = 32  # a generation
+ITERATIONS = 2
+TASKS = 32  # an iteration
 CLOCKS = {
     "seconds", "wall", "idle_share", "trainer_seconds", "job_id", "probe_max_logprob_diff",
     "taken_up",
 }  # fmt: skip
-JOBS = GENERATIONS + 1  # and the warm-up's
+JOBS = ITERATIONS + 1  # and the warm-up's
 KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))  # at most: a run may end before
 KEYS = {
-    "generation", "holdout_success", "holdout_tasks", "test_success", "test_tasks", "runs",
+    "iteration", "holdout_success", "holdout_tasks", "test_success", "test_tasks", "runs",
     "accepted_runs", "trained_tokens", "loss_first", "loss_last", "probe_max_logprob_diff",
     "seconds", "version", "job_id", "promoted",
 }  # fmt: skip
@@ -72,20 +72,20 @@ def check(home: Path, result: dict[str, Any]) -> None:
     assert result["engine"]["name"] == "vllm"
     assert result["trainer"]["name"] == "megatron-core"
     assert result["scheduler"]["name"] == ("local" if missing_programs() else "slurm")
-    generations = result["generations"]
-    assert [g["generation"] for g in generations] == list(range(GENERATIONS + 1))
-    assert all(g.keys() >= KEYS for g in generations)
-    assert generations[0]["test_tasks"] == generations[-1]["test_tasks"] == 24
-    for generation in generations[1:]:
-        assert generation["runs"] == TASKS
-        assert generation["loss_last"] is not None
-        assert generation["probe_max_logprob_diff"] < 1e-3
-        assert generation["job_id"]
+    iterations = result["iterations"]
+    assert [g["iteration"] for g in iterations] == list(range(ITERATIONS + 1))
+    assert all(g.keys() >= KEYS for g in iterations)
+    assert iterations[0]["test_tasks"] == iterations[-1]["test_tasks"] == 24
+    for iteration in iterations[1:]:
+        assert iteration["runs"] == TASKS
+        assert iteration["loss_last"] is not None
+        assert iteration["probe_max_logprob_diff"] < 1e-3
+        assert iteration["job_id"]
     runs = Store(Home(home)).runs(RunQuery())
     done = Counter(run.id.split("-")[0] for run in runs if run.task and run.error is None)
     assert set(done.values()) == {1}
-    trained = [run for run in runs if run.generation is not None and run.error is None]
-    assert len(trained) == GENERATIONS * TASKS
+    trained = [run for run in runs if run.iteration is not None and run.error is None]
+    assert len(trained) == ITERATIONS * TASKS
     for run in trained:
         assert run.reward is not None
         for call in run.calls:
@@ -105,9 +105,9 @@ def left_behind(home: Path, result: dict[str, Any]) -> dict[str, Any]:
     where = Home(home)
     runs = [run for run in Store(where).runs(RunQuery()) if run.task and run.error is None]
     return {
-        "generations": [
-            {name: value for name, value in generation.items() if name not in CLOCKS}
-            for generation in result["generations"]
+        "iterations": [
+            {name: value for name, value in iteration.items() if name not in CLOCKS}
+            for iteration in result["iterations"]
         ],
         "runs": {run.id: (run.reward, [call.token_ids for call in run.calls]) for run in runs},
         "trained on": {
@@ -138,7 +138,7 @@ def test_demo(undisturbed: tuple[Path, dict[str, Any]]) -> None:
     assert "chat cookbook" in log
     assert "export --home" in log
     if not missing_programs():
-        ids = [g["job_id"] for g in result["generations"][1:]]
+        ids = [g["job_id"] for g in result["iterations"][1:]]
         log = (home / "slurm" / "log" / "slurmctld.out").read_text()
         assert all(f"JobId={job} " in log for job in ids)
 
@@ -156,7 +156,7 @@ def forked(
 def test_a_finished_demo_is_not_done_again(undisturbed: tuple[Path, dict[str, Any]]) -> None:
     home, result = undisturbed
     again = finish(home, start(home))
-    assert again["generations"] == result["generations"]
+    assert again["iterations"] == result["iterations"]
 
 
 def test_what_is_there_can_be_listed(undisturbed: tuple[Path, dict[str, Any]]) -> None:

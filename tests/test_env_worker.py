@@ -75,7 +75,7 @@ async def carried_out(
     gate = VersionGate(where)
     await gate.look()
     made = Rollouts(where, gate, agent, "loop", [], concurrency=8)
-    wanted = [RolloutRequest(task, "g1", generation=1) for task in given]
+    wanted = [RolloutRequest(task, "g1", iteration=1) for task in given]
     try:
         running = asyncio.create_task(made.run(wanted, version, 1.0, lambda done: None))
         if beside is not None:

@@ -1,6 +1,6 @@
 """Loops that learn from environments of other frameworks, with real vLLM and Megatron-core.
 
-The short part is one generation on one of them. CRAY_TEST_ENVIRONMENTS=trl,inspect runs the
+The short part is one iteration on one of them. CRAY_TEST_ENVIRONMENTS=trl,inspect runs the
 campaign on these, `all` on each: a tiny model gets better by its rewards, and does not where they
 are shuffled (`make soak`).
 """
@@ -19,7 +19,7 @@ import pytest
 from cray_agents import Agent, Loop, TaskSet, Training
 from cray_agents.agent import WorkerEnvironment
 from cray_agents.config import load_config
-from cray_agents.generation import promoted_holdout_success
+from cray_agents.iteration import promoted_holdout_success
 from cray_agents.loop import WarmUp
 from cray_agents.loop import warm_up as run_warm_up
 from cray_agents.loop.methods import RFT
@@ -39,7 +39,7 @@ from tests.support.loops import grouped
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron]
 
 TRAIN, HELD_OUT, SHOWN = 900, 100, 200  # of COUNT; what is shown is in no other part
-GENERATIONS = 2
+ITERATIONS = 2
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def test_what_is_trained_on_are_the_tokens_of_the_environments_runs(tmp_path: Pa
     ):
         run_warm_up(loop, WarmUp(imitating(20), imitating(5), band=(0.0, 1.0), jobs=1))
         done = list(loop.run(1))
-    runs = {run.id: run for run in stored(home) if run.generation == 1}
+    runs = {run.id: run for run in stored(home) if run.iteration == 1}
     assert len(runs) == 24 == done[1].runs and done[1].failed_runs == 0
     for run in runs.values():
         (reward,) = run.rewards
@@ -205,8 +205,8 @@ if CAMPAIGN:
                 plan = WarmUp(imitating(100), imitating(15), band=(0.4, 0.85), jobs=20)
                 run_warm_up(replace(loop, name="warm-up", control=None), plan)
                 loop = replace(loop, data=Data())  # they would teach it without rewards
-                done = list(loop.run(GENERATIONS))
-            series = [generation.holdout_success for generation in done]
+                done = list(loop.run(ITERATIONS))
+            series = [iteration.holdout_success for iteration in done]
             print(f"\n{name}, {control or 'true rewards'}: held-out {series}")
             assert all(run.error is None for run in stored(home))
             ends[control] = (series[0], promoted_holdout_success(done))

@@ -96,7 +96,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Site:
     texts = [message["content"] for chat in CHATS for message in chat]
     make_seed_model(folder / "model", seed=0, corpus=texts, shape=SMALL)
     home = Home(folder / "root")
-    recipe = DatasetRecipe(demonstrations=CHATS, generations=[], tokenizer=str(folder / "model"))
+    recipe = DatasetRecipe(demonstrations=CHATS, iterations=[], tokenizer=str(folder / "model"))
     return Site(home, folder / "model", build_dataset(Store(home), home, recipe)["id"])
 
 

@@ -32,7 +32,7 @@ from cray_agents import (
     reward,
 )
 from cray_agents.errors import BadInput
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.loop.live.schedule import Daily, Live, Update, held_back, is_due, quiet_until
 from cray_agents.loop.live.traffic import mixed
 from cray_agents.paths import Home
@@ -114,8 +114,8 @@ class Users:
         return runs
 
 
-def trained_on(root: Path, generation: Generation) -> list[str]:
-    lines = dataset_runs(Home(root), generation.dataset or "")
+def trained_on(root: Path, iteration: Iteration) -> list[str]:
+    lines = dataset_runs(Home(root), iteration.dataset or "")
     return sorted(line["run"] for line in lines if line["accepted"])
 
 
@@ -196,7 +196,7 @@ def test_trains_on_what_people_rewarded_and_on_each_run_once(tmp_path: Path) -> 
         two = list(make_loop(where).run(2))[-1]
         assert (two.version, two.sampled_from) == ("m@3", "m@2")
         assert trained_on(tmp_path, two) == sorted(second)
-    runs = Store(Home(tmp_path)).runs(RunQuery(loop="live", generation=1))
+    runs = Store(Home(tmp_path)).runs(RunQuery(loop="live", iteration=1))
     assert {run.id for run in runs} == set(first)
     assert {run.task.split for run in runs if run.task} == {"train"}
 
@@ -215,7 +215,7 @@ def test_only_live_runs_with_a_reward_count(tmp_path: Path) -> None:
                 await where.record([run.model_copy(update=about)])
                 await where.reward(run_id, 1.0)
 
-            await record("of-another-loop", loop="other", generation=1)
+            await record("of-another-loop", loop="other", iteration=1)
             await record("a-judge", tags=["judge"])
             task = Task(input="say 31", split="holdout")
             await record("held-out", task=task)
@@ -419,7 +419,7 @@ class Dying(Transport):
 def test_a_kill_trains_on_no_run_twice_and_skips_none(tmp_path: Path, after: bool) -> None:
     """Killed at one moment after the other, and run again each time, it ends as if calm."""
 
-    def shape(root: Path, done: list[Generation], names: dict[str, int]) -> list[Any]:
+    def shape(root: Path, done: list[Iteration], names: dict[str, int]) -> list[Any]:
         told = {"seconds", "wall", "idle_share", "dataset", "job", "job_id"}
         return [(g.model_dump(exclude=told), sorted(names[r] for r in trained_on(root, g)))
                 for g in done[1:]]  # fmt: skip
@@ -431,7 +431,7 @@ def test_a_kill_trains_on_no_run_twice_and_skips_none(tmp_path: Path, after: boo
         root = tmp_path / name
         deaths = 0
         with platform(root, ScriptedEngine(answer)) as where:
-            users, names, done = Users(where), dict[str, int](), list[Generation]()
+            users, names, done = Users(where), dict[str, int](), list[Iteration]()
             for update, asked in enumerate(numbers, 1):
                 names |= dict(zip(users.asked_and_judged(asked), asked, strict=True))
                 fatal = 1
@@ -544,8 +544,8 @@ def said_by(request: dict[str, Any], version: str) -> str:
     return version
 
 
-async def updates(loop: Loop, count: int) -> list[Generation]:
-    return [generation async for generation in loop.steps(count)]
+async def updates(loop: Loop, count: int) -> list[Iteration]:
+    return [iteration async for iteration in loop.steps(count)]
 
 
 # ---- at the terminal

@@ -28,7 +28,7 @@ from cray_agents import (
     reward,
 )
 from cray_agents.errors import BadInput, JobError, SwapError
-from cray_agents.generation import Generation, LoopProgress
+from cray_agents.iteration import Iteration, LoopProgress
 from cray_agents.loop import Budget
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts, success
 from cray_agents.loop.version_gate import VersionGate
@@ -79,9 +79,9 @@ def make_loop(**changes: Any) -> Loop:
     return Loop(Agent(name="a", model="m"), tasks(), **settings)
 
 
-def shape(generations: list[Generation]) -> list[dict[str, Any]]:
+def shape(iterations: list[Iteration]) -> list[dict[str, Any]]:
     """Everything but what depends on the clock."""
-    return [g.model_dump(exclude={"seconds", "wall", "idle_share"}) for g in generations]
+    return [g.model_dump(exclude={"seconds", "wall", "idle_share"}) for g in iterations]
 
 
 def stored_runs(root: Path) -> list[Run]:
@@ -101,13 +101,13 @@ def test_promotes_what_is_better_and_nothing_else(tmp_path: Path) -> None:
         assert (done[1].wins, done[1].losses, done[1].ties) == (12, 0, 28)
         assert done[1].evidence is not None and done[1].evidence > 19
     runs = stored_runs(tmp_path)
-    # generation 3 sampled from the incumbent m@2, not from the rejected m@3
-    versions = {run.generation: run.model for run in runs if run.generation is not None}
+    # iteration 3 sampled from the incumbent m@2, not from the rejected m@3
+    versions = {run.iteration: run.model for run in runs if run.iteration is not None}
     assert versions == {1: "m@1", 2: "m@2", 3: "m@2"}
     assert all(call.token_ids for run in runs for call in run.calls)
 
 
-def test_a_generation_tells_why_weights_were_read_from_files(tmp_path: Path) -> None:
+def test_an_iteration_tells_why_weights_were_read_from_files(tmp_path: Path) -> None:
     engine = ScriptedEngine(answer)
     engine.load_note = "weights did not come by nccl: gone"
     with platform(tmp_path, engine) as where:
@@ -120,7 +120,7 @@ def test_training_runs_have_seeds_of_their_own(tmp_path: Path, seeded: bool) -> 
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         list(make_loop(platform=where, seeded=seeded, group_size=2).run(2))
     runs = stored_runs(tmp_path)
-    seeds = [run.calls[0].sampling.get("seed") for run in runs if run.generation is not None]
+    seeds = [run.calls[0].sampling.get("seed") for run in runs if run.iteration is not None]
     assert len(seeds) == 2 * 60
     assert len(set(seeds)) == (len(seeds) if seeded else 1) and (None in seeds) != seeded
     paired: dict[str, set[int]] = {}  # of held-out tasks: both versions have the same
@@ -133,9 +133,9 @@ def test_training_runs_have_seeds_of_their_own(tmp_path: Path, seeded: bool) -> 
 def test_training_never_sees_a_held_out_task(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         done = list(make_loop(platform=where).run(2))
-        for generation in done[1:]:
+        for iteration in done[1:]:
             splits = {run.id: run.task.split for run in stored_runs(tmp_path) if run.task}
-            lines = dataset_runs(Home(tmp_path), generation.dataset or "")
+            lines = dataset_runs(Home(tmp_path), iteration.dataset or "")
             used = [line["run"] for line in lines if line["accepted"]]
             assert used
             assert {splits[run] for run in used} == {"train"}
@@ -177,7 +177,7 @@ def test_goes_on_where_it_was_stopped(tmp_path: Path, moment: int) -> None:
 def test_target_stops_it(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         done = list(make_loop(platform=where, target=0.6).run(5))
-    assert [g.generation for g in done] == [0, 1]
+    assert [g.iteration for g in done] == [0, 1]
     assert done[-1].test_success == 0.6
 
 
@@ -195,7 +195,7 @@ def test_patience_stops_it(tmp_path: Path) -> None:
 def test_shuffled_rewards_keep_the_count_and_lose_the_meaning(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         (_, trained) = list(make_loop(platform=where, control="shuffled-rewards").run(1))
-    rights = {run.id for run in stored_runs(tmp_path) if run.reward == 1 and run.generation == 1}
+    rights = {run.id for run in stored_runs(tmp_path) if run.reward == 1 and run.iteration == 1}
     lines = dataset_runs(Home(tmp_path), trained.dataset or "")
     used = {line["run"] for line in lines if line["accepted"]}
     assert len(used) == len(rights)
@@ -363,7 +363,7 @@ async def test_a_reward_that_failed_is_asked_again_and_the_run_is_not(tmp_path: 
         version = await where.promoted("m")
         assert version is not None
         agent = Agent(name="a", model="m")
-        wanted = [RolloutRequest(Task(input="say 1", target="1"), "g1", generation=1)]
+        wanted = [RolloutRequest(Task(input="say 1", target="1"), "g1", iteration=1)]
         for down in (True, False, False):
             rollouts = Rollouts(where, VersionGate(where), agent, "loop", [checked], concurrency=1)
             (run,) = await rollouts.run(wanted, version, 1.0, lambda done: None)
@@ -377,10 +377,10 @@ async def test_a_reward_that_failed_is_asked_again_and_the_run_is_not(tmp_path: 
 async def test_it_runs_where_an_event_loop_runs(tmp_path: Path) -> None:
     with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
         loop = make_loop(platform=where)
-        assert [generation.version for generation in loop.run(1)] == ["m@1", "m@2"]
+        assert [iteration.version for iteration in loop.run(1)] == ["m@1", "m@2"]
         for _first in loop.run(2):  # left early, and gone on with
             break
-        assert [generation.version for generation in loop.run(2)] == ["m@1", "m@2", "m@3"]
+        assert [iteration.version for iteration in loop.run(2)] == ["m@1", "m@2", "m@3"]
 
 
 INTERRUPTED = """

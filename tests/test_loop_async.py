@@ -13,7 +13,7 @@ from cray_agents import GRPO, Agent, Platform, PromotionTest, TaskSet, tool
 from cray_agents.agent.hooks import Hooks
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import SwapError
-from cray_agents.generation import Generation, LoopProgress
+from cray_agents.iteration import Iteration, LoopProgress
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.slow
 ASYNC: dict[str, Any] = {"method": GRPO, "group_size": 3, "tasks_per_iteration": 8}
 
 
-def runs_of(root: Path, generation: int) -> list[Run]:
-    return Store(Home(root)).runs(RunQuery(loop="loop", generation=generation))
+def runs_of(root: Path, iteration: int) -> list[Run]:
+    return Store(Home(root)).runs(RunQuery(loop="loop", iteration=iteration))
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_samples_from_the_version_decided_so_many_generations_before(
+def test_samples_from_the_version_decided_so_many_iterations_before(
     tmp_path: Path, staleness: int
 ) -> None:
     seen: list[LoopProgress] = []
@@ -47,17 +47,17 @@ def test_samples_from_the_version_decided_so_many_generations_before(
         assert shape(list(again.run(4))) == shape(done)
 
     def after(number: int) -> str:
-        """What was decided with a generation."""
+        """What was decided with an iteration."""
         return done[number].onward or next(g for g in done[number::-1] if g.promoted).version
 
-    for generation in done[1:]:
-        number = generation.generation
-        assert generation.sampled_from == after(max(0, number - 1 - staleness))
-        assert {run.model for run in runs_of(tmp_path, number)} == {generation.sampled_from}
-        lines = dataset_runs(Home(tmp_path), generation.dataset or "")
+    for iteration in done[1:]:
+        number = iteration.iteration
+        assert iteration.sampled_from == after(max(0, number - 1 - staleness))
+        assert {run.model for run in runs_of(tmp_path, number)} == {iteration.sampled_from}
+        lines = dataset_runs(Home(tmp_path), iteration.dataset or "")
         used = {line["run"] for line in lines if line["accepted"]}
         assert used <= {run.id for run in runs_of(tmp_path, number)}
-    # the second generation's runs were there before the first one's job was done
+    # the second iteration's runs were there before the first one's job was done
     jobs = [Home(tmp_path).job(g.job or "") / "status.json" for g in done[1:]]
     begun = min(run.started for run in runs_of(tmp_path, 2))
     assert begun < jobs[0].stat().st_mtime
@@ -72,7 +72,7 @@ def test_a_bound_of_zero_is_the_synchronous_loop(tmp_path: Path) -> None:
 
 
 def with_two_versions(tmp_path: Path, work: Callable[[VersionGate, Any], Awaitable[None]]) -> None:
-    """Run `work(gate, ask)` over one replica and the versions that two generations made."""
+    """Run `work(gate, ask)` over one replica and the versions that two iterations made."""
     engine = ScriptedEngine(lambda request, version: f"{version}")
     with platform(tmp_path, engine) as where:
         list(site_loop(platform=where, rewards=[always_better], tasks=few()).run(1))
@@ -177,7 +177,7 @@ def test_a_call_that_may_not_displace_a_candidate_sleeps(tmp_path: Path) -> None
 
 
 class Slow:
-    """A tool that takes until it is let go, on some tasks of a generation's."""
+    """A tool that takes until it is let go, on some tasks of an iteration's."""
 
     def __init__(self) -> None:
         self.let_go = asyncio.Event()
@@ -210,8 +210,8 @@ def looks_up(request: dict[str, Any]) -> Any:
 def test_slow_tools_do_not_hold_up_the_others_and_their_runs_are_carried_over(
     tmp_path: Path,
 ) -> None:
-    """The first generation closes without them; its successor trains on what came late."""
-    done: list[Generation] = []
+    """The first iteration closes without them; its successor trains on what came late."""
+    done: list[Iteration] = []
 
     async def go(where: Platform) -> None:
         slow = Slow()
@@ -221,9 +221,9 @@ def test_slow_tools_do_not_hold_up_the_others_and_their_runs_are_carried_over(
                          straggler_quantile=0.6, concurrency=16,
                          rewards=[by_attempt], promotion=PromotionTest(hidden=0), platform=where,
                          **ASYNC | {"tasks_per_iteration": 20})  # fmt: skip
-        async for generation in loop.steps(2):
-            done.append(generation)
-            if generation.generation == 1:
+        async for iteration in loop.steps(2):
+            done.append(iteration)
+            if iteration.iteration == 1:
                 assert slow.waiting > 0
                 slow.let_go.set()
         await where.close()

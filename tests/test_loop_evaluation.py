@@ -1,4 +1,4 @@
-"""Held-out evaluation of a loop: missing runs, and the generations that are evaluated."""
+"""Held-out evaluation of a loop: missing runs, and the iterations that are evaluated."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import pytest
 from cray_agents import GRPO, RFT, SFT, PromotionTest
 from cray_agents.agent.hooks import Hooks
 from cray_agents.errors import HookError, NotFound, SwapError
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.loop import Curriculum
 from cray_agents.loop.methods import Method
 from cray_agents.paths import Home
@@ -19,7 +19,7 @@ from cray_agents.records import Run
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.views.generation_evidence import generation_detail, pairs_page
+from cray_agents.runtime.views.iteration_evidence import iteration_detail, pairs_page
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.killable_loop import echo, lucky, site_loop
@@ -45,7 +45,7 @@ def even_where(run: Run) -> float:
     return float((number_of(run) % 2 == 0) != (run.model == "m@1"))
 
 
-def first_generation(root: Path, reward: Callable[[Run], float], **changes: Any) -> Generation:
+def first_iteration(root: Path, reward: Callable[[Run], float], **changes: Any) -> Iteration:
     engine = ScriptedEngine(changes.pop("answer", echo))
     with platform(root, engine) as where:
         loop = site_loop(platform=where, rewards=[reward], promotion=ALL, **changes)
@@ -62,14 +62,14 @@ def test_a_policy_goes_on_from_what_is_lower_by_chance_alone(
             return float(low <= number_of(run) - 1000 < high)
         return number_of(run) % 2 if run.attempt else 0.5
 
-    first = first_generation(tmp_path, some, **ON_POLICY)
+    first = first_iteration(tmp_path, some, **ON_POLICY)
     assert (first.wins, first.losses, first.promoted, first.onward) == (3, lost, False, onward)
 
 
 def test_the_pairs_behind_a_decision_are_on_record_with_their_runs(tmp_path: Path) -> None:
-    first = first_generation(tmp_path, even_where)
+    first = first_iteration(tmp_path, even_where)
     home, registry = Home(tmp_path), Registry(Home(tmp_path))
-    detail = generation_detail(home, registry, "loop", 1)
+    detail = iteration_detail(home, registry, "loop", 1)
     decision, curve = detail["decision"], detail["curve"]
     assert decision["kind"] == "rejected" and decision["who"] == "loop loop"
     assert (detail["incumbent"], detail["record"]["version"]) == ("m@1", "m@2")
@@ -87,7 +87,7 @@ def test_the_pairs_behind_a_decision_are_on_record_with_their_runs(tmp_path: Pat
             assert (ours.model, theirs.model) == ("m@2", "m@1")
             assert (ours.reward, theirs.reward) == (pair["candidate"], pair["incumbent"])
     assert pairs_page(home, "loop", 1, None, 0, 7)["next"] == 7
-    assert generation_detail(home, registry, "loop", 0)["decision"] is None
+    assert iteration_detail(home, registry, "loop", 0)["decision"] is None
     with pytest.raises(NotFound, match="noted no pairs"):
         pairs_page(home, "loop", 0, None, 0, 7)
 
@@ -98,7 +98,7 @@ def test_what_makes_the_reward_fail_counts_as_the_worst(tmp_path: Path) -> None:
             raise ValueError("this is garbage")
         return even_where(run)
 
-    first = first_generation(tmp_path, strict)
+    first = first_iteration(tmp_path, strict)
     assert not first.promoted
     assert (first.wins, first.losses, first.ties, first.unscored) == (30, 30, 0, 30)
     assert first.note.endswith("; 30 could not be scored and count as the worst")
@@ -112,7 +112,7 @@ def test_what_makes_a_hook_fail_counts_as_the_worst(tmp_path: Path) -> None:
             raise HookError("this is garbage")
 
     hooked = site_loop().agent.override(hooks=[Hooks(after_run=reads)])
-    first = first_generation(tmp_path, even_where, agent=hooked)
+    first = first_iteration(tmp_path, even_where, agent=hooked)
     assert (first.promoted, first.wins, first.losses, first.unscored) == (False, 30, 30, 30)
 
 
@@ -122,7 +122,7 @@ def test_where_the_incumbent_has_no_reward_there_is_no_pair(tmp_path: Path) -> N
             raise ValueError("this is garbage")
         return even_where(run)
 
-    first = first_generation(tmp_path, strict)
+    first = first_iteration(tmp_path, strict)
     assert (first.promoted, first.wins, first.losses, first.unpaired) == (True, 30, 0, 30)
     assert "30 are left out, for the incumbent has no reward" in first.note
 
@@ -139,7 +139,7 @@ def test_what_the_infrastructure_failed_is_left_out_and_too_much_of_it_is_no_jud
     def better(run: Run) -> float:
         return float(run.model != "m@1" or number_of(run) % 3 == 0)
 
-    first = first_generation(tmp_path, better, answer=answer)
+    first = first_iteration(tmp_path, better, answer=answer)
     assert (first.promoted, first.failed_pairs, first.unscored) == (promoted, broken, 0)
     if not promoted:
         assert first.note.startswith("rejected: not judged: of 60 pairs too many are missing; 7 ")
@@ -150,9 +150,9 @@ def test_hidden_tasks_take_turns_by_the_decisions(tmp_path: Path) -> None:
         return float((run.attempt or 0) % 2)
 
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        for generations in (2, 4):  # the second goes on where the first one ended
+        for iterations in (2, 4):  # the second goes on where the first one ended
             loop = site_loop(platform=where, rewards=[even], evaluate_every=2, **ON_POLICY)
-            done = list(loop.run(generations))
+            done = list(loop.run(iterations))
     assert [g.evidence is not None for g in done] == [False, False, True, False, True]
     runs = Store(Home(tmp_path)).runs(RunQuery(loop="loop", split="holdout", model="m@1"))
     assert len({run.task.id for run in runs if run.task}) == 60  # both parts of what is hidden
@@ -171,7 +171,7 @@ def test_a_loop_ends_with_its_schedule(tmp_path: Path) -> None:
     assert more[:5] == done and len(more) == 7
 
 
-def test_the_last_generation_that_is_asked_for_is_judged(tmp_path: Path) -> None:
+def test_the_last_iteration_that_is_asked_for_is_judged(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         few = list(site_loop(platform=where, evaluate_every=2, **ON_POLICY).run(1))
         done = list(site_loop(platform=where, evaluate_every=2, **ON_POLICY).run(3))

@@ -42,7 +42,7 @@ class Site:
 
     @property
     def out(self) -> Path:
-        return self.root / "generations.json"
+        return self.root / "iterations.json"
 
     @property
     def loop(self) -> subprocess.Popen[bytes]:
@@ -76,10 +76,10 @@ class Site:
         scored = Counter(run.id.split("-")[0] for run in runs if run.reward is not None)
         rewards = {run.id.split("-")[0]: run.reward for run in runs if run.reward is not None}
         events = Registry(home).history("m")
-        generations = json.loads(self.out.read_text())
+        iterations = json.loads(self.out.read_text())
         return {
-            "generations": generations,
-            "trained on": [trained_on(home, each["dataset"]) for each in generations[1:]],
+            "iterations": iterations,
+            "trained on": [trained_on(home, each["dataset"]) for each in iterations[1:]],
             "twice": [name for name, times in scored.items() if times > 1],
             "runs": rewards,
             "jobs": sorted(path.name for path in home.jobs.iterdir()),
@@ -146,6 +146,6 @@ def test_a_killed_loop_ends_as_a_calm_one(tmp_path: Path, kind: str) -> None:
         lambda killed, chance, enough: hurt(killed, chance, enough, seconds / 2),
         check,
     ).run(tmp_path, -(-kills(2) // len(KINDS)))
-    if kind == "watch":  # the others may go back to earlier generations' runs
+    if kind == "watch":  # the others may go back to earlier iterations' runs
         used = [run for runs in expected["trained on"] for run in runs]
         assert used and len(used) == len(set(used))

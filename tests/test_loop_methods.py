@@ -1,4 +1,4 @@
-"""Methods in a loop: recipes, jobs, stages, and the runs each generation draws."""
+"""Methods in a loop: recipes, jobs, stages, and the runs each iteration draws."""
 
 import asyncio
 from collections import defaultdict
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cray_agents import Distill, PromotionTest, TaskSet, Training, reward
-from cray_agents.cli.generation_table import row
+from cray_agents.cli.iteration_table import row
 from cray_agents.cli.why import explain
 from cray_agents.errors import BadInput
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.loop import Curriculum
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.methods import DPO, GRPO, KTO, RFT, SFT
@@ -32,19 +32,19 @@ from tests.support.scripted_platform import bare_model, platform
 pytestmark = pytest.mark.slow
 
 
-def specs(root: Path, done: list[Generation]) -> list[JobSpec]:
-    """Of the generations' jobs, in their order."""
-    jobs = [g.job for g in done if g.generation and g.job]
+def specs(root: Path, done: list[Iteration]) -> list[JobSpec]:
+    """Of the iterations' jobs, in their order."""
+    jobs = [g.job for g in done if g.iteration and g.job]
     return [JobJournal(Home(root), job).spec() for job in jobs]
 
 
-def used(root: Path, generation: Generation) -> set[str]:
-    lines = dataset_runs(Home(root), generation.dataset or "")
+def used(root: Path, iteration: Iteration) -> set[str]:
+    lines = dataset_runs(Home(root), iteration.dataset or "")
     return {line["run"] for line in lines if line["accepted"]}
 
 
-def train_runs(root: Path, generation: int) -> list[Run]:
-    return Store(Home(root)).runs(RunQuery(loop="loop", generation=generation))
+def train_runs(root: Path, iteration: int) -> list[Run]:
+    return Store(Home(root)).runs(RunQuery(loop="loop", iteration=iteration))
 
 
 def by_task(runs: list[Run]) -> dict[str, list[float]]:
@@ -55,7 +55,7 @@ def by_task(runs: list[Run]) -> dict[str, list[float]]:
     return found
 
 
-def test_grpo_trains_on_its_own_generation_and_goes_on_from_the_latest(tmp_path: Path) -> None:
+def test_grpo_trains_on_its_own_iteration_and_goes_on_from_the_latest(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         loop = site_loop(method=GRPO, group_size=4, temperature=0.7, clip_high=0.28,
                          training=Training(steps=1, seed=5), evaluate_every=3,
@@ -76,16 +76,16 @@ def test_grpo_trains_on_its_own_generation_and_goes_on_from_the_latest(tmp_path:
         (False, "m@5", True),
     ]
     assert done[1].holdout_success == done[0].holdout_success
-    for generation in done[1:]:
-        runs = {run.id: run for run in train_runs(tmp_path, generation.generation)}
+    for iteration in done[1:]:
+        runs = {run.id: run for run in train_runs(tmp_path, iteration.iteration)}
         mixed = {task for task, got in by_task(list(runs.values())).items() if len(set(got)) > 1}
         expected = {run.id for run in runs.values() if run.task and run.task.id in mixed}
-        assert used(tmp_path, generation) == expected
-        assert generation.zero_variance_groups == 12 - len(mixed)
-        assert generation.tokens == sum(call.usage.completion_tokens for call in runs.values())
+        assert used(tmp_path, iteration) == expected
+        assert iteration.zero_variance_groups == 12 - len(mixed)
+        assert iteration.tokens == sum(call.usage.completion_tokens for call in runs.values())
 
 
-def test_distill_trains_on_its_own_generation_by_a_teacher(tmp_path: Path) -> None:
+def test_distill_trains_on_its_own_iteration_by_a_teacher(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     big, manifest = Registry(home).import_checkpoint(bare_model(tmp_path / "big", b"big"))
     teacher = str(home.checkpoint(big))
@@ -101,8 +101,8 @@ def test_distill_trains_on_its_own_generation_by_a_teacher(tmp_path: Path) -> No
     assert [job.teacher_sha256 for job in jobs] == [
         *[manifest.weights_sha256] * 2, None, first.weights_sha256]  # fmt: skip
     assert jobs[0].hyperparameters.policy == Policy(temperature=0.7)
-    for generation in (done[1], done[2], done[4]):  # all of its runs, whatever their rewards
-        assert used(root, generation) == {run.id for run in train_runs(root, generation.generation)}
+    for iteration in (done[1], done[2], done[4]):  # all of its runs, whatever their rewards
+        assert used(root, iteration) == {run.id for run in train_runs(root, iteration.iteration)}
     assert [g.sampled_from for g in done[1:3]] == ["m@1", done[1].onward or done[1].version]
 
 
@@ -157,10 +157,10 @@ def test_groups_without_variance_are_replaced_within_the_budget(tmp_path: Path) 
     assert (first.zero_variance_groups, first.runs) == (alike, 36)
 
 
-def test_groups_are_replaced_by_tasks_that_no_generation_tried(tmp_path: Path) -> None:
+def test_groups_are_replaced_by_tasks_that_no_iteration_tried(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         loop = site_loop(method=GRPO, group_size=2, dynamic_sampling=0.5, platform=where)
-        assert [generation.resampled for generation in loop.run(3)] == [0, 6, 6, 6]
+        assert [iteration.resampled for iteration in loop.run(3)] == [0, 6, 6, 6]
     tried = [set(by_task(train_runs(tmp_path, number))) for number in (1, 2, 3)]
     assert [len(tasks) for tasks in tried] == [18, 18, 18]
     assert len(set[str].union(*tried)) == 54
@@ -177,7 +177,7 @@ def test_dpo_and_kto_get_what_they_compare(tmp_path: Path) -> None:
     runs = {run.id: run for run in train_runs(tmp_path, 1)}
     rewards = [runs[name].reward for name in used(tmp_path, done[1])]
     assert rewards.count(1.0) == rewards.count(0.0) > 3
-    assert len(used(tmp_path, done[2])) == 36 + 12  # kto: good and bad, of both generations
+    assert len(used(tmp_path, done[2])) == 36 + 12  # kto: good and bad, of both iterations
 
 
 def test_a_schedule_of_demonstrations_imitation_and_policy_gradient(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_schedule_of_demonstrations_imitation_and_policy_gradient(tmp_path: Pa
 
 
 @pytest.mark.parametrize("control", [None, "shuffled-rewards"])
-def test_a_generation_tells_its_set_and_a_control_has_no_demonstrations(
+def test_an_iteration_tells_its_set_and_a_control_has_no_demonstrations(
     tmp_path: Path, control: Any
 ) -> None:
     """Also how often it saw the set, and the kinds that never succeed; steps follow the set."""
@@ -294,9 +294,9 @@ def even(run: Run) -> float:
     return float((run.attempt or 0) % 2)
 
 
-def test_a_generation_without_variance_is_no_update_and_two_are_an_error(tmp_path: Path) -> None:
+def test_an_iteration_without_variance_is_no_update_and_two_are_an_error(tmp_path: Path) -> None:
     def three(run: Run) -> float:
-        return 0.0 if run.generation == 2 or run.generation in (4, 5) else even(run)
+        return 0.0 if run.iteration == 2 or run.iteration in (4, 5) else even(run)
 
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         loop = site_loop(method=GRPO, group_size=2, rewards=[three], platform=where)
@@ -316,12 +316,12 @@ def test_runs_of_which_none_was_good_are_an_error_and_the_next_ones_are_tried_af
     tmp_path: Path,
 ) -> None:
     def later(run: Run) -> float:
-        return float(run.generation != 1)
+        return float(run.iteration != 1)
 
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         steps = site_loop(rewards=[later], platform=where).run(2)
         assert [next(steps).dataset, next(steps).dataset] == [None, None]
-        with pytest.raises(BadInput, match=r"generation 1: no update: no run can .* goes on with"):
+        with pytest.raises(BadInput, match=r"iteration 1: no update: no run can .* goes on with"):
             next(steps)
         done = list(site_loop(rewards=[later], platform=where).run(2))
     assert [g.dataset is None for g in done] == [True, True, False]
@@ -337,11 +337,11 @@ def test_the_control_draws_by_the_shuffled_rewards_too(tmp_path: Path) -> None:
     for name, rewards in (("a", [first_half]), ("b", [second_half])):
         with platform(tmp_path / name, ScriptedEngine(echo)) as where:
             loop = site_loop(rewards=rewards, platform=where, **shuffled)
-            (_, generation) = list(loop.run(1))
+            (_, iteration) = list(loop.run(1))
         groups = by_task(train_runs(tmp_path / name, 1))
         assert all(len(set(got)) == 1 for got in groups.values())  # the true ones never vary
-        assert used(tmp_path / name, generation)  # and yet there is something to learn
-        drawn.append((len(groups), generation.zero_variance_groups))
+        assert used(tmp_path / name, iteration)  # and yet there is something to learn
+        drawn.append((len(groups), iteration.zero_variance_groups))
     assert drawn[0][1] < drawn[0][0]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cray_agents import GRPO, RFT, Agent, Data, Sampling, Training, judge, reward
 from cray_agents.errors import BadInput
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.loop import Budget, Curriculum
 from cray_agents.loop.settings_record import differences, settings_record, translated
 from cray_agents.loop.stop_rules import Stop, why_stopped
@@ -282,9 +282,9 @@ def test_other_tasks_are_other_settings(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_used_up_budget_ends_it_and_a_restart_does_not_give_it_back(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        budget = Budget(runs=40)  # 16 in generation 0, 26 in each other
+        budget = Budget(runs=40)  # 16 in iteration 0, 26 in each other
         done = list(site_loop(platform=where, budget=budget, **SMALL).run(5))
-        assert [g.generation for g in done] == [0, 1]
+        assert [g.iteration for g in done] == [0, 1]
         assert done[0].stopped is None
         assert done[1].stopped == "budget: 42 of 40 runs are used"
         assert list(site_loop(platform=where, budget=budget, **SMALL).run(5)) == done
@@ -292,16 +292,16 @@ def test_a_used_up_budget_ends_it_and_a_restart_does_not_give_it_back(tmp_path: 
         assert len(more) == 3
 
 
-def generation(number: int, **given: Any) -> Generation:
-    base: dict[str, Any] = {"generation": number, "holdout_success": 0.5, "holdout_tasks": 10,
+def iteration(number: int, **given: Any) -> Iteration:
+    base: dict[str, Any] = {"iteration": number, "holdout_success": 0.5, "holdout_tasks": 10,
                             "version": f"m@{number + 1}"}  # fmt: skip
-    return Generation(**base | given)
+    return Iteration(**base | given)
 
 
 def test_why_it_stops() -> None:
     done = [
-        generation(0, wall=10.0),
-        generation(1, wall=5.0, runs=8, tokens=100, trainer_seconds=3.0, holdout_success=0.7),
+        iteration(0, wall=10.0),
+        iteration(1, wall=5.0, runs=8, tokens=100, trainer_seconds=3.0, holdout_success=0.7),
     ]
     assert why_stopped([], Stop(target=0.1, patience=1)) is None
     assert why_stopped(done, Stop()) is None
@@ -313,13 +313,13 @@ def test_why_it_stops() -> None:
     spent = why_stopped(done, Stop(budget=Budget(trainer_seconds=2.5)))
     assert spent == "budget: 3 of 2.5 trainer_seconds are used"
     # a rejected candidate is not the target, and not being evaluated is no rejection
-    rejected = generation(2, promoted=False, holdout_success=0.9, note="rejected: futile")
-    passed_on = generation(3, promoted=False, holdout_tasks=0)
+    rejected = iteration(2, promoted=False, holdout_success=0.9, note="rejected: futile")
+    passed_on = iteration(3, promoted=False, holdout_tasks=0)
     assert why_stopped([*done, rejected, passed_on], Stop(target=0.8, patience=2)) is None
     assert "no progress" in str(why_stopped([*done, rejected, rejected], Stop(patience=2)))
 
 
 def test_an_older_record_is_read_and_a_newer_one_by_older_code() -> None:
-    older = {"generation": 1, "holdout_success": 0.5, "holdout_tasks": 3, "version": "m@2"}
-    read = Generation.model_validate({**older, "from_the_future": 1})
+    older = {"iteration": 1, "holdout_success": 0.5, "holdout_tasks": 3, "version": "m@2"}
+    read = Iteration.model_validate({**older, "from_the_future": 1})
     assert (read.method, read.onward, read.stopped) == ("rft", None, None)

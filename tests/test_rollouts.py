@@ -12,7 +12,7 @@ import pytest
 from cray_agents import Agent, Platform, PromotionTest, Task
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import EngineUnavailable, SwapError
-from cray_agents.generation import Generation, LoopProgress
+from cray_agents.iteration import Iteration, LoopProgress
 from cray_agents.loop import rollouts
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
@@ -41,7 +41,7 @@ def said_to(request: dict[str, Any]) -> str:
 
 
 def wanted(*inputs: str) -> list[RolloutRequest]:
-    return [RolloutRequest(Task(input=text, target=TARGET), "g1", generation=1) for text in inputs]
+    return [RolloutRequest(Task(input=text, target=TARGET), "g1", iteration=1) for text in inputs]
 
 
 @pytest.fixture(autouse=True)
@@ -167,12 +167,12 @@ def test_runs_of_sub_agents_are_on_record_and_not_the_loops_own(tmp_path: Path) 
     children = [run for run in stored(tmp_path) if run.agent == "other"]
     assert len(children) == len(parents) and first.runs == 8
     for child in children:
-        assert (child.loop, child.generation, child.task, child.reward) == (None, None, None, None)
+        assert (child.loop, child.iteration, child.task, child.reward) == (None, None, None, None)
         (tag,) = child.tags
         parent = parents[tag.removeprefix("parent:")]
         assert (child.model, child.output) == (parent.model, TARGET)
     lines = dataset_runs(Home(tmp_path), first.dataset or "")
-    assert {line["run"] for line in lines} == {r.id for r in parents.values() if r.generation == 1}
+    assert {line["run"] for line in lines} == {r.id for r in parents.values() if r.iteration == 1}
 
 
 async def test_a_sub_agents_run_that_was_cut_off_leaves_no_record(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_loop_whose_runs_the_infrastructure_failed_goes_on_when_it_is_mended(
 
 
 @pytest.mark.parametrize("control", [None, "shuffled-rewards"])
-def test_a_generation_keeps_what_its_training_set_was_made_of(
+def test_an_iteration_keeps_what_its_training_set_was_made_of(
     tmp_path: Path, control: str | None
 ) -> None:
     """Killed while its job trains, it does not try again what the infrastructure had failed."""
@@ -270,7 +270,7 @@ def test_a_generation_keeps_what_its_training_set_was_made_of(
         if progress.phase == "train":
             raise Killed
 
-    def done(root: Path, kill: bool) -> list[Generation]:
+    def done(root: Path, kill: bool) -> list[Iteration]:
         nonlocal broken
         broken = True
         with platform(root, ScriptedEngine(says)) as where:

@@ -75,7 +75,7 @@ class Site:
             version = await platform.promoted("m")
             assert version is not None
             wanted = [
-                RolloutRequest(Task(input=question), "g1", attempt, generation=1)
+                RolloutRequest(Task(input=question), "g1", attempt, iteration=1)
                 for question in QUESTIONS
                 for attempt in range(ATTEMPTS)
             ]

@@ -14,7 +14,7 @@ import pytest
 
 from cray_agents import SFT, Agent, Loop, Task, TaskSet, Training, reward
 from cray_agents.errors import BadInput, JobError
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.loop import WarmUp, warm_up
 from cray_agents.loop.methods import METHODS
 from cray_agents.loop.warmup import Tried, search
@@ -232,12 +232,12 @@ def test_a_loop_warms_up_by_itself_once_also_from_the_command_line(
         "from cray_agents import SFT\nfrom tests.test_warmup import PLAN, make_loop\n"
         "loop = make_loop(method=SFT, warm_up=PLAN)\n"
     )
-    command = [sys.executable, "-m", "cray_agents", "loop", str(file), "--generations", "1"]
+    command = [sys.executable, "-m", "cray_agents", "loop", str(file), "--iterations", "1"]
     with platform(tmp_path / "root", engine({"m@2": 3}), model=model) as where:
         command += ["--json", "--url", where.url]
         path = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, check=True, capture_output=True, env=path, timeout=600)
-        begun = [Generation.model_validate(each) for each in json.loads(done.stdout)]
+        begun = [Iteration.model_validate(each) for each in json.loads(done.stdout)]
         assert [g.version for g in begun] == ["m@2", "m@3"]
         again = make_loop(platform=where, method=SFT, warm_up=PLAN)
         assert list(again.run(1)) == begun
@@ -285,7 +285,7 @@ def test_a_plan_that_cannot_be_is_refused(changes: dict[str, Any], param: str) -
         ("rft", False, 1, ""),
     ],
 )
-def test_generation_0_says_that_nothing_succeeded_and_what_helps(
+def test_iteration_0_says_that_nothing_succeeded_and_what_helps(
     tmp_path: Path, method: Any, shown: bool, solved: int, said: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from cray_agents.cli import main
 from cray_agents.cli.why import explain
 from cray_agents.errors import NotFound
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.testing import ScriptedEngine
@@ -19,42 +19,42 @@ from tests.support.scripted_platform import platform
 
 
 def note(home: Home, loop: str, **values: Any) -> None:
-    record = Generation.model_validate({"holdout_success": 0.5, "holdout_tasks": 20, **values})
+    record = Iteration.model_validate({"holdout_success": 0.5, "holdout_tasks": 20, **values})
     folder = home.loop(loop) / "generations"
     folder.mkdir(parents=True, exist_ok=True)
     text = checksums.with_crc(record.model_dump_json().encode())
-    (folder / f"{record.generation}.json").write_bytes(text)
+    (folder / f"{record.iteration}.json").write_bytes(text)
 
 
 def test_a_rejection_is_told_with_its_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = Home(tmp_path)
-    note(home, "sums", generation=0, version="calc@1")
-    note(home, "sums", generation=2, version="calc@2")
+    note(home, "sums", iteration=0, version="calc@1")
+    note(home, "sums", iteration=2, version="calc@2")
     note(
         home,
         "sums",
-        generation=10,
+        iteration=10,
         version="calc@3",
         promoted=False,
         evidence=1.25,
         wins=4,
         losses=5,
         ties=11,
-        stopped="3 generations in a row brought nothing",
+        stopped="3 iterations in a row brought nothing",
     )
     told = explain(home, "sums")
     assert (told["what"], told["state"]) == ("loop", "stopped")
     text = " ".join(told["why"])
-    assert "Generation 10 of sums, calc@3, was not promoted." in text
+    assert "Iteration 10 of sums, calc@3, was not promoted." in text
     assert "better in 4, worse in 5 and equal in 11 pairs" in text and "is 1.25" in text
-    assert "3 generations in a row brought nothing" in text
+    assert "3 iterations in a row brought nothing" in text
     monkeypatch.setattr(sys, "argv", ["cray-agents", "why", "sums", "--home", str(tmp_path)])
     with pytest.raises(SystemExit, match="0"):
         main()
     assert "Next: " in capsys.readouterr().out
-    note(home, "sums", generation=11, version="calc@4", stopped="its target is reached")
+    note(home, "sums", iteration=11, version="calc@4", stopped="its target is reached")
     assert explain(home, "sums")["next"] == "nothing: to go on, change the setting that ended it"
     with pytest.raises(NotFound, match=r"no job 'other'.*loops: sums; replicas: replica-0"):
         explain(home, "other")

@@ -51,7 +51,7 @@ NOTES = [
     "in the last column; they have no test tasks here, and TRL evaluates nothing by itself. A "
     "clock begins when the side is ready: vLLM serves, the trainer is made. Tokens are those "
     "sampled to learn from.",
-    f"A side ends at a success of 0.94 or at the first generation after {LIMIT:.0f} s. The area is "
+    f"A side ends at a success of 0.94 or at the first iteration after {LIMIT:.0f} s. The area is "
     "the mean success over that time; the last success holds to its end.",
     f"TRL has our groups of {GROUP}, batch of {BATCH}, clipping and optimizer, and the same tasks, "
     f"drawn evenly. It generates {STEPS_PER_GENERATION} batches at a time with transformers, "

@@ -26,7 +26,7 @@ from bench.rivals import held_out, skyrl_side
 from bench.rivals.trl_settings import for_cpu, load
 from cray_agents.cli import calculator_loop
 from cray_agents.config import load_config
-from cray_agents.generation import base_version
+from cray_agents.iteration import base_version
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.server.platform_process import client, serving
@@ -93,13 +93,13 @@ def ours(method: Literal["grpo", "rft"], seed: int, limit: float, folder: Path) 
     with serving(config, model=folder / "start", name=name, ready=True) as info:
         starting = time.time() - begun
         loop.platform = client(info)
-        for generation in loop.run(size.generations):
+        for iteration in loop.run(size.iterations):
             ends.append(time.time() - begun - starting)
-            done.append(generation)
+            done.append(iteration)
             if ends[-1] > limit:
                 break
         checkpoints = asyncio.run(_checkpoints(client(info), name, config.root))
-    tokens = itertools.accumulate(generation.tokens for generation in done)
+    tokens = itertools.accumulate(iteration.tokens for iteration in done)
     points = [
         Point(
             seconds=seconds,
@@ -110,8 +110,8 @@ def ours(method: Literal["grpo", "rft"], seed: int, limit: float, folder: Path) 
     ]
     evaluating = sum(
         seconds
-        for generation in done
-        for phase, seconds in generation.seconds.items()
+        for iteration in done
+        for phase, seconds in iteration.seconds.items()
         if phase.startswith("evaluate")
     )
     return Learned(points=points, limit=limit, starting=starting, evaluating=evaluating, load=busy)

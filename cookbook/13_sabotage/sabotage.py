@@ -271,9 +271,9 @@ async def site_loop(site: Site, name: str, judged: Any) -> str:
         platform=site.platform,
     )
     try:
-        async for generation in loop.steps(2):
-            if generation.promoted and generation.generation:
-                raise WentThroughError(f"{generation.version} was promoted")
+        async for iteration in loop.steps(2):
+            if iteration.promoted and iteration.iteration:
+                raise WentThroughError(f"{iteration.version} was promoted")
     except WentThroughError:
         raise
     except Exception as error:  # noqa: BLE001
@@ -306,8 +306,8 @@ FAILURES: dict[str, tuple[Callable[[Site], Awaitable[str]], str, str]] = {
     "adapter": (adapter, "golden probe of the adapter", "logprobs on the probe"),
     "tokenizer": (tokenizer, "check of a job's inputs", "tokenizer"),
     "template": (template, "count of split runs", "several sequences"),
-    "equal": (equal, "loop, after two generations", "zero_variance"),
-    "raising": (raising, "loop, after two generations", "reward_error"),
+    "equal": (equal, "loop, after two iterations", "zero_variance"),
+    "raising": (raising, "loop, after two iterations", "reward_error"),
     "parser": (parser, "agent's count of missed calls", "were not understood"),
     "nan": (nan, "trainer, at that step", "the loss is nan"),
     "rate": (rate, "trainer, at the resume", "after the resume the schedule"),

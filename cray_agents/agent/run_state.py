@@ -51,7 +51,7 @@ class RunOptions(TypedDict, total=False):
     seed: of the sampling: the n-th model call, from 0, has seed + n.
     run_id: names the run; default: a fresh name.
     tags: the run is found again by them.
-    loop, generation, attempt: what the run is for, in a loop.
+    loop, iteration, attempt: what the run is for, in a loop.
     """
 
     context: Any
@@ -62,7 +62,7 @@ class RunOptions(TypedDict, total=False):
     run_id: str | None
     tags: Sequence[str]
     loop: str | None
-    generation: int | None
+    iteration: int | None
     attempt: int | None
 
 
@@ -320,7 +320,7 @@ def start_run(
     if session is not None and history:
         raise BadInput("give a session or a history, not both", param="history")
     tags = [*_tags(options.get("tags", ())), *([f"session:{session.id}"] if session else [])]
-    purpose = {name: options.get(name) for name in ("loop", "generation", "attempt")}
+    purpose = {name: options.get(name) for name in ("loop", "iteration", "attempt")}
     context = RunContext(
         run_id=options.get("run_id") or new_id("run"),
         agent=agent,

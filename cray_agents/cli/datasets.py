@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from cray_agents.runtime.datasets.considered_runs import ConsideredRun
 
 COLUMNS = ["id", "method", "samples", "trained_tokens", "accepted_runs", "considered_runs", "when"]
-LINES = ["run", "task", "generation", "attempt", "reward", "accepted", "reason", "detail"]
+LINES = ["run", "task", "iteration", "attempt", "reward", "accepted", "reason", "detail"]
 EXAMPLES = 3  # runs that a dry run shows for each reason
 
 DatasetId = Annotated[str, typer.Argument(help="The dataset's id, as `dataset list` shows it.")]
@@ -97,14 +97,14 @@ def build(
     """Build a training set, or find it: the same recipe over the same runs is the same set.
 
     The recipe's fields are in cray_agents/queries.py. `--where` chooses the runs; its `loop` and
-    `generation` are the recipe's own.
+    `iteration` are the recipe's own.
     """
     fields = dict(key_value(text, "set") for text in setting or ())
     fields |= {"method": method, "tokenizer": tokenizer}
     chosen = parse_where(terms).model_dump(exclude_defaults=True)
-    if (one := chosen.pop("generation", None)) is not None:
-        chosen["generations"] = [one]
-    fields |= {name: chosen.pop(name) for name in ("loop", "generations") if name in chosen}
+    if (one := chosen.pop("iteration", None)) is not None:
+        chosen["iterations"] = [one]
+    fields |= {name: chosen.pop(name) for name in ("loop", "iterations") if name in chosen}
     _build_or_plan(recipe_of(recipe, fields, chosen, held_out), dry_run=dry_run)
 
 

@@ -19,13 +19,13 @@ import typer
 from rich.console import Console
 
 from cray_agents.cli import calculator_loop
-from cray_agents.cli.generation_table import LEGEND, LoopScreen, generations_table
+from cray_agents.cli.iteration_table import LEGEND, LoopScreen, iterations_table
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.report import write_report
 from cray_agents.cli.screen import clock, console, errors, print_json
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, StoreError
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.loop.loop import Loop
 from cray_agents.platform.client import Platform
 from cray_agents.records import Run
@@ -48,9 +48,9 @@ def demo(
     control: Annotated[
         str | None, typer.Option(help="shuffled-rewards: permute the rewards among the runs.")
     ] = None,
-    generations: Annotated[
+    iterations: Annotated[
         int | None,
-        typer.Option(min=1, help="The most generations \\[default: those of the cookbook]."),
+        typer.Option(min=1, help="The most iterations \\[default: those of the cookbook]."),
     ] = None,
     scheduler: Annotated[
         str | None,
@@ -76,7 +76,7 @@ def demo(
     loop = calculator_loop.make_loop(seed, quick)
     if control:
         loop = replace(loop, control="shuffled-rewards", name=f"{loop.name}-{control}")
-    most = generations or calculator_loop.size_of("rft", quick).generations
+    most = iterations or calculator_loop.size_of("rft", quick).iterations
     with LoopScreen(f"demo, seed {seed}", most) as screen:
         loop.on_progress = screen.progress
         done, info, examples = run_demo(config, loop, most, seed, quick, screen)
@@ -104,7 +104,7 @@ def claim(path: Path, settings: dict[str, Any]) -> None:
 
 def run_demo(
     config: Config, loop: Loop, most: int, seed: int, quick: bool, screen: LoopScreen
-) -> tuple[list[Generation], dict[str, Any], list[tuple[str, Run]]]:
+) -> tuple[list[Iteration], dict[str, Any], list[tuple[str, Run]]]:
     """Run seed model, platform, warm-up and loop; steps that are done are not repeated."""
     model = config.root.root / "seed-model"
     if not model.exists():
@@ -115,15 +115,15 @@ def run_demo(
         loop.platform = client(process)
         calculator_loop.warm_up(loop, quick)
         done = []
-        for generation in loop.run(most):
-            screen.generation(generation)
-            done.append(generation)
+        for iteration in loop.run(most):
+            screen.iteration(iteration)
+            done.append(iteration)
         info, examples = asyncio.run(report_facts(client(process), loop, done))
     return done, info, examples
 
 
 async def report_facts(
-    platform: Platform, loop: Loop, done: list[Generation]
+    platform: Platform, loop: Loop, done: list[Iteration]
 ) -> tuple[dict[str, Any], list[tuple[str, Run]]]:
     """Return the platform's info and the examples of `before_and_after`; close the client."""
     try:
@@ -133,7 +133,7 @@ async def report_facts(
 
 
 async def before_and_after(
-    platform: Platform, loop: Loop, done: list[Generation], count: int = 4
+    platform: Platform, loop: Loop, done: list[Iteration], count: int = 4
 ) -> list[tuple[str, Run]]:
     """Return runs of the same test questions, before and after; most improved first."""
     ends = []
@@ -157,7 +157,7 @@ def summary(
     control: str | None,
     info: dict[str, Any],
     seconds: float,
-    done: list[Generation],
+    done: list[Iteration],
 ) -> dict[str, Any]:
     """Return the table's data as `--json` prints it. `seconds` are of this invocation."""
     return {
@@ -167,7 +167,7 @@ def summary(
         "trainer": info["trainer"],
         "scheduler": info["scheduler"],
         "seconds": round(seconds, 1),
-        "generations": [generation.model_dump(mode="json") for generation in done],
+        "iterations": [iteration.model_dump(mode="json") for iteration in done],
     }
 
 
@@ -176,7 +176,7 @@ def print_results(
     config: Config,
     loop: Loop,
     result: dict[str, Any],
-    done: list[Generation],
+    done: list[Iteration],
     examples: list[tuple[str, Run]],
 ) -> None:
     """Print the table, the report's path, and commands to try next."""
@@ -191,7 +191,7 @@ def print_results(
         "loop": loop.name,
         "home": str(config.root.root),
     }
-    screen.print(generations_table(done))
+    screen.print(iterations_table(done))
     screen.print(LEGEND, style="dim")
     first, last = done[0], done[-1]
     screen.print(

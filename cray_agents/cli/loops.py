@@ -16,13 +16,13 @@ from pydantic import ValidationError
 
 from cray_agents.agent.agent import Agent
 from cray_agents.cli.agents import platform_for
-from cray_agents.cli.generation_table import LEGEND, LoopScreen, generations_table
+from cray_agents.cli.iteration_table import LEGEND, LoopScreen, iterations_table
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import console, errors, print_json, settings
 from cray_agents.cli.user_files import find, load
 from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
-from cray_agents.generation import Generation, promoted_version
+from cray_agents.iteration import Iteration, promoted_version
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.loop import Loop
 from cray_agents.platform.client import Platform
@@ -45,7 +45,7 @@ class WatchOptions:
 def with_watch(loop: Loop, options: WatchOptions) -> Loop:
     """Return the loop with its Live changed by the options; without --watch, the loop itself.
 
-    A loop that had no Live is renamed to `<name>-live`, so that its offline generations stay those
+    A loop that had no Live is renamed to `<name>-live`, so that its offline iterations stay those
     of another loop. Raises BadInput.
     """
     if not options.watch:
@@ -66,7 +66,7 @@ def with_watch(loop: Loop, options: WatchOptions) -> Loop:
 
 async def next_update(platform: Platform, loop: str) -> int:
     """Return the number of the next update: at least 1, since 0 is the model before training."""
-    recorded = await platform.generations(loop)
+    recorded = await platform.iterations(loop)
     await platform.close()
     return max(1, len(recorded))
 
@@ -101,10 +101,10 @@ def _live(text: str, *names: str, **limits: Any) -> Any:
 
 def loop(
     file: LoopFile,
-    generations: Annotated[
+    iterations: Annotated[
         int | None,
         typer.Option(
-            min=1, help="The most generations to run \\[default: 5; with --watch without end]."
+            min=1, help="The most iterations to run \\[default: 5; with --watch without end]."
         ),
     ] = None,
     model: Annotated[
@@ -134,34 +134,34 @@ def loop(
     chosen = with_watch(find(module, "loop", Loop, file), options)
     if accept_changes:
         chosen = replace(chosen, changed="accept")
-    if generations is None:
-        generations = sys.maxsize if chosen.live is not None else 5
-    done: list[Generation] = []
+    if iterations is None:
+        iterations = sys.maxsize if chosen.live is not None else 5
+    done: list[Iteration] = []
     with platform_for(chosen.agent.model, model) as platform:
         chosen.platform = platform
         with LoopScreen(enabled=not given().json) as screen:
             chosen.on_progress = screen.progress
             if options.once:
-                generations = asyncio.run(next_update(platform, chosen.name))
-            for generation in _until_interrupted(chosen, generations):
-                screen.generation(generation)
-                done.append(generation)
+                iterations = asyncio.run(next_update(platform, chosen.name))
+            for iteration in _until_interrupted(chosen, iterations):
+                screen.iteration(iteration)
+                done.append(iteration)
     if given().json:
         print_json([g.model_dump(mode="json") for g in done])
         return
     if not done:
         return
-    console.print(generations_table(done))
+    console.print(iterations_table(done))
     console.print(LEGEND, style="dim")
-    for generation in done:
-        for remark in generation.remarks:
-            console.print(f"generation {generation.generation}: {remark}", soft_wrap=True)
+    for iteration in done:
+        for remark in iteration.remarks:
+            console.print(f"iteration {iteration.iteration}: {remark}", soft_wrap=True)
     if done[-1].stopped:
         console.print(f"stopped: {done[-1].stopped}")
     print_next_steps(chosen, done, _agent_target(module, chosen, file))
 
 
-def print_next_steps(loop: Loop, done: list[Generation], agent: str | None) -> None:
+def print_next_steps(loop: Loop, done: list[Iteration], agent: str | None) -> None:
     """Print the version that the model's name means now, and commands to try next.
 
     agent: the agent's file, as `chat` takes it; None: the agent is in no file.
@@ -186,7 +186,7 @@ def print_next_steps(loop: Loop, done: list[Generation], agent: str | None) -> N
     for purpose, command in steps.items():
         text = f"  {purpose:{width}}  cray-agents {command}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    console.print("The same command goes on from here, with --generations N for more.")
+    console.print("The same command goes on from here, with --iterations N for more.")
 
 
 def _agent_target(module: ModuleType, loop: Loop, file: Path) -> str | None:
@@ -198,10 +198,10 @@ def _agent_target(module: ModuleType, loop: Loop, file: Path) -> str | None:
     return None
 
 
-def _until_interrupted(loop: Loop, generations: int) -> Iterator[Generation]:
-    """Yield the loop's generations; Ctrl-C ends a loop that watches without losing anything."""
+def _until_interrupted(loop: Loop, iterations: int) -> Iterator[Iteration]:
+    """Yield the loop's iterations; Ctrl-C ends a loop that watches without losing anything."""
     try:
-        yield from loop.run(generations)
+        yield from loop.run(iterations)
     except KeyboardInterrupt:
         if loop.live is None:
             raise

@@ -150,7 +150,7 @@ MOVED = {
 #: Options of earlier versions that are terms of --where now.
 _TERMS = {
     "--loop": "loop=NAME",
-    "--generation": "generation=N",
+    "--generation": "iteration=N",
     "--agent": "agent=NAME",
     "--task": "task=ID",
     "--split": "split=train",

@@ -180,7 +180,7 @@ def _queue(queue: dict[str, Any] | None) -> RenderableType:
 def _loops(loops: Sequence[dict[str, Any]] | None, now: float) -> RenderableType:
     if not loops:
         return _none(loops, "no loop ran yet: `cray-agents demo` shows one")
-    table = _table("loop", "generation", "held out", "", "decision", "changed")
+    table = _table("loop", "iteration", "held out", "", "decision", "changed")
     for loop in loops:
         last = loop["last"] or {}
         success = last.get("holdout_success")
@@ -188,7 +188,7 @@ def _loops(loops: Sequence[dict[str, Any]] | None, now: float) -> RenderableType
         _add_row(
             table,
             loop["id"][:40],
-            str(last.get("generation", "-")),
+            str(last.get("iteration", "-")),
             "-" if success is None else f"{success:.1%}",
             curve([point["success"] for point in loop["holdout"]]),
             decision if last else "-",

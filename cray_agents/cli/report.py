@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cray_agents.cli.generation_table import COLUMNS, row
-from cray_agents.generation import Generation
+from cray_agents.cli.iteration_table import COLUMNS, row
+from cray_agents.iteration import Iteration
 from cray_agents.records import Run
 
 STYLE = """
@@ -31,33 +31,33 @@ dt { font-weight: 600 } dd { margin: 0 0 .4rem 1.2rem } details { margin-top: .8
 """
 
 
-def figure(generations: Sequence[Generation], title: str) -> Any:
-    """Plot held-out, test and training success by generation, and the loss of each job."""
+def figure(iterations: Sequence[Iteration], title: str) -> Any:
+    """Plot held-out, test and training success by iteration, and the loss of each job."""
     from matplotlib.figure import Figure
 
-    numbers = [g.generation for g in generations]
+    numbers = [g.iteration for g in iterations]
     picture = Figure(figsize=(9, 4), layout="constrained")
     left, right = picture.subplots(1, 2, width_ratios=[2, 1])
-    judged = [g for g in generations if g.holdout_tasks]
+    judged = [g for g in iterations if g.holdout_tasks]
     held_out = [g.holdout_success for g in judged]
-    left.plot([g.generation for g in judged], held_out, "o-", label="held-out (greedy)")
-    trained = [g for g in generations if g.runs]
+    left.plot([g.iteration for g in judged], held_out, "o-", label="held-out (greedy)")
+    trained = [g for g in iterations if g.runs]
     rates = [g.accepted_runs / g.runs for g in trained]
-    left.plot([g.generation for g in trained], rates, "s--", alpha=0.6, label="training runs (T=1)")
-    tested = [g for g in generations if g.test_success is not None]
+    left.plot([g.iteration for g in trained], rates, "s--", alpha=0.6, label="training runs (T=1)")
+    tested = [g for g in iterations if g.test_success is not None]
     left.plot(
-        [g.generation for g in tested], [g.test_success for g in tested], "*", ms=14, label="test"
+        [g.iteration for g in tested], [g.test_success for g in tested], "*", ms=14, label="test"
     )
     if rejected := [g for g in judged if not g.promoted]:
-        at = [g.generation for g in rejected]
+        at = [g.iteration for g in rejected]
         left.plot(at, [g.holdout_success for g in rejected], "kx", ms=9, label="not promoted")
-    left.set(title=title, xlabel="generation", ylabel="success", ylim=(0, 1.02), xticks=numbers)
+    left.set(title=title, xlabel="iteration", ylabel="success", ylim=(0, 1.02), xticks=numbers)
     left.grid(alpha=0.3)
     left.legend(loc="lower right", fontsize=8)
-    jobs = [g for g in generations if g.loss_last is not None]
-    right.plot([g.generation for g in jobs], [g.loss_first for g in jobs], "v-", label="first step")
-    right.plot([g.generation for g in jobs], [g.loss_last for g in jobs], "o-", label="last step")
-    right.set(title="loss of each job", xlabel="generation", ylabel="nats per token", yscale="log")
+    jobs = [g for g in iterations if g.loss_last is not None]
+    right.plot([g.iteration for g in jobs], [g.loss_first for g in jobs], "v-", label="first step")
+    right.plot([g.iteration for g in jobs], [g.loss_last for g in jobs], "o-", label="last step")
+    right.set(title="loss of each job", xlabel="iteration", ylabel="nats per token", yscale="log")
     right.grid(alpha=0.3)
     right.legend(fontsize=8)
     return picture
@@ -66,7 +66,7 @@ def figure(generations: Sequence[Generation], title: str) -> Any:
 def write_report(
     directory: Path,
     title: str,
-    generations: Sequence[Generation],
+    iterations: Sequence[Iteration],
     facts: dict[str, str],
     examples: Sequence[tuple[str, Run]],
 ) -> tuple[Path, Path]:
@@ -75,20 +75,20 @@ def write_report(
     `facts` are shown as they are; `examples` are runs with a caption, two in a row.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    picture = figure(generations, title)
+    picture = figure(iterations, title)
     png, page = directory / "report.png", directory / "report.html"
     picture.savefig(png, dpi=150)
     svg = io.StringIO()
     picture.savefig(svg, format="svg")
     drawing = svg.getvalue()
     drawing = drawing[drawing.index("<svg") :]
-    page.write_text(_page(title, generations, facts, examples, drawing), encoding="utf-8")
+    page.write_text(_page(title, iterations, facts, examples, drawing), encoding="utf-8")
     return png, page
 
 
 def _page(
     title: str,
-    generations: Sequence[Generation],
+    iterations: Sequence[Iteration],
     facts: dict[str, str],
     examples: Sequence[tuple[str, Run]],
     drawing: str,
@@ -98,7 +98,7 @@ def _page(
         f'<tr class="{"" if g.promoted else "rejected"}">'
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in row(g).values())
         + "</tr>"
-        for g in generations
+        for g in iterations
     )
     meanings = "".join(
         f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>"
@@ -112,7 +112,7 @@ def _page(
         f"<div><b>{html.escape(caption)}</b><pre>{html.escape(transcript(run))}</pre></div>"
         for caption, run in examples
     )
-    tested = [g.test_success for g in generations if g.test_success is not None]
+    tested = [g.test_success for g in iterations if g.test_success is not None]
     ends = f'<p class="figure">{tested[0]:.1%} → {tested[-1]:.1%}</p>' if len(tested) > 1 else ""
     note = '<p class="dim">success on test tasks that neither training nor promotion looked at</p>'
     return f"""<!doctype html>
@@ -120,7 +120,7 @@ def _page(
 <meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>
 <h1>{html.escape(title)}</h1>{ends}{note if ends else ""}
 {drawing}
-<h2>Generations</h2><table><tr>{head}</tr>{body}</table>
+<h2>Iterations</h2><table><tr>{head}</tr>{body}</table>
 <details><summary>What the columns mean</summary><dl>{meanings}</dl></details>
 <h2>The same questions, before and after</h2><div class="runs">{pairs}</div>
 <h2>How it was made</h2><table>{about}</table>

@@ -126,7 +126,7 @@ def stats(
     by: Annotated[
         str,
         typer.Option(
-            help="The groups, with commas: agent, model, loop, generation, split, stop_reason,"
+            help="The groups, with commas: agent, model, loop, iteration, split, stop_reason,"
             " error, task, day."
         ),
     ] = "",

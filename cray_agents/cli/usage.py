@@ -114,9 +114,9 @@ def keys(
 def cost(
     by: Annotated[
         str | None,
-        typer.Option(help="The groups: use, key, model, loop or generation \\[default: use]."),
+        typer.Option(help="The groups: use, key, model, loop or iteration \\[default: use]."),
     ] = None,
-    loop: Annotated[str | None, typer.Option(help="Count the generations of this loop.")] = None,
+    loop: Annotated[str | None, typer.Option(help="Count the iterations of this loop.")] = None,
     key: Annotated[
         str | None,
         typer.Option(help="Count this API key by day: its name or id, or `none` for no key."),
@@ -135,7 +135,7 @@ def cost(
         raise BadInput("give one of --loop, --key and --run", param="loop")
     if run is not None and (by is not None or since is not None):
         raise BadInput("--run: give it alone", param="run")
-    grouped = by or ("generation" if loop is not None else "key" if key is not None else "use")
+    grouped = by or ("iteration" if loop is not None else "key" if key is not None else "use")
     opened, prices = root(), settings().prices
     names = key_names(opened)
     query = CostQuery(
@@ -176,7 +176,7 @@ def _print_cost(table: "CostTable") -> None:
         rows = [{**_name(row), **_counts(row), **_amount(row.spent), **_ratios(row, unit)}
                 for row in lines]  # fmt: skip
         of = ["name", "runs", "succeeded"]
-        if table.by in ("loop", "generation"):
+        if table.by in ("loop", "iteration"):
             of += ["holdout", "gain"]
             columns += ["per_point"]
         show(rows, [*of, *columns, "per_success"])
@@ -202,10 +202,10 @@ def _name(row: "CostRow") -> dict[str, Any]:
     label = row.name or row.key or row.model or row.loop or "none"
     if row.id == "whole":
         return {"name": f"{label} in all"}
-    if row.generation is not None:
-        return {"name": f"generation {row.generation}"}
+    if row.iteration is not None:
+        return {"name": f"iteration {row.iteration}"}
     if row.loop and row.id.endswith(":None"):
-        return {"name": "no generation"}
+        return {"name": "no iteration"}
     return {"name": label if row.time is None else f"{label} {when(row.time)[:10]}"}
 
 

@@ -9,7 +9,7 @@
 |---|---|---|
 | loop, agent, task, split, stop_reason | = | a name |
 | model | = | `name@N`, or `name` for all its versions |
-| generation | = | a number, or several with commas: `generation=2,3` |
+| iteration | = | a number, or several with commas: `iteration=2,3` |
 | error | = | the error's type, or `*` for any error |
 | reward, seconds, turns, tokens | = < <= > >= | a number; tokens are read and sampled |
 | since, until | = | a date, or an age such as 7d, 12h or 30m |
@@ -36,7 +36,7 @@ WhereOption = Annotated[
         "--where",
         metavar="TERMS",
         help='Only runs that match all terms, as in "loop=support reward<1 tag!=judge". Fields: '
-        "loop, generation, agent, task, split, model, stop_reason, error, reward, seconds, turns, "
+        "loop, iteration, agent, task, split, model, stop_reason, error, reward, seconds, turns, "
         "tokens, since, until, tag, text.",
     ),
 ]
@@ -47,7 +47,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _NAMES = ("loop", "agent", "task", "split", "model", "stop_reason", "error", "text")
 _NUMBERS = {"reward": float, "seconds": float, "turns": int, "tokens": int}
 _TIMES = ("since", "until")
-FIELDS = ("generation", *_NAMES, *_NUMBERS, *_TIMES, "tag")
+FIELDS = ("iteration", *_NAMES, *_NUMBERS, *_TIMES, "tag")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "split": get_args(Split),
     "stop_reason": tuple(str(reason) for reason in StopReason),
@@ -94,11 +94,11 @@ def _fields_of(name: str, operator: str, value: str, place: int) -> dict[str, An
         return {"tags" if operator == "=" else "without_tags": [value]}
     if operator != "=":
         raise _refused(place, f"{name} takes = alone, not {operator}")
-    if name == "generation":
+    if name == "iteration":
         if not all(part.isdecimal() for part in value.split(",")):
-            raise _refused(place, f"generation takes numbers, as 2 or 2,3; not {value!r}")
+            raise _refused(place, f"iteration takes numbers, as 2 or 2,3; not {value!r}")
         numbers = [int(part) for part in value.split(",")]
-        return {"generation": numbers[0]} if len(numbers) == 1 else {"generations": numbers}
+        return {"iteration": numbers[0]} if len(numbers) == 1 else {"iterations": numbers}
     if name in _TIMES:
         return {name: moment(value, name, time.time(), place)}
     if name in _CHOICES and value not in _CHOICES[name]:

@@ -14,7 +14,7 @@ from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform import describe_controller
 from cray_agents.cli.screen import clock, line, print_json, root, when
 from cray_agents.errors import NotFound
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.runtime.controller_lease import LEASE, standby_notes
 from cray_agents.server.platform_process import command, fetch, owner, running
@@ -157,15 +157,15 @@ def _explain_loop(home: Home, name: str) -> Answer:
     paths = sorted(
         (p for p in folder.glob("*.json") if p.stem.isdecimal()), key=lambda p: int(p.stem)
     )
-    done = [checksums.read_record(Generation, path) for path in paths]
+    done = [checksums.read_record(Iteration, path) for path in paths]
     jobs = (job_id for job_id in job_ids(home) if not JobJournal(home, job_id).ended)
     current = [job for job in jobs if JobJournal(home, job).spec().session == name]
     if not done:
-        sentences, step, state = [f"{name} has finished no generation."], "wait", "running"
+        sentences, step, state = [f"{name} has finished no iteration."], "wait", "running"
     else:
         last = done[-1]
         state = "promoted" if last.promoted else "not promoted"
-        sentences = [f"Generation {last.generation} of {name}, {last.version}, was {state}."]
+        sentences = [f"Iteration {last.iteration} of {name}, {last.version}, was {state}."]
         step = "run the loop again: the same command goes on"
         if not last.promoted:
             sentences += _rejection(Registry(home), last)
@@ -193,7 +193,7 @@ def _explain_loop(home: Home, name: str) -> Answer:
     return answer
 
 
-def _rejection(registry: Any, last: Generation) -> list[str]:
+def _rejection(registry: Any, last: Iteration) -> list[str]:
     """Return the evidence of a rejection: of the test, and as the registry noted it."""
     sentences = []
     name, _, number = last.version.rpartition("@")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from cray_agents.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from cray_agents.generation import Generation as Generation
-    from cray_agents.generation import LoopProgress as LoopProgress
+    from cray_agents.iteration import Iteration as Iteration
+    from cray_agents.iteration import LoopProgress as LoopProgress
     from cray_agents.loop.curriculum import Curriculum as Curriculum
     from cray_agents.loop.live.schedule import Daily as Daily
     from cray_agents.loop.live.schedule import Live as Live
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = lazy_names(
     __name__,
     {
-        "generation": ["Generation", "LoopProgress"],
+        "iteration": ["Iteration", "LoopProgress"],
         "loop.curriculum": ["Curriculum"],
         "loop.live.schedule": ["Daily", "Live"],
         "loop.loop": ["Loop", "warm_up"],

@@ -1,4 +1,4 @@
-"""Collector of a generation's training runs: draws tasks in rounds, and gathers their outcomes.
+"""Collector of an iteration's training runs: draws tasks in rounds, and gathers their outcomes.
 
 Each round's draw is written into the loop's journal before its first run begins. So a restarted
 loop goes on with the same tasks, whatever has come in since. Some methods learn from how the
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.generation import Generation, base_version
+from cray_agents.iteration import Iteration, base_version
 from cray_agents.loop.curriculum import AttemptOutcome, Curriculum
 from cray_agents.loop.methods import Method, Scheduled, scheduled_at
 from cray_agents.loop.phase_timer import PhaseTimer
@@ -30,7 +30,7 @@ ROUNDS = 20  # at most
 
 @dataclass(frozen=True)
 class Collected:
-    """The runs of a generation that had ended when it closed, and how its rounds went."""
+    """The runs of an iteration that had ended when it closed, and how its rounds went."""
 
     runs: list[Run]
     zero_variance_groups: int = 0
@@ -40,7 +40,7 @@ class Collected:
     sampled_from: str | None = None
 
     def fields(self, least: float | None) -> dict[str, Any]:
-        """As fields of Generation. `least`: the least reward of a good run."""
+        """As fields of Iteration. `least`: the least reward of a good run."""
         return {
             "runs": len(self.runs),
             "accepted_runs": accepted(self.runs, 1.0 if least is None else least),
@@ -55,7 +55,7 @@ class Collected:
 
 @dataclass
 class Collector:
-    """Collector of the runs of one loop's generations.
+    """Collector of the runs of one loop's iterations.
 
     shuffle: seed of a permutation of the rewards among the runs of a round; None: true rewards.
     """
@@ -71,7 +71,7 @@ class Collector:
     _draws: dict[tuple[int, int], list[Task] | None] = field(default_factory=dict)
     _known: dict[int, list[AttemptOutcome]] = field(default_factory=dict)
 
-    async def begin(self, done: list[Generation]) -> list[Generation]:
+    async def begin(self, done: list[Iteration]) -> list[Iteration]:
         """The iterations to go on from: all of them."""
         return done
 
@@ -79,11 +79,11 @@ class Collector:
         """The givers whose rewards count in an iteration's training set; None: all."""
         return None
 
-    async def next(self, done: Sequence[Generation], last: int) -> Collected:
-        """Collect the runs of the generation after the `done` ones.
+    async def next(self, done: Sequence[Iteration], last: int) -> Collected:
+        """Collect the runs of the iteration after the `done` ones.
 
-        The decisions so far are enough for the next `max_staleness` generations too. Their runs
-        begin behind this generation's, up to generation `last`, and go on when this returns.
+        The decisions so far are enough for the next `max_staleness` iterations too. Their runs
+        begin behind this iteration's, up to iteration `last`, and go on when this returns.
         """
         number, end = len(done), self.schedule[-1].last
         last = last if end is None else min(last, end)
@@ -108,8 +108,8 @@ class Collector:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)
 
-    async def _collect(self, number: int, done: Sequence[Generation]) -> Collected:
-        """Run the agent on a generation's tasks; stored runs are not run again."""
+    async def _collect(self, number: int, done: Sequence[Iteration]) -> Collected:
+        """Run the agent on an iteration's tasks; stored runs are not run again."""
         method = scheduled_at(self.schedule, number).method
         known = self._decided(number, done)
         if not method.runs:
@@ -122,14 +122,14 @@ class Collector:
         tokens = sum(row["sampled_tokens"] for row in await self._rows(number))
         return Collected(runs, alike, resampled, 0, tokens, version.id)
 
-    async def _draw_first(self, number: int, done: Sequence[Generation]) -> None:
+    async def _draw_first(self, number: int, done: Sequence[Iteration]) -> None:
         method = scheduled_at(self.schedule, number).method
         known = self._decided(number, done)
         if method.runs:
             await self._draw(number, 0, method.tasks_per_iteration, len(known) - 1)
 
-    def _decided(self, number: int, done: Sequence[Generation]) -> Sequence[Generation]:
-        """The generations that must be decided before this one's runs may begin."""
+    def _decided(self, number: int, done: Sequence[Iteration]) -> Sequence[Iteration]:
+        """The iterations that must be decided before this one's runs may begin."""
         return done[: max(1, number - self.sampling.max_staleness)]
 
     async def _rounds(
@@ -137,8 +137,8 @@ class Collector:
     ) -> tuple[list[Run], int, int]:
         """Return the runs, the number of groups without variance, and the tasks drawn for them.
 
-        The draw depends on the outcomes of the generations up to `decided`, and on the tasks of
-        later generations.
+        The draw depends on the outcomes of the iterations up to `decided`, and on the tasks of
+        later iterations.
         """
         runs: list[Run] = []
         alike = resampled = 0
@@ -174,13 +174,13 @@ class Collector:
         self, number: int, version: ModelVersion, before: int, more: int
     ) -> Callable[[int], None]:
         def report(done: int) -> None:
-            if number == self.clock.generation:  # what goes on for later ones is not shown
+            if number == self.clock.iteration:  # what goes on for later ones is not shown
                 self.clock.report("rollouts", before + done, before + more, version.id)
 
         return report
 
-    async def _carry_on(self, number: int, done: Sequence[Generation]) -> None:
-        """Let a closed generation's stragglers go on, also after the loop was killed."""
+    async def _carry_on(self, number: int, done: Sequence[Iteration]) -> None:
+        """Let a closed iteration's stragglers go on, also after the loop was killed."""
         method = scheduled_at(self.schedule, number).method
         version = await self.rollouts.platform.version(base_version(self._decided(number, done)))
         known = {row["id"] for row in await self._rows(number)}
@@ -192,14 +192,14 @@ class Collector:
             self.rollouts.resume(requests, version, self.sampling.temperature, known)
 
     async def _rows(self, number: int) -> list[dict[str, Any]]:
-        """The index's rows of a generation's runs."""
+        """The index's rows of an iteration's runs."""
         rows = self.rollouts.platform.summaries(
-            loop=self.rollouts.loop, generation=number, split="train"
+            loop=self.rollouts.loop, iteration=number, split="train"
         )
         return [row async for row in rows]
 
     async def outcomes(self, number: int) -> list[AttemptOutcome]:
-        """The outcomes of a generation's runs so far, with the rewards that decide."""
+        """The outcomes of an iteration's runs so far, with the rewards that decide."""
         if number not in self._known:
             scored = [
                 AttemptOutcome(row["id"], row["task"], row["reward"])
@@ -276,7 +276,7 @@ class Collector:
             by_id = {task.id: task for task in self.tasks.split("train")}
             if draw and (gone := [name for name in draw["tasks"] if name not in by_id]):
                 raise BadInput(
-                    f"loop {self.rollouts.loop} drew task {gone[0]!r} for generation {number}, and "
+                    f"loop {self.rollouts.loop} drew task {gone[0]!r} for iteration {number}, and "
                     "the task set has it no more: go on with the tasks it began with",
                     param="tasks",
                 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cray_agents.errors import CrayError
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.loop.collector import Collected, Collector
 from cray_agents.loop.dataset_recipes import min_reward_for
 from cray_agents.loop.evaluator import CandidateVerdict, HoldoutEvaluator
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 class RunSource(Protocol):
     """The source of an iteration's runs: the loop itself (Collector), or live traffic."""
 
-    async def begin(self, done: list[Generation]) -> list[Generation]:
+    async def begin(self, done: list[Iteration]) -> list[Iteration]:
         """The iterations to go on from, once the next one may begin."""
 
-    async def next(self, done: Sequence[Generation], last: int) -> Collected:
+    async def next(self, done: Sequence[Iteration], last: int) -> Collected:
         """The runs of the iteration after the `done` ones; `last` is the call's last one."""
 
     async def givers(self, number: int) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Curriculum: the draw of a generation's tasks, unseen ones first, then where success is open.
+"""Curriculum: the draw of an iteration's tasks, unseen ones first, then where success is open.
 
 Groups are the values of one metadata key of the tasks (such as `level`). A group whose success rate
 is p gets a share proportional to p(1 - p) + hard(1 - p) + floor. Most is learned where the outcome
@@ -68,14 +68,14 @@ class Curriculum:
         return p * (1 - p) + self.hard * (1 - p) + self.floor
 
     def success(
-        self, groups: dict[str, Any], generations: Iterable[Iterable[AttemptOutcome]]
+        self, groups: dict[str, Any], iterations: Iterable[Iterable[AttemptOutcome]]
     ) -> dict[Any, float]:
-        """Each group's success in the newest of the generations (oldest first) that tried it.
+        """Each group's success in the newest of the iterations (oldest first) that tried it.
 
         `groups`: the group of each task, by the task's id.
         """
         successes: dict[Any, float] = {}
-        for outcomes in generations:
+        for outcomes in iterations:
             seen = defaultdict(list)
             for outcome in outcomes:
                 if outcome.task in groups:
@@ -92,14 +92,14 @@ class Curriculum:
     def choose(
         self,
         tasks: Iterable[Task],
-        generations: Sequence[Sequence[AttemptOutcome]],
+        iterations: Sequence[Sequence[AttemptOutcome]],
         count: int,
         seed: str,
         taken: Set[str] = frozenset(),
     ) -> list[Task]:
         """Draw `count` tasks (all, if there are fewer), the same for the same arguments.
 
-        generations: the outcomes so far, oldest first.
+        iterations: the outcomes so far, oldest first.
         taken: ids of tasks that count as tried, though their outcomes are not known yet.
 
         A group with too few tasks gives all it has, and the other groups fill up.
@@ -109,8 +109,8 @@ class Curriculum:
         for task in tasks:
             pools[self.group(task)].append(task)
         groups = {task.id: group for group, pool in pools.items() for task in pool}
-        success = self.success(groups, generations)
-        own = self._attempts(generations)
+        success = self.success(groups, iterations)
+        own = self._attempts(iterations)
         tried = own.keys() | taken
         for group, pool in pools.items():
             self._order(pool, own, tried, success.get(group, 0.5), generator)
@@ -156,10 +156,10 @@ class Curriculum:
         more = [task for task in pool if task.id not in names][: count - len(names)]
         return [*unseen, *again, *more]
 
-    def _attempts(self, generations: Iterable[Iterable[AttemptOutcome]]) -> dict[str, list[float]]:
-        """The success of each attempt at a task in the newest generation that tried it."""
+    def _attempts(self, iterations: Iterable[Iterable[AttemptOutcome]]) -> dict[str, list[float]]:
+        """The success of each attempt at a task in the newest iteration that tried it."""
         successes: dict[str, list[float]] = {}
-        for outcomes in generations:
+        for outcomes in iterations:
             seen = defaultdict(list)
             for outcome in outcomes:
                 seen[outcome.task].append(self._success(outcome.reward))

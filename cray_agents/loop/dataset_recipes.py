@@ -74,7 +74,7 @@ def recipe_of(
     return DatasetRecipe(
         method=method.trained_by,
         loop=loop.name,
-        generations=iterations_in_window(loop, scheduled, number),
+        iterations=iterations_in_window(loop, scheduled, number),
         step=number,
         max_uses=max_uses_per_run(loop, method),
         min_reward=min_reward_for(data, method),

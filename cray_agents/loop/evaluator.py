@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cray_agents.errors import HookError
-from cray_agents.generation import Generation, decisions_in
+from cray_agents.iteration import Iteration, decisions_in
 from cray_agents.loop.phase_timer import PhaseTimer
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts, failed_by_infrastructure, success
 from cray_agents.loop.version_gate import VersionGate
@@ -62,7 +62,7 @@ class CandidateVerdict:
         return failed or decision.difference < -decision.error
 
     def fields(self) -> dict[str, Any]:
-        """As fields of Generation."""
+        """As fields of Iteration."""
         decision = self.decision
         return {
             "promoted": self.promoted,
@@ -149,8 +149,8 @@ class HoldoutEvaluator:
 
     async def _probes(self) -> list[Task]:
         """The hidden tasks of the next decision, which the decisions on record determine."""
-        records = await self.platform.generations(self.rollouts.loop)
-        earlier = decisions_in([Generation.model_validate(record) for record in records])
+        records = await self.platform.iterations(self.rollouts.loop)
+        earlier = decisions_in([Iteration.model_validate(record) for record in records])
         return probe_tasks(self.tasks.split("holdout"), earlier, self.test)
 
     async def _incumbent(self, version: ModelVersion, guarding: list[Task]) -> dict[str, Run]:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from cray_agents.agent import user_code
 from cray_agents.agent.agent import Agent
 from cray_agents.errors import BadInput, EngineUnavailable, JobError, SwapError
-from cray_agents.generation import (
-    Generation,
+from cray_agents.iteration import (
+    Iteration,
     LoopProgress,
     base_version,
     promoted_holdout_success,
@@ -144,41 +144,41 @@ class Loop:
             )
         object.__setattr__(self, name, value)
 
-    def run(self, generations: int = 5) -> Generator[Generation, None, None]:
-        """Go on until `generations` are done or the loop stops itself; yield each as it ends.
+    def run(self, iterations: int = 5) -> Generator[Iteration, None, None]:
+        """Go on until `iterations` are done or the loop stops itself; yield each as it ends.
 
         It also works where an event loop is running, as in a notebook.
 
-        Generations that a previous call finished are yielded too, at once. Raises JobError,
+        Iterations that a previous call finished are yielded too, at once. Raises JobError,
         SwapError and EngineUnavailable from the platform. Raises BadInput for settings that differ
-        from those at the loop's start, and after a generation whose runs taught nothing (for grpo
+        from those at the loop's start, and after an iteration whose runs taught nothing (for grpo
         and dpo, after two in a row). Called again, it goes on.
         """
 
-        async def alone() -> AsyncGenerator[Generation, None]:
+        async def alone() -> AsyncGenerator[Iteration, None]:
             try:
-                async with contextlib.aclosing(self.steps(generations)) as steps:
-                    async for generation in steps:
-                        yield generation
+                async with contextlib.aclosing(self.steps(iterations)) as steps:
+                    async for iteration in steps:
+                        yield iteration
             finally:
                 self._components = None
                 await self._client.close()
 
         return user_code.iterate_sync(alone(), STOP_SECONDS)
 
-    async def steps(self, generations: int = 5) -> AsyncGenerator[Generation]:
+    async def steps(self, iterations: int = 5) -> AsyncGenerator[Iteration]:
         """`run` for those who have an event loop of their own."""
         await check_engine(self._client, self.settings.schedule)
         await self._warm_first()
         settings = settings_record(self.settings)
         await record_settings(self._client, self.name, settings, self.settings.accept_changes)
-        done = [Generation.model_validate(r) for r in await self._client.generations(self.name)]
-        for generation in done:
-            yield generation
+        done = [Iteration.model_validate(r) for r in await self._client.iterations(self.name)]
+        for iteration in done:
+            yield iteration
         reachable = True
         try:
-            while len(done) <= generations and not self._why_stopped(done):
-                done.append(await self._generate(done, generations))
+            while len(done) <= iterations and not self._why_stopped(done):
+                done.append(await self._iterate(done, iterations))
                 yield done[-1]
                 if self.live is None:
                     check_learned_something(done)
@@ -190,22 +190,22 @@ class Loop:
             if reachable:
                 await self._running().leave(self.agent.model)
 
-    async def _generate(self, done: list[Generation], generations: int) -> Generation:
-        """Make the next generation, and record it."""
+    async def _iterate(self, done: list[Iteration], iterations: int) -> Iteration:
+        """Make the next iteration, and record it."""
         number = len(done)
         await self._timer.begin(self._client, number)
-        generation = await (self._begin() if number == 0 else self._improve(done, generations))
-        stopped = self._why_stopped([*done, generation])
-        if number == generations or stopped:
-            generation = await self._measure_test(generation)
+        iteration = await (self._begin() if number == 0 else self._improve(done, iterations))
+        stopped = self._why_stopped([*done, iteration])
+        if number == iterations or stopped:
+            iteration = await self._measure_test(iteration)
         spent = await self._timer.end(self._client)
-        generation = generation.model_copy(update={"stopped": stopped, **spent})
-        record = generation.model_dump(mode="json")
-        await self._client.finish_generation(self.name, number, record)
-        return generation
+        iteration = iteration.model_copy(update={"stopped": stopped, **spent})
+        record = iteration.model_dump(mode="json")
+        await self._client.finish_iteration(self.name, number, record)
+        return iteration
 
-    async def _begin(self) -> Generation:
-        """Generation 0: measure the promoted version on held-out and test tasks.
+    async def _begin(self) -> Iteration:
+        """Iteration 0: measure the promoted version on held-out and test tasks.
 
         Where none of its runs had success, the record and a warning name the remedies.
         """
@@ -214,29 +214,29 @@ class Loop:
         holdout = await self.evaluate(version, "holdout")
         if note := cold_start(self.settings, holdout):
             log.warning(note)
-        generation = Generation(
+        iteration = Iteration(
             note=note,
-            generation=0,
+            iteration=0,
             holdout_success=success(holdout),
             holdout_tasks=len(holdout),
             version=version.id,
             job=version.job,
             probe_max_logprob_diff=proof.max_logprob_diff if proof.prompts else None,
         )
-        return await self._measure_test(generation)
+        return await self._measure_test(iteration)
 
-    async def _improve(self, done: list[Generation], generations: int) -> Generation:
-        """One generation: collect, score, build, train, prove, evaluate, promote or reject."""
+    async def _improve(self, done: list[Iteration], iterations: int) -> Iteration:
+        """One iteration: collect, score, build, train, prove, evaluate, promote or reject."""
         number, gate = len(done), self._running().gate
         done = await self._running().source.begin(done)
         parent = await self._client.version(base_version(done))
         gate.staying = promoted_version(done)
         if not gate.looked:
             await self.stage(parent)  # a swap that a killed loop began is over after this one
-        made = await self.collect(done, generations)
+        made = await self.collect(done, iterations)
         try:
             dataset = await self.build(number)
-            job = await self.train(dataset, parent, done, generations)
+            job = await self.train(dataset, parent, done, iterations)
         except (BadInput, JobError) as error:
             return record_without_update(made, done, error, live=self.live is not None)
         candidate = await self._client.register(self.agent.model, job.checkpoint or job.id)
@@ -258,26 +258,26 @@ class Loop:
             "loss_last": job.loss_last,
             "version": candidate.id,
         }
-        judged = await self._judge(candidate, done, generations)
-        generation = made.model_copy(update=trained | judged)
-        remarks = remarks_on(generation, done, self.settings)
+        judged = await self._judge(candidate, done, iterations)
+        iteration = made.model_copy(update=trained | judged)
+        remarks = remarks_on(iteration, done, self.settings)
         for remark in remarks:
-            log.warning("generation %d: %s", number, remark)
-        return generation.model_copy(update={"remarks": remarks})
+            log.warning("iteration %d: %s", number, remark)
+        return iteration.model_copy(update={"remarks": remarks})
 
     # ---- the steps
 
-    async def collect(self, done: list[Generation], last: int) -> Generation:
-        """Run the agent on the next generation's tasks; return the generation's record so far.
+    async def collect(self, done: list[Iteration], last: int) -> Iteration:
+        """Run the agent on the next iteration's tasks; return the iteration's record so far.
 
-        Stored runs are not run again. Rollouts of the generations up to `last` go on meanwhile and
+        Stored runs are not run again. Rollouts of the iterations up to `last` go on meanwhile and
         afterwards, as far as the bound on staleness lets them begin.
         """
         method = self._scheduled(len(done)).method
         with self._timer.phase("rollouts"):
             collected = await self._running().source.next(done, last)
-        return Generation(
-            generation=len(done),
+        return Iteration(
+            iteration=len(done),
             method=method.name,
             holdout_success=0.0,
             holdout_tasks=0,
@@ -305,7 +305,7 @@ class Loop:
         self,
         dataset: Mapping[str, Any],
         parent: ModelVersion,
-        done: Sequence[Generation],
+        done: Sequence[Iteration],
         last: int = 0,
     ) -> JobStatus:
         """Submit the training job, or find it, and wait for its end. Raises JobError.
@@ -337,7 +337,7 @@ class Loop:
             return await self._client.wait_for(job, report)
 
     async def _judge(
-        self, candidate: ModelVersion, done: list[Generation], last: int
+        self, candidate: ModelVersion, done: list[Iteration], last: int
     ) -> dict[str, Any]:
         """Prove, evaluate and perhaps promote a candidate; return fields of the record."""
         now, incumbent = self._scheduled(len(done)), promoted_version(done)
@@ -426,7 +426,7 @@ class Loop:
             object.__setattr__(self, "data", data)
             self.settings = replace(self.settings, data=data)
 
-    def _why_stopped(self, done: Sequence[Generation]) -> str | None:
+    def _why_stopped(self, done: Sequence[Iteration]) -> str | None:
         return why_stopped(done, self.stop) or ended(self.settings.schedule, len(done) - 1)
 
     def _scheduled(self, number: int) -> Scheduled:
@@ -442,14 +442,14 @@ class Loop:
             )
         return version
 
-    async def _measure_test(self, generation: Generation) -> Generation:
+    async def _measure_test(self, iteration: Iteration) -> Iteration:
         """Measure the version this loop would hand out on tasks that never decided anything."""
-        if generation.test_success is not None or not self.tasks.split("test"):
-            return generation
+        if iteration.test_success is not None or not self.tasks.split("test"):
+            return iteration
         version = await self._promoted()
         runs = await self.evaluate(version, "test")
         measured = {"test_success": success(runs), "test_tasks": len(runs)}
-        return generation.model_copy(update={**measured, "test_version": version.id})
+        return iteration.model_copy(update={**measured, "test_version": version.id})
 
 
 def warm_up(loop: Loop, plan: WarmUp | None = None) -> ModelVersion:

@@ -1,4 +1,4 @@
-"""Timer of a generation: progress, seconds by phase, idle share of the engine.
+"""Timer of an iteration: progress, seconds by phase, idle share of the engine.
 
 Called by loop.py, evaluator.py and collector.py.
 """
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from cray_agents.generation import LoopProgress
+from cray_agents.iteration import LoopProgress
 from cray_agents.platform.client import Platform
 
-DIRECT = ("early", "transfer")  # phases of Generation.seconds, measured by the replica
+DIRECT = ("early", "transfer")  # phases of Iteration.seconds, measured by the replica
 
 
 class PhaseTimer:
-    """A timer, started when a generation begins and read at its end.
+    """A timer, started when an iteration begins and read at its end.
 
     `on_progress` is called on every move.
     """
 
     def __init__(self, on_progress: Callable[[LoopProgress], None]) -> None:
-        self.generation = 0
+        self.iteration = 0
         self._on_progress = on_progress
         self._begun = 0.0
         self._seconds: dict[str, float] = {}
@@ -29,15 +29,15 @@ class PhaseTimer:
         self._replicas = 0
         self._turns: dict[str, float] = {}
 
-    async def begin(self, platform: Platform, generation: int) -> None:
-        """Start a generation."""
-        self.generation = generation
+    async def begin(self, platform: Platform, iteration: int) -> None:
+        """Start an iteration."""
+        self.iteration = iteration
         self._begun, self._seconds = time.monotonic(), {}
         self._busy, self._replicas = _busy(await platform.pool())
         self._turns = await platform.turns()
 
     async def end(self, platform: Platform) -> dict[str, Any]:
-        """End a generation; return its fields `seconds`, `wall`, `turns` and `idle_share`."""
+        """End an iteration; return its fields `seconds`, `wall`, `turns` and `idle_share`."""
         wall = time.monotonic() - self._begun
         busy, replicas = _busy(await platform.pool())
         idle = None
@@ -53,7 +53,7 @@ class PhaseTimer:
 
     def report(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
         """Report a move."""
-        self._on_progress(LoopProgress(self.generation, phase, done, total, note))
+        self._on_progress(LoopProgress(self.iteration, phase, done, total, note))
 
     @contextmanager
     def phase(self, name: str, note: str | None = None) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""Remarks on a generation: what its figures alone would hide. Called by loop.py."""
+"""Remarks on an iteration: what its figures alone would hide. Called by loop.py."""
 
 from collections import Counter
 from collections.abc import Sequence
 
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.loop.dataset_recipes import min_reward_for
 from cray_agents.loop.methods import Method
 from cray_agents.loop.settings import LoopSettings
@@ -30,8 +30,8 @@ def successes_by_kind(runs: Sequence[Run], loop: LoopSettings, method: Method) -
     return dict(sorted(good.items())) if len(good) <= MANY else {}
 
 
-def remarks_on(new: Generation, done: Sequence[Generation], loop: LoopSettings) -> list[str]:
-    """The remarks on a generation that trained, as sentences without a full stop."""
+def remarks_on(new: Iteration, done: Sequence[Iteration], loop: LoopSettings) -> list[str]:
+    """The remarks on an iteration that trained, as sentences without a full stop."""
     remarks, won = [], Counter[str]()
     if new.samples < SMALL or new.epochs > OFTEN:
         remarks.append(
@@ -44,8 +44,8 @@ def remarks_on(new: Generation, done: Sequence[Generation], loop: LoopSettings) 
             f"{new.demonstrations / new.samples:.0%} of the set are demonstrations, from which it "
             "learns whatever the rewards are: a loop without them shows what these teach"
         )
-    for generation in (*done, new):
-        won.update(generation.kinds)
+    for iteration in (*done, new):
+        won.update(iteration.kinds)
     if never := ", ".join(sorted(kind for kind, count in won.items() if not count)):
         remarks.append(
             f"kinds without any success so far: {never}; they need demonstrations, easier tasks or "

@@ -44,7 +44,7 @@ class RolloutRequest:
     task: Task
     scope: str
     attempt: int = 0
-    generation: int | None = None
+    iteration: int | None = None
 
 
 @dataclass(eq=False)
@@ -103,12 +103,12 @@ class Rollouts:
         self,
         split: Split,
         *,
-        generation: int | None = None,
+        iteration: int | None = None,
         version: ModelVersion | None = None,
     ) -> list[Run]:
         """Runs of this loop that are on record."""
         model = version.id if version else None
-        runs = self.platform.runs(loop=self.loop, generation=generation, split=split, model=model)
+        runs = self.platform.runs(loop=self.loop, iteration=iteration, split=split, model=model)
         return [run async for run in runs]
 
     async def run(
@@ -130,7 +130,7 @@ class Rollouts:
         final: a recorded run that the infrastructure failed stays as it is.
 
         Raises StoreError and EngineUnavailable from recording. Raises EngineUnavailable where the
-        infrastructure failed all the runs, and no recorded run of their generation or version.
+        infrastructure failed all the runs, and no recorded run of their iteration or version.
         """
         self._raise_lost()
         if not requests:
@@ -188,8 +188,8 @@ class Rollouts:
         self, requests: Sequence[RolloutRequest], version: ModelVersion
     ) -> dict[str, Run]:
         first = requests[0]
-        of = None if first.generation is not None else version
-        runs = await self.stored(first.task.split, generation=first.generation, version=of)
+        of = None if first.iteration is not None else version
+        runs = await self.stored(first.task.split, iteration=first.iteration, version=of)
         return {run.id: run for run in runs}
 
     def _start(
@@ -292,7 +292,7 @@ class Rollouts:
             item.task,
             run_id=run_id,
             loop=self.loop,
-            generation=item.generation,
+            iteration=item.iteration,
             attempt=item.attempt,
             seed=seed,
         )
@@ -337,7 +337,7 @@ def worker_spec(
         "model": agent.model,
         "task": item.task.model_dump(mode="json"),
         "loop": loop,
-        "generation": item.generation,
+        "iteration": item.iteration,
         "attempt": item.attempt,
         "sampling": {**agent.sampling, **sampling},
         "seconds": SECONDS if agent.timeout in (None, math.inf) else agent.timeout,

@@ -1,7 +1,7 @@
 """Record of a loop's settings: a loop never goes on with other settings unnoticed.
 
 A loop that is run again under its name goes on where it stopped. With other hyperparameters it
-would train the rest of its generations differently, and nobody could tell from its records. So the
+would train the rest of its iterations differently, and nobody could tell from its records. So the
 settings are entries of the loop's journal, `settings-1` first. Only `changed="accept"` adds
 another. Called by loop.py.
 """

@@ -1,6 +1,6 @@
 """Stop rules of a loop: target reached, no progress, budget used up, nothing learned.
 
-They look at the generations on record alone, so a restart changes nothing. Called by loop.py.
+They look at the iterations on record alone, so a restart changes nothing. Called by loop.py.
 """
 
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from typing import Any
 from pydantic import Field
 
 from cray_agents.errors import BadInput, JobError
-from cray_agents.generation import Generation, promoted_holdout_success
+from cray_agents.iteration import Iteration, promoted_holdout_success
 from cray_agents.loop.methods import METHODS
 from cray_agents.records import StrictRecord
 
 
 class Budget(StrictRecord):
-    """An amount after which a loop begins no further generation; None: any amount.
+    """An amount after which a loop begins no further iteration; None: any amount.
 
     Args:
-        seconds: of time, over its finished generations.
+        seconds: of time, over its finished iterations.
         runs: training runs, and those on held-out and test tasks.
         tokens: sampled in training runs.
         trainer_seconds: of its training jobs, by their own clock.
@@ -29,7 +29,7 @@ class Budget(StrictRecord):
     tokens: int | None = Field(None, gt=0)
     trainer_seconds: float | None = Field(None, gt=0)
 
-    def used_up(self, done: Sequence[Generation]) -> str | None:
+    def used_up(self, done: Sequence[Iteration]) -> str | None:
         """The limit that is used up, in words, if any."""
         used = {
             "seconds": sum(g.wall for g in done),
@@ -58,8 +58,8 @@ class Stop(StrictRecord):
     budget: Budget = Field(default_factory=Budget)
 
 
-def why_stopped(done: Sequence[Generation], stop: Stop) -> str | None:
-    """Why no further generation is begun; None: one is."""
+def why_stopped(done: Sequence[Iteration], stop: Stop) -> str | None:
+    """Why no further iteration is begun; None: one is."""
     target, patience = stop.target, stop.patience
     if not done:
         return None
@@ -74,9 +74,9 @@ def why_stopped(done: Sequence[Generation], stop: Stop) -> str | None:
 
 
 def record_without_update(
-    made: Generation, done: Sequence[Generation], error: BadInput | JobError, *, live: bool
-) -> Generation:
-    """Record a generation that produced no training data. Re-raise any other error.
+    made: Iteration, done: Sequence[Iteration], error: BadInput | JobError, *, live: bool
+) -> Iteration:
+    """Record an iteration that produced no training data. Re-raise any other error.
 
     On live traffic a failed job counts as "no update" too, because new runs will arrive.
     """
@@ -87,20 +87,20 @@ def record_without_update(
     return made.model_copy(update={"holdout_success": promoted_holdout_success(done), **note})
 
 
-def check_learned_something(done: Sequence[Generation]) -> None:
-    """Raise BadInput when nothing could be learned from the newest generation's own runs.
+def check_learned_something(done: Sequence[Iteration]) -> None:
+    """Raise BadInput when nothing could be learned from the newest iteration's own runs.
 
     A method that compares a task's attempts may go on once: the next attempts may differ more.
     """
     newest, before = done[-1], done[-2:-1]
-    if not newest.generation or newest.dataset is not None:
+    if not newest.iteration or newest.dataset is not None:
         return
     cold = f" ({done[0].note})" if done[0].note else ""
-    again = any(g.generation and g.dataset is None for g in before)
+    again = any(g.iteration and g.dataset is None for g in before)
     if not METHODS[newest.method].compares or again:
         raise BadInput(
-            f"generation {newest.generation}: {newest.note}{cold}. The same command goes on "
-            "with the next generation's tasks; Sampling(temperature=0.8) samples nearer to what "
+            f"iteration {newest.iteration}: {newest.note}{cold}. The same command goes on "
+            "with the next iteration's tasks; Sampling(temperature=0.8) samples nearer to what "
             "the model finds likely",
             code="empty_dataset",
         )

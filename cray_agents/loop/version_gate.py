@@ -1,7 +1,7 @@
 """The gate: which of a loop's model calls may go on now, by the version they are meant for.
 
 A replica holds one version. Where there is one replica, a candidate that is evaluated takes its
-place, and the rollouts of other generations are held back here: no new call begins, those in flight
+place, and the rollouts of other iterations are held back here: no new call begins, those in flight
 are drained by the pool, and each run goes on later with the version that it began with. With
 several replicas, `stage` takes a spare one and the others serve on. Made by loop.py; runs reach
 it through `GatedEngine`, the engine that rollouts.py gives to the agent.

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cray_agents.errors import BadInput, JobError
-from cray_agents.generation import LoopProgress
+from cray_agents.iteration import LoopProgress
 from cray_agents.loop.dataset_recipes import min_reward_for
 from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.loop.methods import Training
@@ -133,7 +133,7 @@ class WarmUpJobs:
         if await self._begun() and (before is None or before.plan != digest_of_plan):
             raise BadInput(
                 f"loop {self.loop.name} has begun without this warm-up, which comes before "
-                "generation 0: leave it out, or give the loop another name",
+                "iteration 0: leave it out, or give the loop another name",
                 param="warm_up",
             )
         keep: int | None
@@ -152,7 +152,7 @@ class WarmUpJobs:
         return version, keep
 
     async def run_first(self, plan: WarmUp | None) -> int | None:
-        """Before generation 0: warm up if a plan is given, and the loop has not begun.
+        """Before iteration 0: warm up if a plan is given, and the loop has not begun.
 
         Returns how many demonstrations the loop is to keep to; None: all.
         """
@@ -190,7 +190,7 @@ class WarmUpJobs:
         chosen = data.demonstrations[:count]
         recipe = DatasetRecipe(
             loop=loop.name,
-            generations=[],  # demonstrations alone, however many runs there are by now
+            iterations=[],  # demonstrations alone, however many runs there are by now
             demonstrations=[messages for messages, _ in chosen],
             demonstrations_metadata=[metadata for _, metadata in chosen],
             balance_by=data.balance_by,
@@ -249,7 +249,7 @@ class WarmUpJobs:
 
 
 def cold_start(loop: LoopSettings, runs: Sequence[Run]) -> str:
-    """A warning for generation 0 when none of its runs had success; empty if one had.
+    """A warning for iteration 0 when none of its runs had success; empty if one had.
 
     The first method learns from success alone: from a good run, or one with any reward at all. A
     loop on live traffic learns from people's rewards, whatever these runs got; distill from none.

@@ -128,7 +128,7 @@ class Platform:
     async def runs(self, *, page: int = 1000, **filters: Any) -> AsyncIterator[Run]:
         """Yield stored runs without their token lists, read `page` at a time.
 
-        The filters are those of GET /v1/trajectories: loop, generation, agent, task, split, model,
+        The filters are those of GET /v1/trajectories: loop, iteration, agent, task, split, model,
         stop_reason, min_reward, max_reward, error, since, until, text, and tag, which may be a list
         (runs with all of them); and order.
         """
@@ -433,19 +433,19 @@ class Platform:
         answer = await self._http.get(f"/rollouts/{run_id}", {"wait": seconds})
         return str(answer["state"]), int(answer["workers"])
 
-    async def generations(self, loop: str) -> list[dict[str, Any]]:
-        """Return the finished generations of a loop, in order.
+    async def iterations(self, loop: str) -> list[dict[str, Any]]:
+        """Return the finished iterations of a loop, in order.
 
         Raises Corrupt where one is damaged: a loop does not go on as if it had not been.
         """
-        answer = await self._http.get(f"/loops/{loop}/generations")
+        answer = await self._http.get(f"/loops/{loop}/iterations")
         for each in answer.get("damaged", ()):
-            raise Corrupt(f"loop {loop!r}: generation {each['id']}: {each['reason']}")
+            raise Corrupt(f"loop {loop!r}: iteration {each['id']}: {each['reason']}")
         return list(answer["data"])
 
-    async def finish_generation(self, loop: str, number: int, record: dict[str, Any]) -> None:
-        """Write a generation's record. It cannot be changed later."""
-        await self._http.post(f"/loops/{loop}/generations/{number}", record)
+    async def finish_iteration(self, loop: str, number: int, record: dict[str, Any]) -> None:
+        """Write an iteration's record. It cannot be changed later."""
+        await self._http.post(f"/loops/{loop}/iterations/{number}", record)
 
     async def remember(self, loop: str, entry: str, record: dict[str, Any]) -> bool:
         """Write an entry of a loop's journal, unless it exists; return True if it was written."""

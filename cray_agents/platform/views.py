@@ -69,7 +69,7 @@ class Views:
         return list((await self._http.get("/jobs"))["data"])
 
     async def loops(self) -> AsyncIterator[Json]:
-        """Yield the loops, newest change first, with last generation and held-out success."""
+        """Yield the loops, newest change first, with last iteration and held-out success."""
         query: Json = {"limit": 100}
         while True:
             answer = await self._http.get("/loops", query)
@@ -90,7 +90,7 @@ class Views:
     async def cost(self, **options: Any) -> Json:
         """Return what devices, energy and money went into, with what nobody used.
 
-        Options: by (use, key, model, loop, generation), key, loop, run, bucket, since, until,
+        Options: by (use, key, model, loop, iteration), key, loop, run, bucket, since, until,
         limit, after. What the lines mean is in docs/operations.md, Cost.
         """
         return await self._http.get("/cost", options)
@@ -128,26 +128,26 @@ class Views:
         """Return a job in Chrome's trace format, which Perfetto opens."""
         return await self._http.get(f"/jobs/{job_id}/timeline")
 
-    async def generation_timeline(self, loop: str, generation: int) -> Json:
-        """Return a loop's generation in Chrome's trace format, which Perfetto opens."""
-        return await self._http.get(f"/loops/{loop}/generations/{generation}/timeline")
+    async def iteration_timeline(self, loop: str, iteration: int) -> Json:
+        """Return a loop's iteration in Chrome's trace format, which Perfetto opens."""
+        return await self._http.get(f"/loops/{loop}/iterations/{iteration}/timeline")
 
-    async def generation(self, loop: str, generation: int) -> Json:
-        """Return a generation with the decision on its candidate, and the wealth after each pair.
+    async def iteration(self, loop: str, iteration: int) -> Json:
+        """Return an iteration with the decision on its candidate, and the wealth after each pair.
 
         Raises NotFound.
         """
-        return await self._http.get(f"/loops/{loop}/generations/{generation}")
+        return await self._http.get(f"/loops/{loop}/iterations/{iteration}")
 
     async def pairs(
-        self, loop: str, generation: int, at: int = 0, limit: int = 100, **options: Any
+        self, loop: str, iteration: int, at: int = 0, limit: int = 100, **options: Any
     ) -> Json:
         """Return the pairs of runs behind a decision, in their order; option: outcome.
 
         `outcome` is won, lost or even. Raises NotFound where none are noted.
         """
         query = {"at": at, "limit": limit, **options}
-        return await self._http.get(f"/loops/{loop}/generations/{generation}/pairs", query)
+        return await self._http.get(f"/loops/{loop}/iterations/{iteration}/pairs", query)
 
     async def histograms(self, dataset: str, bins: int = 24) -> Json:
         """Return distributions over a dataset: rewards, tokens, trained tokens, versions."""

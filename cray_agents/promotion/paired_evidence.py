@@ -2,7 +2,7 @@
 
 A note has the rewards and the runs of each pair in the order of their evaluation. The wealth after
 each pair follows from it. Written by loop/evaluator.py, once per decision; read by
-runtime/views/generation_evidence.py. Hidden probes are not noted: they are never reported.
+runtime/views/iteration_evidence.py. Hidden probes are not noted: they are never reported.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,9 @@ class PairedEvidence(Record):
         return wealth
 
 
-def entry_of(generation: int) -> str:
-    """Return the name of the journal's entry for a generation's decision."""
-    return f"pairs-{generation}"
+def entry_of(iteration: int) -> str:
+    """Return the name of the journal's entry for an iteration's decision."""
+    return f"pairs-{iteration}"
 
 
 def paired(pairs: Sequence[Pair], runs: dict[str, tuple[str, str]]) -> list[RunPair]:

@@ -1,4 +1,4 @@
-"""Cost table: rows of cost by key, model, loop, generation or use, for the API and the command.
+"""Cost table: rows of cost by key, model, loop, iteration or use, for the API and the command.
 
 Called by gateway/routes/keys.py and `cray-agents usage cost`. Read next: cost_account.py, which
 gives time to requests and jobs.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.errors import BadInput, CrayError, NotFound
-from cray_agents.generation import Generation, promoted_holdout_success
+from cray_agents.iteration import Iteration, promoted_holdout_success
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter
 from cray_agents.records import ModelVersion
@@ -26,17 +26,17 @@ from cray_agents.runtime.accounting.cost_account import (
 from cray_agents.runtime.accounting.holdings import HOUR, read_holdings
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.views.generation_evidence import generation_records
+from cray_agents.runtime.views.iteration_evidence import iteration_records
 from cray_agents.runtime.views.view_records import CostRequest, CostRow, CostTable
 
 POINT = 0.01  # a point of held-out success
 
 
 class LoopStep(NamedTuple):
-    """A loop and its generation; None: of no generation, as in live traffic."""
+    """A loop and its iteration; None: of no iteration, as in live traffic."""
 
     loop: str
-    generation: int | None
+    iteration: int | None
 
 
 NO_LOOP = LoopStep("", None)
@@ -44,77 +44,77 @@ NO_LOOP = LoopStep("", None)
 
 @dataclass
 class LoopGains:
-    """Held-out success of a loop: that of each generation's candidate, and what each one added."""
+    """Held-out success of a loop: that of each iteration's candidate, and what each one added."""
 
     success: dict[int, float] = field(default_factory=dict)
     gain: dict[int, float] = field(default_factory=dict)
 
     @property
     def whole_gain(self) -> float | None:
-        """The promoted version's success less that of the first one; None without a generation."""
+        """The promoted version's success less that of the first one; None without an iteration."""
         return sum(self.gain.values()) if self.gain else None
 
 
-def progress_of(records: list[Generation | None]) -> LoopGains:
+def progress_of(records: list[Iteration | None]) -> LoopGains:
     """Return the progress of a loop, by its records in order.
 
-    A generation adds the success of the version that is promoted after it, less that of the one
+    An iteration adds the success of the version that is promoted after it, less that of the one
     before; one whose candidate was rejected adds nothing.
     """
     done = [record for record in records if record is not None]
     progress = LoopGains()
     before: float | None = None
     for count, record in enumerate(done, 1):
-        progress.success[record.generation] = record.holdout_success
+        progress.success[record.iteration] = record.holdout_success
         if not any(each.promoted for each in done[:count]):
             continue
         after = promoted_holdout_success(done[:count])
-        progress.gain[record.generation] = 0.0 if before is None else after - before
+        progress.gain[record.iteration] = 0.0 if before is None else after - before
         before = after
     return progress
 
 
-def loops_of(home: Home) -> dict[str, list[Generation | None]]:
+def loops_of(home: Home) -> dict[str, list[Iteration | None]]:
     """Return the records of every loop; None for a damaged one, which GET /v1/loops names."""
     folders = [path for path in home.loops.glob("*") if path.is_dir()]
-    return {path.name: generation_records(path, []) for path in folders}
+    return {path.name: iteration_records(path, []) for path in folders}
 
 
 @dataclass
-class LoopGenerations:
-    """Generations of a loop, to find that of a job or a version.
+class LoopIterations:
+    """Iterations of a loop, to find that of a job or a version.
 
-    Runs that evaluate belong to versions, and name no generation. A version is of the generation
-    whose candidate it was. One before the first generation's is of its warm-up, and so of
-    generation 0. Any other is the candidate of the generation under way.
+    Runs that evaluate belong to versions, and name no iteration. A version is of the iteration
+    whose candidate it was. One before the first iteration's is of its warm-up, and so of
+    iteration 0. Any other is the candidate of the iteration under way.
     """
 
-    records: list[Generation | None]
+    records: list[Iteration | None]
 
     def of_version(self, version: str) -> int:
-        """Return the generation of a version."""
+        """Return the iteration of a version."""
         done = [record for record in self.records if record is not None]
         for record in done:
             if record.version == version:
-                return record.generation
+                return record.iteration
         name, number = _split(version)
         if done and name == _split(done[0].version)[0] and number < _split(done[0].version)[1]:
             return 0
         return len(self.records)
 
     def of_job(self, job: str) -> int | None:
-        """Return the generation whose record names a job; None if no record does."""
-        numbers = [r.generation for r in self.records if r is not None and r.job == job]
+        """Return the iteration whose record names a job; None if no record does."""
+        numbers = [r.iteration for r in self.records if r is not None and r.job == job]
         return numbers[0] if numbers else None
 
 
 def training_by_loop(
-    home: Home, trained: dict[str, Amount], loops: dict[str, list[Generation | None]]
+    home: Home, trained: dict[str, Amount], loops: dict[str, list[Iteration | None]]
 ) -> dict[LoopStep, Amount]:
-    """Return what jobs took by the loop and generation that they trained; ("", None): no loop's.
+    """Return what jobs took by the loop and iteration that they trained; ("", None): no loop's.
 
-    A job is of the generation whose record names it, or of that of its version, if its session
-    has the loop's name. Generation 0 may begin with a version that was trained elsewhere, so a job
+    A job is of the iteration whose record names it, or of that of its version, if its session
+    has the loop's name. Iteration 0 may begin with a version that was trained elsewhere, so a job
     that only its record names is not its own.
     """
     amounts: dict[LoopStep, Amount] = defaultdict(Amount)
@@ -122,16 +122,14 @@ def training_by_loop(
     for job, amount in trained.items():
         loop = _session_of(home, job)
         if loop not in loops:
-            named = (
-                (name, LoopGenerations(records).of_job(job)) for name, records in loops.items()
-            )
+            named = ((name, LoopIterations(records).of_job(job)) for name, records in loops.items())
             step = next((LoopStep(name, number) for name, number in named if number), NO_LOOP)
         else:
-            generations = LoopGenerations(loops[loop])
-            number = generations.of_job(job)
+            iterations = LoopIterations(loops[loop])
+            number = iterations.of_job(job)
             if number is None:
                 versions = _versions_by_job(home) if versions is None else versions
-                number = generations.of_version(versions.get(job, ""))
+                number = iterations.of_version(versions.get(job, ""))
             step = LoopStep(loop, number)
         amounts[step].add(amount)
     return amounts
@@ -164,7 +162,7 @@ def _session_of(home: Home, job: str) -> str:
         return ""
 
 
-GROUPS = ("use", "key", "model", "loop", "generation")
+GROUPS = ("use", "key", "model", "loop", "iteration")
 PAGE = 1000  # rows
 
 
@@ -247,7 +245,7 @@ def cost_rows(
 def _sums(
     home: Home, store: Store, account: CostAccount, query: CostQuery, names: dict[str, str]
 ) -> list[_Sum]:
-    if query.by in ("loop", "generation"):
+    if query.by in ("loop", "iteration"):
         return _loop_sums(home, store, account, query)
     return _request_sums(store, account, query, names)
 
@@ -270,7 +268,7 @@ def run_cost(
         "name": names.get(run.owner, run.owner),
         "model": facts.model,
         "loop": run.loop,
-        "generation": run.generation,
+        "iteration": run.iteration,
         "time": facts.started,
     }
     sums = _Sum(run_id, labels, spent, Amount(), 1, int(succeeded), prompt, sampled)
@@ -297,14 +295,14 @@ def check(query: CostQuery) -> None:
         raise BadInput(f"by {query.by[:50]!r}: give {', '.join(GROUPS)}", param="by")
     if query.bucket is not None and (query.bucket % HOUR or query.by not in ("key", "model")):
         raise BadInput("bucket: whole hours, as 1h or 1d, and only by key or model", param="bucket")
-    if query.by == "generation" and query.loop is None:
-        raise BadInput("by generation: name the loop, too", param="loop")
+    if query.by == "iteration" and query.loop is None:
+        raise BadInput("by iteration: name the loop, too", param="loop")
     if query.by == "use" and (query.key is not None or query.loop is not None):
         raise BadInput(
-            "by use is of all that was held: give by=model, or by=generation for a loop",
+            "by use is of all that was held: give by=model, or by=iteration for a loop",
             param="by",
         )
-    if query.key is not None and query.by in ("loop", "generation"):
+    if query.key is not None and query.by in ("loop", "iteration"):
         raise BadInput("a key has no loop's training: give by=key or by=model", param="by")
 
 
@@ -347,7 +345,7 @@ def _request_sums(
 
 
 def _loop_sums(home: Home, store: Store, account: CostAccount, query: CostQuery) -> list[_Sum]:
-    """Return the sums of loops, with those of no loop's runs and jobs; or of a loop's generations.
+    """Return the sums of loops, with those of no loop's runs and jobs; or of a loop's iterations.
 
     Raises NotFound.
     """
@@ -355,27 +353,27 @@ def _loop_sums(home: Home, store: Store, account: CostAccount, query: CostQuery)
     if query.loop is not None and query.loop not in loops:
         raise NotFound(f"no loop {query.loop[:200]!r}", param="loop")
     known = {loop: progress_of(records) for loop, records in loops.items()}
-    by_generation = query.by == "generation"
+    by_iteration = query.by == "iteration"
     sums: dict[LoopStep, _Sum] = {}
 
     def row_of(loop: str, number: int | None) -> _Sum:
-        step = LoopStep(loop, number if by_generation else None)
+        step = LoopStep(loop, number if by_iteration else None)
         if step not in sums:
             progress = known.get(loop, LoopGains())
             labels = {"loop": loop, "gain": progress.whole_gain}
-            if by_generation:
+            if by_iteration:
                 at = -1 if number is None else number
-                labels |= {"generation": number, "gain": progress.gain.get(at)}
+                labels |= {"iteration": number, "gain": progress.gain.get(at)}
                 labels["holdout_success"] = progress.success.get(at)
-            name = (loop or "none") + (f":{number}" if by_generation else "")
+            name = (loop or "none") + (f":{number}" if by_iteration else "")
             sums[step] = _Sum(name, labels)
         return sums[step]
 
     runs = RunFilter(since=account.since, until=account.until, loop=query.loop)
-    for row in token_rows(store, runs, ["loop", "generation", "split"]):
-        loop, number = row["loop"] or "", row["generation"]
+    for row in token_rows(store, runs, ["loop", "iteration", "split"]):
+        loop, number = row["loop"] or "", row["iteration"]
         if number is None and row["split"] != "train" and loop in loops:
-            number = LoopGenerations(loops[loop]).of_version(row["model"] or "")
+            number = LoopIterations(loops[loop]).of_version(row["model"] or "")
         row_of(loop, number).count(row, account)
     for (loop, number), amount in training_by_loop(home, account.trained, loops).items():
         if query.loop in (None, loop):

@@ -2,7 +2,7 @@
 
     run         the id; `demonstration/<n>`, from 0, for demonstrations of the recipe (in the shards
                 of dpo, `demonstration/<n>/rejected` is the rejected answer)
-    task, generation, attempt, reward      null if missing
+    task, iteration, attempt, reward      null if missing
     accepted    true if the run is in the dataset; `samples` counts its rows in the shards
     reason      the reason for leaving the run out, a key of REASONS
     detail      details of the reason: the repeated run, the held-out task, similarity, length; of
@@ -63,7 +63,7 @@ class ConsideredRun(NamedTuple):
 
     run: str
     task: str | None = None
-    generation: int | None = None
+    iteration: int | None = None
     attempt: int | None = None
     reward: float | None = None
     accepted: bool = False

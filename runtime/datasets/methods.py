@@ -1,6 +1,6 @@
 """Dataset methods: choose the runs of a task for each method (queries.DatasetRecipe).
 
-A method gets candidates in groups, in the order of task, generation and attempt. It refuses each
+A method gets candidates in groups, in the order of task, iteration and attempt. It refuses each
 candidate or gives it rows. Only runs whose `samples` it requests are read. Called by build.py.
 """
 
@@ -54,7 +54,7 @@ def settle_groups(candidates: Iterable[CandidateRun], selection: Selection) -> I
 def _groups(candidates: Iterable[CandidateRun], recipe: DatasetRecipe) -> Iterator[Group]:
     """Group the runs that are compared; others, and runs without a task, stand alone.
 
-    grpo and dpo compare runs of one task, generation and loop. sft compares runs of one task, of
+    grpo and dpo compare runs of one task, iteration and loop. sft compares runs of one task, of
     any loop, if the recipe has `best_of`.
     """
     within_loop = recipe.method in ("grpo", "dpo")
@@ -63,7 +63,7 @@ def _groups(candidates: Iterable[CandidateRun], recipe: DatasetRecipe) -> Iterat
         facts = candidate.facts
         if facts.task is None or not (within_loop or recipe.best_of is not None):
             return facts.run_id
-        return facts.task, facts.generation if within_loop else None
+        return facts.task, facts.iteration if within_loop else None
 
     for _, same in groupby(candidates, key):
         group = list(same)
@@ -185,7 +185,7 @@ class Grpo:
 
 
 class Dpo:
-    """A pair of each task and generation: the best run and the worst one, with the same prompt."""
+    """A pair of each task and iteration: the best run and the worst one, with the same prompt."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection, self._recipe = selection, selection.recipe
@@ -312,8 +312,8 @@ def group_name(candidate: CandidateRun, recipe: DatasetRecipe) -> str:
     """Return the name of a comparison group: `task/g3`, or `loop/task/g3` across loops."""
     facts = candidate.facts
     names = [facts.task or facts.run_id]
-    if facts.generation is not None:
-        names.append(f"g{facts.generation}")
+    if facts.iteration is not None:
+        names.append(f"g{facts.iteration}")
     if recipe.loop is None and facts.loop is not None:
         names.insert(0, facts.loop)
     return "/".join(names)

@@ -2,7 +2,7 @@
 
 An option without effect would misdescribe the dataset, so it is an error that names its field. A
 dataset's name is a hash of its recipe and of every sample, in order. The path of the tokenizer is
-left out, since the samples contain its tokens. Repeated and reordered generations do not matter
+left out, since the samples contain its tokens. Repeated and reordered iterations do not matter
 either. Called by build.py and, for recipes alone, by uses.py.
 """
 
@@ -112,12 +112,12 @@ def query_of(recipe: DatasetRecipe) -> RunQuery | None:
         )
     if recipe.loop is not None:
         filters["loop"] = recipe.loop
-    chosen = [set(g) for g in (recipe.generations, filters.get("generations")) if g is not None]
+    chosen = [set(g) for g in (recipe.iterations, filters.get("iterations")) if g is not None]
     if chosen:
         both = set.intersection(*chosen)
         if not both:
             return None
-        filters["generations"] = sorted(both)
+        filters["iterations"] = sorted(both)
     return RunQuery(**filters, order="task")
 
 
@@ -129,7 +129,7 @@ def recipe_name(recipe: DatasetRecipe) -> str:
 def defining_fields(recipe: DatasetRecipe) -> dict[str, Any]:
     """Return the fields of a recipe that decide the content of its dataset."""
     fields = recipe.model_dump(mode="json", exclude={"tokenizer"})
-    fields["generations"] = recipe.generations and sorted(set(recipe.generations))
+    fields["iterations"] = recipe.iterations and sorted(set(recipe.iterations))
     if recipe.discount == 1.0:
         del fields["discount"]
     # a missing key means `population`: so datasets older than this field keep their names

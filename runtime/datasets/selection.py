@@ -72,7 +72,7 @@ class CandidateRun:
         return ConsideredRun(
             self.facts.run_id,
             self.facts.task,
-            self.facts.generation,
+            self.facts.iteration,
             self.facts.attempt,
             self.reward,
             self.reason is None,

@@ -167,8 +167,8 @@ class StoredRuns:
 
 def _by_task(row: RunFacts) -> tuple[str, int, int, str]:
     """Return the key of the order `task` of a RunQuery."""
-    generation = -1 if row.generation is None else row.generation
-    return (row.task or "", generation, -1 if row.attempt is None else row.attempt, row.run_id)
+    iteration = -1 if row.iteration is None else row.iteration
+    return (row.task or "", iteration, -1 if row.attempt is None else row.attempt, row.run_id)
 
 
 class _Row(NamedTuple):

@@ -161,7 +161,7 @@ class Preparer:
         recipe = DatasetRecipe(
             method="dpo" if request.method == "dpo" else "sft",
             loop="fine_tuning",
-            generations=[],  # these examples alone, no recorded runs
+            iterations=[],  # these examples alone, no recorded runs
             demonstrations=[example.messages for example in examples],
             demonstrations_tools=[example.tools for example in examples],
             demonstrations_rejected=[e.rejected for e in examples if e.rejected is not None],

@@ -55,7 +55,7 @@ class RolloutSpec(StrictRecord):
     model: str
     task: Task
     loop: str
-    generation: Int64 | None = None
+    iteration: Int64 | None = None
     attempt: Int64 = 0
     sampling: dict[str, Any] = Field(default_factory=dict)
     seconds: float = Field(600.0, gt=0, le=7 * 86400)
@@ -292,7 +292,7 @@ class RolloutQueue:
                     "input": spec.task.input,
                     "task": spec.task,
                     "loop": spec.loop,
-                    "generation": spec.generation,
+                    "iteration": spec.iteration,
                     "attempt": spec.attempt,
                     "started": queued.begun,
                     "seconds": max(0.0, time.time() - queued.begun),

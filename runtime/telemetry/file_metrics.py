@@ -227,15 +227,15 @@ ACCOUNT = 60.0  # seconds between two readings of the ledger, which is read whol
 ACCOUNT_SHARE = 0.01  # ... of the time, at most, that they take
 MOST_LOOPS = MOST_JOBS = 20  # with series of their own: those that changed last
 MOST_BATCHES = 50  # newest ones that are counted
-_LOOP_NUMBERS = {  # a generation's fields as families
-    "generation": "Number of the last finished generation",
+_LOOP_NUMBERS = {  # an iteration's fields as families
+    "iteration": "Number of the last finished iteration",
     "holdout_success": "Mean reward on held-out tasks",
     "evidence": "Evidence that the candidate is better: the wealth of the promotion test",
-    "idle_share": "Share of the generation in which no replica had a request",
-    "wall": "Seconds of the last generation",
+    "idle_share": "Share of the iteration in which no replica had a request",
+    "wall": "Seconds of the last iteration",
     "zero_variance_groups": "Tasks whose attempts all got the same reward",
     "probe_max_logprob_diff": "Difference on the golden probe after the swap (nats)",
-    "trained_tokens": "Tokens trained on in the last generation",
+    "trained_tokens": "Tokens trained on in the last iteration",
     "loss_last": "Loss of the last step (nats)",
 }
 _RUNS = {"runs": "sampled", "accepted_runs": "kept", "failed_runs": "failed", "carried": "carried"}
@@ -328,16 +328,16 @@ class FileCollector:
             for name, about in _LOOP_NUMBERS.items()
         }
         phases = GaugeMetricFamily(
-            "cray_loop_phase_seconds", "Seconds of the last generation", labels=["loop", "phase"]
+            "cray_loop_phase_seconds", "Seconds of the last iteration", labels=["loop", "phase"]
         )
         runs = GaugeMetricFamily(
-            "cray_loop_runs", "Runs of the last generation", labels=["loop", "kind"]
+            "cray_loop_runs", "Runs of the last iteration", labels=["loop", "kind"]
         )
         decided = CounterMetricFamily(
-            "cray_loop_generations", "Finished generations", labels=["loop", "outcome"]
+            "cray_loop_iterations", "Finished iterations", labels=["loop", "outcome"]
         )
         ended = GaugeMetricFamily(
-            "cray_loop_last_generation_time", "Unix seconds of its end", labels=["loop"]
+            "cray_loop_last_iteration_time", "Unix seconds of its end", labels=["loop"]
         )
         for loop, record, promoted, rejected, at in self._loops.newest():
             for name, family in numbers.items():
@@ -411,7 +411,7 @@ def _read(reader: Callable[[], Iterator[Metric]]) -> list[Metric]:
 
 
 class _LoopRecords:
-    """The finished generations of all loops. A record never changes, and is read once."""
+    """The finished iterations of all loops. A record never changes, and is read once."""
 
     def __init__(self, home: Home) -> None:
         self._folder = home.root / "loops"

@@ -145,7 +145,7 @@ class LiveTraces:
             "gen_ai.request.model": run.model,
             "cray_agents.stop_reason": str(run.stop_reason),
             "cray_agents.loop": run.loop,
-            "cray_agents.generation": run.generation,
+            "cray_agents.iteration": run.iteration,
         }
         events = [
             SpanEvent(

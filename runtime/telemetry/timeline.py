@@ -1,6 +1,6 @@
-"""Timeline: a generation or a training job as Chrome trace JSON, which Perfetto opens.
+"""Timeline: an iteration or a training job as Chrome trace JSON, which Perfetto opens.
 
-    generation_timeline   phases of a generation, the steps of its job, its runs with their calls
+    iteration_timeline   phases of an iteration, the steps of its job, its runs with their calls
     job_timeline          attempts, steps and saves of a job, with its loss and speed as counters
 
 Both are pure functions of records. Times (`ts`, `dur`) are microseconds since `otherData.begin`, a
@@ -17,7 +17,7 @@ from cray_agents.records import Run
 Json = dict[str, Any]
 
 PHASES, JOB, RUNS = 1, 2, 3  # Perfetto's processes: groups of tracks
-MOST_RUNS = 2000  # of a generation; a larger file is slow to open
+MOST_RUNS = 2000  # of an iteration; a larger file is slow to open
 
 _COUNTERS = ("loss", "grad_norm", "tokens_per_second", "mfu", "memory_gib")
 _SPANS = {"step": "step", "saved": "save", "taken_up": "take up"}  # events with `seconds`
@@ -35,39 +35,39 @@ def job_timeline(job_id: str, events: Sequence[Mapping[str, Any]]) -> Json:
     return trace.json({"job": job_id})
 
 
-def generation_timeline(
+def iteration_timeline(
     loop: str,
-    generation: Mapping[str, Any],
+    iteration: Mapping[str, Any],
     ended: float,
     *,
     job_events: Sequence[Mapping[str, Any]] = (),
     runs: Iterable[Run] = (),
 ) -> Json:
-    """Return the timeline of a generation.
+    """Return the timeline of an iteration.
 
     Args:
         loop: its name.
-        generation: the loop's record (cray_agents/generation.py) as JSON.
+        iteration: the loop's record (cray_agents/iteration.py) as JSON.
         ended: when the record was written, in Unix seconds.
-        job_events: of the generation's job; none where it trained nothing.
-        runs: of the generation; the first `MOST_RUNS` are drawn.
+        job_events: of the iteration's job; none where it trained nothing.
+        runs: of the iteration; the first `MOST_RUNS` are drawn.
 
     A record has the seconds of its phases and not their starts. `train` begins with its job and
     `rollouts` with the first run; other phases follow each other, which `args.start` says.
     """
     trace = _Trace()
-    number = generation.get("generation", 0)
-    trace.name_process(PHASES, f"{loop} generation {number}")
+    number = iteration.get("iteration", 0)
+    trace.name_process(PHASES, f"{loop} iteration {number}")
     drawn = sorted((run for run in runs if run.started), key=lambda run: run.started)
     left_out = max(0, len(drawn) - MOST_RUNS)
-    _add_phases(trace, generation, ended, job_events, drawn)
+    _add_phases(trace, iteration, ended, job_events, drawn)
     if job_events:
-        trace.name_process(JOB, f"job {generation.get('job_id') or ''}".strip())
+        trace.name_process(JOB, f"job {iteration.get('job_id') or ''}".strip())
         _add_job(trace, job_events)
     if drawn:
         trace.name_process(RUNS, "runs")
         _add_runs(trace, drawn[:MOST_RUNS])
-    about = {"loop": loop, "generation": number, "version": generation.get("version")}
+    about = {"loop": loop, "iteration": number, "version": iteration.get("version")}
     return trace.json({**about, "runs_left_out": left_out})
 
 
@@ -116,22 +116,22 @@ class _Trace:
 
 def _add_phases(
     trace: _Trace,
-    generation: Mapping[str, Any],
+    iteration: Mapping[str, Any],
     ended: float,
     job_events: Sequence[Mapping[str, Any]],
     runs: Sequence[Run],
 ) -> None:
-    seconds: Mapping[str, float] = generation.get("seconds") or {}
-    wall = float(generation.get("wall") or sum(seconds.values()))
+    seconds: Mapping[str, float] = iteration.get("seconds") or {}
+    wall = float(iteration.get("wall") or sum(seconds.values()))
     starts = {}
     if job_events:
         starts["train"] = _begin_of(job_events[0])
     if runs:
         starts["rollouts"] = runs[0].started
-    outcome = "promoted" if generation.get("promoted") else "not promoted"
-    about = {name: generation.get(name) for name in ("version", "method", "holdout_success")}
+    outcome = "promoted" if iteration.get("promoted") else "not promoted"
+    about = {name: iteration.get(name) for name in ("version", "method", "holdout_success")}
     trace.span(outcome, (PHASES, 1), ended - wall, wall, about)
-    trace.name_track(PHASES, 1, "generation")
+    trace.name_track(PHASES, 1, "iteration")
     at = ended - wall
     for track, (name, length) in enumerate(seconds.items(), 2):
         begin = starts.get(name, at)

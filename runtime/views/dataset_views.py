@@ -364,7 +364,7 @@ class ConsideredRow(Record):
 
     run: str
     task: str | None
-    generation: int | None
+    iteration: int | None
     attempt: int | None
     reward: float | None
     accepted: bool

@@ -44,7 +44,7 @@ def health_warnings(store: Store, since: float, missing: Sequence[str]) -> Rows:
     by_loop = store.stats(which, ["loop"], percentiles=False)
     warnings = [*_missing(missing), *_tasks(since), *_damage(store), *_of_loops(by_loop, since)]
     training = RunFilter(since=since, split="train")
-    groups = store.stats(training, ["loop", "generation", "task"], percentiles=False)
+    groups = store.stats(training, ["loop", "iteration", "task"], percentiles=False)
     warnings += [*_flat_groups(groups, since), *_unparsed(store, since)]
     warnings.sort(key=lambda warning: warning.level != "error")
     return [warning.model_dump(mode="json") for warning in warnings]
@@ -102,21 +102,21 @@ def _of_loops(rows: Rows, since: float) -> list[HealthWarning]:
 
 
 def _flat_groups(rows: Rows, since: float) -> list[HealthWarning]:
-    """Tell of generations in which most tasks got the same reward at every attempt."""
+    """Tell of iterations in which most tasks got the same reward at every attempt."""
     groups: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for row in rows:
-        if row["loop"] is not None and row["generation"] is not None and row["rewarded"] > 1:
+        if row["loop"] is not None and row["iteration"] is not None and row["rewarded"] > 1:
             flat = row["min_reward"] == row["max_reward"]
-            groups[row["loop"], row["generation"]].append(flat)
+            groups[row["loop"], row["iteration"]].append(flat)
     newest = {loop: max(n for name, n in groups if name == loop) for loop, _ in groups}
     warnings = []
-    for (loop, generation), flat in groups.items():
-        if generation == newest[loop] and len(flat) >= LEAST and sum(flat) > FLAT * len(flat):
+    for (loop, iteration), flat in groups.items():
+        if iteration == newest[loop] and len(flat) >= LEAST and sum(flat) > FLAT * len(flat):
             message = (
-                f"{sum(flat)} of {len(flat)} tasks of generation {generation} of loop {loop!r} got"
+                f"{sum(flat)} of {len(flat)} tasks of iteration {iteration} of loop {loop!r} got"
                 " the same reward at every attempt: grpo learns nothing from these"
             )
-            query = {"loop": loop, "generation": generation, "since": since, "order": "task"}
+            query = {"loop": loop, "iteration": iteration, "since": since, "order": "task"}
             warnings.append(_warning("zero_variance", message, sum(flat), len(flat), loop, query))
     return warnings
 

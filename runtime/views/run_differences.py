@@ -84,7 +84,7 @@ def header(run: Run) -> list[tuple[str, str]]:
         ("model", run.model),
         ("imported", run.imported),
         ("loop", run.loop),
-        ("generation", run.generation),
+        ("iteration", run.iteration),
         ("attempt", run.attempt),
         ("tags", ", ".join(run.tags)),
         ("started", _local_time(run.started) if run.started else None),

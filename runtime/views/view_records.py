@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.promotion.paired_evidence import RunPair
 from cray_agents.promotion.sequential_test import Decision
 from cray_agents.records import Message, Record, Redaction, Reward, ToolCall, WeightChange
@@ -51,7 +51,7 @@ class QueueState(Record):
 class HoldoutPoint(Record):
     """A point of a loop's curve of held-out success."""
 
-    generation: int
+    iteration: int
     success: float
     tasks: int
     version: str
@@ -59,15 +59,15 @@ class HoldoutPoint(Record):
 
 
 class LoopSummary(Record):
-    """A loop: its last generation, and its held-out success by generation (at most 200 points).
+    """A loop: its last iteration, and its held-out success by iteration (at most 200 points).
 
-    `generations` counts the finished ones. `updated` is the time of its last record.
+    `iterations` counts the finished ones. `updated` is the time of its last record.
     """
 
     id: str
-    generations: int
+    iterations: int
     updated: float
-    last: Generation | None
+    last: Iteration | None
     holdout: list[HoldoutPoint]
 
 
@@ -94,15 +94,15 @@ class ShownDecision(Record):
     numbers: Decision | None
 
 
-class GenerationDetail(Record):
-    """A generation of a loop with the decision on its candidate, `record.version`.
+class IterationDetail(Record):
+    """An iteration of a loop with the decision on its candidate, `record.version`.
 
     `ended`: the time of its record. `incumbent`, `pairs` and `curve` are null where no pairs are
     noted: nothing was compared, or an older version compared it.
     """
 
     loop: str
-    record: Generation
+    record: Iteration
     ended: float
     decision: ShownDecision | None
     incumbent: str | None
@@ -182,11 +182,11 @@ CostUse = Literal["requests", "unattributed", "idle", "asleep", "training", "los
 
 
 class CostRow(Record):
-    """The cost of a key, a model, a loop, a generation or a use, or of these in a bucket of time.
+    """The cost of a key, a model, a loop, an iteration or a use, or of these in a bucket of time.
 
     `key` is an id, "" without one, and `name` its name. `serving` is for the tokens of its runs,
     `training` for the kept steps of its jobs, `spent` both. `succeeded`: runs with a reward of 1 or
-    more; `per_success`: `spent` for each of them. `gain`: what a generation, or all, added to the
+    more; `per_success`: `spent` for each of them. `gain`: what an iteration, or all, added to the
     held-out success of the promoted version; `per_point`: `spent` for each hundredth of it, null
     where nothing was gained.
     """
@@ -197,7 +197,7 @@ class CostRow(Record):
     name: str | None = None
     model: str | None = None
     loop: str | None = None
-    generation: int | None = None
+    iteration: int | None = None
     time: float | None = None
     runs: int = 0
     succeeded: int = 0
@@ -289,7 +289,7 @@ class StatsRow(Record):
     agent: str | None = None
     model: str | None = None
     loop: str | None = None
-    generation: int | None = None
+    iteration: int | None = None
     split: str | None = None
     stop_reason: str | None = None
     error: str | None = None

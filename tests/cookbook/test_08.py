@@ -49,14 +49,14 @@ def test_a_foreign_agent_is_trained_as_it_is(
 ) -> None:
     script = [str(ROOT / "requirements" / "environment.sh"), "foreign"]
     subprocess.run(script, check=True, capture_output=True, timeout=600)
-    size = replace(recipe.book.QUICK, per_generation=24, evaluated=36, steps=1)
+    size = replace(recipe.book.QUICK, per_iteration=24, evaluated=36, steps=1)
     engine = ScriptedEngine(say)
     with platform(tmp_path, engine, model=model, name="calc") as where:
         warmed = recipe.book.make_loop(quick=True)
         shown = warmed.data.demonstrations[:7]  # as a warm-up leaves it
         data = warmed.data.model_copy(update={"demonstrations": shown})
         warmed = replace(warmed, data=data)
-        asyncio.run(recipe.main(where, warmed, size, generations=2))
+        asyncio.run(recipe.main(where, warmed, size, iterations=2))
     told = capsys.readouterr().out
     home = Home(tmp_path)
     happened = [(event.kind, event.version) for event in Registry(home).history("calc")]
@@ -65,7 +65,7 @@ def test_a_foreign_agent_is_trained_as_it_is(
     runs = {run.id: run for run in Store(home).runs()}
     assert all(run.agent == "" and len(run.calls) == 2 for run in runs.values())
     rewarded = [run for run in runs.values() if run.rewards]
-    assert len(rewarded) == 2 * size.per_generation
+    assert len(rewarded) == 2 * size.per_iteration
     asked = {question.input for question in recipe.book.questions(0, "holdout", size.evaluated)}
     assert not asked & {run.input for run in rewarded}
     first = min(list_datasets(home).rows, key=lambda made: int(made["samples"]))

@@ -69,10 +69,10 @@ async def test_a_tool_call_and_an_answer():
     engine.version = "calc@1"
     calc = agent(engine, instructions="Calculate.", tools=[calculator], output_type=int)
     task = Task(input="What is 47 + 385?", target=432)
-    run = await calc.run(task, run_id="run_1", loop="l", generation=2, attempt=3, seed=7)
+    run = await calc.run(task, run_id="run_1", loop="l", iteration=2, attempt=3, seed=7)
 
     assert (run.output, run.stop_reason, run.error) == (432, "completed", None)
-    assert (run.id, run.loop, run.generation, run.attempt) == ("run_1", "l", 2, 3)
+    assert (run.id, run.loop, run.iteration, run.attempt) == ("run_1", "l", 2, 3)
     assert run.task == task and run.model == "calc@1"
     assert [m["role"] for m in run.trajectory.messages] == [
         "system", "user", "assistant", "tool", "assistant",

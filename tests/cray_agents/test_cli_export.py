@@ -132,7 +132,7 @@ def test_filters(home: Path, tmp_path: Path) -> None:
     assert names("--where", "task=task-000001 reward<=0") == [name_of(4), name_of(6)]
     assert names("--where", 'text="ANSWER 17 "') == [name_of(17)]
     assert names("--where", "model=m stop_reason=completed split=train") == everything
-    until = "generation=1,2 until=2023-11-14T22:13:21+00:00"
+    until = "iteration=1,2 until=2023-11-14T22:13:21+00:00"
     assert names("--where", until) == everything[:2]
     assert names("--where", "since=7d") == names("--where", "error=*") == []
     assert names("--where", "tag!=small") == []

@@ -73,7 +73,7 @@ def test_terms_choose_runs() -> None:
         "text": "two words",
         "min_turns": 3,
     }
-    assert parse_where("generation=2,3").generations == [2, 3]
+    assert parse_where("iteration=2,3").iterations == [2, 3]
     assert parse_where("reward=1 tokens<=9").model_dump(exclude_defaults=True) == {
         "min_reward": 1.0, "max_reward": 1.0, "max_tokens": 9,
     }  # fmt: skip
@@ -84,7 +84,7 @@ def test_terms_choose_runs() -> None:
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        ("lop=x", "at character 1: no field 'lop' (did you mean loop?); there are generation"),
+        ("lop=x", "at character 1: no field 'lop' (did you mean loop?); there are iteration"),
         ("loop=a reward", "at character 8: no term at 'reward'"),
         ("loop=a  loop=b", "at character 9: loop is given twice"),
         ("loop!=a", "loop takes = alone, not !="),
@@ -93,7 +93,7 @@ def test_terms_choose_runs() -> None:
         ("turns<0", "no turns can match <0"),
         ("reward>2 reward<1", "no reward can match"),
         ("split=dev", "split must be one of train, holdout, test"),
-        ("generation=x", "generation takes numbers"),
+        ("iteration=x", "iteration takes numbers"),
         ("since=soon", "since must be a date"),
         ('text="open', "no term at"),
     ],

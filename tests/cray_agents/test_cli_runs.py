@@ -128,7 +128,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rewards=[Reward(name="correct", value=1.0), Reward(name="form", value=0.5, source="judge")],
         task=task,
         loop="sums",
-        generation=2,
+        iteration=2,
         attempt=1,
         tags=["a", "b"],
         redacted=[Redaction(kind="email", count=2)],
@@ -138,7 +138,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "431",
         rewards=[Reward(name="correct", value=0.0)],
         loop="sums",
-        generation=3,
+        iteration=3,
         task=task,
         started=1_700_000_100.0,
         stop_reason=StopReason.error,
@@ -185,11 +185,11 @@ def test_lists_are_filtered_and_paged(home: Path) -> None:
     assert ids("--limit", 1, "--after", "run_b") == ["run_c"]
     assert ids("--where", "tag=a reward>=1") == [LONG_ID]
     assert ids("--where", "error=*") == ["run_b"]
-    assert ids("--where", "generation=2,3") == ["run_b", LONG_ID]
+    assert ids("--where", "iteration=2,3") == ["run_b", LONG_ID]
     assert ids("--where", 'text="IT IS [BOLD]431"') == ["run_b"]
     row = json.loads(cli("list", "--where", "tag=b", "--json", home=home))[0]
     assert (row["reward"], row["turns"], row["tokens"]) == (1.5, 2, 10)
-    assert (row["loop"], row["generation"], row["redacted"]) == ("sums", 2, True)
+    assert (row["loop"], row["iteration"], row["redacted"]) == ("sums", 2, True)
 
 
 def test_show(home: Path) -> None:
@@ -291,7 +291,7 @@ def test_stats(home: Path) -> None:
         ("calc", 2, 2), ("other", 1, 0),
     ]  # fmt: skip
     assert rows[0]["mean_reward"] == 0.75 and rows[0]["sampled_tokens"] == 8
-    (row,) = json.loads(cli("stats", "--where", "loop=sums generation=3", "--json", home=home))
+    (row,) = json.loads(cli("stats", "--where", "loop=sums iteration=3", "--json", home=home))
     assert (row["runs"], row["errors"], row["infrastructure"]) == (1, 1, 1)
     assert "mean_reward" in cli("stats", "--by", "agent,model", home=home)
 

@@ -1,4 +1,4 @@
-"""The curriculum: the tasks that a generation draws."""
+"""The curriculum: the tasks that an iteration draws."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ TASKS = [Task(input=f"{kind} {n}", metadata={"kind": kind}) for kind in "abc" fo
 GROUPS = {task.id: task.metadata["kind"] for task in TASKS}
 
 
-def generation(**success: float) -> list[AttemptOutcome]:
+def iteration(**success: float) -> list[AttemptOutcome]:
     """Ten runs of each kind, with that share of successes."""
     return [
         AttemptOutcome(task.id, task.id, float(n < 10 * success[kind]))
@@ -27,7 +27,7 @@ def test_all_kinds_alike_while_nothing_is_known() -> None:
 
 
 def test_most_from_where_the_outcome_is_open() -> None:
-    chosen = kinds(Curriculum("kind").choose(TASKS, [generation(a=1.0, b=0.5, c=0.0)], 100, "s"))
+    chosen = kinds(Curriculum("kind").choose(TASKS, [iteration(a=1.0, b=0.5, c=0.0)], 100, "s"))
     assert chosen["b"] > chosen["c"] > chosen["a"] > 0
 
 
@@ -40,12 +40,12 @@ def test_success_is_where_a_reward_lies_in_its_range() -> None:
 
 def test_a_kind_that_was_not_tried_keeps_its_rate() -> None:
     curriculum = Curriculum("kind")
-    known = curriculum.success(GROUPS, [generation(a=0.2, b=0.5), generation(b=1.0)])
+    known = curriculum.success(GROUPS, [iteration(a=0.2, b=0.5), iteration(b=1.0)])
     assert known == {"a": 0.2, "b": 1.0}
 
 
 def test_unseen_tasks_first_and_the_same_for_the_same_seed() -> None:
-    seen = [generation(a=0.5, b=0.5, c=0.5)]
+    seen = [iteration(a=0.5, b=0.5, c=0.5)]
     used = {outcome.task for outcome in seen[0]}
     curriculum = Curriculum("kind")
     chosen = curriculum.choose(TASKS, seen, 200, "s")
@@ -86,7 +86,7 @@ def test_what_others_draw_counts_as_tried() -> None:
 
 
 def test_a_share_is_revisited_while_there_are_unseen_ones() -> None:
-    seen = [generation(a=0.5, b=0.5, c=0.5)]
+    seen = [iteration(a=0.5, b=0.5, c=0.5)]
     used = {outcome.task for outcome in seen[0]}
     chosen = Curriculum("kind", revisit=0.2).choose(TASKS, seen, 60, "s")
     assert len(chosen) == 60

@@ -273,7 +273,7 @@ async def test_after_a_platform_was_killed_in_a_turn_the_next_one_serves_first(
             assert not session.has_turn or spec.id not in scheduler.on_gpus()
 
 
-async def test_a_generation_has_the_seconds_of_its_own_turns(tmp_path: Path) -> None:
+async def test_an_iteration_has_the_seconds_of_its_own_turns(tmp_path: Path) -> None:
     pools: list[Pool] = []
 
     async def beside(pool: Pool) -> None:

@@ -219,7 +219,7 @@ async def test_the_platform_gets_the_run(server):
 
     server.answer = play
     agent = Agent(name="a", tools=[calculator], engine=OpenAIEngine(server.url), output_type=int)
-    run = await agent.run("hi", run_id="run_1", loop="l", generation=1, attempt=0)
+    run = await agent.run("hi", run_id="run_1", loop="l", iteration=1, attempt=0)
     assert run.output == 432
     [event] = server.events
     assert (event["id"], event["kind"]) == (f"run_1.run.{digest(event['body'])}", "run")

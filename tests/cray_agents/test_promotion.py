@@ -151,7 +151,7 @@ def test_rewards_in_another_range() -> None:
 
 def test_hidden_probes_decide_nothing_but_can_forbid() -> None:
     test = PromotionTest()
-    hidden = [probe_tasks(TASKS, generation, test) for generation in range(4)]
+    hidden = [probe_tasks(TASKS, iteration, test) for iteration in range(4)]
     ids = [{task.id for task in part} for part in hidden]
     assert (ids[0], ids[1]) == (ids[2], ids[3]) and ids[0] and ids[1] and not ids[0] & ids[1]
     rest = {task.id for task in deciding_tasks(TASKS, test)}

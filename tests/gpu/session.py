@@ -1,7 +1,7 @@
 """Session stage: from a job handed to a training session until its candidate is ready.
 
 Trainer, local scheduler and session are those of a platform; only the dataset is made here. Each
-job starts from what the one before published, as a loop's generations do, and has to publish other
+job starts from what the one before published, as a loop's iterations do, and has to publish other
 weights: in bfloat16 a small learning rate shows only in what the optimizer keeps in float32.
 """
 

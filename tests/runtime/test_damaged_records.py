@@ -230,7 +230,7 @@ LISTED = {
     "tuning": ("/v1/fine_tuning/jobs", "fine_tuning/ftjob-*.json", "fine_tuning/ftjob-bad.json"),
     "datasets": ("/v1/datasets", "datasets/*/manifest.json", "datasets/bad"),
     "jobs": ("/v1/jobs", "jobs/job-*/spec.json", "jobs/job-bad"),
-    "generations": ("/v1/loops/faults/generations", "loops/faults/generations/0.json",
+    "iterations": ("/v1/loops/faults/iterations", "loops/faults/generations/0.json",
                     "loops/faults/generations/9.json"),
     "models": ("/v1/models", "models/m/1.json", "models/bad"),
     "keys": ("/v1/keys", "keys/key_*.json", "keys/key_bad.json"),
@@ -298,7 +298,7 @@ async def look_at_lists(
         # the record itself says what it is
         for path in ("/v1/batches/batch_bad", "/v1/files/file-bad", "/v1/datasets/bad",
                      "/v1/fine_tuning/jobs/ftjob-bad", "/v1/models/bad", "/v1/jobs/job-bad",
-                     "/v1/loops/faults/generations/9"):  # fmt: skip
+                     "/v1/loops/faults/iterations/9"):  # fmt: skip
             status, answer = await gateway.call("GET", path, headers=headers)
             assert (status, answer["error"]["code"]) == (422, "corrupt"), path
             assert path.rpartition("/")[2] in answer["error"]["message"]
@@ -311,7 +311,7 @@ async def look_at_lists(
 
 async def check_pages(gateway: Gateway, path: str, headers: dict[str, str], ids: list[Any]) -> None:
     """Walk a list record by record: the same ones come, in the same order."""
-    if path in ("/v1/models", "/api/v1/training_runs", "/v1/loops/faults/generations"):
+    if path in ("/v1/models", "/api/v1/training_runs", "/v1/loops/faults/iterations"):
         return
     walked, after = [], ""
     while True:

@@ -95,10 +95,10 @@ async def test_no_event_carries_a_reward_that_is_no_number(gateway: Gateway, run
             code = "invalid_value" if wrong["value"] == 1 else "reward_refused"
             assert (status, refused["error"]["code"]) == (400, code), event
     far = {"events": [{"kind": "run", "body": {
-        "agent": "a", "model": "m", "input": "x", "stop_reason": "completed", "generation": 2**70,
+        "agent": "a", "model": "m", "input": "x", "stop_reason": "completed", "iteration": 2**70,
     }}]}  # fmt: skip
     status, refused = await gateway.call("POST", path, json=far)
-    assert status == 400 and "body.generation" in refused["error"]["message"]
+    assert status == 400 and "body.iteration" in refused["error"]["message"]
     assert (await gateway.call("GET", "/v1/trajectories"))[0] == 200  # the index goes on
     huge = b'{"events": [{"kind": "reward", "body": {"name": "r", "value": 1e999}}]}'
     assert (await gateway.call("POST", path, data=huge))[0] == 400

@@ -128,7 +128,7 @@ async def test_trajectories_page_and_join(gateway: Gateway) -> None:
             "input": "a b",
             "stop_reason": "completed",
             "loop": "l",
-            "generation": number // 3,
+            "iteration": number // 3,
             "trajectory": {"turns": [{"call_id": chat.id}]},
         }
         events = [
@@ -151,7 +151,7 @@ async def test_trajectories_page_and_join(gateway: Gateway) -> None:
     assert [run["id"] for run in seen] == [f"run_{n}" for n in range(5)]
     assert seen[0]["trajectory"]["turns"][0]["call"]["token_ids"] == []
     assert (seen[0]["reward"], seen[0]["usage"]["completion_tokens"]) == (1.0, 3)
-    _, page = await gateway.call("GET", "/v1/trajectories?generation=1&tokens=true")
+    _, page = await gateway.call("GET", "/v1/trajectories?iteration=1&tokens=true")
     assert [run["id"] for run in page["data"]] == ["run_3", "run_4"]
     assert page["data"][0]["trajectory"]["turns"][0]["call"]["token_ids"] == list(b"a b")
     _, run = await gateway.call("GET", "/v1/trajectories/run_4")
@@ -364,9 +364,9 @@ async def test_a_job_that_starts_afresh_needs_no_weights(gateway: Gateway, tmp_p
 
 async def test_loops_keep_the_first_record(gateway: Gateway) -> None:
     for number, value in ((1, "a"), (0, "b"), (1, "c")):
-        path = f"/v1/loops/l/generations/{number}"
+        path = f"/v1/loops/l/iterations/{number}"
         assert (await gateway.call("POST", path, json={"value": value}))[0] == 200
-    _, answer = await gateway.call("GET", "/v1/loops/l/generations")
+    _, answer = await gateway.call("GET", "/v1/loops/l/iterations")
     assert answer == {"data": [{"value": "b"}, {"value": "a"}]}
 
 

@@ -127,7 +127,7 @@ async def test_no_api_adds_a_call_to_anothers_run(site: Site, api: Any) -> None:
 @pytest.mark.parametrize(
     ("claim", "param"),
     [
-        ({"loop": "calc-loop", "generation": 1}, "loop"),
+        ({"loop": "calc-loop", "iteration": 1}, "loop"),
         ({"imported": "openai"}, "imported"),
         ({"task": {"input": "2+2?", "split": "holdout"}}, "task.split"),
         ({"task": {"input": "2+2?", "split": "test"}}, "task.split"),

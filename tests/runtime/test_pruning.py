@@ -18,7 +18,7 @@ import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import NotFound
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import durable
@@ -82,9 +82,9 @@ class Site:
         )
         return made.number
 
-    def generation(self, number: int, version: int, loop: str = "l", **more: Any) -> None:
-        record = Generation(
-            generation=number, holdout_success=0, holdout_tasks=0, version=f"calc@{version}", **more
+    def iteration(self, number: int, version: int, loop: str = "l", **more: Any) -> None:
+        record = Iteration(
+            iteration=number, holdout_success=0, holdout_tasks=0, version=f"calc@{version}", **more
         )
         path = self.home.loop(loop) / "generations" / f"{number}.json"
         durable.create_file(path, canonical(record.model_dump(mode="json")))
@@ -248,28 +248,28 @@ def test_a_canary_and_what_an_adapter_is_over_stay(site: Site, trained_on: bool)
 
 
 def test_a_loop_finds_what_it_goes_on_from(site: Site) -> None:
-    """Candidates that were passed on unpromoted, a generation that is under way, two loops."""
-    site.generation(0, 1)
+    """Candidates that were passed on unpromoted, an iteration that is under way, two loops."""
+    site.iteration(0, 1)
     for step in (1, 2, 3):
         number = site.make(step, step)
-        site.generation(step, number, promoted=False, onward=f"calc@{number}")
-    candidate = site.make(4, 4)  # its generation has no record yet
+        site.iteration(step, number, promoted=False, onward=f"calc@{number}")
+    candidate = site.make(4, 4)  # its iteration has no record yet
     newest = site.make(1, None)
     assert (candidate, newest) == (5, 6)
     done = site.prune()
     assert (site.left, site.points) == ([1, 4, 5, 6], [4, 5, 6])
     assert done.kept["calc@4"] == "loop l goes on from it"
-    assert done.kept["calc@5"] == "generation 4 of loop l has not ended"
-    site.generation(4, candidate, promoted=False)  # rejected: it goes on from the promoted one
+    assert done.kept["calc@5"] == "iteration 4 of loop l has not ended"
+    site.iteration(4, candidate, promoted=False)  # rejected: it goes on from the promoted one
     site.prune()
     assert site.left == [1, 6]
 
 
 def test_a_loop_that_samples_from_older_versions_finds_them(site: Site) -> None:
-    site.generation(0, 1)
+    site.iteration(0, 1)
     for step in (1, 2, 3, 4):
         number = site.make(step, step)
-        site.generation(step, number, promoted=False, onward=f"calc@{number}")
+        site.iteration(step, number, promoted=False, onward=f"calc@{number}")
     path = site.home.loop("l") / "journal" / "settings-1.json"
     durable.create_file(path, canonical({"sampling": {"max_staleness": 2}}))
     site.prune()
@@ -281,7 +281,7 @@ def test_teachers_of_jobs_and_loops_stay(site: Site) -> None:
     taught = {"teacher": str(site.folder(2)), "teacher_sha256": "0" * 64}
     later = ScriptedTrainer(site.home, by_hand=True)
     job = later.submit(site.spec(5, "later", method="distill", **taught))
-    path = site.home.loop("l") / "journal" / "settings-1.json"  # it has no generation yet
+    path = site.home.loop("l") / "journal" / "settings-1.json"  # it has no iteration yet
     durable.create_file(path, canonical({"stages": {"1": {"teacher": "calc@3"}, "9": {}}}))
     done = site.prune()
     assert site.left == [1, 2, 3, 5]

@@ -19,7 +19,7 @@ SPEC: dict[str, Any] = {
     "model": "calc@1",
     "task": {"input": "What is 1 + 1?", "target": "2"},
     "loop": "l",
-    "generation": 1,
+    "iteration": 1,
     "seconds": 60,
 }
 WORKER = {"environment": "sums", "worker": "w"}
@@ -68,7 +68,7 @@ async def test_a_run_is_leased_once_and_its_end_recorded_once(tmp_path: Path) ->
         assert await post(gateway, "", SPEC) == {"state": "done"}
         run = stored(gateway)
         rows = (await gateway.call("GET", PATH))[1]["data"]
-    assert (run.reward, run.loop, run.generation, run.target) == (1.0, "l", 1, "2")
+    assert (run.reward, run.loop, run.iteration, run.target) == (1.0, "l", 1, "2")
     assert [len(call.token_ids) > 0 for call in run.calls] == [True]
     assert run.output == "1 + 1" and run.rewards[0].source == "environment"
     assert {row["environment"]: row["queued"] for row in rows} == {"sums": 0, "x": 0}

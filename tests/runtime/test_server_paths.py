@@ -57,7 +57,7 @@ async def test_no_route_tells_where_its_files_are(gateway: Gateway, tmp_path: Pa
         ("POST", CHAT, {"json": body}),
         ("POST", f"/v1/trajectories/{run_id}/rewards", {"json": {"value": 1}}),
         ("POST", "/v1/loops/l/journal/e", {"json": {}}),
-        ("POST", "/v1/loops/l/generations/1", {"json": {}}),
+        ("POST", "/v1/loops/l/iterations/1", {"json": {}}),
         ("POST", "/v1/uploads", {"json": upload}),
         ("POST", "/v1/models/m/versions", {"json": {"checkpoint": "ckpt-none"}}),
         ("GET", "/v1/models/none/lineage", {}),

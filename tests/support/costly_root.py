@@ -100,7 +100,7 @@ def write_loop(home: Home) -> None:
         ((0.2, True, "job-warm"), (0.3, True, "job-one"), (0.25, False, None))
     ):
         record = {
-            "generation": number, "holdout_success": success, "holdout_tasks": 10,
+            "iteration": number, "holdout_success": success, "holdout_tasks": 10,
             "version": f"m@{number + 1}", "promoted": promoted, "job": job,
         }  # fmt: skip
         put(home.loop("loop") / "generations" / f"{number}.json", record)
@@ -115,7 +115,7 @@ async def write_runs(store: Store) -> None:
     runs = [
         run_events("mine", 1.1, 20, 20, owner="key_1", reward=1.0),
         run_events("theirs", 1.2, 40, 15, owner="key_2", reward=0.0),
-        run_events("train", 1.3, 20, 15, reward=1.0, loop="loop", generation=1),
+        run_events("train", 1.3, 20, 15, reward=1.0, loop="loop", iteration=1),
         run_events("held", 1.4, 60, 15, reward=1.0, split="holdout", model="m@2", loop="loop"),
         run_events("early", -5.0, 1000, 1000),
     ]

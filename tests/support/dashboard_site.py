@@ -17,7 +17,7 @@ import openai
 
 from cray_agents import GRPO, Agent, Platform, PromotionTest, Run, Task
 from cray_agents.config.price_section import PriceSettings
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.records import Trajectory
 from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_ledger
@@ -48,7 +48,7 @@ HOSTILE = {
 }
 LONG_RUN, LONG_TURNS = "run-long", 120
 IMPORTED = "run-imported"  # without a recorded call, with tool calls, without a reward
-LOOP = "lucky"  # of two generations: the first promotes, the second does not
+LOOP = "lucky"  # of two iterations: the first promotes, the second does not
 BATCH_LINES, BAD_LINES = 12, 2
 
 
@@ -70,8 +70,8 @@ async def _fill(site: Platform, home: Path) -> None:
     await _train(site, Home(home))
     await _batch(site, home)
     for number in range(3):
-        record = Generation(
-            generation=number,
+        record = Iteration(
+            iteration=number,
             holdout_success=0.2 + 0.3 * number,
             holdout_tasks=50,
             version="m@1",
@@ -80,7 +80,7 @@ async def _fill(site: Platform, home: Path) -> None:
             seconds={"collect": 4.0, "train": 9.0},
             wall=20.0,
         )
-        await site.finish_generation("sums", number, record.model_dump(mode="json"))
+        await site.finish_iteration("sums", number, record.model_dump(mode="json"))
 
 
 async def _agents(site: Platform) -> None:
@@ -104,7 +104,7 @@ async def _agents(site: Platform) -> None:
                 task,
                 run_id=f"run-{number}-{attempt}",
                 loop="sums",
-                generation=number % 3,
+                iteration=number % 3,
                 attempt=attempt,
             )
             right = f" {task.target}." in str(run.output)
@@ -140,14 +140,14 @@ async def _demonstrations(site: Platform, tokenizer: Path) -> None:
     """A dataset of a demonstration alone, rendered with a tokenizer that its recipe names."""
     said = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
     make_seed_model(tokenizer, seed=0, corpus=["system user assistant What is 2 + 2? 4"] * 3)
-    recipe = DatasetRecipe(demonstrations=[said], generations=[], tokenizer=str(tokenizer))
+    recipe = DatasetRecipe(demonstrations=[said], iterations=[], tokenizer=str(tokenizer))
     await site.build_dataset(recipe)
 
 
 async def _train(site: Platform, home: Home) -> None:
     """A dataset of good runs, a job on it with samples of two nodes, and one that still waits."""
     dataset = await site.build_dataset(DatasetRecipe(method="sft", loop="sums"))
-    await site.build_dataset(DatasetRecipe(method="sft", loop="sums", generations=[0, 1]))
+    await site.build_dataset(DatasetRecipe(method="sft", loop="sums", iterations=[0, 1]))
     steps = Hyperparameters(steps=3)
     job = await site.submit_job(dataset=dataset["id"], parent="m@1", hyperparameters=steps)
     await site.wait_for(job, lambda status: None)
@@ -179,7 +179,7 @@ def _sample_hardware(home: Home, job_id: str) -> None:
 
 
 def _loop(site: Platform) -> None:
-    """Two generations of a loop with a real decision each; what served before serves again."""
+    """Two iterations of a loop with a real decision each; what served before serves again."""
     test = PromotionTest(hidden=0.2, batch=16, guard="kind")
     tasks = some_tasks(train=24)
     for number, task in enumerate(tasks):

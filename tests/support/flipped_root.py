@@ -13,7 +13,7 @@ import orjson
 
 from cray_agents.cli import demo
 from cray_agents.errors import Corrupt
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import HeldOut, canonical
@@ -147,7 +147,7 @@ async def _runs(home: Home) -> None:
 
 
 def _loop(home: Home) -> None:
-    """What a loop keeps: a training set of a step, its journal, a generation."""
+    """What a loop keeps: a training set of a step, its journal, an iteration."""
     recipe = DatasetRecipe(loop="faults", step=1, validation=0.2)
     store = Store(home)
     build_dataset(store, home, recipe)
@@ -156,8 +156,8 @@ def _loop(home: Home) -> None:
     for place, record in {
         "journal/held-0123": held.model_dump(mode="json"),
         "journal/settings-1": {"staleness": 1},
-        "generations/0": Generation(
-            generation=0, holdout_success=0.5, holdout_tasks=1, version="m@1"
+        "generations/0": Iteration(
+            iteration=0, holdout_success=0.5, holdout_tasks=1, version="m@1"
         ).model_dump(mode="json"),
     }.items():
         durable.create_file(home.loop("faults") / f"{place}.json", loops.text_of(record))
@@ -314,7 +314,7 @@ def readers(home: Home) -> dict[str, Reader]:
         "ledger": lambda h: _all([one for lines in read_ledger(h.ledger) for one in lines]),
         "demo": lambda h: demo.claim(h.root / "demo.json", {"seed": 1}),
         "held out": lambda h: list(_journal_texts(h, "faults")),
-        "generations": lambda h: [
+        "iterations": lambda h: [
             checksums.read_json(p) for p in _in(h.loop("faults") / "generations", "*.json")
         ],
         "journal": lambda h: list(map(loops.recall, _in(h.loop("faults") / "journal", "*.json"))),

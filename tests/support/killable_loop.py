@@ -1,7 +1,7 @@
 """A loop whose outcomes follow from its names alone, in this process or in ones that can be killed.
 
     python -m tests.support.killable_loop gateway HOME PORT    a scripted platform
-    python -m tests.support.killable_loop loop URL KIND OUT    a loop on it; generations as JSON
+    python -m tests.support.killable_loop loop URL KIND OUT    a loop on it; iterations as JSON
     python -m tests.support.killable_loop users URL            the traffic that live training takes
 
 What a run says follows from its id, and whether it succeeds from its task, attempt and version:
@@ -23,7 +23,7 @@ from cray_agents import GRPO, KTO, Agent, Loop, PromotionTest, Task, TaskSet, Tr
 from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.run_context import RunContext
 from cray_agents.errors import NotFound
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.loop.live.schedule import Live
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "async": {"method": GRPO, "group_size": 3, "max_staleness": 1},
     "watch": {"method": KTO, "live": Live(runs=8, most=8, poll=0.05)},
 }
-GENERATIONS = 3
+ITERATIONS = 3
 
 
 @reward
@@ -93,9 +93,9 @@ def echo(request: dict[str, Any]) -> str:
     return f"{request['messages'][-1]['content']} {request.get('user')}"
 
 
-def shape(generations: list[Generation]) -> list[dict[str, Any]]:
+def shape(iterations: list[Iteration]) -> list[dict[str, Any]]:
     """Everything but what depends on the clock."""
-    return [g.model_dump(mode="json", exclude=CLOCKS) for g in generations]
+    return [g.model_dump(mode="json", exclude=CLOCKS) for g in iterations]
 
 
 async def serve(home: Home, port: int) -> None:
@@ -138,7 +138,7 @@ def live(url: str) -> None:
                         return reply.raise_for_status().json()
                 time.sleep(0.05)
 
-        for update in range(1, GENERATIONS + 1):
+        for update in range(1, ITERATIONS + 1):
             values = [0.0, 1.0] * 4
             random.Random(update).shuffle(values)
             for number, value in enumerate(values):
@@ -147,7 +147,7 @@ def live(url: str) -> None:
                 headers = {"X-Run-Id": run, "Idempotency-Key": run}
                 told("POST", "chat/completions", json=asked, headers=headers)
                 told("POST", f"trajectories/{run}/rewards", json={"value": value})
-            while len(told("GET", "loops/loop/generations")["data"]) <= update:
+            while len(told("GET", "loops/loop/iterations")["data"]) <= update:
                 time.sleep(0.05)
 
 
@@ -161,7 +161,7 @@ def main() -> None:
         uvloop.run(serve(Home(Path(sys.argv[2])), int(sys.argv[3])))
         return
     url, kind, out = sys.argv[2:]
-    done = list(site_loop(platform=Platform(url), **KINDS[kind]).run(GENERATIONS))
+    done = list(site_loop(platform=Platform(url), **KINDS[kind]).run(ITERATIONS))
     Path(out).write_text(json.dumps(shape(done)))
 
 

@@ -38,16 +38,16 @@ def put(path: Path, *records: dict[str, Any]) -> None:
 
 
 def write_loop_and_jobs(home: Home) -> None:
-    """Loop `calc` with two generations, job-1 that runs, job-2 that failed."""
-    generations = home.loop("calc") / "generations"
-    record = {"generation": 0, "promoted": True, "holdout_success": 0.25, "version": "calc@1"}
-    put(generations / "0.json", record)
+    """Loop `calc` with two iterations, job-1 that runs, job-2 that failed."""
+    iterations = home.loop("calc") / "generations"
+    record = {"iteration": 0, "promoted": True, "holdout_success": 0.25, "version": "calc@1"}
+    put(iterations / "0.json", record)
     later = {
-        "generation": 1, "promoted": False, "holdout_success": 0.5, "runs": 8, "accepted_runs": 3,
+        "iteration": 1, "promoted": False, "holdout_success": 0.5, "runs": 8, "accepted_runs": 3,
         "seconds": {"train": 4.0}, "evidence": 1.5, "idle_share": 0.25, "wall": 9.0,
         "zero_variance_groups": 2, "trained_tokens": 100, "loss_last": None,
     }  # fmt: skip
-    put(generations / "1.json", record | later)
+    put(iterations / "1.json", record | later)
     put(home.job("job-1") / "spec.json", {})
     put(home.job("job-1") / "attempts" / "1", {})
     put(

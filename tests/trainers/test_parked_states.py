@@ -230,17 +230,17 @@ def test_interleaved_loops_end_as_each_alone(lab: Any, tmp_path: Path) -> None:
 def loops(
     lab: Any, train: Callable[[JobSpec], JobJournal]
 ) -> list[tuple[JobJournal, dict[str, str]]]:
-    """Two generations of three loops in turns; returns the jobs with their checkpoints' files."""
+    """Two iterations of three loops in turns; returns the jobs with their checkpoints' files."""
     adapters = {"dtype": "bfloat16", "lora": {"rank": 2}}
     kinds: list[Any] = [("qwen3-tied", {}), ("qwen3-x", {}), ("qwen3-x", adapters)]
     lab.dataset()
     made: list[tuple[JobJournal, dict[str, str]]] = []
-    for generation in range(2):
+    for iteration in range(2):
         for first, hyper in kinds:
-            before = made[-len(kinds)][0].job_id if generation else None
+            before = made[-len(kinds)][0].job_id if iteration else None
             parent = lab.home.checkpoint(before) if before else first
             spec = lab.spec(
-                parent, hyper={**hyper, "steps": 2, "seed": generation}, optimizer_from=before
+                parent, hyper={**hyper, "steps": 2, "seed": iteration}, optimizer_from=before
             )
             job = train(spec)
             assert job.status().state == "succeeded", (job.status(), job.log_tail())

@@ -5,7 +5,7 @@
 
 All other steps are the loop's own: build, train, prove, evaluate, promote. `take` waits until an
 update is due. It writes the update's runs and parent version into the journal once, as `take-<n>`.
-Then each of these runs becomes a run of this loop and generation, of split `train`. So a loop that
+Then each of these runs becomes a run of this loop and iteration, of split `train`. So a loop that
 was killed anywhere goes on with the same runs. A run is used in one update only, even if it is
 rewarded again later. If nothing can be learned from an update's runs, or its job fails, the record
 says so, and the loop waits for the next update.
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.generation import Generation, promoted_version
+from cray_agents.iteration import Iteration, promoted_version
 from cray_agents.loop.collector import Collected
 from cray_agents.loop.live.schedule import Live, Update, held_back, is_due
 from cray_agents.loop.phase_timer import PhaseTimer
@@ -67,8 +67,8 @@ class LiveTraffic:
         default_factory=Counter
     )  # rewards left out at the last look, by giver
 
-    async def begin(self, done: Sequence[Generation]) -> list[Generation]:
-        """Wait for the next update's runs, and take them; return the generations to go on from.
+    async def begin(self, done: Sequence[Iteration]) -> list[Iteration]:
+        """Wait for the next update's runs, and take them; return the iterations to go on from.
 
         These are `done`, unless somebody else promoted or rolled back since: then the last one
         counts as having promoted the present version. Raises BadInput where a candidate could not
@@ -94,26 +94,26 @@ class LiveTraffic:
         take = await self._recorded(number)
         return take.givers if take is not None else None
 
-    async def next(self, done: Sequence[Generation], last: int) -> Collected:
+    async def next(self, done: Sequence[Iteration], last: int) -> Collected:
         """The runs of the update after the `done` ones."""
         number = len(done)
-        runs = await self.rollouts.stored("train", generation=number)
+        runs = await self.rollouts.stored("train", iteration=number)
         rows = self.rollouts.platform.summaries(
-            loop=self.rollouts.loop, generation=number, split="train"
+            loop=self.rollouts.loop, iteration=number, split="train"
         )
         tokens = sum([row["sampled_tokens"] async for row in rows])
         models = {run.model for run in runs}
         version = models.pop() if len(models) == 1 else None
         return Collected(runs, tokens=tokens, sampled_from=version)
 
-    async def _record_due(self, number: int, done: Sequence[Generation]) -> bool:
+    async def _record_due(self, number: int, done: Sequence[Iteration]) -> bool:
         """Write an update down, if one is due."""
         givers = await self._givers()
         runs, now = await self._new(givers), time.time()
         updates = [
-            Update(take.time, generation.trainer_seconds)
-            for generation in done[1:]
-            if (take := await self._recorded(generation.generation))
+            Update(take.time, iteration.trainer_seconds)
+            for iteration in done[1:]
+            if (take := await self._recorded(iteration.iteration))
         ]
         last = updates[-1].time if updates else await self._since(now)
         reason = held_back(self.watch, updates, now)
@@ -155,7 +155,7 @@ class LiveTraffic:
         """Live runs that have a reward and were never used, with it, the oldest first."""
         chosen = self.watch.where
         bounds = {"min_reward", "max_reward"}  # of what counts, which the index does not know
-        query = chosen.model_dump(exclude_none=True, exclude={"generations", "tags", *bounds})
+        query = chosen.model_dump(exclude_none=True, exclude={"iterations", "tags", *bounds})
         if chosen.model is None and chosen.agent is None:
             query["model"] = self.rollouts.agent.model
         least = {"min_reward": ANY, "since": time.time() - self.watch.within}
@@ -178,7 +178,7 @@ class LiveTraffic:
     async def _adopt(self, number: int, take: UpdateBatch) -> None:
         """Make the runs of an update the loop's, unless they are already."""
         platform, loop = self.rollouts.platform, self.rollouts.loop
-        present = {row["id"] async for row in platform.summaries(loop=loop, generation=number)}
+        present = {row["id"] async for row in platform.summaries(loop=loop, iteration=number)}
         places = asyncio.Semaphore(AT_ONCE)
 
         async def adopt(attempt: int, run_id: str) -> None:
@@ -251,8 +251,8 @@ def counts(row: dict[str, Any]) -> bool:
     )
 
 
-def adopted(run: Run, loop: str, generation: int, attempt: int) -> Run:
+def adopted(run: Run, loop: str, iteration: int, attempt: int) -> Run:
     """A live run as a run of the loop, with its input as the task."""
     task = run.task or (Task(input=run.input) if run.input else None)
-    about = {"loop": loop, "generation": generation, "attempt": attempt, "task": task}
+    about = {"loop": loop, "iteration": iteration, "attempt": attempt, "task": task}
     return run.model_copy(update=about)

@@ -41,7 +41,7 @@ ABOUT = {
     "metadata": "The task's metadata, a JSON text.",
     "split": "The task's split: train, holdout or test.",
     "loop": "The loop that made the run.",
-    "generation": "Its generation there.",
+    "iteration": "Its iteration there.",
     "attempt": "Which attempt at the task.",
     "tags": "Its tags.",
     "started": "Unix seconds.",
@@ -67,7 +67,7 @@ def schema() -> Any:
         "tags": pa.list_(text),
         "started": real,
         "seconds": real,
-        **dict.fromkeys(("part", "generation", "attempt"), whole),
+        **dict.fromkeys(("part", "iteration", "attempt"), whole),
         **dict.fromkeys(("prompt_tokens", "completion_tokens"), whole),
     }
     return pa.schema([(name, kinds.get(name, text)) for name in ABOUT])
@@ -95,7 +95,7 @@ def rows_of(run: Run, first: int) -> Written:
         "error": run.error.type if run.error else None,
         "error_message": run.error.message if run.error else None,
         "loop": run.loop,
-        "generation": run.generation,
+        "iteration": run.iteration,
         "attempt": run.attempt,
         "tags": run.tags,
         "started": run.started,

@@ -6,7 +6,7 @@ samples; `pack_log` makes the zip of them. A sample is a task, an epoch one of t
 `uuid` is the run's id. Rewards are scores, a run's error is the sample's error. Calls of models and
 tools are its events. A call names the messages it saw by ranges in a pool, where each different
 message is once, as Inspect's own writer does: else a run of n turns would take n² space. Sample
-metadata name run, agent, model with version, loop, generation, tags, and the task's own metadata.
+metadata name run, agent, model with version, loop, iteration, tags, and the task's own metadata.
 Listed in catalog.py.
 """
 
@@ -119,7 +119,7 @@ def _metadata(run: Run, conversation: Conversation) -> Json:
         "model_name": name or run.model,
         "model_version": int(number) if name and number.isdigit() else None,
         "loop": run.loop,
-        "generation": run.generation,
+        "iteration": run.iteration,
         "attempt": run.attempt,
         "split": None if run.task is None else run.task.split,
         "reward": run.reward,

@@ -193,7 +193,7 @@ def _own_attributes(run: Run) -> Json:
         "cray_agents.output": _json(run, run.output),
         "cray_agents.task": _json(run, run.task.model_dump(mode="json") if run.task else None),
         "cray_agents.loop": run.loop,
-        "cray_agents.generation": run.generation,
+        "cray_agents.iteration": run.iteration,
         "cray_agents.attempt": run.attempt,
         "cray_agents.tags": run.tags or None,
         "cray_agents.imported": run.imported,

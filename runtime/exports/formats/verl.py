@@ -4,7 +4,7 @@
     prompt        list<struct<role, content>>: what the model read before its first answer
     ability       string: metadata["ability"] of the task, else the agent
     reward_model  struct<style "rule", ground_truth string>: the task's target
-    extra_info    struct<index, split, task_id, run_id, agent, loop, generation, model>
+    extra_info    struct<index, split, task_id, run_id, agent, loop, iteration, model>
 
 verl picks its reward function by data_source, and hands it ground_truth and extra_info. The prompt
 is the one that the first call of the task's first run read. Called by export_files.py; pyarrow is
@@ -29,7 +29,7 @@ def schema() -> Any:
 
     text, number = pa.string(), pa.int64()
     extra = {"index": number, "split": text, "task_id": text, "run_id": text, "agent": text,
-             "loop": text, "generation": number, "model": text}  # fmt: skip
+             "loop": text, "iteration": number, "model": text}  # fmt: skip
     return pa.schema(
         {
             "data_source": text,
@@ -63,7 +63,7 @@ def rows_of(run: Run, first: int) -> Written:
         "run_id": run.id,
         "agent": run.agent,
         "loop": run.loop,
-        "generation": run.generation,
+        "iteration": run.iteration,
         "model": run.model,
     }
     row = {

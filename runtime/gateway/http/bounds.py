@@ -24,7 +24,7 @@ MAX_TEXTS = 500_000  # names of members too
 
 # ---- lists in bodies
 MAX_MESSAGES = 20_000  # in a conversation, as items of one too
-MAX_EVENTS = 10_000  # of runs, in one request: a reward for each run of a large generation
+MAX_EVENTS = 10_000  # of runs, in one request: a reward for each run of a large iteration
 MAX_DESCRIPTIONS = 1_000  # of these events that describe a run
 MAX_CHOICES = 1024  # sequences of one request: `n` times its prompts
 MAX_RECORDED = 256 * 2**20  # bytes of a request times its choices: each is recorded with all of it

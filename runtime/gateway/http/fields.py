@@ -64,7 +64,7 @@ LoopId = Annotated[str, named("loop", "loop"), _ID]
 ModelName = Annotated[str, named("model", "name"), _ID]
 RunId = Annotated[str, named("run", "run_id"), _ID]
 UploadId = Annotated[str, named("upload", "upload_id"), _ID]
-GenerationNumber = Annotated[int, numbered("generation"), _NUMBER]
+IterationNumber = Annotated[int, numbered("iteration"), _NUMBER]
 TurnNumber = Annotated[int, numbered("turn"), _NUMBER]
 
 After: TypeAlias = Annotated[str | None, Query(description="The last id of the page before.")]

@@ -133,7 +133,7 @@ async def read_cost(
 
     `by=use` (if nothing is given) says what came of all that was held. `by=key` and `by=model` give
     the time in which replicas answered to requests, by their tokens, and divide it by `bucket` of
-    whole hours. `by=loop` and `by=generation` (of a `loop`) need the role `train`, and add
+    whole hours. `by=loop` and `by=iteration` (of a `loop`) need the role `train`, and add
     training, with the cost of a success and of a point of held-out success. `since` and `until` are
     rounded to whole hours. Callers below `admin` see the requests of their own key.
     """
@@ -147,7 +147,7 @@ async def read_cost(
             return run_cost(services.home, services.store, services.prices, run, names)
 
         return await answer_read(request, read_run, long=True)
-    grouped = "generation" if loop is not None else "key" if key is not None else "use"
+    grouped = "iteration" if loop is not None else "key" if key is not None else "use"
     question = CostQuery(
         by=by or grouped,
         bucket=bucket,
@@ -162,7 +162,7 @@ async def read_cost(
     check(question)
     if question.key not in (None, caller.key_id, caller.name):
         caller.check_role(Role.admin, "the cost of another key")
-    if question.loop is not None or question.by in ("loop", "generation"):
+    if question.loop is not None or question.by in ("loop", "iteration"):
         caller.check_role(Role.train, "the cost of loops")
 
     def read() -> CostTable:

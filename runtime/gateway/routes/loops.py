@@ -1,4 +1,4 @@
-"""Loops: the records of their generations, other entries of their journals, and rollouts.
+"""Loops: the records of their iterations, other entries of their journals, and rollouts.
 
 A record is written once. Rollouts are runs that loops ask for and workers of other frameworks'
 environments carry out: see docs/environments.md. Read next: runtime/gateway/rollout_queue.py.
@@ -32,7 +32,7 @@ from cray_agents.runtime.gateway.http.fields import (
     After,
     Count,
     DataList,
-    GenerationNumber,
+    IterationNumber,
     Limit,
     ListPage,
     LoopId,
@@ -44,16 +44,16 @@ from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.rollout_queue import SOURCE, RolloutResult, RolloutSpec
 from cray_agents.runtime.gateway.services import Current
 from cray_agents.runtime.store.feedback import check_rewards
-from cray_agents.runtime.telemetry.timeline import MOST_RUNS, generation_timeline
-from cray_agents.runtime.views.generation_evidence import (
-    generation_detail,
-    generation_names,
+from cray_agents.runtime.telemetry.timeline import MOST_RUNS, iteration_timeline
+from cray_agents.runtime.views.iteration_evidence import (
+    iteration_detail,
+    iteration_names,
     loops_page,
     pairs_page,
 )
 from cray_agents.runtime.views.job_hardware import job_events
 from cray_agents.runtime.views.view_records import (
-    GenerationDetail,
+    IterationDetail,
     LoopSummary,
     PairOutcome,
     PairPage,
@@ -109,7 +109,7 @@ class LeasedRollout(RolloutSpec):
 async def list_loops(
     services: Current, request: Request, limit: Limit = 20, after: After = None
 ) -> Response:
-    """List the loops with their last generation and held-out success, newest change first."""
+    """List the loops with their last iteration and held-out success, newest change first."""
 
     def read() -> dict[str, Any]:
         listing = loops_page(services.home, after, limit)
@@ -119,15 +119,15 @@ async def list_loops(
 
 
 @router.get(
-    "/v1/loops/{loop}/generations/{number}/timeline",
+    "/v1/loops/{loop}/iterations/{number}/timeline",
     Role.train,
     answer=Trace,
     fails="404 not_found",
 )
-async def read_generation_timeline(
-    services: Current, request: Request, loop: LoopId, number: GenerationNumber
+async def read_iteration_timeline(
+    services: Current, request: Request, loop: LoopId, number: IterationNumber
 ) -> Response:
-    """Return the phases, job and runs of a finished generation in Chrome's trace format.
+    """Return the phases, job and runs of a finished iteration in Chrome's trace format.
 
     Perfetto (ui.perfetto.dev) opens it. `ts` and `dur` are microseconds since `otherData.begin`.
     """
@@ -137,31 +137,31 @@ async def read_generation_timeline(
         try:
             record, ended = checksums.read_json(path), path.stat().st_mtime
         except FileNotFoundError:
-            raise NotFound(f"loop {loop!r} has no generation {number}", param="number") from None
+            raise NotFound(f"loop {loop!r} has no iteration {number}", param="number") from None
         events = job_events(services.home, str(record.get("job_id") or ""))
-        which = RunQuery(loop=loop, generation=number, order="oldest", limit=MOST_RUNS)
+        which = RunQuery(loop=loop, iteration=number, order="oldest", limit=MOST_RUNS)
         runs = services.store.stream(which)
-        return dump_json(generation_timeline(loop, record, ended, job_events=events, runs=runs))
+        return dump_json(iteration_timeline(loop, record, ended, job_events=events, runs=runs))
 
     return await answer_read(request, read)
 
 
 @router.get(
-    "/v1/loops/{loop}/generations/{number}",
+    "/v1/loops/{loop}/iterations/{number}",
     Role.train,
-    answer=GenerationDetail,
+    answer=IterationDetail,
     fails="404 not_found",
 )
-async def read_generation(
-    services: Current, request: Request, loop: LoopId, number: GenerationNumber
+async def read_iteration(
+    services: Current, request: Request, loop: LoopId, number: IterationNumber
 ) -> Response:
-    """Return a finished generation with the decision on its candidate, and the wealth behind it."""
-    detail = partial(generation_detail, services.home, services.registry, loop, number)
+    """Return a finished iteration with the decision on its candidate, and the wealth behind it."""
+    detail = partial(iteration_detail, services.home, services.registry, loop, number)
     return await answer_read(request, detail)
 
 
 @router.get(
-    "/v1/loops/{loop}/generations/{number}/pairs",
+    "/v1/loops/{loop}/iterations/{number}/pairs",
     Role.train,
     answer=PairPage,
     fails="404 not_found",
@@ -170,7 +170,7 @@ async def list_pairs(
     services: Current,
     request: Request,
     loop: LoopId,
-    number: GenerationNumber,
+    number: IterationNumber,
     outcome: PairOutcome | None = None,
     at: Annotated[Count, Query(description="The first pair, from 0.")] = 0,
     limit: Limit = 100,
@@ -201,31 +201,31 @@ async def note_entry(
     return await _create(services.home.loop(loop) / "journal" / f"{entry}.json", body)
 
 
-@router.get("/v1/loops/{loop}/generations", Role.train, answer=DataList[dict[str, Any]])
-async def list_generations(services: Current, request: Request, loop: LoopId) -> Response:
-    """List a loop's finished generations, in the order of their numbers."""
+@router.get("/v1/loops/{loop}/iterations", Role.train, answer=DataList[dict[str, Any]])
+async def list_iterations(services: Current, request: Request, loop: LoopId) -> Response:
+    """List a loop's finished iterations, in the order of their numbers."""
     folder = services.home.loop(loop) / "generations"
 
     def read_one(name: str) -> Any:
         return checksums.read_json(folder / f"{name}.json")
 
     def read() -> dict[str, Any]:
-        listing = checksums.list_whole(generation_names(folder.parent), read_one)
+        listing = checksums.list_whole(iteration_names(folder.parent), read_one)
         return {"data": listing.rows, **damage_told(listing.damaged)}
 
     return await answer_read(request, read)
 
 
 @router.post(
-    "/v1/loops/{loop}/generations/{number}",
+    "/v1/loops/{loop}/iterations/{number}",
     Role.train,
     answer=dict[str, bool],
     max_body="runs",
 )
-async def finish_generation(
-    services: Current, loop: LoopId, number: GenerationNumber, body: dict[str, Any]
+async def finish_iteration(
+    services: Current, loop: LoopId, number: IterationNumber, body: dict[str, Any]
 ) -> Response:
-    """Record a generation; the first record stays."""
+    """Record an iteration; the first record stays."""
     return await _create(services.home.loop(loop) / "generations" / f"{number}.json", body)
 
 

@@ -61,14 +61,14 @@ class CountedRuns(WhichRuns):
     text: None = Query(None, include_in_schema=False)
     by: str = Field(
         "",
-        description="With commas: agent, model, loop, generation, split, stop_reason, error, task, "
+        description="With commas: agent, model, loop, iteration, split, stop_reason, error, task, "
         "day.",
     )
     bucket: Bucket = None
     limit: int = Field(100, ge=0, le=GROUPS)
     facets: str = Field(
         "",
-        description="With commas: agent, model, loop, generation, split, stop_reason, error, tag.",
+        description="With commas: agent, model, loop, iteration, split, stop_reason, error, tag.",
     )
     histograms: str = Field("", description="With commas: reward, seconds, turns, tokens.")
     bins: int = Field(24, ge=1, le=BINS)

@@ -66,8 +66,8 @@ router = Router("Training")
 class WhichRuns(RunFilter):
     """The parameters of a query that select runs."""
 
-    generation: int | None = Field(None, ge=0, le=LARGEST)
-    generations: None = Query(None, include_in_schema=False)
+    iteration: int | None = Field(None, ge=0, le=LARGEST)
+    iterations: None = Query(None, include_in_schema=False)
     tags: list[str] = Field(
         default_factory=list, alias="tag", description="The run has each of these tags."
     )

@@ -18,7 +18,7 @@ _SORTED = {
     "id": ("id",),
     "newest": ("started", "id"),
     "oldest": ("started", "id"),
-    "task": ("task", "generation", "attempt", "id"),
+    "task": ("task", "iteration", "attempt", "id"),
 }
 #: Columns with a range in a filter, by the name of its bounds.
 BOUNDED = {
@@ -58,10 +58,10 @@ def match_condition(
         add("+error IS NOT NULL")
     elif query.error is not None:
         add("+error = ?", name_code(connection, query.error))
-    if query.generation is not None:
-        add("+generation = ?", to_rank(query.generation))
-    if query.generations is not None:
-        add(_one_of("+generation", [to_rank(number) for number in query.generations]))
+    if query.iteration is not None:
+        add("+iteration = ?", to_rank(query.iteration))
+    if query.iterations is not None:
+        add(_one_of("+iteration", [to_rank(number) for number in query.iterations]))
     if query.task is not None:
         if not query.task:
             return None  # no task is named "": in the column it means no task
@@ -112,7 +112,7 @@ def key_of(order: str, facts: RunFacts) -> tuple[Any, ...]:
     if order == "task":
         return (
             facts.task or "",
-            to_rank(facts.generation),
+            to_rank(facts.iteration),
             to_rank(facts.attempt),
             facts.run_id,
         )

@@ -22,7 +22,7 @@ PUT = (256, 64, 16, 4, 1)  # rows inserted by one statement
 SIZES = (1, 16, 128, 1024)  # values in one SELECT; few sizes, so few statements to prepare
 
 _SORTED = [
-    *("shown", "loop", "generation", "agent", "split", "stop_reason", "error"),
+    *("shown", "loop", "iteration", "agent", "split", "stop_reason", "error"),
     *("models", "tags", "reward", "started", "task", "attempt"),
 ]
 _MORE = [
@@ -326,7 +326,7 @@ def _values(
     columns = (
         1,
         loop,
-        to_rank(facts.generation),
+        to_rank(facts.iteration),
         agent,
         split,
         stop_reason,

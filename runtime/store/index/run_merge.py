@@ -33,7 +33,7 @@ class RunFacts(NamedTuple):
     model: str
     models: tuple[str, ...]  # all models of the run, as `name@N`
     loop: str | None
-    generation: int | None
+    iteration: int | None
     attempt: int | None
     task: str | None
     split: str | None
@@ -58,7 +58,7 @@ class RunFacts(NamedTuple):
 
 _REWARD = ("name", "source", "value", "time", "turn", "giver")
 _ABOUT = (  # the facts of a description, in this order
-    *("model", "agent", "loop", "generation", "attempt", "task", "split", "stop_reason"),
+    *("model", "agent", "loop", "iteration", "attempt", "task", "split", "stop_reason"),
     *("started", "seconds", "error", "infrastructure", "tags", "rewards", "turns"),
     *("input", "output", "imported", "redacted", "owner"),
 )
@@ -145,7 +145,7 @@ class MergedRun:
         """Return the facts of the run; None while it has neither a description nor a call."""
         if self.described is None and self.last is None:
             return None
-        _, _, model, agent, loop, generation, attempt, task, split, stop_reason, *more = (
+        _, _, model, agent, loop, iteration, attempt, task, split, stop_reason, *more = (
             self.described or self._description_from_calls()
         )
         started, seconds, error, infrastructure, tags, given, turns, *heads = more
@@ -165,7 +165,7 @@ class MergedRun:
             model,
             tuple(self.models if model in self.models else sorted([model, *self.models])),
             loop,
-            generation,
+            iteration,
             attempt,
             task,
             split,

@@ -63,7 +63,7 @@ CREATE TABLE runs (
   run INTEGER PRIMARY KEY,
   id TEXT NOT NULL UNIQUE,
   shown INTEGER NOT NULL,  -- 0: only rewards, forgotten, or stale
-  loop INTEGER, generation INTEGER NOT NULL, agent INTEGER, split INTEGER, stop_reason INTEGER,
+  loop INTEGER, iteration INTEGER NOT NULL, agent INTEGER, split INTEGER, stop_reason INTEGER,
   error INTEGER, models TEXT NOT NULL, tags TEXT NOT NULL, reward REAL, started REAL NOT NULL,
   task TEXT NOT NULL, attempt INTEGER NOT NULL,
   description INTEGER,  -- the event that describes it
@@ -77,7 +77,7 @@ CREATE TABLE asked (
 ) WITHOUT ROWID;
 """
 
-_ALL = "loop, generation, agent, split, stop_reason, error, models, tags, reward"
+_ALL = "loop, iteration, agent, split, stop_reason, error, models, tags, reward"
 INDEXES = (
     "CREATE UNIQUE INDEX events_by_key ON events (key)",
     "CREATE INDEX events_by_run ON events (run)",
@@ -86,7 +86,7 @@ INDEXES = (
     " seconds, calls, prompt, sampled, turns, owner)",
     f"CREATE INDEX runs_by_start ON runs (shown, started, id, {_ALL})",
     "CREATE INDEX runs_by_task ON runs"
-    f" (shown, task, generation, attempt, id, {_ALL.replace('generation, ', '')}, started)",
+    f" (shown, task, iteration, attempt, id, {_ALL.replace('iteration, ', '')}, started)",
 )
 
 #: Files that SQLite keeps beside its own.
@@ -272,12 +272,12 @@ _LARGEST = 2**62
 
 
 def to_rank(number: int | None) -> int:
-    """Return a generation or attempt as its column value: never NULL, and None sorts before 0."""
+    """Return an iteration or attempt as its column value: never NULL, and None sorts before 0."""
     if number is None:
         return 0
     return max(-_LARGEST, min(_LARGEST, number + (number >= 0)))
 
 
 def from_rank(number: int) -> int | None:
-    """Return the generation or attempt of a column value."""
+    """Return the iteration or attempt of a column value."""
     return None if number == 0 else number - (number > 0)

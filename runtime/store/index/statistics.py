@@ -21,7 +21,7 @@ _NAMED = ("agent", "model", "loop", "split", "stop_reason", "error", "key")  # h
 GROUPS = {
     **{name: name for name in _NAMED},
     "key": "owner",
-    "generation": "generation",
+    "iteration": "iteration",
     "task": "task",
     "day": "date(started, 'unixepoch')",
 }
@@ -49,7 +49,7 @@ _PERCENTILES = {
 _USED = "reward, calls, prompt, sampled, error, infrastructure, seconds, started"
 #: Facets: columns of the covering SQLite indexes; `model` and `tag` hold several names.
 FACETS = {
-    **{name: name for name in ("agent", "loop", "generation", "split", "stop_reason", "error")},
+    **{name: name for name in ("agent", "loop", "iteration", "split", "stop_reason", "error")},
     "model": "models",
     "tag": "tags",
 }
@@ -88,7 +88,7 @@ class RunStatistics(ABC):
     ) -> list[dict[str, Any]]:
         """Return counts and means of the matching runs, one row a group, largest group first.
 
-        `by` may name agent, model, loop, generation, split, stop_reason, error, task, key (the id
+        `by` may name agent, model, loop, iteration, split, stop_reason, error, task, key (the id
         of the API key that began the run) and day (of UTC, `2026-01-31`). A row has these and runs,
         rewarded, success (share of rewarded runs with a reward of 1 or more), mean_reward,
         min_reward, max_reward, calls, prompt_tokens, sampled_tokens, errors, infrastructure,
@@ -297,7 +297,7 @@ def _render_key(name: str, value: Any, names: dict[Any, Any]) -> Any:
     """Return the key of a group as readers know it."""
     if name in _NAMED:
         return names[value]
-    if name == "generation":
+    if name == "iteration":
         return from_rank(value)
     if name == "time":
         return value

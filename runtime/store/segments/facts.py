@@ -20,7 +20,7 @@ class Fact(NamedTuple):
 
     call: model, started, seconds, ending, tags, prompt, sampled (tokens), redacted, owner; and if a
     conversation may continue it: asked (a hash of its request), said ([tool call ids], text).
-    run: model, agent, loop, generation, attempt, task, split, stop_reason, started, seconds, error,
+    run: model, agent, loop, iteration, attempt, task, split, stop_reason, started, seconds, error,
     infrastructure, tags, rewards ([[name, source, value, time, turn, giver]]), turns, input and
     output (heads), imported, redacted, owner.
     reward: name, source, value, time, turn, giver.     forget: reason.
@@ -75,7 +75,7 @@ def _run_facts(body: dict[str, Any]) -> dict[str, Any]:
         "model": body["model"],
         "agent": body["agent"],
         "loop": body.get("loop"),
-        "generation": body.get("generation"),
+        "iteration": body.get("iteration"),
         "attempt": body.get("attempt"),
         "task": task.get("id"),
         "split": task.get("split", "train") if task else None,

@@ -115,14 +115,14 @@ async def test_keys_and_models_share_the_time_by_weighted_tokens(tmp_path: Path)
 
 
 async def test_a_loop_has_its_success_and_its_points(tmp_path: Path) -> None:
-    """Generation 0 warmed up for 0.25 h on 4 cores, 1 trained for 1 h; 0.1 is ten points."""
+    """Iteration 0 warmed up for 0.25 h on 4 cores, 1 trained for 1 h; 0.1 is ten points."""
     async with costly(tmp_path) as (home, store):
-        loop = table(home, store, by="generation", loop="loop")
+        loop = table(home, store, by="iteration", loop="loop")
         first, second = loop.data
-        assert first.generation == 0 and first.training.core_seconds == pytest.approx(HOUR)
+        assert first.iteration == 0 and first.training.core_seconds == pytest.approx(HOUR)
         assert (first.gain, first.per_point, first.holdout_success) == (0.0, None, 0.2)
         assert second.training.core_seconds == pytest.approx(4 * HOUR)
-        # the run of 80, and that of 120 which evaluated this generation's candidate
+        # the run of 80, and that of 120 which evaluated this iteration's candidate
         assert second.serving.gpu_seconds == pytest.approx(3600 * 200 / 400)
         assert (second.runs, second.succeeded) == (2, 2) and second.gain == pytest.approx(0.1)
         assert second.per_success is not None and second.per_point is not None
@@ -155,7 +155,7 @@ async def test_metrics_say_the_same_under_bounded_labels(
                 if each.labels["unit"] == unit) for unit in ("gpu", "core")}  # fmt: skip
         assert held["gpu"] == whole.total.gpu_seconds
         assert held["core"] == pytest.approx(whole.total.core_seconds)
-        loop = table(home, store, by="generation", loop="loop").whole
+        loop = table(home, store, by="iteration", loop="loop").whole
         assert loop is not None and loop.per_point is not None
         (point,) = samples["cray_loop_cost_per_point"]
         assert point.value == pytest.approx(loop.per_point.cost)
@@ -222,7 +222,7 @@ def test_the_longest_type_that_is_a_part_of_the_model_counts() -> None:
     ("query", "param"),
     [
         ({"by": "colour"}, "by"),
-        ({"by": "generation"}, "loop"),
+        ({"by": "iteration"}, "loop"),
         ({"by": "use", "key": ""}, "by"),
         ({"by": "loop", "key": ""}, "by"),
         ({"by": "key", "bucket": 60.0}, "bucket"),
@@ -264,7 +264,7 @@ def test_the_command_shows_lines_loops_keys_and_runs(
     assert "36.5" in run() and "EUR" in run()
     whole = CostTable.model_validate_json(run("--json"))
     assert whole.total.cost == pytest.approx(36.5)
-    assert "loop in all" in run("--loop", "loop") and "generation 1" in run("--loop", "loop")
+    assert "loop in all" in run("--loop", "loop") and "iteration 1" in run("--loop", "loop")
     assert "0 " in run("--key", "ada", "--since", "7d")
     assert "train.0" in run("--run", "train")
     by_key = json.loads(run("--by", "key", "--json"))
@@ -275,7 +275,7 @@ def test_the_command_shows_lines_loops_keys_and_runs(
         (["--key", "ada", "--run", "train"], "one of"),
         (["--run", "train", "--by", "key"], "alone"),
         (["--since", "week"], "30m, 12h or 7d"),
-        (["--by", "colour"], "use, key, model, loop, generation"),
+        (["--by", "colour"], "use, key, model, loop, iteration"),
     ):
         failed = CliRunner().invoke(app, ["usage", "cost", "--home", str(home), *wrong])
         assert said in str(failed.exception)

@@ -98,7 +98,7 @@ def attempt(
 ) -> list[Event]:
     name = f"a{n}"
     told = run_events(name, calls=turns_of(name, tokens, broken), reward=None, task=task("a"),
-                      generation=1, attempt=n)  # fmt: skip
+                      iteration=1, attempt=n)  # fmt: skip
     return [*told, *(rewarded(name, value, turn) for turn, value in rewards.items())]
 
 
@@ -188,7 +188,7 @@ async def test_groups_whose_steps_are_all_alike_say_nothing(tmp_path: Path) -> N
 
 
 async def test_a_turn_that_is_not_there_and_a_reward_that_failed(tmp_path: Path) -> None:
-    failed = run_events("f", [7], task=task("a"), generation=1, attempt=7,
+    failed = run_events("f", [7], task=task("a"), iteration=1, attempt=7,
                         error={"type": "RewardError", "message": "no"})  # fmt: skip
     events = several(
         attempt(0, [[11], [12]], {0: 1.0, 2: 5.0}),

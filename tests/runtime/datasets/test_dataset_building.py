@@ -62,7 +62,7 @@ async def test_every_reason_is_counted(tmp_path: Path) -> None:
         run_events("second", [13], task=task("a"), attempt=1),
         run_events("third", [14], task=task("a"), attempt=2),
         run_events("other-loop", [15], loop="m"),
-        run_events("other-generation", [16], generation=4),
+        run_events("other-iteration", [16], iteration=4),
     )
     recipe = {"loop": "l", "max_per_task": 2, "max_tokens": 100, "near_duplicates": 0.8}
     manifest, found = await build(tmp_path, events, **recipe)
@@ -89,7 +89,7 @@ async def test_every_reason_is_counted(tmp_path: Path) -> None:
         "good",
         "second",
         "long-ish",
-        "other-generation",
+        "other-iteration",
     }
     assert (why["same"], why["third"], why["leaked"]) == (
         "duplicate",
@@ -185,8 +185,8 @@ async def test_a_broken_run_is_corrupt_and_does_not_stop_the_others(tmp_path: Pa
 
 
 async def test_the_sample_says_where_it_comes_from(tmp_path: Path) -> None:
-    events = run_events("a", task=task("t1"), generation=2)
-    manifest, (row,) = await build(tmp_path, events, loop="l", generations=[2])
+    events = run_events("a", task=task("t1"), iteration=2)
+    manifest, (row,) = await build(tmp_path, events, loop="l", iterations=[2])
     assert (row["run_id"], row["task_id"], row["versions"]) == ("a", "t1", ["calc@3"])
     assert (row["input_ids"], row["loss_mask"]) == ([1, 2, 5, 6], [0, 0, 1, 1])
     assert (row["logprobs"], row["reward"]) == ([0, 0, -0.5, -0.5], 1.0)
@@ -225,7 +225,7 @@ async def test_arrival_home_and_time_do_not_matter(tmp_path: Path) -> None:
             shuffle.shuffle(events)
             await stored(home.root, events if number % 2 else events[: len(events) // 2])
             await stored(home.root, events)
-        manifest, _ = made(home, loop="l", generations=None, validation=0.4)
+        manifest, _ = made(home, loop="l", iterations=None, validation=0.4)
         homes.append(home)
         ids.add(manifest["id"])
     (name,) = ids
@@ -251,7 +251,7 @@ async def test_building_again_is_finding_and_another_recipe_is_another_set(tmp_p
     assert page.has_more and page.rows[0]["id"] == fewer["id"]
     rest = list_datasets(home, after=fewer["id"])
     assert [m["id"] for m in rest.rows] == [first["id"]] and not rest.has_more
-    same, _ = made(home, generations=None, where={"loop": "l"})
+    same, _ = made(home, iterations=None, where={"loop": "l"})
     assert same["id"] != first["id"]  # another recipe, though with the same samples
     assert not [path for path in home.datasets.iterdir() if path.name.startswith(".")]
 
@@ -336,17 +336,17 @@ async def test_a_validation_split_holds_whole_tasks(tmp_path: Path) -> None:
     assert fewer < theirs  # a task stays where it is when the fraction grows
 
 
-async def test_where_and_generations_choose_what_is_considered(tmp_path: Path) -> None:
+async def test_where_and_iterations_choose_what_is_considered(tmp_path: Path) -> None:
     events = several(
-        *(run_events(f"r{n}", [n], generation=n, tags=[f"tag{n % 2}"]) for n in range(6))
+        *(run_events(f"r{n}", [n], iteration=n, tags=[f"tag{n % 2}"]) for n in range(6))
     )
     home = await stored(tmp_path, events)
-    manifest, found = made(home, generations=[1, 2, 3, 3], where={"tags": ["tag1"]})
+    manifest, found = made(home, iterations=[1, 2, 3, 3], where={"tags": ["tag1"]})
     assert [row["run_id"] for row in found] == ["r1", "r3"]
     assert manifest["considered_runs"] == 2
-    same, _ = made(home, generations=[3, 2, 1], where={"tags": ["tag1"]})
+    same, _ = made(home, iterations=[3, 2, 1], where={"tags": ["tag1"]})
     assert same["id"] == manifest["id"]
-    _, found = made(home, generations=[1, 2], where={"generations": [2, 5]})
+    _, found = made(home, iterations=[1, 2], where={"iterations": [2, 5]})
     assert [row["run_id"] for row in found] == ["r2"]
     with pytest.raises(BadInput, match="no run is in both"):
         made(home, loop="l", where={"loop": "m"})
@@ -372,7 +372,7 @@ async def test_an_empty_set_says_why(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="all 1 samples fell to the validation split"):
         made(home, min_reward=0.0, validation=0.999999)
     with pytest.raises(BadInput, match="none match") as empty:
-        made(home, generations=[])
+        made(home, iterations=[])
     assert empty.value.code == "empty_dataset"
     assert not [*home.datasets.iterdir()]
 

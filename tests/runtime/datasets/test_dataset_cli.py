@@ -24,7 +24,7 @@ def cli(*words: object, cwd: Path) -> Result:
 async def home(tmp_path: Path) -> Home:
     events = several(
         *(
-            run_events(f"r{n}", [n], task=task(f"t{n}"), reward=n / 4, generation=n % 2)
+            run_events(f"r{n}", [n], task=task(f"t{n}"), reward=n / 4, iteration=n % 2)
             for n in range(5)
         )
     )
@@ -34,7 +34,7 @@ async def home(tmp_path: Path) -> Home:
 def test_a_recipe_is_a_file_and_options(home: Home, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('loop = "l"\nmin_reward = 0.9\nvalidation = 0.0\n[where]\nagent = "calc"\n')
-    words = ("build", "--recipe", recipe, "--set", "min_reward=0.25", "--where", "generation=1")
+    words = ("build", "--recipe", recipe, "--set", "min_reward=0.25", "--where", "iteration=1")
     planned = cli(*words, "--dry-run", cwd=tmp_path)
     assert planned.exit_code == 0, planned.stderr
     assert "2 of 2 runs are in" in planned.stdout and "nothing was written" in planned.stdout

@@ -78,7 +78,7 @@ async def test_a_platform_builds_the_same_without_torch(tokenizer: Path, tmp_pat
     """The process that builds for a gateway has none; this one has."""
     import torch  # noqa: F401
 
-    recipe = DatasetRecipe(demonstrations=[CONVERSATION], generations=[], tokenizer=str(tokenizer))
+    recipe = DatasetRecipe(demonstrations=[CONVERSATION], iterations=[], tokenizer=str(tokenizer))
     homes = [Home(tmp_path / name) for name in ("here", "there")]
     made = build_dataset(Store(homes[0]), homes[0], recipe)
     Store(homes[1])

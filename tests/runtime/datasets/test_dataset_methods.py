@@ -22,9 +22,9 @@ from tests.support.datasets.dataset_runs import (
 )
 
 
-def attempts(name: str, *rewards: float | None, generation: int | None = 1, **more: Any) -> Any:
+def attempts(name: str, *rewards: float | None, iteration: int | None = 1, **more: Any) -> Any:
     """Attempts at a task: run `<name><n>` with a sample of its own and the n-th reward."""
-    first = zlib.crc32(name.encode()) % 2**16 * 2**12 + 100 * (generation or 0)
+    first = zlib.crc32(name.encode()) % 2**16 * 2**12 + 100 * (iteration or 0)
     return several(
         *(
             run_events(
@@ -32,7 +32,7 @@ def attempts(name: str, *rewards: float | None, generation: int | None = 1, **mo
                 [first + n],
                 reward=reward,
                 task=task(name),
-                generation=generation,
+                iteration=iteration,
                 attempt=n,
                 **more,
             )
@@ -122,13 +122,13 @@ async def test_advantages_are_of_all_that_was_scored(tmp_path: Path) -> None:
     assert manifest["rejected"] == {"empty": 1, "missing_call": 1}
 
 
-async def test_a_group_is_of_one_generation_and_one_loop(tmp_path: Path) -> None:
+async def test_a_group_is_of_one_iteration_and_one_loop(tmp_path: Path) -> None:
     events = several(
-        run_events("r0", [1], reward=0, task=task("a"), generation=1, attempt=0, loop="x"),
-        run_events("r1", [2], reward=1, task=task("a"), generation=1, attempt=0, loop="y"),
-        run_events("r2", [3], reward=1, task=task("a"), generation=1, attempt=1, loop="x"),
-        run_events("r3", [4], reward=0, task=task("a"), generation=1, attempt=1, loop="y"),
-        run_events("r4", [5], reward=0, task=task("a"), generation=2, attempt=0, loop="x"),
+        run_events("r0", [1], reward=0, task=task("a"), iteration=1, attempt=0, loop="x"),
+        run_events("r1", [2], reward=1, task=task("a"), iteration=1, attempt=0, loop="y"),
+        run_events("r2", [3], reward=1, task=task("a"), iteration=1, attempt=1, loop="x"),
+        run_events("r3", [4], reward=0, task=task("a"), iteration=1, attempt=1, loop="y"),
+        run_events("r4", [5], reward=0, task=task("a"), iteration=2, attempt=0, loop="x"),
     )
     manifest, found = await build(tmp_path, events, method="grpo")
     assert [(row["run_id"], row["group"]) for row in found] == [
@@ -188,8 +188,8 @@ async def test_a_pair_is_of_the_best_and_the_worst_that_can_be_used(tmp_path: Pa
 
 
 async def test_pairs_of_a_task_are_bounded_and_told_once(tmp_path: Path) -> None:
-    def pair(name: str, generation: int, tokens: list[int]) -> Any:
-        about: dict[str, Any] = {"task": task("a"), "generation": generation}
+    def pair(name: str, iteration: int, tokens: list[int]) -> Any:
+        about: dict[str, Any] = {"task": task("a"), "iteration": iteration}
         return several(
             run_events(f"{name}-good", [tokens[0]], reward=1, **about),
             run_events(f"{name}-bad", [tokens[1]], reward=0, **about),

@@ -85,7 +85,7 @@ def test_what_the_schema_has_no_field_for_is_in_extra(runs: dict[str, Run]) -> N
     assert about["tags"] == ["a", "b:c"]
     assert about["task"] == run.task.model_dump() if run.task else False
     assert (about["stop_reason"], about["output"]) == ("completed", "It is 432.")
-    assert (about["loop"], about["generation"]) == ("l", 1)
+    assert (about["loop"], about["iteration"]) == ("l", 1)
     failed = document(runs["broken"])["extra"]
     assert failed["error"]["type"] == "EngineError"
     assert failed["stop_reason"] == "error"

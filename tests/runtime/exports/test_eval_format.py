@@ -91,7 +91,7 @@ def test_a_sample_says_what_its_run_says(tmp_path: Path) -> None:
             Reward(name="short", value=0.5),
         ],
         loop="loop",
-        generation=4,
+        iteration=4,
         tags=["t"],
     )
     again = good.model_copy(
@@ -131,7 +131,7 @@ def test_a_sample_says_what_its_run_says(tmp_path: Path) -> None:
     assert log["stats"]["model_usage"]["m@3"]["output_tokens"] == 6
     about = one["metadata"]
     assert (about["run"], about["model"], about["model_version"]) == (good.id, "m@3", 3)
-    assert (about["loop"], about["generation"], about["task"]) == ("loop", 4, {"kind": "sum"})
+    assert (about["loop"], about["iteration"], about["task"]) == ("loop", 4, {"kind": "sum"})
     assert (one["target"], one["input"]) == ("2", "1 + 1?")
     assert two["limit"]["type"] == "turn" and three["limit"] is None
     assert three["error"]["message"] == "EnvironmentFailed: no world" and not three["scores"]

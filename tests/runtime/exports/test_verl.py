@@ -44,7 +44,7 @@ def test_of_runs(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "reward_model": {"style": "rule", "ground_truth": "3"},
         "extra_info": {
             "index": 3, "split": "train", "task_id": "task-000003", "run_id": "run-0000012",
-            "agent": "agent", "loop": "l", "generation": 1, "model": "m@1",
+            "agent": "agent", "loop": "l", "iteration": 1, "model": "m@1",
         },
     }  # fmt: skip
     assert [row["extra_info"]["index"] for row in rows] == list(range(11))

@@ -106,7 +106,7 @@ async def test_own_records_come_back_whole(tmp_path: Path, moved: bool) -> None:
         messages=[question, answer],
         tags=["t"],
         loop="l",
-        generation=2,
+        iteration=2,
     )
     store = Store(Home(tmp_path / "first"))
     file = own(tmp_path, [given], lambda run: [run.model_dump(mode="json")])

@@ -92,9 +92,9 @@ async def test_what_files_of_the_root_say(tmp_path: Path) -> None:
         write_loop_and_jobs(gateway.services.home)
         await gateway.ask("hi")
         found = await scrape(gateway)
-    assert found["cray_loop_generation"] == {("calc",): 1}
+    assert found["cray_loop_iteration"] == {("calc",): 1}
     assert found["cray_loop_holdout_success"] == {("calc",): 0.5}
-    assert found["cray_loop_generations_total"] == {
+    assert found["cray_loop_iterations_total"] == {
         ("calc", "promoted"): 1,
         ("calc", "rejected"): 1,
     }
@@ -141,12 +141,12 @@ def parse_families(tails: JobTails) -> Samples:
 async def test_damage_leaves_a_family_out_and_the_rest_stands(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         home = gateway.services.home
-        put(home.loop("calc") / "generations" / "0.json", {"generation": 0, "promoted": True})
+        put(home.loop("calc") / "generations" / "0.json", {"iteration": 0, "promoted": True})
         put(home.job("job-2") / "spec.json", {})
         (home.job("job-2") / "status.json").write_text("{ not json")
         found = await scrape(gateway)
     assert "cray_jobs" not in found
-    assert found["cray_loop_generation"] == {("calc",): 0}
+    assert found["cray_loop_iteration"] == {("calc",): 0}
 
 
 def test_a_keys_label_tells_no_name() -> None:

@@ -10,7 +10,7 @@ from cray_agents.runtime.telemetry.timeline import (
     MOST_RUNS,
     PHASES,
     RUNS,
-    generation_timeline,
+    iteration_timeline,
     job_timeline,
 )
 
@@ -67,13 +67,13 @@ def test_a_job_by_attempts() -> None:
     assert job_timeline("job-1", [])["traceEvents"][0]["args"] == {"name": "job job-1"}
 
 
-def test_a_generation() -> None:
+def test_an_iteration() -> None:
     record = {
-        "generation": 3, "version": "m@4", "promoted": True, "wall": 30.0, "job_id": "job-1",
+        "iteration": 3, "version": "m@4", "promoted": True, "wall": 30.0, "job_id": "job-1",
         "seconds": {"rollouts": 9.0, "dataset": 1.0, "train": 13.0, "swap": 2.0},
     }  # fmt: skip
     runs = [run("r1", 89.0, 4.0), run("r2", 90.0, 2.0), run("r3", 93.0, 1.0)]
-    trace = generation_timeline("calc", record, 118.0, job_events=EVENTS, runs=runs)
+    trace = iteration_timeline("calc", record, 118.0, job_events=EVENTS, runs=runs)
     phases = spans(trace, PHASES)
     assert phases["promoted"] == [(88.0, 30.0, 1)]
     assert phases["rollouts"][0][:2] == (89.0, 9.0)
@@ -88,10 +88,10 @@ def test_a_generation() -> None:
     assert (91.0, 0.5, 2) in drawn["tool calculator"]
 
 
-def test_a_generation_without_job_or_runs_and_one_with_too_many() -> None:
-    empty = generation_timeline("calc", {"generation": 0, "promoted": False}, 5.0)
+def test_an_iteration_without_job_or_runs_and_one_with_too_many() -> None:
+    empty = iteration_timeline("calc", {"iteration": 0, "promoted": False}, 5.0)
     assert spans(empty, PHASES) == {"not promoted": [(5.0, 0.0, 1)]}
     many = (run(f"r{n}", float(n + 1), 0.5) for n in range(MOST_RUNS + 3))
-    trace = generation_timeline("calc", {"generation": 1, "wall": 1.0}, 5.0, runs=many)
+    trace = iteration_timeline("calc", {"iteration": 1, "wall": 1.0}, 5.0, runs=many)
     assert trace["otherData"]["runs_left_out"] == 3
     assert sum(len(of) for of in spans(trace, RUNS).values()) == 3 * MOST_RUNS

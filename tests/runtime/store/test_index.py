@@ -43,7 +43,7 @@ def many(count: int, rnd: random.Random) -> list[Fact]:
                 "model": model,
                 "agent": rnd.choice(["solver", "writer"]),
                 "loop": rnd.choice([None, "school", "gym"]),
-                "generation": rnd.choice([None, -2, 0, 1, 2]),
+                "iteration": rnd.choice([None, -2, 0, 1, 2]),
                 "attempt": rnd.choice([None, 0, 1]),
                 "task": rnd.choice([None, "t1", "t2", "t3"]),
                 "split": rnd.choice([None, "train", "holdout"]),
@@ -63,10 +63,10 @@ def many(count: int, rnd: random.Random) -> list[Fact]:
 
 def matches(run: RunFacts, query: RunFilter) -> bool:
     """A plain reading of RunFilter."""
-    plain = ("loop", "generation", "agent", "task", "split", "stop_reason")
+    plain = ("loop", "iteration", "agent", "task", "split", "stop_reason")
     if any(getattr(query, f) not in (None, getattr(run, f)) for f in plain):
         return False
-    if query.generations is not None and run.generation not in query.generations:
+    if query.iterations is not None and run.iteration not in query.iterations:
         return False
     names = {*run.models, *(model.partition("@")[0] for model in run.models)}
     if query.model is not None and query.model not in names:
@@ -89,7 +89,7 @@ def in_order(runs: list[RunFacts], order: str) -> list[RunFacts]:
     if order == "task":
 
         def key(run: RunFacts) -> tuple[Any, ...]:
-            numbers = (run.generation, run.attempt)
+            numbers = (run.iteration, run.attempt)
             ranks = [(n is not None and n >= 0, n is not None, n or 0) for n in numbers]
             ranks = [(r[0], not r[1], r[2]) for r in ranks]  # below zero, none, from zero on
             return (run.task or "", *ranks, run.run_id)
@@ -102,8 +102,8 @@ def in_order(runs: list[RunFacts], order: str) -> list[RunFacts]:
 def queries(rnd: random.Random, count: int) -> Iterator[dict[str, Any]]:
     values: dict[str, list[Any]] = {
         "loop": ["school", "gym", "none"],
-        "generation": [-2, 0, 1, 7],
-        "generations": [[], [0], [1, 2, 9]],
+        "iteration": [-2, 0, 1, 7],
+        "iterations": [[], [0], [1, 2, 9]],
         "agent": ["solver", "", "nobody"],
         "task": ["t1", "t9", ""],
         "split": ["train", "test"],
@@ -341,8 +341,8 @@ def test_statistics_by_group(index: Index) -> None:
         "p50_seconds": 49.0,
         "p95_seconds": 94.0,
     }
-    grouped = index.stats(RunFilter(since=86400.0), ["loop", "generation"])
-    assert [(g["loop"], g["generation"], g["runs"]) for g in grouped] == [
+    grouped = index.stats(RunFilter(since=86400.0), ["loop", "iteration"])
+    assert [(g["loop"], g["iteration"], g["runs"]) for g in grouped] == [
         ("school", None, 75),
         (None, None, 24),
     ]
@@ -353,9 +353,9 @@ def test_statistics_by_group(index: Index) -> None:
 
 
 def test_absurd_numbers_are_no_error(index: Index) -> None:
-    fill(index, [described("d1", "r1", generation=2**63, attempt=-(2**63), task="t\0t")])
-    assert index.select(RunQuery(generation=2**63, order="task"))[0].generation == 2**63
-    assert index.count(RunFilter(generation=2**80, generations=[10**30])) == 1
+    fill(index, [described("d1", "r1", iteration=2**63, attempt=-(2**63), task="t\0t")])
+    assert index.select(RunQuery(iteration=2**63, order="task"))[0].iteration == 2**63
+    assert index.count(RunFilter(iteration=2**80, iterations=[10**30])) == 1
     assert index.count(RunFilter(task="t\0t")) == 1
 
 

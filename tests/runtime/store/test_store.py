@@ -300,7 +300,7 @@ async def test_queries(home: Home) -> None:
     store = Store(home)
     for n in range(6):
         task = {"input": "q", "id": f"t{n % 2}", "split": "holdout" if n == 5 else "train"}
-        event = described(f"r{n}", [f"c{n}"], loop="l", generation=n // 2, task=task)
+        event = described(f"r{n}", [f"c{n}"], loop="l", iteration=n // 2, task=task)
         await store.append([event, call(f"r{n}", f"c{n}", model=f"calc@{n}")])
     await store.append([call("other", "c9", model="chat@1", finish_reason="cancelled")])
 
@@ -308,7 +308,7 @@ async def test_queries(home: Home) -> None:
         return [run.id for run in store.runs(RunQuery(**query))]
 
     assert ids(loop="l") == ["r0", "r1", "r2", "r3", "r4", "r5"]
-    assert ids(generation=1) == ["r2", "r3"]
+    assert ids(iteration=1) == ["r2", "r3"]
     assert ids(task="t1", split="train") == ["r1", "r3"]
     assert ids(model="calc@4") == ["r4"]
     assert ids(model="chat") == ["other"] == ids(stop_reason="cancelled")
@@ -533,7 +533,7 @@ async def test_pages_follow_each_other_in_every_order(home: Home) -> None:
         about: dict[str, Any] = {
             "task": task,
             "attempt": n % 4,
-            "generation": n % 2,
+            "iteration": n % 2,
             "started": float(n * 7 % 25),
         }
         await store.append([described(f"r{n:02d}", [], **about)])

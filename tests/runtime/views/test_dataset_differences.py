@@ -109,7 +109,7 @@ async def test_demonstrations_are_the_same_by_their_messages(
     make_seed_model(tmp_path / "tokenizer", seed=0, corpus=corpus)
     tokenizer = str(tmp_path / "tokenizer")
     sets = [
-        await built(gateway, loop=None, generations=[], demonstrations=chats, tokenizer=tokenizer)
+        await built(gateway, loop=None, iterations=[], demonstrations=chats, tokenizer=tokenizer)
         for chats in ([chat("a"), chat("b")], [chat("b"), chat("c"), chat("b b")])
     ]
     answer = await get(gateway, f"/v1/datasets/diff?a={sets[0]}&b={sets[1]}")

@@ -25,7 +25,7 @@ from tests.support.scripted_gateway import Gateway, echo, served, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TAKES_CALLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-GENERATION = {"holdout_tasks": 10, "version": "calc@1"}
+ITERATION = {"holdout_tasks": 10, "version": "calc@1"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -71,31 +71,31 @@ async def test_the_queue_counts_by_class_and_key(gateway: Gateway) -> None:
     assert full.batch.waiting == 1
 
 
-async def test_loops_tell_their_last_generation_and_held_out_success(gateway: Gateway) -> None:
+async def test_loops_tell_their_last_iteration_and_held_out_success(gateway: Gateway) -> None:
     for number in range(3):
-        record = {**GENERATION, "generation": number, "holdout_success": number / 4}
-        await gateway.call("POST", f"/v1/loops/first/generations/{number}", json=record)
-    await gateway.call("POST", "/v1/loops/foreign/generations/0", json={"score": 1})
+        record = {**ITERATION, "iteration": number, "holdout_success": number / 4}
+        await gateway.call("POST", f"/v1/loops/first/iterations/{number}", json=record)
+    await gateway.call("POST", "/v1/loops/foreign/iterations/0", json={"score": 1})
     await gateway.call("POST", "/v1/loops/young/journal/settings-1", json={"a": 1})
     loops = await get(gateway, "/v1/loops")
     by_id = {row["id"]: LoopSummary.model_validate(row) for row in loops["data"]}
     first = by_id["first"]
-    assert first.generations == 3 and first.last is not None and first.last.generation == 2
+    assert first.iterations == 3 and first.last is not None and first.last.iteration == 2
     assert [point.success for point in first.holdout] == [0.0, 0.25, 0.5]
-    assert by_id["foreign"].last is None and by_id["foreign"].generations == 1
-    assert by_id["young"].generations == 0
+    assert by_id["foreign"].last is None and by_id["foreign"].iterations == 1
+    assert by_id["young"].iterations == 0
     one = await get(gateway, "/v1/loops?limit=1")
     rest = await get(gateway, f"/v1/loops?after={one['last_id']}")
     assert one["has_more"] and len(rest["data"]) == 2
     assert (await gateway.call("GET", "/v1/loops?after=none"))[0] == 400
 
 
-async def test_a_generation_has_a_timeline_for_perfetto(gateway: Gateway) -> None:
-    record = {**GENERATION, "generation": 0, "holdout_success": 0, "seconds": {"rollouts": 2}}
-    await gateway.call("POST", "/v1/loops/timed/generations/0", json=record)
-    trace = await get(gateway, "/v1/loops/timed/generations/0/timeline")
+async def test_an_iteration_has_a_timeline_for_perfetto(gateway: Gateway) -> None:
+    record = {**ITERATION, "iteration": 0, "holdout_success": 0, "seconds": {"rollouts": 2}}
+    await gateway.call("POST", "/v1/loops/timed/iterations/0", json=record)
+    trace = await get(gateway, "/v1/loops/timed/iterations/0/timeline")
     assert any(event.get("name") == "rollouts" for event in trace["traceEvents"])
-    assert (await gateway.call("GET", "/v1/loops/timed/generations/9/timeline"))[0] == 404
+    assert (await gateway.call("GET", "/v1/loops/timed/iterations/9/timeline"))[0] == 404
 
 
 async def test_all_versions_have_their_lineage(gateway: Gateway) -> None:
@@ -161,7 +161,7 @@ async def test_silent_failures_are_warned_of(gateway: Gateway) -> None:
         await describe(gateway, f"silent-{number}", loop="silent", started=1e9)
         for attempt in range(2):
             reward = {"name": "r", "value": 0.0}
-            fields = {"loop": "flat", "generation": 1, "attempt": attempt, "rewards": [reward]}
+            fields = {"loop": "flat", "iteration": 1, "attempt": attempt, "rewards": [reward]}
             fields |= {"task": task(number), "started": 1e9}
             await describe(gateway, f"flat-{number}-{attempt}", **fields)
     answer = "<think>A tool is needed<tool_call>{}</tool_call>"
@@ -215,8 +215,8 @@ async def test_changes_are_streamed_and_resumed(gateway: Gateway) -> None:
     await until(lambda: reader.open)
     await gateway.ask("one", headers={"x-run-id": "streamed"})
     await reader.saw("run", "streamed")
-    record = {**GENERATION, "generation": 0, "holdout_success": 0.5}
-    await gateway.call("POST", "/v1/loops/streamed/generations/0", json=record)
+    record = {**ITERATION, "iteration": 0, "holdout_success": 0.5}
+    await gateway.call("POST", "/v1/loops/streamed/iterations/0", json=record)
     await reader.saw("loop", "streamed")
     assert set(reader.events[0]) == {"kind", "id", "change"}
     cursor = reader.cursor

@@ -176,10 +176,10 @@ async def test_programs_get_the_same_by_the_sdk(gateway: Gateway, dataset: str) 
         assert (await views.usage(bucket="1d"))["data"]
         assert (await views.queue())["parked"] == 0
         assert isinstance(await views.warnings(), list)
-        record = {"generation": 0, "holdout_success": 1, "holdout_tasks": 1, "version": "calc@1"}
-        await platform.finish_generation("sdk", 0, record)
+        record = {"iteration": 0, "holdout_success": 1, "holdout_tasks": 1, "version": "calc@1"}
+        await platform.finish_iteration("sdk", 0, record)
         assert [loop["id"] async for loop in views.loops()] == ["sdk"]
-        assert (await views.generation_timeline("sdk", 0))["otherData"]["loop"] == "sdk"
+        assert (await views.iteration_timeline("sdk", 0))["otherData"]["loop"] == "sdk"
         assert (await views.lineage())[0]["id"] == "calc@1"
         assert (await views.keys()) == []
         assert (await views.histograms(dataset))["samples"] == 4

@@ -137,7 +137,7 @@ async def _record(url: str) -> None:
             run_id=f"run-{name}",
             history=HISTORY if name == "history" else (),
             loop="l",
-            generation=1,
+            iteration=1,
             attempt=ATTEMPTS.get(name),
             seed=10 * ATTEMPTS[name] if name in ATTEMPTS else None,
         )

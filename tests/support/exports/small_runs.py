@@ -50,7 +50,7 @@ def events_of(number: int, *, words: int = 10) -> list[Event]:
                  "split": "train",
                  "metadata": {"kind": task % 3}},
         "loop": "l",
-        "generation": 1,
+        "iteration": 1,
         "attempt": number % ATTEMPTS,
         "started": 1_700_000_000.0 + number,
         "seconds": 0.5,

@@ -11,7 +11,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 EXPIRY = {"anchor": "created_at", "seconds": 3600}
 RECIPE: dict[str, Any] = {
     "loop": "l",
-    "generations": [1],
+    "iterations": [1],
     "split": "train",
     "min_reward": 1.0,
     "balance_by": "level",
@@ -34,7 +34,7 @@ RUN: dict[str, Any] = {
         "turns": [{"call_id": "c", "tool_calls": [{"id": "t", "name": "f", "arguments": "{}"}]}],
     },
     "loop": "l",
-    "generation": 1,
+    "iteration": 1,
     "attempt": 0,
 }
 METHOD = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}}
@@ -149,7 +149,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/gateways/load": {"version": "m"},
     "/v1/pool/lease": {"holder": "h", "seconds": 5.0},
     "/v1/models/{name}/canary": {"version": 2, "share": 0.1, "alpha": 0.05, "promote_after": 9},
-    "/v1/loops/{loop}/generations/{number}": {"score": 0.5, "promoted": [1, 2]},
+    "/v1/loops/{loop}/iterations/{number}": {"score": 0.5, "promoted": [1, 2]},
     "/v1/loops/{loop}/journal/{entry}": {"carried": ["run_1"]},
     "/v1/rollouts": {
         "run_id": "run_9",
@@ -158,7 +158,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "model": "m@1",
         "task": {"input": "q", "target": 1, "metadata": {"level": 1}},
         "loop": "l",
-        "generation": 1,
+        "iteration": 1,
         "attempt": 0,
         "sampling": {"temperature": 1.0},
         "seconds": 60.0,

@@ -147,7 +147,7 @@ PARAMETERS = (
     "order",
     "purpose",
     "tokens",
-    "generation",
+    "iteration",
     "loop",
     "task",
     "tail",

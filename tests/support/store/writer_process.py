@@ -44,7 +44,7 @@ def events_of(run_id: str) -> list[Event]:
         "stop_reason": "completed",
         "task": {"id": f"t{hash_of(run_id) % 50}", "input": f"question {hash_of(run_id) % 50}"},
         "loop": "faults",
-        "generation": 1,
+        "iteration": 1,
         "trajectory": {"messages": call["messages"], "turns": [{"call_id": call_id}]},
     }
     reward = {"name": "good", "value": float(hash_of(run_id) % 2), "source": "test", "time": 1.0}

@@ -8,7 +8,7 @@ import "uplot/dist/uPlot.min.css";
 import { brief, number, time } from "../lib/format";
 import { theme } from "../lib/theme";
 
-/** Distances of marks on an axis of steps, generations or tasks. */
+/** Distances of marks on an axis of steps, iterations or tasks. */
 const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 8 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
 
 const DAY = 86_400; // seconds

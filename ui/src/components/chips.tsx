@@ -29,7 +29,7 @@ export function JobState({ state }: { state: string }) {
   return <span class={`chip ${JOB_TONES[state] ?? ""}`}>{oneLine(state, 20)}</span>;
 }
 
-/** What became of a generation's version; without a comparison nobody decided. */
+/** What became of an iteration's version; without a comparison nobody decided. */
 export function DecisionChip({ record, compared }: { record: { promoted: boolean }; compared: boolean }) {
   if (!compared) return <span class="chip">no candidate compared</span>;
   return <span class={`chip ${record.promoted ? "good" : "bad"}`}>{record.promoted ? "promoted" : "rejected"}</span>;

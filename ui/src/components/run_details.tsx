@@ -32,7 +32,7 @@ export function Details(props: {
             <>
               <dt>loop</dt>
               <dd>
-                <ScreenLink to={["loop", facts.loop]}>{oneLine(facts.loop)}</ScreenLink> generation {number(facts.generation)}
+                <ScreenLink to={["loop", facts.loop]}>{oneLine(facts.loop)}</ScreenLink> iteration {number(facts.iteration)}
                 {facts.attempt !== null && `, attempt ${facts.attempt}`}
               </dd>
             </>

@@ -1,4 +1,4 @@
-/** Timeline: a Chrome trace of a generation as rows of bars over a common axis of time. */
+/** Timeline: a Chrome trace of an iteration as rows of bars over a common axis of time. */
 import { useMemo } from "preact/hooks";
 import { number, oneLine, seconds } from "../lib/format";
 
@@ -32,7 +32,7 @@ const IDLE = "no call in rollouts";
 
 export function Timeline({ events }: { events: readonly TraceEvent[] }) {
   const { lanes, calls, end, from } = useMemo(() => read(events), [events]);
-  if (!lanes.length) return <p class="state">Nothing of this generation has a time.</p>;
+  if (!lanes.length) return <p class="state">Nothing of this iteration has a time.</p>;
   const share = (time: number) => `${(100 * (time - from)) / Math.max(end - from, 1)}%`;
   return (
     <div class="timeline">

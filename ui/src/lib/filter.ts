@@ -10,7 +10,7 @@ export interface Filter {
   problem: string | null;
 }
 
-const WORDS = ["loop", "generation", "agent", "task", "split", "stop_reason", "model", "error", "tag", "text"];
+const WORDS = ["loop", "iteration", "agent", "task", "split", "stop_reason", "model", "error", "tag", "text"];
 const BOUNDS = ["reward", "seconds", "turns", "tokens", "started"];
 const WHOLE = new Set(["turns", "tokens"]);
 const TERM = /"((?:[^"\\]|\\.)*)"|(\w+)\s*(<=|>=|<|>|=|:)\s*(?:"((?:[^"\\]|\\.)*)"|(\S+))|(\S+)/g;

@@ -9,7 +9,7 @@ export interface RunFacts {
   model: string;
   models: string[];
   loop: string | null;
-  generation: number | null;
+  iteration: number | null;
   attempt: number | null;
   task: string | null;
   split: string | null;

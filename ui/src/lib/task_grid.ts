@@ -1,8 +1,8 @@
-/** Task grid: statistics by task and by version or generation, as rows and columns. */
+/** Task grid: statistics by task and by version or iteration, as rows and columns. */
 import type { components } from "./openapi";
 
 export type Cell = components["schemas"]["StatsRow"];
-export type Columns = "model" | "generation";
+export type Columns = "model" | "iteration";
 export const ORDERS = ["task", "worst", "best", "spread", "runs"] as const;
 export type Order = (typeof ORDERS)[number];
 
@@ -21,13 +21,13 @@ export interface TaskGrid {
   /** Without figures of their own: the columns' runs are of different tasks. */
   columns: string[];
   rows: TaskRow[];
-  /** Runs without a task, or without a generation where these are the columns. */
+  /** Runs without a task, or without an iteration where these are the columns. */
   without: number;
 }
 
 /** Return the name of a cell's column, null where it has none. */
 function columnOf(cell: Cell, by: Columns): string | null {
-  const value = by === "model" ? cell.model : cell.generation;
+  const value = by === "model" ? cell.model : cell.iteration;
   return value === null || value === undefined || value === "" ? null : String(value);
 }
 

@@ -1,4 +1,4 @@
-/** Loop: the generations of a loop as rows, and what became of the held-out success. */
+/** Loop: the iterations of a loop as rows, and what became of the held-out success. */
 import { Chart } from "../components/chart";
 import { DecisionChip, Version } from "../components/chips";
 import { CopyAs, quoted } from "../components/copy_as";
@@ -10,14 +10,14 @@ import type { components } from "../lib/openapi";
 import { useResource } from "../lib/resource";
 import type { ScreenProps } from ".";
 
-type Generation = components["schemas"]["Generation"];
-const MOST = 100; // rows: later generations first
+type Iteration = components["schemas"]["Iteration"];
+const MOST = 100; // rows: later iterations first
 
 export default function Loop({ path }: ScreenProps) {
   const id = path[0] ?? "";
-  const generations = useResource(
+  const iterations = useResource(
     async (signal) =>
-      (await get("/v1/loops/{loop}/generations", { path: { loop: id }, signal })).data as unknown as Generation[],
+      (await get("/v1/loops/{loop}/iterations", { path: { loop: id }, signal })).data as unknown as Iteration[],
     [id],
     ["loop"],
   );
@@ -29,39 +29,39 @@ export default function Loop({ path }: ScreenProps) {
         <ScreenLink to={["runs"]} params={{ q: `loop:${id}` }}>
           its runs
         </ScreenLink>
-        <ScreenLink to={["tasks"]} params={{ q: `loop:${id}`, by: "generation" }}>
+        <ScreenLink to={["tasks"]} params={{ q: `loop:${id}`, by: "iteration" }}>
           its tasks
         </ScreenLink>
         <span class="spacer" />
         <CopyAs
           cli={`cray-agents runs stats --where ${quoted(`loop=${id}`)}`}
-          python={`await Platform().generations(${JSON.stringify(id)})`}
-          path={`/v1/loops/${encodeURIComponent(id)}/generations`}
+          python={`await Platform().iterations(${JSON.stringify(id)})`}
+          path={`/v1/loops/${encodeURIComponent(id)}/iterations`}
         />
       </div>
-      <Loaded of={generations}>
+      <Loaded of={iterations}>
         {(list) =>
           list.length === 0 ? (
-            <Empty>No generation of this loop has ended.</Empty>
+            <Empty>No iteration of this loop has ended.</Empty>
           ) : (
             <>
               <div class="cards">
                 <section class="card">
                   <Chart
                     title="held-out success"
-                    axis="generation"
-                    points={list.map((one) => [one.generation, one.holdout_success])}
+                    axis="iteration"
+                    points={list.map((one) => [one.iteration, one.holdout_success])}
                   />
                 </section>
                 <section class="card">
-                  <Chart title="good runs" axis="generation" points={list.map((one) => [one.generation, one.accepted_runs ?? 0])} />
+                  <Chart title="good runs" axis="iteration" points={list.map((one) => [one.iteration, one.accepted_runs ?? 0])} />
                 </section>
                 <section class="card">
-                  <Chart title="seconds" axis="generation" points={list.map((one) => [one.generation, one.wall ?? 0])} />
+                  <Chart title="seconds" axis="iteration" points={list.map((one) => [one.iteration, one.wall ?? 0])} />
                 </section>
               </div>
               <Rows list={[...list].reverse().slice(0, MOST)} loop={id} />
-              {list.length > MOST && <p class="hint">The first {list.length - MOST} generations are in the curves only.</p>}
+              {list.length > MOST && <p class="hint">The first {list.length - MOST} iterations are in the curves only.</p>}
             </>
           )
         }
@@ -71,7 +71,7 @@ export default function Loop({ path }: ScreenProps) {
 }
 
 const COLUMNS = {
-  generation: "",
+  iteration: "",
   version: "the candidate",
   decision: "",
   "held out": "success at the tasks that decide",
@@ -79,16 +79,16 @@ const COLUMNS = {
   pairs: "tasks at which the candidate did better, worse, or the same",
   evidence: "against: it is not better",
   runs: "for training",
-  good: "runs of this generation that a training set may take",
+  good: "runs of this iteration that a training set may take",
   tokens: "sampled in these runs",
   job: "",
   probe: "the largest difference of a log-probability between trainer and engine, in nats",
   time: "",
 };
 
-function Rows({ list, loop }: { list: Generation[]; loop: string }) {
+function Rows({ list, loop }: { list: Iteration[]; loop: string }) {
   return (
-    <div class="table-box" tabIndex={0} role="region" aria-label="Generations">
+    <div class="table-box" tabIndex={0} role="region" aria-label="Iterations">
       <table>
         <thead>
           <tr>
@@ -101,9 +101,9 @@ function Rows({ list, loop }: { list: Generation[]; loop: string }) {
         </thead>
         <tbody>
           {list.map((one) => (
-            <tr key={one.generation}>
+            <tr key={one.iteration}>
               <td>
-                <ScreenLink to={["generation", loop, String(one.generation)]}>{one.generation}</ScreenLink>
+                <ScreenLink to={["iteration", loop, String(one.iteration)]}>{one.iteration}</ScreenLink>
               </td>
               <td>
                 <Version id={one.version} />
@@ -136,7 +136,7 @@ function Rows({ list, loop }: { list: Generation[]; loop: string }) {
               </td>
               <td>{number(one.evidence)}</td>
               <td>
-                <ScreenLink to={["runs"]} params={{ q: `loop:${loop} and generation:${one.generation}` }}>
+                <ScreenLink to={["runs"]} params={{ q: `loop:${loop} and iteration:${one.iteration}` }}>
                   {number(one.runs)}
                 </ScreenLink>
               </td>
@@ -153,7 +153,7 @@ function Rows({ list, loop }: { list: Generation[]; loop: string }) {
   );
 }
 
-function phases(one: Generation): string {
+function phases(one: Iteration): string {
   return Object.entries(one.seconds ?? {})
     .map(([name, value]) => `${name} ${seconds(value)}`)
     .join(", ");

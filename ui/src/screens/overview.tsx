@@ -173,11 +173,11 @@ function Loops() {
                   <ScreenLink to={["loop", loop.id]}>{oneLine(loop.id, 40)}</ScreenLink>
                   <span class="spacer" />
                   <span class="quiet">
-                    generation {number(loop.last?.generation)} · {percent(loop.last?.holdout_success)} held out ·{" "}
+                    iteration {number(loop.last?.iteration)} · {percent(loop.last?.holdout_success)} held out ·{" "}
                     {ago(loop.updated)}
                   </span>
                 </div>
-                <Spark values={loop.holdout.map((point) => point.success)} label="held-out success by generation" />
+                <Spark values={loop.holdout.map((point) => point.success)} label="held-out success by iteration" />
               </div>
             ))}
             {has_more && <p class="hint">These are the {data.length} that changed last; GET /v1/loops lists all.</p>}

@@ -20,7 +20,7 @@ import { listed, listedMore } from "../lib/run_list";
 import type { ScreenProps } from ".";
 
 const PAGE = 200;
-const FACETS = ["loop", "generation", "model", "split", "stop_reason", "error", "agent", "tag"];
+const FACETS = ["loop", "iteration", "model", "split", "stop_reason", "error", "agent", "tag"];
 const HISTOGRAMS = ["reward", "seconds", "turns", "tokens"];
 const SAMPLE = 100_000; // runs that histograms count
 const SETTLED_MS = 250; // without a further change until a filter's runs are counted

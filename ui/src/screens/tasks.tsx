@@ -1,4 +1,4 @@
-/** Tasks: how often each task succeeds, by version or by generation; a cell leads to its runs. */
+/** Tasks: how often each task succeeds, by version or by iteration; a cell leads to its runs. */
 import { useMemo } from "preact/hooks";
 import { CopyAs } from "../components/copy_as";
 import { FilterLine } from "../components/filter_line";
@@ -25,7 +25,7 @@ const ORDER_NAMES: Record<Order, string> = {
 
 export default function Tasks({ params }: ScreenProps) {
   const line = params.get("q") ?? "";
-  const by: Columns = params.get("by") === "generation" ? "generation" : "model";
+  const by: Columns = params.get("by") === "iteration" ? "iteration" : "model";
   const order = ORDERS.find((one) => one === params.get("order")) ?? "task";
   const filter = useMemo(() => parseFilter(line), [line]);
   const { text, ...query } = filter.query;
@@ -50,7 +50,7 @@ export default function Tasks({ params }: ScreenProps) {
           Columns{" "}
           <select value={by} onChange={(event) => setParams({ by: event.currentTarget.value, col: null })}>
             <option value="model">versions</option>
-            <option value="generation">generations</option>
+            <option value="iteration">iterations</option>
           </select>
         </label>
         <label>
@@ -77,8 +77,8 @@ export default function Tasks({ params }: ScreenProps) {
             grid && grid.rows.length ? (
               <>
                 <p class="quiet" role="status">
-                  {number(grid.rows.length)} tasks · {number(grid.columns.length)} {by === "model" ? "versions" : "generations"}
-                  {grid.without > 0 && ` · ${compact(grid.without)} runs have no task${by === "model" ? "" : " or generation"}`}
+                  {number(grid.rows.length)} tasks · {number(grid.columns.length)} {by === "model" ? "versions" : "iterations"}
+                  {grid.without > 0 && ` · ${compact(grid.without)} runs have no task${by === "model" ? "" : " or iteration"}`}
                   {grid.columns.length === COLUMNS && ` · at most the last ${COLUMNS} are shown`}
                   {data.has_more && ` · the ${compact(GROUPS)} largest cells are counted: a filter shows the others`}
                 </p>
@@ -113,8 +113,8 @@ function Grid({ grid, by, line, params }: { grid: TaskGrid; by: Columns; line: s
   useKeys({
     j: ["next task", () => select(row < 0 ? 0 : row + 1, atColumn)],
     k: ["previous task", () => select(atRow - 1, atColumn)],
-    l: [by === "model" ? "next version" : "next generation", () => select(atRow, column < 0 ? 0 : column + 1)],
-    h: [by === "model" ? "previous version" : "previous generation", () => select(atRow, atColumn - 1)],
+    l: [by === "model" ? "next version" : "next iteration", () => select(atRow, column < 0 ? 0 : column + 1)],
+    h: [by === "model" ? "previous version" : "previous iteration", () => select(atRow, atColumn - 1)],
     Enter: ["the runs of the cell", () => row >= 0 && go(runsOf(rows[row]!.task, columns[column]))],
   });
   return (

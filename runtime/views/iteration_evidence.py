@@ -1,4 +1,4 @@
-"""Generation evidence: a loop's generation, the decision on its candidate, and the pairs behind.
+"""Iteration evidence: a loop's iteration, the decision on its candidate, and the pairs behind.
 
 The decision comes from the history of the candidate's name, the pairs from the loop's journal,
 which loops of older versions did not write. Called by gateway/routes/loops.py.
@@ -11,15 +11,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from cray_agents.errors import NotFound
-from cray_agents.generation import Generation
+from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.promotion.paired_evidence import PairedEvidence, entry_of
 from cray_agents.promotion.sequential_test import Decision
 from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.views.view_records import (
-    GenerationDetail,
     HoldoutPoint,
+    IterationDetail,
     LoopSummary,
     PairOutcome,
     ShownDecision,
@@ -31,23 +31,23 @@ MOST_POINTS = 600  # of a curve
 CACHED = 8  # notes of pairs
 
 
-def generation_detail(home: Home, registry: Registry, loop: str, number: int) -> dict[str, Any]:
-    """Return a GenerationDetail as JSON. Raises NotFound, Corrupt."""
+def iteration_detail(home: Home, registry: Registry, loop: str, number: int) -> dict[str, Any]:
+    """Return a IterationDetail as JSON. Raises NotFound, Corrupt."""
     path = home.loop(loop) / "generations" / f"{number}.json"
     try:
         content, ended = checksums.read_json(path), path.stat().st_mtime
     except FileNotFoundError:
-        raise NotFound(f"loop {loop!r} has no generation {number}", param="number") from None
+        raise NotFound(f"loop {loop!r} has no iteration {number}", param="number") from None
     try:
-        record = Generation.model_validate(content)
+        record = Iteration.model_validate(content)
     except ValidationError as error:
         raise NotFound(
-            f"generation {number} of loop {loop!r} has other fields than a loop's: "
-            f"/v1/loops/{loop}/generations has them",
+            f"iteration {number} of loop {loop!r} has other fields than a loop's: "
+            f"/v1/loops/{loop}/iterations has them",
             param="number",
         ) from error
     noted = read_pairs(home, loop, number)
-    return GenerationDetail(
+    return IterationDetail(
         loop=loop,
         record=record,
         ended=ended,
@@ -65,7 +65,7 @@ def pairs_page(
     noted = read_pairs(home, loop, number)
     if noted is None:
         raise NotFound(
-            f"loop {loop!r} noted no pairs of generation {number}: it compared no candidate then, "
+            f"loop {loop!r} noted no pairs of iteration {number}: it compared no candidate then, "
             "or was run by a version before pairs were noted",
             param="number",
         )
@@ -85,7 +85,7 @@ def pairs_page(
 
 
 def read_pairs(home: Home, loop: str, number: int) -> PairedEvidence | None:
-    """Return the pairs noted for a generation's decision; None if there are none."""
+    """Return the pairs noted for an iteration's decision; None if there are none."""
     path = home.loop(loop) / "journal" / f"{entry_of(number)}.json"
     try:
         return _read(path, path.stat().st_mtime_ns)
@@ -101,7 +101,7 @@ def _read(path: Path, changed: int) -> PairedEvidence | None:
         return None  # the entry of a client of its own
 
 
-def _decision(registry: Registry, loop: str, record: Generation) -> ShownDecision | None:
+def _decision(registry: Registry, loop: str, record: Iteration) -> ShownDecision | None:
     """Return the last event of the candidate that this loop made; None if there is none."""
     name, _, version = record.version.rpartition("@")
     try:
@@ -157,7 +157,7 @@ CACHED = 20_000  # records
 
 
 def loops_page(home: Home, after: str | None, limit: int) -> checksums.Listing[dict[str, Any]]:
-    """Return LoopSummaries as JSON, newest change first; `damaged` names generations.
+    """Return LoopSummaries as JSON, newest change first; `damaged` names iterations.
 
     Raises BadInput for an unknown `after`.
     """
@@ -170,7 +170,7 @@ def loops_page(home: Home, after: str | None, limit: int) -> checksums.Listing[d
 
 
 def _changed(folder: Path) -> float:
-    """Return when a loop last wrote a generation, or else an entry of its journal."""
+    """Return when a loop last wrote an iteration, or else an entry of its journal."""
     for name in ("generations", "journal", "."):
         try:
             return (folder / name).stat().st_mtime
@@ -180,18 +180,18 @@ def _changed(folder: Path) -> float:
 
 
 def _summary(folder: Path, updated: float, damaged: list[dict[str, str]]) -> dict[str, Any]:
-    records = generation_records(folder, damaged)
+    records = iteration_records(folder, damaged)
     known = [record for record in records if record is not None]
     step = -(-len(known) // POINTS) or 1
     points = [*known[::-step][::-1]] if known else []  # the last one is always among them
     return LoopSummary(
         id=folder.name,
-        generations=len(records),
+        iterations=len(records),
         updated=updated,
         last=records[-1] if records else None,
         holdout=[
             HoldoutPoint(
-                generation=each.generation,
+                iteration=each.iteration,
                 success=each.holdout_success,
                 tasks=each.holdout_tasks,
                 version=each.version,
@@ -202,35 +202,35 @@ def _summary(folder: Path, updated: float, damaged: list[dict[str, str]]) -> dic
     ).model_dump(mode="json")
 
 
-def generation_records(folder: Path, damaged: list[dict[str, str]]) -> list[Generation | None]:
-    """Return a loop's finished generations in order; None for one that a client of its own wrote.
+def iteration_records(folder: Path, damaged: list[dict[str, str]]) -> list[Iteration | None]:
+    """Return a loop's finished iterations in order; None for one that a client of its own wrote.
 
     None for a damaged one, too, which is noted in `damaged`.
     """
 
-    def read(name: str) -> Generation | None:
+    def read(name: str) -> Iteration | None:
         path = folder / "generations" / f"{name}.json"
         return _record(path, path.stat().st_mtime_ns)
 
-    records: list[Generation | None] = []
-    for name in generation_names(folder):
+    records: list[Iteration | None] = []
+    for name in iteration_names(folder):
         listing = checksums.list_whole([name], read)
         records += listing.rows or [None]
         damaged += [{**each, "id": f"{folder.name}/{name}"} for each in listing.damaged]
     return records
 
 
-def generation_names(folder: Path) -> list[str]:
-    """Return the numbers of a loop's finished generations, in order."""
+def iteration_names(folder: Path) -> list[str]:
+    """Return the numbers of a loop's finished iterations, in order."""
     paths = (folder / "generations").glob("*.json")
     return sorted((path.stem for path in paths if path.stem.isdecimal()), key=int)
 
 
 @lru_cache(CACHED)
-def _record(path: Path, changed: int) -> Generation | None:
-    """Return a generation's record; None where a client of its own wrote other fields."""
+def _record(path: Path, changed: int) -> Iteration | None:
+    """Return an iteration's record; None where a client of its own wrote other fields."""
     content = checksums.read_json(path)
     try:
-        return Generation.model_validate(content)
+        return Iteration.model_validate(content)
     except ValidationError:
         return None

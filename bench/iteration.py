@@ -1,7 +1,7 @@
-"""Generations of one GRPO step on real vLLM and Megatron: in a training session, and as own jobs.
+"""Iterations of one GRPO step on real vLLM and Megatron: in a training session, and as own jobs.
 
 A figure is the seconds from "dataset ready" to "candidate proven" without the training step itself,
-and the generations an hour, with 64 runs each. Both are measured on one platform.
+and the iterations an hour, with 64 runs each. Both are measured on one platform.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from cray_agents.server.platform_process import client, serving
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training import Hyperparameters
 
-GENERATIONS = 6  # of each kind; the first starts the session's ranks and is left out
+ITERATIONS = 6  # of each kind; the first starts the session's ranks and is left out
 TASKS, ATTEMPTS = 16, 4
 QUESTIONS = [f"Say something about the number {n * 37}." for n in range(TASKS)]
 AGENT = Agent(name="talker", model="m", instructions="Talk.", max_turns=1, max_tokens=20)
@@ -32,13 +32,13 @@ def odd(run: Run) -> float:
     return float(len(run.output or "") % 2)
 
 
-async def generation(
+async def iteration(
     platform: Platform, gate: VersionGate, parent: ModelVersion, number: int, kind: str
 ) -> tuple[ModelVersion, float, float]:
-    """Run a generation; return its version, and its seconds beside the step and in all."""
+    """Run an iteration; return its version, and its seconds beside the step and in all."""
     begun = time.perf_counter()
     requests = [
-        RolloutRequest(Task(input=question), f"{kind}{number}", attempt, generation=number)
+        RolloutRequest(Task(input=question), f"{kind}{number}", attempt, iteration=number)
         for question in QUESTIONS
         for attempt in range(ATTEMPTS)
     ]
@@ -63,7 +63,7 @@ async def generation(
 
 
 async def main(home: Path) -> None:
-    """Print a row of seconds beside the step, and one of generations an hour."""
+    """Print a row of seconds beside the step, and one of iterations an hour."""
     shape = ModelShape(init_std=0.15)  # so that tokens differ in probability
     make_seed_model(home / "model", seed=0, corpus=QUESTIONS, shape=shape)
     besides: dict[str, list[float]] = {ALONE: [], SESSION: []}
@@ -77,8 +77,8 @@ async def main(home: Path) -> None:
             for kind in (SESSION, ALONE):  # in blocks: a job of its own would end the session
                 parent = first
                 await gate.stage(parent)
-                for number in range(1, GENERATIONS + 1):
-                    parent, beside, whole = await generation(platform, gate, parent, number, kind)
+                for number in range(1, ITERATIONS + 1):
+                    parent, beside, whole = await iteration(platform, gate, parent, number, kind)
                     if number > 1:
                         besides[kind].append(beside)
                         wholes[kind].append(whole)
@@ -92,7 +92,7 @@ async def main(home: Path) -> None:
     )
     alone, session = (3600 / statistics.median(wholes[kind]) for kind in (ALONE, SESSION))
     row(
-        "generations of one step",
+        "iterations of one step",
         f"{SESSION} / {ALONE}",
         f"{session:,.0f} / {alone:,.0f} an hour ({session / alone:.1f} times)",
     )

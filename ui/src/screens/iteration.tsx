@@ -1,4 +1,4 @@
-/** Generation: why its candidate was promoted or rejected, what it was trained on, and where the time went. */
+/** Iteration: why its candidate was promoted or rejected, what it was trained on, and where the time went. */
 import { useState } from "preact/hooks";
 import { Chart } from "../components/chart";
 import { DecisionChip, Version } from "../components/chips";
@@ -16,7 +16,7 @@ import { useResource } from "../lib/resource";
 import { go, href, setParams } from "../lib/route";
 import type { ScreenProps } from ".";
 
-type Detail = components["schemas"]["GenerationDetail"];
+type Detail = components["schemas"]["IterationDetail"];
 type Pair = components["schemas"]["ShownPair"];
 type Outcome = Pair["outcome"];
 const PAGE = 50; // pairs
@@ -25,42 +25,42 @@ const SHOWN_GROUPS = 30;
 const OUTCOMES: readonly Outcome[] = ["won", "lost", "even"];
 const TONES: Record<Outcome, string> = { won: "good", lost: "bad", even: "" };
 
-export default function GenerationScreen({ path, params }: ScreenProps) {
+export default function IterationScreen({ path, params }: ScreenProps) {
   const [loop, text] = [path[0] ?? "", path[1] ?? ""];
   const count = Number(text);
   const named = loop !== "" && /^\d{1,9}$/.test(text);
   const ids = { loop, number: count };
   const detail = useResource(
-    (signal) => get("/v1/loops/{loop}/generations/{number}", { path: ids as never, signal }),
+    (signal) => get("/v1/loops/{loop}/iterations/{number}", { path: ids as never, signal }),
     [loop, text],
   );
-  const neighbour = (step: number) => named && count + step >= 0 && go(href(["generation", loop, String(count + step)]));
+  const neighbour = (step: number) => named && count + step >= 0 && go(href(["iteration", loop, String(count + step)]));
   useKeys({
-    "[": ["the generation before", () => neighbour(-1)],
-    "]": ["the generation after", () => neighbour(1)],
+    "[": ["the iteration before", () => neighbour(-1)],
+    "]": ["the iteration after", () => neighbour(1)],
   });
-  if (!named) return <Failure error={new Error("The address names no generation: it is #/generation/LOOP/NUMBER.")} />;
-  const trace = address("/v1/loops/{loop}/generations/{number}/timeline", ids);
+  if (!named) return <Failure error={new Error("The address names no iteration: it is #/iteration/LOOP/NUMBER.")} />;
+  const trace = address("/v1/loops/{loop}/iterations/{number}/timeline", ids);
   return (
     <>
       <div class="row">
         <h1>
-          Generation {count} of <ScreenLink to={["loop", loop]}>{oneLine(loop, 80)}</ScreenLink>
+          Iteration {count} of <ScreenLink to={["loop", loop]}>{oneLine(loop, 80)}</ScreenLink>
         </h1>
         {detail.data && <DecisionChip record={detail.data.record} compared={compared(detail.data)} />}
         <span class="spacer" />
-        <button disabled={count === 0} onClick={() => neighbour(-1)} aria-label="The generation before">
+        <button disabled={count === 0} onClick={() => neighbour(-1)} aria-label="The iteration before">
           ←
         </button>
-        <button onClick={() => neighbour(1)} aria-label="The generation after">
+        <button onClick={() => neighbour(1)} aria-label="The iteration after">
           →
         </button>
         <Download path={trace} name={`${loop}-${count}.trace.json`}>
           Download for Perfetto
         </Download>
         <CopyAs
-          python={`await Platform().views.generation(${JSON.stringify(loop)}, ${count})`}
-          path={address("/v1/loops/{loop}/generations/{number}", ids)}
+          python={`await Platform().views.iteration(${JSON.stringify(loop)}, ${count})`}
+          path={address("/v1/loops/{loop}/iterations/{number}", ids)}
         />
       </div>
       <Loaded of={detail}>
@@ -71,11 +71,11 @@ export default function GenerationScreen({ path, params }: ScreenProps) {
               <WealthCard detail={data} />
               <GuardsCard detail={data} />
               <TrainingSet record={data.record} />
-              <Groups loop={loop} generation={count} />
+              <Groups loop={loop} iteration={count} />
             </div>
-            <TimelineCard key={trace} loop={loop} generation={count} idle={data.record.idle_share ?? null} />
+            <TimelineCard key={trace} loop={loop} iteration={count} idle={data.record.idle_share ?? null} />
             {data.pairs !== null && (
-              <Pairs key={`${loop}/${count}`} loop={loop} generation={count} params={params} />
+              <Pairs key={`${loop}/${count}`} loop={loop} iteration={count} params={params} />
             )}
           </div>
         )}
@@ -91,7 +91,7 @@ function compared({ decision, record }: Detail): boolean {
 
 function whyNot(detail: Detail): string {
   if (compared(detail)) return "no reason is on record";
-  return detail.record.generation === 0 ? "the loop began with it: there was nothing to compare" : "nothing was compared";
+  return detail.record.iteration === 0 ? "the loop began with it: there was nothing to compare" : "nothing was compared";
 }
 
 function DecisionCard({ detail }: { detail: Detail }) {
@@ -212,7 +212,7 @@ function WealthCard({ detail }: { detail: Detail }) {
         <Empty>
           {compared(detail)
             ? "The pairs of this decision are not on record: an older version of the loop made it."
-            : "No candidate was compared in this generation."}
+            : "No candidate was compared in this iteration."}
         </Empty>
       )}
     </section>
@@ -282,7 +282,7 @@ function TrainingSet({ record }: { record: Detail["record"] }) {
                   <Funnel dataset={id} counts={data.funnel} />
                   {data.funnel.considered !== record.runs && (
                     <p class="hint">
-                      The set considers runs of several generations. Of the {number(record.runs)} of this one{" "}
+                      The set considers runs of several iterations. Of the {number(record.runs)} of this one{" "}
                       {number(record.accepted_runs)} were good.
                     </p>
                   )}
@@ -292,21 +292,21 @@ function TrainingSet({ record }: { record: Detail["record"] }) {
           </Loaded>
         </>
       ) : (
-        <Empty>{record.job ? "The set of its job is not on record." : "Nothing was trained in this generation."}</Empty>
+        <Empty>{record.job ? "The set of its job is not on record." : "Nothing was trained in this iteration."}</Empty>
       )}
     </section>
   );
 }
 
-/** The tasks of a generation's training runs; those whose attempts got all the same reward teach nothing. */
-function Groups({ loop, generation }: { loop: string; generation: number }) {
+/** The tasks of an iteration's training runs; those whose attempts got all the same reward teach nothing. */
+function Groups({ loop, iteration }: { loop: string; iteration: number }) {
   const stats = useResource(
     (signal) =>
       get("/v1/trajectories/stats", {
-        query: { loop, generation, split: "train", by: "task", limit: MOST_GROUPS } as never,
+        query: { loop, iteration, split: "train", by: "task", limit: MOST_GROUPS } as never,
         signal,
       }),
-    [loop, generation],
+    [loop, iteration],
   );
   return (
     <section class="card">
@@ -315,7 +315,7 @@ function Groups({ loop, generation }: { loop: string; generation: number }) {
         {({ data, has_more }) => {
           const tried = data.filter((one) => one.rewarded > 1);
           const flat = tried.filter((one) => one.min_reward === one.max_reward);
-          if (!data.length) return <Empty>No training run of this generation is stored.</Empty>;
+          if (!data.length) return <Empty>No training run of this iteration is stored.</Empty>;
           const seen = has_more ? `the ${number(data.length)} tasks with the most runs` : `${number(data.length)} tasks`;
           if (!tried.length) return <Empty>Of {seen} none has a second rewarded attempt: there are no groups.</Empty>;
           const order = [...flat, ...tried.filter((one) => !flat.includes(one))].slice(0, SHOWN_GROUPS);
@@ -340,7 +340,7 @@ function Groups({ loop, generation }: { loop: string; generation: number }) {
                     {order.map((one) => (
                       <tr key={one.task}>
                         <td class="wrap">
-                          <ScreenLink to={["runs"]} params={{ loop, generation, task: one.task ?? "" }}>
+                          <ScreenLink to={["runs"]} params={{ loop, iteration, task: one.task ?? "" }}>
                             {oneLine(one.input ?? one.task ?? "no task", 60)}
                           </ScreenLink>
                         </td>
@@ -365,17 +365,17 @@ function Groups({ loop, generation }: { loop: string; generation: number }) {
   );
 }
 
-function Pairs({ loop, generation, params }: { loop: string; generation: number; params: URLSearchParams }) {
+function Pairs({ loop, iteration, params }: { loop: string; iteration: number; params: URLSearchParams }) {
   const outcome = OUTCOMES.find((one) => one === params.get("outcome")) ?? null;
   const at = Math.max(0, Math.floor(Number(params.get("from")) || 0));
   const pairs = useResource(
     (signal) =>
-      get("/v1/loops/{loop}/generations/{number}/pairs", {
-        path: { loop, number: generation } as never,
+      get("/v1/loops/{loop}/iterations/{number}/pairs", {
+        path: { loop, number: iteration } as never,
         query: { outcome: outcome ?? undefined, at, limit: PAGE } as never,
         signal,
       }),
-    [loop, generation, outcome, at],
+    [loop, iteration, outcome, at],
   );
   const rows = pairs.data?.data ?? [];
   const chosen = rows.findIndex((one) => String(one.n) === params.get("pair"));
@@ -476,15 +476,15 @@ function PairTable({ rows, chosen }: { rows: Pair[]; chosen: number }) {
   );
 }
 
-function TimelineCard({ loop, generation, idle }: { loop: string; generation: number; idle: number | null }) {
+function TimelineCard({ loop, iteration, idle }: { loop: string; iteration: number; idle: number | null }) {
   const [open, setOpen] = useState(true);
   const trace = useResource(
     async (signal) =>
-      (await get("/v1/loops/{loop}/generations/{number}/timeline", {
-        path: { loop, number: generation } as never,
+      (await get("/v1/loops/{loop}/iterations/{number}/timeline", {
+        path: { loop, number: iteration } as never,
         signal,
       })) as unknown as { traceEvents: TraceEvent[]; otherData: { runs_left_out?: number } },
-    [loop, generation],
+    [loop, iteration],
   );
   return (
     <section class="card wide">

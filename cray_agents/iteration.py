@@ -1,6 +1,6 @@
-"""Generation records: a loop's record per finished generation, and its progress.
+"""Iteration records: a loop's record per finished iteration, and its progress.
 
-Made by loop/loop.py; rendered by cli/generation_table.py and cli/report.py.
+Made by loop/loop.py; rendered by cli/iteration_table.py and cli/report.py.
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from cray_agents.records import Record
 from cray_agents.training_jobs import TakenUp
 
 
-class Generation(Record):
-    """One turn of the loop; generation 0 is the model that the loop began with.
+class Iteration(Record):
+    """One turn of the loop; iteration 0 is the model that the loop began with.
 
     - `version` is the candidate. `sampled_from` is the version that made the training runs.
-      `onward` is the version that later generations go on from (None: the promoted one).
+      `onward` is the version that later iterations go on from (None: the promoted one).
     - `seconds` are by phase; phases of an asynchronous loop overlap. `early` and `transfer` overlap
       others, too: a replica received weights without files, while the job wrote them, or while the
-      replica changed version. `wall` is the seconds from the end of the previous generation to the
+      replica changed version. `wall` is the seconds from the end of the previous iteration to the
       end of this one. `idle_share` is the fraction of `wall` in which no replica had a request in
       flight (None: the platform cannot tell).
     - `turns` are the seconds by phase of the turns that training had on the replicas' GPUs, and
       their number as `turns`: see Share a host's GPUs in docs/cluster.md.
     - `runs` counts training runs, `tokens` the tokens sampled in them. `carried` counts runs of the
-      previous generation that ended too late for its training set. `trainer_seconds` is the time of
+      previous iteration that ended too late for its training set. `trainer_seconds` is the time of
       the job's steps alone. `session` is the training session that ran it; None: own processes.
       `taken_up` tells where that session had the weights, and the seconds to put them in place.
       `layers` are those of JobStatus. `load_note` is that of ProbeReport: why the candidate's
@@ -41,10 +41,10 @@ class Generation(Record):
     - `samples` counts the training set's, `demonstrations` those of them that are no runs; the job
       saw each `epochs` times. `kinds` counts the good runs by kind of task, where a metadata key
       names the kinds. `remarks` are warnings about these: see loop/remarks.py.
-    - `stopped` says why the loop ended itself with this generation.
+    - `stopped` says why the loop ended itself with this iteration.
     """
 
-    generation: int
+    iteration: int
     method: str = "rft"
     holdout_success: float
     holdout_tasks: int
@@ -96,30 +96,30 @@ class Generation(Record):
 
 @dataclass(frozen=True)
 class LoopProgress:
-    """The loop's progress: `done` of `total` units of `phase` in this generation."""
+    """The loop's progress: `done` of `total` units of `phase` in this iteration."""
 
-    generation: int
+    iteration: int
     phase: str
     done: int = 0
     total: int = 0
     note: str = ""
 
 
-def promoted_version(done: Sequence[Generation]) -> str:
+def promoted_version(done: Sequence[Iteration]) -> str:
     """Return the version of a loop's last recorded promotion. A crash may leave one unrecorded."""
-    return next(generation.version for generation in reversed(done) if generation.promoted)
+    return next(iteration.version for iteration in reversed(done) if iteration.promoted)
 
 
-def base_version(done: Sequence[Generation]) -> str:
+def base_version(done: Sequence[Iteration]) -> str:
     """Return the version that a loop goes on from: the one to sample from and to train further."""
     return done[-1].onward or promoted_version(done)
 
 
-def decisions_in(done: Sequence[Generation]) -> int:
+def decisions_in(done: Sequence[Iteration]) -> int:
     """Count the candidates that a promotion test decided on."""
-    return sum(generation.evidence is not None for generation in done)
+    return sum(iteration.evidence is not None for iteration in done)
 
 
-def promoted_holdout_success(done: Sequence[Generation]) -> float:
+def promoted_holdout_success(done: Sequence[Iteration]) -> float:
     """Return the held-out success of the promoted version."""
-    return next(generation.holdout_success for generation in reversed(done) if generation.promoted)
+    return next(iteration.holdout_success for iteration in reversed(done) if iteration.promoted)

@@ -1,6 +1,6 @@
-"""Loop screen: a table of generations, and a line about the current phase.
+"""Loop screen: a table of iterations, and a line about the current phase.
 
-On a terminal the table is drawn in place; in a log each phase and each generation gets a line.
+On a terminal the table is drawn in place; in a log each phase and each iteration gets a line.
 """
 
 import time
@@ -14,25 +14,25 @@ from rich.table import Table
 from rich.text import Text
 
 from cray_agents.cli.screen import clock, errors
-from cray_agents.generation import Generation, LoopProgress
+from cray_agents.iteration import Iteration, LoopProgress
 
-#: The columns of a generation, each with its meaning; the report shows all of them.
+#: The columns of an iteration, each with its meaning; the report shows all of them.
 COLUMNS = {
-    "gen": "The generation; 0 is the model before this training.",
+    "gen": "The iteration; 0 is the model before this training.",
     "method": "How it was trained.",
     "held-out": "Mean reward on held-out tasks, which no training sees. It decides promotion.",
     "test": "Mean reward on test tasks, which decide nothing.",
     "runs": "Training runs sampled.",
     "good": "The share of these runs with the reward of a good one: min_reward, else 1.",
     "set": "Samples in the training set, and how often the job saw each. Some runs are left out, "
-    "such as duplicates; demonstrations and runs of earlier generations may be in it.",
+    "such as duplicates; demonstrations and runs of earlier iterations may be in it.",
     "tokens": "Tokens trained on, each counted as often as it was.",
     "loss": "Of the first and the last step, in nats per token. Falling, it says that the job fits "
     "its data; it does not say that the agent became better.",
     "probe": "The largest difference between the log-probabilities that vLLM and the trainer give "
     "to the same tokens after the weights were swapped. Rounding stays far below 0.001: the "
     "weights that serve are the weights that were trained.",
-    "seconds": "From the end of the generation before.",
+    "seconds": "From the end of the iteration before.",
     "idle": "The share of that time in which vLLM had no request.",
     "version": "The candidate.",
     "job": "The training job, as the scheduler numbers it.",
@@ -50,13 +50,13 @@ LEGEND = (
 
 
 class LoopScreen:
-    """A live view of LoopProgress and Generations. A context manager."""
+    """A live view of LoopProgress and Iterations. A context manager."""
 
-    def __init__(self, title: str = "", generations: int = 0, *, enabled: bool = True) -> None:
+    def __init__(self, title: str = "", iterations: int = 0, *, enabled: bool = True) -> None:
         self.title = title
-        self.generations = generations
+        self.iterations = iterations
         self._enabled = enabled
-        self._done: list[Generation] = []
+        self._done: list[Iteration] = []
         self._now = LoopProgress(0, "starting")
         self._started = self._phase_started = time.monotonic()
         self._live = Live(
@@ -90,22 +90,22 @@ class LoopScreen:
     def progress(self, now: LoopProgress) -> None:
         """Show the loop's progress."""
         before, self._now = self._now, now
-        if (before.phase, before.generation) != (now.phase, now.generation):
+        if (before.phase, before.iteration) != (now.phase, now.iteration):
             self._phase_started = time.monotonic()
             if self._enabled and not self._in_place:
                 total = f" ({now.total})" if now.total else ""
                 note = f" {now.note}" if now.note else ""
                 errors.print(
-                    f"{clock(self.elapsed)} generation {now.generation}: {now.phase}{total}{note}",
+                    f"{clock(self.elapsed)} iteration {now.iteration}: {now.phase}{total}{note}",
                     highlight=False,
                     soft_wrap=True,
                 )
 
-    def generation(self, generation: Generation) -> None:
-        """Show a generation that ended."""
-        self._done.append(generation)
+    def iteration(self, iteration: Iteration) -> None:
+        """Show an iteration that ended."""
+        self._done.append(iteration)
         if self._enabled and not self._in_place:
-            cells = row(generation)
+            cells = row(iteration)
             columns = [name for name in TERMINAL_COLUMNS[:-1] if cells[name] != "-"]
             text = "  ".join([*(f"{name} {cells[name]}" for name in columns), cells["outcome"]])
             errors.print(f"{clock(self.elapsed)} {text}", highlight=False, soft_wrap=True)
@@ -115,7 +115,7 @@ class LoopScreen:
         now, spent = self._now, time.monotonic() - self._phase_started
         line = Table.grid(padding=(0, 1))
         cells: list[RenderableType] = [
-            Text(f"generation {now.generation}", style="bold"),
+            Text(f"iteration {now.iteration}", style="bold"),
             Text(now.phase, style="cyan"),
         ]
         if now.total:
@@ -127,32 +127,32 @@ class LoopScreen:
             cells.append(Text(f"for {clock(spent)}"))
         cells.append(Text(now.note, style="dim"))
         line.add_row(*cells)
-        most = f", at most {self.generations} generations" if self.generations else ""
+        most = f", at most {self.iterations} iterations" if self.iterations else ""
         head = Text(f"{self.title}  {clock(self.elapsed)} elapsed{most}", style="dim")
-        table = [generations_table(self._done)] if self._done else []
+        table = [iterations_table(self._done)] if self._done else []
         return Group(*table, line, head)
 
 
-def generations_table(generations: Sequence[Generation]) -> Table:
-    """Return generations as a table: a row each, with its results and its outcome."""
+def iterations_table(iterations: Sequence[Iteration]) -> Table:
+    """Return iterations as a table: a row each, with its results and its outcome."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in TERMINAL_COLUMNS:
         table.add_column(heading, justify="left" if heading in ("version", "outcome") else "right")
-    for generation in generations:
-        cells = row(generation)
-        style = None if generation.promoted else "dim"
+    for iteration in iterations:
+        cells = row(iteration)
+        style = None if iteration.promoted else "dim"
         table.add_row(*(cells[name] for name in TERMINAL_COLUMNS), style=style)
     return table
 
 
-def row(g: Generation) -> dict[str, str]:
-    """Return a generation as a cell for each of COLUMNS."""
+def row(g: Iteration) -> dict[str, str]:
+    """Return an iteration as a cell for each of COLUMNS."""
     loss = (
         f"{g.loss_first:.3f}→{g.loss_last:.3f}" if g.loss_last is not None and g.loss_first else "-"
     )
     return {
-        "gen": str(g.generation),
-        "method": g.method if g.generation else "-",
+        "gen": str(g.iteration),
+        "method": g.method if g.iteration else "-",
         "held-out": f"{g.holdout_success:.3f}" if g.holdout_tasks else "-",
         "test": "-" if g.test_success is None else f"{g.test_success:.3f}",
         "runs": str(g.runs) if g.runs else "-",
@@ -171,10 +171,10 @@ def row(g: Generation) -> dict[str, str]:
     }
 
 
-def outcome(g: Generation) -> str:
-    """Describe the outcome of a generation in a few words."""
+def outcome(g: Iteration) -> str:
+    """Describe the outcome of an iteration in a few words."""
     text = "promoted" if g.promoted else "not promoted"
-    if not g.generation:
+    if not g.iteration:
         text = "the start"
     elif not g.promoted and not g.holdout_tasks:
         text = g.note.partition(":")[0] or "passed on"  # not proven, no update
