@@ -47,7 +47,7 @@ _MOVED = {
     },
     **{
         name: f"from cray_agents.loop import {name}"
-        for name in ("Budget", "Curriculum", "Iteration", "Pair", "WarmUp", "decide", "warm_up")
+        for name in ("Budget", "Curriculum", "Pair", "WarmUp", "decide", "warm_up")
     },
     **{
         name: f"from cray_agents.training import {name}"
@@ -59,6 +59,7 @@ _MOVED = {
         for name in ("make_tiny_model", "no_real_models", "RecordingEngine", "ReplayEngine",
                      "ScriptedEngine", "tool_call")
     },
+    "Generation": "from cray_agents.loop import Iteration",
     "Stage": "give methods, as in method=[RFT(iterations=2), GRPO(group_size=8)]",
     "Watch": "from cray_agents.loop import Live",
 }  # fmt: skip

@@ -55,6 +55,7 @@ from pathlib import Path
 
 from cray_agents.errors import StoreError
 
+ITERATIONS = "generations"  # their name in earlier versions, whose loops go on in the same folder
 CACHE = "CRAY_AGENTS_CACHE"  # environment variable: the folder for a host's caches, not /var/tmp
 
 
@@ -107,6 +108,9 @@ class Home:
 
     def loop(self, name: str) -> Path:
         return self.loops / name
+
+    def iterations(self, loop: str) -> Path:
+        return self.loop(loop) / ITERATIONS
 
     def loop_datasets(self, name: str) -> Path:
         return self.loop(name) / "datasets"

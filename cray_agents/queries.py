@@ -6,12 +6,19 @@ People, loops and HTTP clients write these, so an unknown field is an error. Rea
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cray_agents.records import Message, Split, StopReason, StrictRecord
 from cray_agents.text_words import SIMILAR
 
 LARGEST = 2**53 - 1  # that JSON counts to
+RENAMED = {"generation": "iteration", "generations": "iterations"}
+
+
+def _refuse_earlier_names(given: Any) -> Any:
+    for old in RENAMED.keys() & set(given if isinstance(given, dict) else ()):
+        raise ValueError(f"{old} is now {RENAMED[old]}")
+    return given
 
 
 class RunFilter(StrictRecord):
@@ -47,6 +54,8 @@ class RunFilter(StrictRecord):
     # left out where it is empty: recipes and exports of before have no such field in their ids
     without_tags: list[str] = Field(default_factory=list, exclude_if=lambda tags: not tags)
     text: str | None = None
+
+    _names = model_validator(mode="before")(_refuse_earlier_names)
 
 
 class RunQuery(RunFilter):
@@ -173,3 +182,5 @@ class DatasetRecipe(StrictRecord):
     render: bool = False
     rewards: dict[str, float] | None = None
     givers: list[str] | None = None
+
+    _names = model_validator(mode="before")(_refuse_earlier_names)

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -346,7 +347,8 @@ class Run(Record, Generic[Output]):
     rewards: list[Reward] = Field(default_factory=list)
     task: Task | None = None
     loop: str | None = None
-    iteration: Int64 | None = None
+    #: its name in runs of earlier versions is read, too
+    iteration: Int64 | None = Field(None, validation_alias=AliasChoices("iteration", "generation"))
     attempt: Int64 | None = None
     started: float = 0.0
     seconds: float = 0.0

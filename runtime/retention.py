@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import Corrupt, NotFound
+from cray_agents.errors import NotFound
 from cray_agents.iteration import Iteration, base_version, promoted_version
 from cray_agents.paths import Home
 from cray_agents.records import ModelVersion, new_id
@@ -39,6 +39,7 @@ from cray_agents.runtime.registry.checkpoints import (
     read_manifest,
 )
 from cray_agents.runtime.registry.registry import History, Registry
+from cray_agents.runtime.store.loop_records import LoopRecords
 
 GRACE = 2.0  # seconds between setting aside and deleting, for a use that has just begun
 
@@ -222,7 +223,7 @@ def reasons_to_keep(registry: Registry, keep: int, in_use: Collection[str]) -> d
         for reason, ids in _of_name(registry, name, keep):
             add(ids, reason)
     add(in_use, "a replica holds it")
-    done = {path.name: _iterations(path) for path in _folders(home.loop("x").parent)}
+    done = {path.name: LoopRecords(home, path.name).finished() for path in _folders(home.loops)}
     for loop, iterations in done.items():
         add(_of_loop(home, loop, iterations), f"loop {loop} goes on from it")
     for one, version in versions.items():
@@ -285,16 +286,6 @@ def _of_loop(home: Home, loop: str, done: list[Iteration]) -> set[str]:
     staleness = sampling.get("max_staleness", settings.get("staleness", 0))
     known = [done[: max(1, len(done) - late)] for late in range(staleness + 1)]
     return versions | {promoted_version(done), *(base_version(some) for some in known)}
-
-
-def _iterations(loop: Path) -> list[Iteration]:
-    """Read a loop's finished iterations, in order."""
-    paths = [p for p in (loop / "generations").glob("*.json") if p.stem.isdecimal()]
-    records = [_read(path) for path in sorted(paths, key=lambda path: int(path.stem))]
-    try:
-        return [Iteration.model_validate(record) for record in records]
-    except ValueError as error:
-        raise Corrupt(f"an iteration of {loop} cannot be read: {error}") from error
 
 
 def _step_of(home: Home, version: ModelVersion) -> tuple[str, int | None]:

@@ -15,7 +15,12 @@ from cray_agents.loop import Budget, Curriculum
 from cray_agents.loop.settings_record import differences, settings_record, translated
 from cray_agents.loop.stop_rules import Stop, why_stopped
 from cray_agents.paths import Home
-from cray_agents.records import Run
+from cray_agents.queries import DatasetRecipe, RunQuery
+from cray_agents.records import Event, Run
+from cray_agents.runtime.datasets.reader import read_manifest
+from cray_agents.runtime.datasets.recipe import recipe_name
+from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.loop_records import LoopRecords
 from cray_agents.testing import ScriptedEngine
 from tests.support.killable_loop import echo, site_loop, some_tasks
 from tests.support.scripted_platform import platform
@@ -122,6 +127,37 @@ def test_settings_of_the_first_version_are_read() -> None:
     ]
     with pytest.raises(BadInput, match="version 3"):
         translated(now | {"version": 3})
+
+
+async def test_iterations_that_earlier_versions_called_generations_are_read(tmp_path: Path) -> None:
+    home, dataset = Home(tmp_path), tmp_path / "set"
+    before = {"generation": 0, "holdout_success": 0.5, "holdout_tasks": 3, "version": "m@1"}
+    recipe: dict[str, Any] = {"loop": "l", "generations": [2, 1], "where": {"generation": 1}}
+    for path, content in (
+        (home.loop("l") / "generations" / "0.json", before),
+        (dataset / "manifest.json", {"recipe": recipe}),
+    ):
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(content))
+    [record] = LoopRecords(home, "l").finished()
+    assert (record.iteration, record.version) == (0, "m@1")
+    [shown] = LoopRecords(home, "l").listing().rows
+    assert shown["iteration"] == 0 and "generation" not in shown
+
+    body = {"id": "r", "agent": "a", "model": "m@1", "input": "?", "stop_reason": "completed"}
+    store = Store(home)
+    event = Event(id="e", run_id="r", kind="run", body={**body, "generation": 3})
+    await store.append([event])
+    [run] = store.runs(RunQuery(iteration=3))
+    assert run.iteration == 3
+    await store.close()
+
+    now = read_manifest(dataset)["recipe"]
+    assert now == {"loop": "l", "iterations": [2, 1], "where": {"iteration": 1}}
+    made = DatasetRecipe.model_validate(now)
+    assert recipe_name(made).startswith("b499cd486d6c4020"), "the name that it had"
+    with pytest.raises(ValueError, match="generations is now iterations"):
+        DatasetRecipe.model_validate({"generations": [1]})
 
 
 def asks(**changes: Any) -> Agent:

@@ -198,6 +198,8 @@ def refuse_old_names(words: Sequence[str]) -> None:
         old = _OF_RECIPES
     for word in words:
         option = word.partition("=")[0]
+        if option == "--generations" and names[1] in ("loop", "demo"):
+            raise BadInput("--generations is --iterations now", param="iterations")
         if names[0] == "dataset build" and option[2:] in _SET:
             field = option[2:].replace("-", "_")
             raise BadInput(f"{option} is a field now: --set {field}=VALUE", param="set")

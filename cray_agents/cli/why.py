@@ -60,12 +60,12 @@ def explain(home: Home, name: str) -> Answer:
         return _explain_replica(home, int(name.removeprefix(REPLICA)))
     if name == CONTROLLER:
         return _explain_controller(home)
-    if name not in job_ids(home) and (home.loop(name) / "generations").is_dir():
+    if name not in job_ids(home) and home.iterations(name).is_dir():
         return _explain_loop(home, name)
     try:
         return _explain_job(home, named_job(home, name))
     except NotFound as error:
-        loops = [path.parent.name for path in (home.root / "loops").glob("*/generations")]
+        loops = [path.name for path in home.loops.glob("*") if home.iterations(path.name).is_dir()]
         known = f"; loops: {', '.join(sorted(loops))}" if loops else ""
         raise NotFound(f"{error}{known}; replicas: {REPLICA}0 and so on", param="name") from error
 
@@ -149,15 +149,11 @@ def _preemption(home: Home, journal: Any) -> Any:
 
 
 def _explain_loop(home: Home, name: str) -> Answer:
-    from cray_agents.runtime.disk import checksums
     from cray_agents.runtime.registry.registry import Registry
+    from cray_agents.runtime.store.loop_records import LoopRecords
     from cray_agents.trainers.job.journal import JobJournal
 
-    folder = home.loop(name) / "generations"
-    paths = sorted(
-        (p for p in folder.glob("*.json") if p.stem.isdecimal()), key=lambda p: int(p.stem)
-    )
-    done = [checksums.read_record(Iteration, path) for path in paths]
+    done = LoopRecords(home, name).finished()
     jobs = (job_id for job_id in job_ids(home) if not JobJournal(home, job_id).ended)
     current = [job for job in jobs if JobJournal(home, job).spec().session == name]
     if not done:

@@ -49,6 +49,7 @@ MOVED = {
     **{name: f"data=Data({name}=...)" for name in Data.model_fields},
     **{name: f"stop=Stop({name}=...)" for name in Stop.model_fields},
     "watch": "live=Live(...)",
+    "generations": "run(iterations=...)",
 }
 
 

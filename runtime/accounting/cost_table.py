@@ -26,7 +26,7 @@ from cray_agents.runtime.accounting.cost_account import (
 from cray_agents.runtime.accounting.holdings import HOUR, read_holdings
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.views.iteration_evidence import iteration_records
+from cray_agents.runtime.store.loop_records import LoopRecords
 from cray_agents.runtime.views.view_records import CostRequest, CostRow, CostTable
 
 POINT = 0.01  # a point of held-out success
@@ -77,7 +77,7 @@ def progress_of(records: list[Iteration | None]) -> LoopGains:
 def loops_of(home: Home) -> dict[str, list[Iteration | None]]:
     """Return the records of every loop; None for a damaged one, which GET /v1/loops names."""
     folders = [path for path in home.loops.glob("*") if path.is_dir()]
-    return {path.name: iteration_records(path, []) for path in folders}
+    return {path.name: LoopRecords(home, path.name).known([]) for path in folders}
 
 
 @dataclass

@@ -13,7 +13,8 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.disk.formats import FORMAT, check_version
 
 MANIFEST, RUNS, RECIPE, CARD = "manifest.json", "runs.parquet", "recipe.json", "README.md"
-DATASET_FORMAT = 1  # of manifest.json and the files that it names
+DATASET_FORMAT = 2  # of manifest.json and the files that it names; 1 has the earlier names
+EARLIER_NAMES = {"iteration": "generation", "iterations": "generations"}
 BATCH = 4096  # rows of runs.parquet read at a time
 
 SplitName = Literal["train", "validation"]
@@ -36,7 +37,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     manifest = checksums.read_json(path)
     if not isinstance(manifest, dict):
         raise Corrupt(f"{path} is damaged: it is not a dataset's manifest")
-    check_version(manifest.get(FORMAT), DATASET_FORMAT, path)
+    if check_version(manifest.get(FORMAT), DATASET_FORMAT, path) < 2 and "recipe" in manifest:
+        for fields in (manifest["recipe"], manifest["recipe"].get("where") or {}):
+            fields |= {now: fields.pop(old) for now, old in EARLIER_NAMES.items() if old in fields}
     return manifest
 
 
@@ -155,6 +158,10 @@ def _batches(directory: Path, columns: list[str] | None = None) -> Iterator[Any]
         raise Corrupt(f"{directory} has no {MANIFEST}") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(BATCH, columns=columns)
+            for batch in file.iter_batches(BATCH, columns=columns):
+                names = [
+                    "iteration" if name == "generation" else name for name in batch.schema.names
+                ]
+                yield batch.rename_columns(names)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise Corrupt(f"cannot read {path}: {error}") from error

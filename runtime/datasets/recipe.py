@@ -13,6 +13,7 @@ from typing import Any
 from cray_agents.errors import BadInput
 from cray_agents.queries import DatasetRecipe, RunQuery
 from cray_agents.records import canonical, digest
+from cray_agents.runtime.datasets.reader import EARLIER_NAMES
 from cray_agents.runtime.datasets.token_shards import SampleRow
 
 LOOP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")  # safe as a folder name
@@ -129,7 +130,9 @@ def recipe_name(recipe: DatasetRecipe) -> str:
 def defining_fields(recipe: DatasetRecipe) -> dict[str, Any]:
     """Return the fields of a recipe that decide the content of its dataset."""
     fields = recipe.model_dump(mode="json", exclude={"tokenizer"})
-    fields["iterations"] = recipe.iterations and sorted(set(recipe.iterations))
+    # iterations under their earlier name: so datasets older than this one keep their names
+    del fields["iterations"]
+    fields["generations"] = recipe.iterations and sorted(set(recipe.iterations))
     if recipe.discount == 1.0:
         del fields["discount"]
     # a missing key means `population`: so datasets older than this field keep their names
@@ -137,6 +140,8 @@ def defining_fields(recipe: DatasetRecipe) -> dict[str, Any]:
         del fields["deviation"]
     # likewise the ranges that filters have since
     if fields.get("where"):
+        for name, earlier in EARLIER_NAMES.items():
+            fields["where"][earlier] = fields["where"].pop(name)
         unset = [name for name in NEWER_BOUNDS if fields["where"][name] is None]
         for name in unset:
             del fields["where"][name]

@@ -35,6 +35,7 @@ from cray_agents.runtime.disk.journal import Tail
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.loop_records import LoopRecords
 from cray_agents.runtime.telemetry.call_metrics import OTHER, key_label
 from cray_agents.runtime.views.view_records import CostAmount, CostRow
 
@@ -256,7 +257,7 @@ class FileCollector:
     ) -> None:
         self._home, self._store, self._prices = home, store, prices
         self._registry, self._batches = registry, batches
-        self._loops = _LoopRecords(home)
+        self._loops = _NewestIterations(home)
         self._jobs = JobTails(home, MOST_JOBS)
         self._lock = threading.Lock()
         self._families: list[Metric] = []
@@ -410,23 +411,18 @@ def _read(reader: Callable[[], Iterator[Metric]]) -> list[Metric]:
         return []
 
 
-class _LoopRecords:
+class _NewestIterations:
     """The finished iterations of all loops. A record never changes, and is read once."""
 
     def __init__(self, home: Home) -> None:
-        self._folder = home.root / "loops"
+        self._home = home
         self._seen: dict[str, dict[int, bool]] = {}  # of each loop: number -> promoted
         self._newest: dict[str, tuple[dict[str, Any], float]] = {}
 
     def newest(self) -> list[tuple[str, dict[str, Any], int, int, float]]:
         """Return name, newest record, promoted, rejected, and the time of the newest record."""
-        if not self._folder.is_dir():
-            return []
-        for loop in self._folder.iterdir():
-            try:
-                self._read_new(loop)
-            except (OSError, CrayError) as error:
-                log.warning("loop %s: %s", loop.name, error)
+        for folder in self._home.loops.glob("*"):
+            self._read_new(folder.name)
         rows = [
             (name, record, sum(self._seen[name].values()), at)
             for name, (record, at) in self._newest.items()
@@ -437,13 +433,17 @@ class _LoopRecords:
             for name, record, promoted, at in rows[:MOST_LOOPS]
         ]
 
-    def _read_new(self, loop: Path) -> None:
-        seen = self._seen.setdefault(loop.name, {})
-        folder = loop / "generations"
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.suffix != ".json" or not path.stem.isdecimal() or int(path.stem) in seen:
+    def _read_new(self, loop: str) -> None:
+        seen = self._seen.setdefault(loop, {})
+        records = LoopRecords(self._home, loop)
+        for number in records.numbers():
+            if number in seen:
                 continue
-            record = checksums.read_json(path)
-            seen[int(path.stem)] = bool(record.get("promoted"))
-            if int(path.stem) == max(seen):
-                self._newest[loop.name] = record, path.stat().st_mtime
+            try:
+                record, at = records.content(number), records.ended(number)
+            except (OSError, CrayError) as error:
+                log.warning("loop %s: %s", loop, error)
+                continue
+            seen[number] = bool(record.get("promoted"))
+            if number == max(seen):
+                self._newest[loop] = record, at

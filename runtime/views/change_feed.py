@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from cray_agents.errors import BadInput, StoreError
-from cray_agents.paths import Home
+from cray_agents.paths import ITERATIONS, Home
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.store import Store
 
@@ -215,7 +215,7 @@ class ChangeFeed:
         home, times = self._home, Times()
         for kind, folder, inner in (
             ("job", home.jobs, ("events.jsonl", "status.json", "attempts", "pauses", ".")),
-            ("loop", home.loops, ("generations", "journal")),
+            ("loop", home.loops, (ITERATIONS, "journal")),
             ("dataset", home.datasets, ("manifest.json",)),
             ("model", home.models, (".", "history", "canaries")),
             ("batch", home.batches, (".", "done", "results", "claims")),

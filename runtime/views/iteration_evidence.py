@@ -12,11 +12,12 @@ from pydantic import ValidationError
 
 from cray_agents.errors import NotFound
 from cray_agents.iteration import Iteration
-from cray_agents.paths import Home
+from cray_agents.paths import ITERATIONS, Home
 from cray_agents.promotion.paired_evidence import PairedEvidence, entry_of
 from cray_agents.promotion.sequential_test import Decision
 from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.registry.registry import ModelEvent, Registry
+from cray_agents.runtime.store.loop_records import LoopRecords
 from cray_agents.runtime.views.view_records import (
     HoldoutPoint,
     IterationDetail,
@@ -33,11 +34,8 @@ CACHED = 8  # notes of pairs
 
 def iteration_detail(home: Home, registry: Registry, loop: str, number: int) -> dict[str, Any]:
     """Return a IterationDetail as JSON. Raises NotFound, Corrupt."""
-    path = home.loop(loop) / "generations" / f"{number}.json"
-    try:
-        content, ended = checksums.read_json(path), path.stat().st_mtime
-    except FileNotFoundError:
-        raise NotFound(f"loop {loop!r} has no iteration {number}", param="number") from None
+    records = LoopRecords(home, loop)
+    content, ended = records.content(number), records.ended(number)
     try:
         record = Iteration.model_validate(content)
     except ValidationError as error:
@@ -153,7 +151,6 @@ def _outcome(difference: float) -> PairOutcome:
 
 
 POINTS = 200  # of a curve
-CACHED = 20_000  # records
 
 
 def loops_page(home: Home, after: str | None, limit: int) -> checksums.Listing[dict[str, Any]]:
@@ -165,13 +162,13 @@ def loops_page(home: Home, after: str | None, limit: int) -> checksums.Listing[d
     newest = sorted(((_changed(path), path.name) for path in folders), reverse=True)
     chosen, has_more = paging.after(newest, lambda each: each[1], after, limit, "loop")
     damaged: list[dict[str, str]] = []
-    rows = [_summary(home.loop(name), when, damaged) for when, name in chosen]
+    rows = [_summary(home, name, when, damaged) for when, name in chosen]
     return checksums.Listing(rows, damaged, has_more)
 
 
 def _changed(folder: Path) -> float:
     """Return when a loop last wrote an iteration, or else an entry of its journal."""
-    for name in ("generations", "journal", "."):
+    for name in (ITERATIONS, "journal", "."):
         try:
             return (folder / name).stat().st_mtime
         except FileNotFoundError:
@@ -179,13 +176,15 @@ def _changed(folder: Path) -> float:
     return 0.0
 
 
-def _summary(folder: Path, updated: float, damaged: list[dict[str, str]]) -> dict[str, Any]:
-    records = iteration_records(folder, damaged)
+def _summary(
+    home: Home, loop: str, updated: float, damaged: list[dict[str, str]]
+) -> dict[str, Any]:
+    records = LoopRecords(home, loop).known(damaged)
     known = [record for record in records if record is not None]
     step = -(-len(known) // POINTS) or 1
     points = [*known[::-step][::-1]] if known else []  # the last one is always among them
     return LoopSummary(
-        id=folder.name,
+        id=loop,
         iterations=len(records),
         updated=updated,
         last=records[-1] if records else None,
@@ -200,37 +199,3 @@ def _summary(folder: Path, updated: float, damaged: list[dict[str, str]]) -> dic
             for each in points
         ],
     ).model_dump(mode="json")
-
-
-def iteration_records(folder: Path, damaged: list[dict[str, str]]) -> list[Iteration | None]:
-    """Return a loop's finished iterations in order; None for one that a client of its own wrote.
-
-    None for a damaged one, too, which is noted in `damaged`.
-    """
-
-    def read(name: str) -> Iteration | None:
-        path = folder / "generations" / f"{name}.json"
-        return _record(path, path.stat().st_mtime_ns)
-
-    records: list[Iteration | None] = []
-    for name in iteration_names(folder):
-        listing = checksums.list_whole([name], read)
-        records += listing.rows or [None]
-        damaged += [{**each, "id": f"{folder.name}/{name}"} for each in listing.damaged]
-    return records
-
-
-def iteration_names(folder: Path) -> list[str]:
-    """Return the numbers of a loop's finished iterations, in order."""
-    paths = (folder / "generations").glob("*.json")
-    return sorted((path.stem for path in paths if path.stem.isdecimal()), key=int)
-
-
-@lru_cache(CACHED)
-def _record(path: Path, changed: int) -> Iteration | None:
-    """Return an iteration's record; None where a client of its own wrote other fields."""
-    content = checksums.read_json(path)
-    try:
-        return Iteration.model_validate(content)
-    except ValidationError:
-        return None

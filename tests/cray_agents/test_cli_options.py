@@ -44,6 +44,8 @@ def test_old_names_are_refused_with_their_new_place(tmp_path: Path) -> None:
         ("scan secrets --tag=a", '--where "tag=NAME"'),
         ("dataset build --min-reward 1", "--set min_reward=VALUE"),
         ("dataset build --loop l", '--where "loop=NAME"'),
+        ("loop loop.py --generations 2", "--iterations"),
+        ("runs list --where generation=2", "it is iteration now"),
     ):
         done = cli(*words.split(), cwd=tmp_path)
         assert done.returncode == 2 and now in " ".join(done.stderr.split())

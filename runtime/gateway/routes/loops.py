@@ -44,10 +44,10 @@ from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.rollout_queue import SOURCE, RolloutResult, RolloutSpec
 from cray_agents.runtime.gateway.services import Current
 from cray_agents.runtime.store.feedback import check_rewards
+from cray_agents.runtime.store.loop_records import LoopRecords
 from cray_agents.runtime.telemetry.timeline import MOST_RUNS, iteration_timeline
 from cray_agents.runtime.views.iteration_evidence import (
     iteration_detail,
-    iteration_names,
     loops_page,
     pairs_page,
 )
@@ -131,13 +131,10 @@ async def read_iteration_timeline(
 
     Perfetto (ui.perfetto.dev) opens it. `ts` and `dur` are microseconds since `otherData.begin`.
     """
-    path = services.home.loop(loop) / "generations" / f"{number}.json"
 
     def read() -> bytes:
-        try:
-            record, ended = checksums.read_json(path), path.stat().st_mtime
-        except FileNotFoundError:
-            raise NotFound(f"loop {loop!r} has no iteration {number}", param="number") from None
+        records = LoopRecords(services.home, loop)
+        record, ended = records.content(number), records.ended(number)
         events = job_events(services.home, str(record.get("job_id") or ""))
         which = RunQuery(loop=loop, iteration=number, order="oldest", limit=MOST_RUNS)
         runs = services.store.stream(which)
@@ -204,13 +201,9 @@ async def note_entry(
 @router.get("/v1/loops/{loop}/iterations", Role.train, answer=DataList[dict[str, Any]])
 async def list_iterations(services: Current, request: Request, loop: LoopId) -> Response:
     """List a loop's finished iterations, in the order of their numbers."""
-    folder = services.home.loop(loop) / "generations"
-
-    def read_one(name: str) -> Any:
-        return checksums.read_json(folder / f"{name}.json")
 
     def read() -> dict[str, Any]:
-        listing = checksums.list_whole(iteration_names(folder.parent), read_one)
+        listing = LoopRecords(services.home, loop).listing()
         return {"data": listing.rows, **damage_told(listing.damaged)}
 
     return await answer_read(request, read)
@@ -226,7 +219,7 @@ async def finish_iteration(
     services: Current, loop: LoopId, number: IterationNumber, body: dict[str, Any]
 ) -> Response:
     """Record an iteration; the first record stays."""
-    return await _create(services.home.loop(loop) / "generations" / f"{number}.json", body)
+    return await _create(LoopRecords(services.home, loop).path(number), body)
 
 
 async def _create(path: Path, record: Any) -> Response:

@@ -58,7 +58,7 @@ class RunFacts(NamedTuple):
 
 _REWARD = ("name", "source", "value", "time", "turn", "giver")
 _ABOUT = (  # the facts of a description, in this order
-    *("model", "agent", "loop", "iteration", "attempt", "task", "split", "stop_reason"),
+    *("model", "agent", "loop", "generation", "attempt", "task", "split", "stop_reason"),
     *("started", "seconds", "error", "infrastructure", "tags", "rewards", "turns"),
     *("input", "output", "imported", "redacted", "owner"),
 )

@@ -25,7 +25,7 @@ from cray_agents.paths import Home, host_cache
 from cray_agents.records import new_id
 from cray_agents.runtime.disk.durable import create_file
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 KEPT_SECONDS = 7 * 86_400.0  # after its last use, for the file of another version
 KEPT_FILES = 3  # of other versions, the last used
 BOOT = Path("/proc/sys/kernel/random/boot_id")

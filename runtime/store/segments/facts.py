@@ -20,10 +20,12 @@ class Fact(NamedTuple):
 
     call: model, started, seconds, ending, tags, prompt, sampled (tokens), redacted, owner; and if a
     conversation may continue it: asked (a hash of its request), said ([tool call ids], text).
-    run: model, agent, loop, iteration, attempt, task, split, stop_reason, started, seconds, error,
+    run: model, agent, loop, generation, attempt, task, split, stop_reason, started, seconds, error,
     infrastructure, tags, rewards ([[name, source, value, time, turn, giver]]), turns, input and
     output (heads), imported, redacted, owner.
     reward: name, source, value, time, turn, giver.     forget: reason.
+    `generation` is a run's iteration, as sealed segments call it. In bodies of earlier versions it
+    has that name, too.
     """
 
     id: str
@@ -75,7 +77,7 @@ def _run_facts(body: dict[str, Any]) -> dict[str, Any]:
         "model": body["model"],
         "agent": body["agent"],
         "loop": body.get("loop"),
-        "iteration": body.get("iteration"),
+        "generation": body.get("iteration", body.get("generation")),
         "attempt": body.get("attempt"),
         "task": task.get("id"),
         "split": task.get("split", "train") if task else None,

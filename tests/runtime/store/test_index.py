@@ -43,7 +43,7 @@ def many(count: int, rnd: random.Random) -> list[Fact]:
                 "model": model,
                 "agent": rnd.choice(["solver", "writer"]),
                 "loop": rnd.choice([None, "school", "gym"]),
-                "iteration": rnd.choice([None, -2, 0, 1, 2]),
+                "generation": rnd.choice([None, -2, 0, 1, 2]),
                 "attempt": rnd.choice([None, 0, 1]),
                 "task": rnd.choice([None, "t1", "t2", "t3"]),
                 "split": rnd.choice([None, "train", "holdout"]),
@@ -353,7 +353,7 @@ def test_statistics_by_group(index: Index) -> None:
 
 
 def test_absurd_numbers_are_no_error(index: Index) -> None:
-    fill(index, [described("d1", "r1", iteration=2**63, attempt=-(2**63), task="t\0t")])
+    fill(index, [described("d1", "r1", generation=2**63, attempt=-(2**63), task="t\0t")])
     assert index.select(RunQuery(iteration=2**63, order="task"))[0].iteration == 2**63
     assert index.count(RunFilter(iteration=2**80, iterations=[10**30])) == 1
     assert index.count(RunFilter(task="t\0t")) == 1

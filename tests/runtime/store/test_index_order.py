@@ -59,7 +59,7 @@ def events(draw: st.DrawFn) -> list[Fact]:
             about = {
                 "model": draw(MODELS),
                 "loop": draw(st.sampled_from([None, "school"])),
-                "iteration": draw(st.sampled_from([None, 0, 1])),
+                "generation": draw(st.sampled_from([None, 0, 1])),
                 "task": draw(st.sampled_from([None, "t1", "t2"])),
                 "error": draw(st.sampled_from([None, "ToolError", "RewardError"])),
                 "tags": draw(TAGS),
