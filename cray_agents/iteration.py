@@ -1,4 +1,4 @@
-"""Iteration records: a loop's record per finished iteration, and its progress.
+"""Iteration: what a loop records of each finished iteration, and its progress until then.
 
 Made by loop/loop.py; rendered by cli/iteration_table.py and cli/report.py.
 """
@@ -13,7 +13,7 @@ from cray_agents.training_jobs import TakenUp
 
 
 class Iteration(Record):
-    """One turn of the loop; iteration 0 is the model that the loop began with.
+    """The record of an iteration; number 0 only measures the model that the loop began with.
 
     - `version` is the candidate. `sampled_from` is the version that made the training runs.
       `onward` is the version that later iterations go on from (None: the promoted one).

@@ -18,7 +18,7 @@ from cray_agents.iteration import Iteration, LoopProgress
 
 #: The columns of an iteration, each with its meaning; the report shows all of them.
 COLUMNS = {
-    "gen": "The iteration; 0 is the model before this training.",
+    "iter": "The iteration; 0 is the model before this training.",
     "method": "How it was trained.",
     "held-out": "Mean reward on held-out tasks, which no training sees. It decides promotion.",
     "test": "Mean reward on test tasks, which decide nothing.",
@@ -40,7 +40,7 @@ COLUMNS = {
 }
 #: The columns on a terminal, which need no knowledge of training.
 TERMINAL_COLUMNS = (
-    "gen", "method", "held-out", "test", "runs", "good", "set", "seconds", "version", "outcome",
+    "iter", "method", "held-out", "test", "runs", "good", "set", "seconds", "version", "outcome",
 )  # fmt: skip
 LEGEND = (
     "held-out: mean reward on tasks that no training sees, which decides promotion; "
@@ -151,7 +151,7 @@ def row(g: Iteration) -> dict[str, str]:
         f"{g.loss_first:.3f}→{g.loss_last:.3f}" if g.loss_last is not None and g.loss_first else "-"
     )
     return {
-        "gen": str(g.iteration),
+        "iter": str(g.iteration),
         "method": g.method if g.iteration else "-",
         "held-out": f"{g.holdout_success:.3f}" if g.holdout_tasks else "-",
         "test": "-" if g.test_success is None else f"{g.test_success:.3f}",

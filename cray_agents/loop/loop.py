@@ -191,7 +191,7 @@ class Loop:
                 await self._running().leave(self.agent.model)
 
     async def _iterate(self, done: list[Iteration], iterations: int) -> Iteration:
-        """Make the next iteration, and record it."""
+        """Carry out the next iteration, and record it."""
         number = len(done)
         await self._timer.begin(self._client, number)
         iteration = await (self._begin() if number == 0 else self._improve(done, iterations))
