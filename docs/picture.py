@@ -1,6 +1,6 @@
 """Pictures of the first page: the processes; and a loop's steps, with the success of one demo.
 
-.venv/bin/python docs/picture.py        writes docs/processes.svg, and docs/loop.svg from docs/demo.json
+.venv/bin/python docs/picture.py    writes docs/processes.svg, and docs/loop.svg of docs/demo.json
 """
 
 import json

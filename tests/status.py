@@ -19,75 +19,49 @@ from tests.soak import RESULTS, ROOT, SOAKS, commit, read_results, record
 TESTS = ROOT / "tests"
 PAGE = ROOT / "docs" / "status.md"
 PARTS = {"vllm": "vLLM", "megatron": "Megatron-core"}  # real parts, by the mark of a test
-#: feature: tests without Slurm; tests on Slurm; stages of `make gpu`
+#: Feature | tests without Slurm | tests on Slurm | stages of `make gpu`. `a/b` is a/test_b.py.
+TABLE = """
+agents, tools, handoffs | cray_agents/agent cray_agents/tool | |
+sandbox and verifier | tools/sandbox tools/verifier_attacks | |
+environments of other frameworks | environments environments_learn | |
+a loop that learns | demo | |
+a loop that continues after kills | loop_kills | |
+promotion test | cray_agents/promotion | |
+training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B train-4B
+distillation | trainers/distillation | |
+LoRA | trainers/lora | | lora-8B
+layouts over ranks | trainers/numerics trainers/context | | parallel
+full sharding | trainers/universal/weight_shards | | sharding
+any model of transformers | trainers/universal/universal_jobs | | transformers
+Megatron-Bridge | trainers/bridge/bridge_choice | |
+fused kernels, Transformer Engine, FP8 | trainers/kernels trainers/layer_choice | | train-1B
+jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
+training sessions | trainers/session training_session | | session session-lora
+agreement of trainer and engine | trainers/engine_agreement | | logprobs
+estimates of `plan` | trainers/plan trainers/planned_memory | |
+APIs of OpenAI and Anthropic | runtime/vllm_apis runtime/anthropic_shapes | |
+Tinker scripts | runtime/tinker | |
+batches, files, fine-tuning | runtime/batches runtime/fine_tuning | |
+changes of version without lost requests | runtime/vllm | |
+adapters in vLLM | runtime/adapters | |
+weights sent by NCCL or IPC | runtime/weight_transfer | |
+GPUs divided, or used by turns | runtime/gpu_placement cray_agents/gpu_turns | |
+replicas as Slurm jobs | | runtime/slurm_replicas up_replicas |
+replicas that come and go | runtime/scaling | cray_agents/preemption runtime/warm_replicas |
+several gateways, standbys | runtime/further_gateways standby | cluster_faults |
+jobs of a site's Slurm | | runtime/slurm runtime/schedulers |
+a store that survives kills | store_kills event_kills | |
+damage that is noticed | bit_flips | |
+datasets | runtime/datasets/dataset_building runtime/datasets/dataset_samples | |
+imports, exports | runtime/imports/import_formats runtime/exports/formats | |
+keys, roles, owners | runtime/role_matrix runtime/owners | |
+metrics, hardware | runtime/observability/metrics_families runtime/hardware/hardware | |
+dashboard | dashboard | |
+"""
 FEATURES = {
-    "agents, tools, handoffs": ("cray_agents/test_agent.py cray_agents/test_tool.py", "", ""),
-    "sandbox and verifier": ("tools/test_sandbox.py tools/test_verifier_attacks.py", "", ""),
-    "environments of other frameworks": (
-        "test_environments.py test_environments_learn.py", "", "",
-    ),
-    "a loop that learns": ("test_demo.py", "", ""),
-    "a loop that goes on after kills": ("test_loop_kills.py", "", ""),
-    "promotion test": ("cray_agents/test_promotion.py", "", ""),
-    "training methods": (
-        "trainers/methods/test_grpo.py trainers/methods/test_preferences.py"
-        " trainers/test_methods_in_layouts.py", "test_training.py", "golden train-1B train-4B",
-    ),
-    "distillation": ("trainers/test_distillation.py", "", ""),
-    "LoRA": ("trainers/test_lora.py", "", "lora-8B"),
-    "layouts over ranks": ("trainers/test_numerics.py trainers/test_context.py", "", "parallel"),
-    "full sharding": ("trainers/universal/test_weight_shards.py", "", "sharding"),
-    "any model of transformers": (
-        "trainers/universal/test_universal_jobs.py", "", "transformers",
-    ),
-    "Megatron-Bridge": ("trainers/bridge/test_bridge_choice.py", "", ""),
-    "fused kernels, Transformer Engine, FP8": (
-        "trainers/test_kernels.py trainers/test_layer_choice.py", "", "train-1B",
-    ),
-    "jobs that go on after failures": (
-        "trainers/test_resume.py trainers/test_job.py", "trainers/test_faults.py", "hang",
-    ),
-    "training sessions": (
-        "trainers/test_session.py test_training_session.py", "", "session session-lora",
-    ),
-    "agreement of trainer and engine": ("trainers/test_engine_agreement.py", "", "logprobs"),
-    "estimates of `plan`": ("trainers/test_plan.py trainers/test_planned_memory.py", "", ""),
-    "APIs of OpenAI and Anthropic": (
-        "runtime/test_vllm_apis.py runtime/test_anthropic_shapes.py", "", "",
-    ),
-    "Tinker scripts": ("runtime/test_tinker.py", "", ""),
-    "batches, files, fine-tuning": (
-        "runtime/test_batches.py runtime/test_fine_tuning.py", "", "",
-    ),
-    "changes of version without lost requests": ("runtime/test_vllm.py", "", ""),
-    "adapters in vLLM": ("runtime/test_adapters.py", "", ""),
-    "weights sent by NCCL or IPC": ("runtime/test_weight_transfer.py", "", ""),
-    "GPUs divided, or used by turns": (
-        "runtime/test_gpu_placement.py cray_agents/test_gpu_turns.py", "", "",
-    ),
-    "replicas as Slurm jobs": (
-        "", "runtime/test_slurm_replicas.py test_up_replicas.py", "",
-    ),
-    "replicas that come and go": (
-        "runtime/test_scaling.py",
-        "cray_agents/test_preemption.py runtime/test_warm_replicas.py", "",
-    ),
-    "several gateways, standbys": (
-        "runtime/test_further_gateways.py test_standby.py", "test_cluster_faults.py", "",
-    ),
-    "jobs of a site's Slurm": ("", "runtime/test_slurm.py runtime/test_schedulers.py", ""),
-    "a store that survives kills": ("test_store_kills.py test_event_kills.py", "", ""),
-    "damage that is noticed": ("test_bit_flips.py", "", ""),
-    "datasets, imports, exports": (
-        "runtime/datasets/test_dataset_building.py runtime/imports/test_import_formats.py"
-        " runtime/exports/test_formats.py", "", "",
-    ),
-    "keys, roles, owners": ("runtime/test_role_matrix.py runtime/test_owners.py", "", ""),
-    "metrics, traces, hardware": (
-        "runtime/observability/test_metrics_families.py runtime/observability/test_live_traces.py"
-        " runtime/hardware/test_hardware.py", "", "",
-    ),
-    "dashboard": ("test_dashboard.py", "", ""),
+    name: tuple(cells) for name, *cells in (
+        [cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()
+    )
 }  # fmt: skip
 HEAD = """\
 # Status
@@ -97,7 +71,7 @@ This page says what was run, and where. `python -m tests.status` writes it.
 - **CPU in CI**: tests that `make test` runs without a GPU. In brackets are the real parts that a
   test starts: vLLM's CPU build, and Megatron-core over gloo.
 - **Private Slurm**: tests on a real Slurm that they start on one host, with up to 16 virtual nodes.
-- **GPU**: stages of `make gpu` with a recorded result. "Not run" means that no GPU has run it.
+- **GPU**: stages of `make gpu` with a recorded result. "Not run" means that none is recorded.
 
 | feature | CPU in CI | private Slurm | GPU |
 |---|---|---|---|
@@ -127,15 +101,23 @@ def page(results: dict[str, Any]) -> str:
 
 
 def marks(test: str) -> set[str]:
-    """Marks of a file's tests."""
-    return set(re.findall(r"pytest\.mark\.(\w+)", (TESTS / test).read_text()))
+    """Marks of a file's tests, but for those that run in `make soak` alone."""
+    blocks = path(test).read_text().split("\n\n\n")
+    text = "\n".join(block for block in blocks if '="make soak"' not in block)
+    return set(re.findall(r"pytest\.mark\.(\w+)", text))
+
+
+def path(test: str) -> Path:
+    """The file of a test of the table."""
+    return (TESTS / test).with_name(f"test_{Path(test).name}.py")
 
 
 def _tests(tests: str) -> str:
     cells = []
     for test in tests.split():
         parts = [part for mark, part in PARTS.items() if mark in marks(test)]
-        cells.append(f"`{test}`" + (f" ({', '.join(parts)})" if parts else ""))
+        name = path(test).relative_to(TESTS)
+        cells.append(f"`{name}`" + (f" ({', '.join(parts)})" if parts else ""))
     return ", ".join(cells) or "no test"
 
 

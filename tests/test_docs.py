@@ -1,4 +1,4 @@
-"""Documents: their Python runs, their commands exist, the README is short, the site builds."""
+"""Documents: their Python runs, their commands exist, the site builds, with its reference."""
 
 import json
 import os
@@ -26,12 +26,6 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
-
-
-def test_the_readme_is_short() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
-    assert "```python" in "\n".join(text.splitlines()[:50])
 
 
 def answer(request: dict[str, object]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak import RESULTS, SOAKS, Soak, read_results, run
-from tests.status import FEATURES, PAGE, TESTS, marks, page
+from tests.status import FEATURES, PAGE, TESTS, marks, page, path
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -15,7 +15,7 @@ def test_named_tests_run_where_the_table_says(feature: str) -> None:
     stages = (TESTS / "gpu" / "__main__.py").read_text()
     assert cpu or slurm
     for test in cpu.split():
-        every = (TESTS / test).read_text().partition("\npytestmark =")[2].partition("\n\n")[0]
+        every = path(test).read_text().partition("\npytestmark =")[2].partition("\n\n")[0]
         assert "mark.slurm" not in every, test
     assert [test for test in slurm.split() if "slurm" not in marks(test)] == []
     assert [stage for stage in gpu.split() if f'    "{stage}": ' not in stages] == []
