@@ -27,7 +27,7 @@ environments of other frameworks | environments environments_learn | |
 a loop that learns | demo | |
 a loop that continues after kills | loop_kills | |
 promotion test | cray_agents/promotion | |
-training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B train-4B
+training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B
 distillation | trainers/distillation | |
 LoRA | trainers/lora | | lora-8B
 layouts over ranks | trainers/numerics trainers/context | | parallel
