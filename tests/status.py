@@ -66,7 +66,8 @@ FEATURES = {
 HEAD = """\
 # Status
 
-This page says what was run, and where. `python -m tests.status` writes it.
+This page says what was run, and where, by the test files in `tests/`.
+`python -m tests.status` writes it.
 
 - **CPU in CI**: tests that `make test` runs without a GPU. In brackets are the real parts that a
   test starts: vLLM's CPU build, and Megatron-core over gloo.
