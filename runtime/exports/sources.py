@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from cray_agents.errors import BadInput, Corrupt
 from cray_agents.exact_json import load_json
+from cray_agents.messages import first_question
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.records import Run
+from cray_agents.records import Message, Run, StopReason, Task, Trajectory, digest
 from cray_agents.runtime.datasets import read_dataset, shards
 from cray_agents.runtime.datasets.reader import RECIPE, SplitName, file_in
-from cray_agents.runtime.exports.conversation import run_of_demonstration
 from cray_agents.runtime.exports.export_format import Item
 from cray_agents.runtime.exports.losses import MISSING
 from cray_agents.runtime.store import Store
@@ -334,3 +334,23 @@ class DatasetRuns:
                 for batch in file.iter_batches(BATCH, columns=list(_Row._fields)):
                     columns = [batch.column(name).to_pylist() for name in _Row._fields]
                     yield from map(_Row, *columns)
+
+
+def run_of_demonstration(
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] = (),
+    metadata: dict[str, Any] | None = None,
+) -> Run:
+    """Return a demonstration of a dataset as an imported run, named by its content."""
+    question = first_question(messages)
+    return Run(
+        id=f"demonstration-{digest([list(messages), list(tools)])}",
+        agent="",
+        model="",
+        input=question,
+        output=messages[-1].get("content") if messages else None,
+        stop_reason=StopReason.completed,
+        trajectory=Trajectory(messages=list(messages), tools=list(tools)),
+        task=Task(input=question, metadata=metadata) if metadata else None,
+        imported="demonstration",
+    )

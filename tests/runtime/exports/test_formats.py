@@ -13,7 +13,6 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run, Task, ToolCall, Trajectory, Turn
-from cray_agents.runtime.exports.conversation import run_of_demonstration
 from cray_agents.runtime.exports.export_files import TableFormat
 from cray_agents.runtime.exports.export_format import (
     LineFormat,
@@ -22,6 +21,7 @@ from cray_agents.runtime.exports.export_format import (
 )
 from cray_agents.runtime.exports.formats.catalog import FORMATS, LINE_FORMATS
 from cray_agents.runtime.exports.losses import LOSSES
+from cray_agents.runtime.exports.sources import run_of_demonstration
 from tests.support.exports.example_runs import called, chat, made
 
 BIG = 123456789012345678901234567890
