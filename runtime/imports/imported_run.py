@@ -24,7 +24,6 @@ from cray_agents.records import (
     StopReason,
     Task,
     Trajectory,
-    Turn,
     digest,
 )
 from cray_agents.runtime.store.feedback import REWARD_LIMIT, check_rewards
@@ -151,15 +150,6 @@ def _call_event(call: ModelCall) -> Event:
     when = call.started + call.seconds or time.time()
     body = call.model_copy(update={"owner": ""}).model_dump(mode="json")
     return Event(id=call.id, run_id=call.run_id, kind="call", body=body, time=when)
-
-
-def check_call_owners(run: Run, turns: Sequence[Turn]) -> None:
-    """Raise BadInput if a call of these turns belongs to another run."""
-    for turn in turns:
-        if turn.call is not None and turn.call.run_id != run.id:
-            raise BadInput(
-                f"call {turn.call.id!r} is of run {turn.call.run_id!r}, not of {run.id!r}"
-            )
 
 
 def as_bad_input(error: ValidationError) -> BadInput:
