@@ -47,7 +47,7 @@ async def real_decisions(
                     decisions[-1][action.kind, name] += action.count
                     away += action.count * (action.kind == "end")
             if started := away - cluster.pool.away:
-                decisions[-1]["start", rules.serving[0].name] += started
+                decisions[-1]["start", rules.serving.name] += started
             await until(cluster.settled)
             decisions[-1].update(("admit", name) for name in cluster.training - before)
             before, now = cluster.training, now + PERIOD
@@ -56,7 +56,7 @@ async def real_decisions(
 
 async def test_nodes_are_taken_and_given_back_as_in_the_simulator(tmp_path: Path) -> None:
     """One node is idle, two train: the idle one serves first, then that of the lower class."""
-    rules = ScalingRules((RULE,), least_run=0.0)
+    rules = ScalingRules(RULE, least_run=0.0)
     levels, jobs = [1, 2, 3, 0], {"dear": 0, "cheap": -5}
     async with virtual_cluster(tmp_path, nodes=3) as cluster:
         await cluster.open(replicas=3, slots=2)
