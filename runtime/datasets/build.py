@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from cray_agents.errors import BadInput, Corrupt, CrayError, StoreError
+from cray_agents.messages import first_question
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import canonical, new_id
@@ -28,7 +29,6 @@ from cray_agents.runtime.datasets.considered_runs import BuildCounts, Considered
 from cray_agents.runtime.datasets.decontamination import (
     BlockedTexts,
     Match,
-    input_of_messages,
     inputs_of_messages,
 )
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
@@ -314,7 +314,7 @@ class BuildPass:
                 samples = renderer.samples(messages, tools[number])
             named = recipe.demonstrations_splits[number] if recipe.demonstrations_splits else None
             match = self.selection.blocked.match_any(inputs_of_messages(messages))
-            split = named or self._split_of(input_of_messages(messages))
+            split = named or self._split_of(first_question(messages))
             self._add_demonstration(number, match, samples, metadata[number], split)
             self._count(1)
 

@@ -138,12 +138,7 @@ def inputs_of_messages(messages: Iterable[Message]) -> list[str]:
 
 def input_of(run: Run) -> str:
     """Return the text to hold out for a run: its input, or the first message of its user."""
-    return run.input or input_of_messages(run.trajectory.messages)
-
-
-def input_of_messages(messages: Iterable[Message]) -> str:
-    """Return the first message of the user, or ""."""
-    return first_question(messages)
+    return run.input or first_question(run.trajectory.messages)
 
 
 def _collect(store: Store, home: Home, recipe: DatasetRecipe) -> Iterator[HeldText]:

@@ -40,7 +40,7 @@ class Importing:
     """Labels for all runs of an import. None keeps the file's own value, if it has one.
 
     `tags` are added to a run's own. `split` is the task's; a run without a task gets one of its
-    input. `reward_limit` is described in feedback.py.
+    input.
     """
 
     tags: tuple[str, ...] = ()
@@ -48,7 +48,6 @@ class Importing:
     split: Split | None = None
     agent: str | None = None
     reward: float | None = None
-    reward_limit: float = REWARD_LIMIT
 
 
 def conversation_events(
@@ -60,7 +59,6 @@ def conversation_events(
     rewards: Sequence[Reward] = (),
     task: Task | None = None,
     metadata: dict[str, Any] | None = None,
-    model: str | None = None,
 ) -> list[Event]:
     """Return the events of a conversation from its first question to its last answer.
 
@@ -71,7 +69,7 @@ def conversation_events(
     run = Run(
         id=imported_run_id(messages, tools),
         agent=IMPORTED,
-        model=model or IMPORTED,
+        model=IMPORTED,
         input=question,
         output=last_answer(messages),
         stop_reason=StopReason.completed,
@@ -104,7 +102,7 @@ def events_of(run: Run, importing: Importing) -> list[Event]:
     for a reward beyond the limit.
     """
     run = _without_keys(_apply_labels(run, importing))
-    check_rewards(run.rewards, importing.reward_limit, "rewards")
+    check_rewards(run.rewards, REWARD_LIMIT, "rewards")
     calls = [turn.call for turn in run.trajectory.turns if turn.call is not None]
     turns = [turn.model_copy(update={"call": None}) for turn in run.trajectory.turns]
     trajectory = run.trajectory.model_copy(update={"turns": turns})

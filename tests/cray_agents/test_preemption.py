@@ -93,7 +93,7 @@ async def check_sleepers(cluster: VirtualCluster, rules: ScalingRules) -> None:
     assert controller._cluster is not None
     state = await asyncio.to_thread(controller._cluster.look, 0.0, Counter({node: 1}))
     views = {names_of([view.name], cluster)[0]: view for view in state.running}
-    assert views["dear"].sleepers == {"replicas": 1} and not views["cheap"].sleepers
+    assert views["dear"].sleepers == 1 and not views["cheap"].sleepers
     assert state.used == {node, live[cluster.jobs["cheap"]].nodes}
     load = controller._load
     load._levels = [(node, 1), ("elsewhere", 1), ("elsewhere", 2)]

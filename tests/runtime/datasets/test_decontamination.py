@@ -17,7 +17,6 @@ from cray_agents.runtime.datasets.decontamination import (
     BlockedTexts,
     HeldText,
     input_of,
-    input_of_messages,
     inputs_of,
     text_in,
 )
@@ -330,8 +329,6 @@ def test_what_of_a_run_or_demonstration_is_compared() -> None:
         {"role": "assistant", "content": "answer"},
         {"role": "user", "content": "second"},
     ]
-    assert input_of_messages(messages) == "first"
-    assert input_of_messages([]) == ""
     about: dict[str, Any] = {"id": "r", "agent": "", "model": "m", "stop_reason": "completed"}
     told = {"trajectory": {"messages": messages}}
     assert input_of(Run.model_validate({**about, "input": "asked", **told})) == "asked"
