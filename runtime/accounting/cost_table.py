@@ -26,7 +26,7 @@ from cray_agents.runtime.accounting.cost_account import (
     weight,
 )
 from cray_agents.runtime.accounting.holdings import HOUR, read_holdings
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.views.generation_evidence import generation_records
 
@@ -296,13 +296,8 @@ def cost_table(
     whole = None
     if query.key is not None or query.loop is not None:
         whole = _row(_merged(sums, query, names), account)
-    if query.after is not None:
-        ids = [row.id for row in rows]
-        if query.after not in ids:
-            raise BadInput(f"after: no row {query.after[:200]!r} is listed here", param="after")
-        rows = rows[ids.index(query.after) + 1 :]
-    more, rows = len(rows) > query.limit, rows[: query.limit]
-    return _table(account, query, whole, rows, more=more)
+    listed, more = paging.after(rows, lambda row: row.id, query.after, query.limit, "row")
+    return _table(account, query, whole, listed, more=more)
 
 
 def cost_rows(

@@ -40,7 +40,7 @@ class Importing:
     """Labels for all runs of an import. None keeps the file's own value, if it has one.
 
     `tags` are added to a run's own. `split` is the task's; a run without a task gets one of its
-    input.
+    input. `reward_limit` is described in feedback.py.
     """
 
     tags: tuple[str, ...] = ()
@@ -48,6 +48,7 @@ class Importing:
     split: Split | None = None
     agent: str | None = None
     reward: float | None = None
+    reward_limit: float = REWARD_LIMIT
 
 
 def conversation_events(
@@ -102,7 +103,7 @@ def events_of(run: Run, importing: Importing) -> list[Event]:
     for a reward beyond the limit.
     """
     run = _without_keys(_apply_labels(run, importing))
-    check_rewards(run.rewards, REWARD_LIMIT, "rewards")
+    check_rewards(run.rewards, importing.reward_limit, "rewards")
     calls = [turn.call for turn in run.trajectory.turns if turn.call is not None]
     turns = [turn.model_copy(update={"call": None}) for turn in run.trajectory.turns]
     trajectory = run.trajectory.model_copy(update={"turns": turns})
