@@ -24,7 +24,8 @@ PERIOD = 5.0  # seconds between two decisions
 _LOOK_AHEAD = 256  # waiting jobs that the controller is shown
 
 
-class Action(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Action:
     """One thing to do: start, wake, sleep or end replicas of a class; preempt or admit a job."""
 
     kind: str

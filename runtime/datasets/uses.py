@@ -125,7 +125,8 @@ class Ledger:
         """Return the dataset of the step, or None, and the uses in datasets of all other steps."""
         commits = list(self._commits())
         own = self._committed(commits)
-        return own and own.dataset, self._uses([c for c in commits if c.step != self.step])
+        dataset = None if own is None else own.dataset
+        return dataset, self._uses([c for c in commits if c.step != self.step])
 
     def _uses(self, commits: Iterable[Commit]) -> Uses:
         uses = Uses()

@@ -148,7 +148,7 @@ if SEEDS:  # in `make soak`
         nodes = draw.choice([2, 3, 4])
         jobs = {f"job-{n}": -n for n in range(draw.randint(1, nodes))}
         levels = [draw.randint(0, nodes) for _ in range(6)]
-        rules = ScalingRules((RULE,), least_run=0.0, training_nodes=draw.choice([0, 0, 1]))
+        rules = ScalingRules(RULE, least_run=0.0, training_nodes=draw.choice([0, 0, 1]))
         async with virtual_cluster(tmp_path, nodes) as cluster:
             await cluster.open(replicas=3, slots=2)
             for name, priority in jobs.items():
