@@ -207,8 +207,6 @@ def job_series(
     return {
         "id": job_id,
         "names": list(known),
-        "points": points,
-        "counts": {name: len(series) for name, series in chosen.items()},
         "series": {name: thinned(series, points) for name, series in chosen.items()},
     }
 

@@ -373,7 +373,7 @@ class TurnScore(Record):
 
     `recorded` are those of the version that sampled it. `top[i]`: the likeliest tokens there.
     `entropy[i]`: nats, of the top tokens and the rest taken as one token: a lower bound of the
-    whole distribution's. `from_top` tells how many tokens it was computed from.
+    whole distribution's.
     """
 
     id: str
@@ -385,7 +385,6 @@ class TurnScore(Record):
     recorded: list[float | None]
     top: list[list[TopToken]]
     entropy: list[float | None]
-    from_top: int
 
 
 class TurnPair(Record):
@@ -419,14 +418,12 @@ class RunDifferences(Record):
 class JobSeries(Record):
     """Measures of a job by step. `series[name]` are [step, value] in order of the step.
 
-    A series of more than `points` values is thinned by LTTB, which keeps peaks, first and last.
-    `names` are all that the job measured; `counts` how many values each of `series` had.
+    A series of many values is thinned by LTTB, which keeps peaks, first and last. `names` are all
+    that the job measured.
     """
 
     id: str
     names: list[str]
-    points: int
-    counts: dict[str, int]
     series: dict[str, list[tuple[float, float]]]
 
 
