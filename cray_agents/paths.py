@@ -56,6 +56,7 @@ from pathlib import Path
 from cray_agents.errors import StoreError
 
 CACHE = "CRAY_AGENTS_CACHE"  # environment variable: the folder for a host's caches, not /var/tmp
+HARDWARE = "hardware."  # ... <node>.jsonl, in a job's or a session's folder: the load of a node
 
 
 @dataclass(frozen=True)

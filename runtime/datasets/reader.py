@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.disk.formats import FORMAT, check_version
 
 MANIFEST, RUNS, RECIPE, CARD = "manifest.json", "runs.parquet", "recipe.json", "README.md"
@@ -136,11 +136,7 @@ def list_datasets(
         manifest = directory / MANIFEST
         if not directory.name.startswith(".") and manifest.is_file():
             dated.append((-manifest.stat().st_mtime_ns, directory.name))
-    names = [name for _, name in sorted(dated)]
-    if after is not None:
-        if after not in names:
-            raise BadInput(f"after: no dataset {after[:200]!r} is listed here", param="after")
-        names = names[names.index(after) + 1 :]
+    names = paging.behind([name for _, name in sorted(dated)], str, after, "dataset")
     return checksums.list_whole(names, lambda name: read_dataset(home, name), limit)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import orjson
 
+from cray_agents.paths import HARDWARE
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.scheduler.nvml import LIBRARY, Nvml, describe_gpus, nvml, read_load
@@ -103,7 +104,6 @@ def number_in(path: Path) -> int | None:
 
 EVERY = 10.0  # seconds
 MOST = 8 << 20  # bytes of a file
-PREFIX = "hardware."
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -128,7 +128,7 @@ class HardwareSampler:
         gpus: Sequence[str] | None = None,
     ) -> None:
         self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        self.path = folder / f"{PREFIX}{self.node}.jsonl"
+        self.path = folder / f"{HARDWARE}{self.node}.jsonl"
         self._pids, self._sys, self._library = pids, sys, library
         self._gpus = host_gpus() if gpus is None else gpus
         self._every, self._most, self._size = every, most, 0

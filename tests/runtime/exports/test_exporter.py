@@ -1,11 +1,8 @@
 """The driver of exports: a killed one leaves no half file, and started again it is whole."""
 
 import os
-import random
-import shutil
 import subprocess
 import sys
-import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,6 @@ from cray_agents.runtime.exports.formats.catalog import FORMATS
 from cray_agents.runtime.exports.sources import StoredRuns
 from tests.support.exports.small_runs import filled, name_of
 
-KILLS = int(os.environ.get("CRAY_TEST_KILLS", "3"))
 RUNS = 600
 LARGE = int(os.environ.get("CRAY_TEST_EXPORTED", "1500"))
 TARGETS = {
@@ -237,27 +233,6 @@ def test_damage_is_an_error_unless_it_is_skipped(tmp_path: Path) -> None:
 def command(home: Home, form: str, target: Path, *more: object) -> list[str]:
     words = ["export", "--home", home.root, "--format", form, "-o", target, "--json", *more]
     return [sys.executable, "-m", "cray_agents", *map(str, words)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("form", "name"), [("jsonl", "out.jsonl.zst"), ("huggingface", "folder")])
-def test_killed_it_starts_again(large: Home, tmp_path: Path, form: str, name: str) -> None:
-    target, chance = tmp_path / name, random.Random(form)
-    argv = command(large, form, target, "--shard-size", 300)
-    kills = 0
-    while kills < KILLS:
-        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (tmp_path / f".{name}.part").exists():
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0, 0.3))
-        process.kill()
-        kills += process.wait() < 0
-        if target.exists():  # it was done
-            shutil.rmtree(target) if target.is_dir() else target.unlink()
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert orjson.loads(done.stdout)["records"] == LARGE
-    assert left_in(tmp_path) == [name]
 
 
 @pytest.fixture(scope="module")
