@@ -1,8 +1,11 @@
 """The driver of exports: a killed one leaves no half file, and started again it is whole."""
 
 import os
+import random
+import shutil
 import subprocess
 import sys
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from cray_agents.runtime.exports.formats.catalog import FORMATS
 from cray_agents.runtime.exports.sources import StoredRuns
 from tests.support.exports.small_runs import filled, name_of
 
+KILLS = int(os.environ.get("CRAY_TEST_KILLS", "2"))
 RUNS = 600
 LARGE = int(os.environ.get("CRAY_TEST_EXPORTED", "1500"))
 TARGETS = {
@@ -233,6 +237,26 @@ def test_damage_is_an_error_unless_it_is_skipped(tmp_path: Path) -> None:
 def command(home: Home, form: str, target: Path, *more: object) -> list[str]:
     words = ["export", "--home", home.root, "--format", form, "-o", target, "--json", *more]
     return [sys.executable, "-m", "cray_agents", *map(str, words)]
+
+
+@pytest.mark.slow
+def test_killed_it_starts_again(large: Home, tmp_path: Path) -> None:
+    target, chance = tmp_path / "folder", random.Random(1)
+    argv = command(large, "huggingface", target, "--shard-size", 300)
+    kills = 0
+    while kills < KILLS:
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (tmp_path / ".folder.part").exists():
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.3))
+        process.kill()
+        kills += process.wait() < 0
+        if target.exists():  # it was done
+            shutil.rmtree(target)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert orjson.loads(done.stdout)["records"] == LARGE
+    assert left_in(tmp_path) == ["folder"]
 
 
 @pytest.fixture(scope="module")
