@@ -18,7 +18,7 @@ from pydantic import Field
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, new_id
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.blobs import Blob, Blobs
 
 Order = Literal["asc", "desc"]
@@ -208,7 +208,7 @@ class Files:
 
 
 def _read(path: Path) -> FileObject:
-    return formats.read_record(FileObject, path, FILE_FORMAT)
+    return checksums.read_record(FileObject, path, FILE_FORMAT)
 
 
 def _sort_key(file: FileObject) -> tuple[int, str]:

@@ -28,7 +28,7 @@ from pydantic import Field
 
 from cray_agents.errors import BadInput, Corrupt, NewerFormat, NotFound
 from cray_agents.records import Record, digest, new_id
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.blobs import GRACE_SECONDS, Blob
 from cray_agents.runtime.files.files import ID, ClientPurpose, ExpiresAfter, FileObject, Files
 
@@ -301,7 +301,7 @@ class Uploads:
         if ID.fullmatch(upload_id):
             path = self.home.uploads / upload_id / "upload.json"
             with contextlib.suppress(FileNotFoundError):
-                return formats.read_record(Upload, path, UPLOAD_FORMAT)
+                return checksums.read_record(Upload, path, UPLOAD_FORMAT)
         raise NotFound(f"no upload {upload_id!r}", param="upload_id")
 
     def _end(self, upload_id: str) -> UploadEnd | None:

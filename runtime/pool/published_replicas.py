@@ -21,13 +21,9 @@ from pydantic import Field
 from cray_agents.errors import Corrupt, EngineUnavailable
 from cray_agents.ports import EngineCall
 from cray_agents.records import Record
+from cray_agents.runtime.background import ChangeNotifier
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.pool.request_router import (
-    ChangeNotifier,
-    InFlightRequests,
-    RequestRouter,
-    Wanted,
-)
+from cray_agents.runtime.pool.request_router import InFlightRequests, RequestRouter, Wanted
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 
 # down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a

@@ -47,7 +47,7 @@ from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
 from cray_agents.runtime.pool.lora_adapters import Adapters
 from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.published_replicas import PublishedReplica, State
-from cray_agents.runtime.pool.request_router import ChangeNotifier, InFlightRequests
+from cray_agents.runtime.pool.request_router import InFlightRequests, PoolNotifier
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer, VllmEngine
 from cray_agents.runtime.pool.weight_transfer import STUCK
 
@@ -93,7 +93,7 @@ class Replica:
         engine_host: EngineHost,
         probe_limits: LogprobLimits,
         drain_timeout: float,
-        notifier: ChangeNotifier,
+        notifier: PoolNotifier,
     ) -> None:
         self.state: State = "down"
         self.loaded: LoadedVersion | None = None

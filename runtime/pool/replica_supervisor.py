@@ -38,7 +38,7 @@ from aiohttp import web
 
 from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.background import BackgroundTasks
+from cray_agents.runtime.background import BackgroundTasks, ChangeNotifier
 from cray_agents.runtime.pool.job_lease import (
     HEARTBEAT,
     SECRET,
@@ -101,7 +101,7 @@ class ReplicaSupervisor:
         self._folder = folder
         self._secret = secret.encode()
         self._serial = 0
-        self._news = asyncio.Event()
+        self._news = ChangeNotifier()
         self._starts = 0
         self._share: dict[str, Any] | None = None  # of the other nodes; None: nothing runs there
         self._alive = False
@@ -249,8 +249,7 @@ class ReplicaSupervisor:
 
     def _tell(self) -> None:
         self._serial += 1
-        self._news.set()
-        self._news = asyncio.Event()
+        self._news.notify()
 
     async def keep_lease(self, port: int) -> None:
         """Write a heartbeat every HEARTBEAT seconds; go on when the root fails for a while."""

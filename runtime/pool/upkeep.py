@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from cray_agents.errors import CrayError, EngineError, EngineTimeout
-from cray_agents.runtime.background import start_task
+from cray_agents.runtime.background import ChangeNotifier, start_task
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.gpu_sleep import GpuSleep
 from cray_agents.runtime.pool.lora_adapters import Adapters
@@ -38,7 +38,7 @@ class Upkeep:
         self._sleep = sleep
         self._restarting = False
         self._successor: EngineHost | None = None  # for the time after the present host's place
-        self._moved = asyncio.Event()  # set when a successor took the host's part
+        self._moved = ChangeNotifier()  # when a successor took the host's part
         self._retiring: dict[asyncio.Task[None], EngineHost] = {}  # that end their last requests
         self._gives_back = False  # until its place is given back
         self._called_back = False  # it was away, and is to be started
@@ -231,8 +231,7 @@ class Upkeep:
         replica = self._replica
         former, replica.engine_host, self._successor = replica.engine_host, successor, None
         replica.adapters = adapters
-        self._moved.set()
-        self._moved = asyncio.Event()
+        self._moved.notify()
         task = start_task("release of a place", former.release(drain=True))
         self._retiring[task] = former
         task.add_done_callback(lambda done: self._retiring.pop(done, None))

@@ -21,7 +21,7 @@ from cray_agents.exact_json import dump_json
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
 from cray_agents.runtime.controller_lease import Term, unguarded
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 
 EventKind = Literal["promoted", "rolled_back", "rejected", "canary_started", "canary_ended"]
@@ -388,12 +388,12 @@ def _read_numbered(
         return records
     for path in folder.glob("[0-9]*.json"):
         if path.stem.isdecimal() and int(path.stem) not in records:
-            records[int(path.stem)] = formats.read_record(kind, path, MODEL_FORMAT)
+            records[int(path.stem)] = checksums.read_record(kind, path, MODEL_FORMAT)
     return records
 
 
 def _create(path: Path, record: Record) -> bool:
-    text = dump_json({formats.FORMAT: MODEL_FORMAT, **record.model_dump(mode="json")})
+    text = dump_json({checksums.FORMAT: MODEL_FORMAT, **record.model_dump(mode="json")})
     return durable.create_file(path, checksums.with_crc(text) + b"\n")
 
 
