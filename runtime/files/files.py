@@ -41,8 +41,8 @@ class ExpiresAfter(Record):
     seconds: int = Field(ge=3600, le=2_592_000)
 
 
-class FileObject(Record):
-    """A file's record: OpenAI's fields, the content and the owner. Times are whole unix seconds."""
+class File(Record):
+    """A file as clients see it: OpenAI's fields. Times are whole unix seconds."""
 
     id: str
     bytes: int
@@ -53,6 +53,11 @@ class FileObject(Record):
     status: Literal["uploaded", "processed", "error"] = "processed"
     expires_at: int | None = None
     status_details: str | None = None
+
+
+class FileObject(File):
+    """A file's record: also its content and its owner."""
+
     sha256: str
     owner: str = ""
     format: int = FILE_FORMAT
