@@ -240,13 +240,6 @@ class FineTuning:
         return file_id
 
     # ---- requests of clients
-    def create(self, request: TuningRequest) -> TuningRequest:
-        """Write a request, or return the same one from before. Raises BadInput.
-
-        `follow` does the rest.
-        """
-        return self.folder.create(request)
-
     def cancel(self, job_id: str) -> JobState:
         """End a job for good. Raises NotFound; BadInput if it has ended otherwise."""
         with self._job_lock:

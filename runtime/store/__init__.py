@@ -9,7 +9,6 @@ redaction/ removes sensitive text before it is written.
 compaction.py merges segments, and conversations.py matches a request to the run it continues.
 """
 
-from cray_agents.runtime.store.index import Problem
 from cray_agents.runtime.store.store import Appended, Store
 
-__all__ = ["Appended", "Problem", "Store"]
+__all__ = ["Appended", "Store"]

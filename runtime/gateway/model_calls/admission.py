@@ -217,15 +217,6 @@ class Admission:
         """Requests of both classes, at the engines and waiting."""
         return self._inside + self._waiting + len(self._batch) + len(self._parked)
 
-    def batch_room(self) -> int:
-        """Return how many more batch requests would be let in at once.
-
-        A sender may send one even at 0: after `trickle` seconds it gets the next free slot.
-        """
-        if self._waiting or self._batch:
-            return 0
-        return max(0, self._now_capacity() - self.reserve - self._inside)
-
     def room(self) -> Room:
         """Return the numbers for the rate-limit headers."""
         limit = self._last_capacity + self._bound

@@ -86,12 +86,6 @@ class Database:
                 else:
                     connection.close()
 
-    def start_again(self) -> None:
-        """Replace the file by an empty one."""
-        with self._lock, self._translate_errors():
-            self._check_open()
-            self._renew()
-
     def close(self) -> None:
         """Close all connections."""
         with self._lock:
