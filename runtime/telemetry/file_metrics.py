@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.errors import Corrupt, CrayError, NewerFormat
@@ -243,7 +244,7 @@ _RUNS = {"runs": "sampled", "accepted_runs": "kept", "failed_runs": "failed", "c
 log = logging.getLogger(__name__)
 
 
-class FileCollector:
+class FileCollector(Collector):
     """A collector of what files of the root say; see `Metrics.add`."""
 
     def __init__(
