@@ -32,7 +32,7 @@ from cray_agents.runtime.files.files import ID, ClientPurpose, ExpiresAfter, Fil
 
 IDLE_SECONDS = 86400.0  # without a new part until an upload expires
 UPLOAD_FORMAT = 1  # of an upload's folder
-SWEEP_SECONDS = 3600.0  # between two sweeps
+SWEEP_INTERVAL = 3600.0  # between two sweeps
 PART_BYTES = 64 * 2**20  # of one part, at most
 
 log = logging.getLogger(__name__)
@@ -326,17 +326,17 @@ def sweep(files: Files, uploads: Uploads, grace: float = GRACE_SECONDS) -> int:
 
 
 class Sweeper:
-    """A sweep at most every SWEEP_SECONDS, and one at a time. It blocks."""
+    """A sweep at most every SWEEP_INTERVAL, and one at a time. It blocks."""
 
     def __init__(self, files: Files, uploads: Uploads) -> None:
         self._files = files
         self._uploads = uploads
         self._lock = threading.Lock()
-        self._last = -SWEEP_SECONDS
+        self._last = -SWEEP_INTERVAL
 
     def sweep_if_due(self) -> None:
-        """Sweep if the last time was SWEEP_SECONDS ago."""
-        if time.monotonic() - self._last < SWEEP_SECONDS or not self._lock.acquire(blocking=False):
+        """Sweep if the last time was SWEEP_INTERVAL ago."""
+        if time.monotonic() - self._last < SWEEP_INTERVAL or not self._lock.acquire(blocking=False):
             return
         try:
             self._last = time.monotonic()

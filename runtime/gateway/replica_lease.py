@@ -16,7 +16,7 @@ from cray_agents.errors import CrayError, NotFound, PoolBusy
 from cray_agents.runtime.background import BackgroundTasks, ChangeNotifier
 
 LONGEST = 3600.0  # seconds
-_RETRY = 5.0  # seconds until a promoted version that did not come back is tried again
+_RETRY_INTERVAL = 5.0  # seconds until a promoted version that did not come back is tried again
 
 log = logging.getLogger(__name__)
 
@@ -131,4 +131,4 @@ class ReplicaLeases:
             except CrayError as error:
                 log.error("%s did not come back: %s", ", ".join(lease.displaced), error)
             if self.lease is lease and not lease.left:
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_INTERVAL)

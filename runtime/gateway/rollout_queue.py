@@ -38,7 +38,7 @@ from cray_agents.runtime.store.feedback import MAX_REWARDS
 
 WANTED = 120.0  # seconds after a loop last asked for a run in which it may begin
 SEEN = 60.0  # seconds after its last request in which a worker counts as present
-LOOK = 1.0  # seconds between looks at leases
+POLL_INTERVAL = 1.0  # seconds between looks at leases
 REMEMBERED = 10_000  # ends, for results that are posted again
 SOURCE = "environment"  # of the rewards
 
@@ -262,7 +262,7 @@ class RolloutQueue:
                     await self._record_failure(queued, "WorkerLost", message)
                 except (CrayError, OSError) as error:  # as on a full disk: it is tried again
                     log.error("the end of run %s was not recorded: %s", queued.spec.run_id, error)
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
 
     def _drop_unwanted(self, now: float) -> None:
         """Forget the runs that no worker has and no loop has asked for of late."""

@@ -43,8 +43,8 @@ State = Literal[
     "away",
 ]
 
-LOOK = 0.25  # seconds between two looks at the file
-_GATHER = 0.05  # seconds between two writes, at least
+POLL_INTERVAL = 0.25  # seconds between two looks at the file
+_WRITE_INTERVAL = 0.05  # seconds between two writes, at least
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ async def publish(pool: Published, path: Path) -> None:
                 last = content
             except OSError as error:
                 log.warning("other gateways do not hear of the replicas: %s", error)
-        await asyncio.sleep(_GATHER)
+        await asyncio.sleep(_WRITE_INTERVAL)
         with suppress(TimeoutError):  # a swap begins without a notice
-            await asyncio.wait_for(pool.wait_for_change(), LOOK)
+            await asyncio.wait_for(pool.wait_for_change(), POLL_INTERVAL)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -266,7 +266,7 @@ class FollowedPool:
         """Look at the file again and again, until cancelled."""
         while True:
             await self.look()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def look(self) -> None:
         """Look at the file, and follow it if it has changed. A file that cannot be read is kept."""

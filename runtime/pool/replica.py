@@ -77,7 +77,7 @@ TRANSITIONS: dict[Event, tuple[str, State]] = {
 Start = Callable[[LoadedVersion], Awaitable[ProbeReport]]
 
 _STARTS = 3  # tries of a first start
-_OTHERS_LOOK = 0.02  # seconds between two looks if other gateways' requests have ended
+_POLL_INTERVAL = 0.02  # seconds between two looks if other gateways' requests have ended
 
 
 class Replica:
@@ -420,7 +420,7 @@ class Replica:
                 )
                 while await self.refuse(kept):
                     self.notifier.abort_if_rollback_waits(new.version)
-                    await asyncio.sleep(_OTHERS_LOOK)
+                    await asyncio.sleep(_POLL_INTERVAL)
         except Overtaken:
             await self.serve_on(before)
             raise

@@ -40,7 +40,7 @@ from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.background import BackgroundTasks, ChangeNotifier
 from cray_agents.runtime.pool.job_lease import (
-    HEARTBEAT,
+    HEARTBEAT_INTERVAL,
     SECRET,
     STATE_SECONDS,
     TERM_HEADER,
@@ -252,7 +252,7 @@ class ReplicaSupervisor:
         self._news.notify()
 
     async def keep_lease(self, port: int) -> None:
-        """Write a heartbeat every HEARTBEAT seconds; go on when the root fails for a while."""
+        """Write a heartbeat every HEARTBEAT_INTERVAL; go on when the root fails for a while."""
         while True:
             self._beat += 1
             lease = JobLease(
@@ -274,7 +274,7 @@ class ReplicaSupervisor:
                 await asyncio.to_thread(write_lease, self._folder, lease)
             except OSError as error:
                 log.warning("the lease was not renewed: %s", error)
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
 
     async def end_unwatched(self) -> None:
         """Return when no gateway has said a word for `keep_minutes`."""
@@ -344,7 +344,7 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
     is gone.
     """
     while (lease := read_lease(folder)) is None:  # noqa: ASYNC110 - of another node
-        await asyncio.sleep(HEARTBEAT)
+        await asyncio.sleep(HEARTBEAT_INTERVAL)
     tls = None if spec.tls is None else client_context(spec.tls / CA)
     http = Http(lease.url, (folder / SECRET).read_text(), _PATIENCE, tls)
     private = PrivateFolder()

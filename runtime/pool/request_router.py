@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Routed: TypeAlias = "Replica | FollowedReplica"  # which this process changes, or the controller
 Wanted = str | Callable[[], str]  # name@N, or a function that is called again at each attempt
 
-_RETRY = 0.2  # seconds to wait for news of a replica's death before a request is sent again
-_LOOK_AGAIN = 0.02  # seconds until a replica is picked anew, where one had changed its version
+_LOSS_TIMEOUT = 0.2  # seconds to wait for news of a replica's death before a request is sent again
+_RETRY_INTERVAL = 0.02  # seconds until a replica is picked anew, where one had changed its version
 _DEATHS = 2  # of engines, with the same request in flight
 
 
@@ -212,8 +212,8 @@ class RequestRouter:
                         refused.add(slot)
                         alone = alone and slot.in_flight == 1
                 if closed:
-                    await asyncio.sleep(_LOOK_AGAIN)
-                elif await slot.wait_for_loss(losses, _RETRY):
+                    await asyncio.sleep(_RETRY_INTERVAL)
+                elif await slot.wait_for_loss(losses, _LOSS_TIMEOUT):
                     suspicion.add(alone, slot.why_lost)
         finally:
             suspicion.end()

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 _LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
 _BACKOFF = (0.2, 30.0)  # seconds before the first restart, and at most before any
 _OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
-_OTHERS_LOOK = 0.1  # seconds between two looks if other gateways' requests have ended
-_RETRY = 30.0  # seconds until a successor that did not come is tried again
+_POLL_INTERVAL = 0.1  # seconds between two looks if other gateways' requests have ended
+_RETRY_INTERVAL = 30.0  # seconds until a successor that did not come is tried again
 _LOST = ("down", "out", "waiting")
 
 
@@ -186,7 +186,7 @@ class Upkeep:
                     await self._hand_over(host, self._successor or successor.result())
             except (CrayError, OSError) as error:
                 log.warning("%s has no successor yet: %s", self._replica.version, error)
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_INTERVAL)
             finally:
                 for task in (successor, moved, ending):
                     task.cancel()
@@ -293,7 +293,7 @@ class Upkeep:
             return False
         try:
             while await replica.refuse():  # noqa: ASYNC110 - other gateways' requests
-                await asyncio.sleep(_OTHERS_LOOK)
+                await asyncio.sleep(_POLL_INTERVAL)
             await self._sleep.free_gpu(loaded)
         except (CrayError, OSError) as error:
             log.warning("the replica of %s leaves, it does not sleep: %s", loaded.version, error)

@@ -82,7 +82,7 @@ class History:
 
 
 MODEL_FORMAT = 1  # of a model's versions and history
-FRESH_SECONDS = 1.0  # longest time that another process's promotion stays unseen
+REFRESH_INTERVAL = 1.0  # longest time that another process's promotion stays unseen
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 NUMBER = re.compile(r"[1-9][0-9]{0,8}")  # a version's number
 
@@ -358,7 +358,7 @@ class Registry:
 
     def _model(self, name: str) -> History:
         model = self._models.get(name)
-        if model is None or time.monotonic() - model.read_at > FRESH_SECONDS:
+        if model is None or time.monotonic() - model.read_at > REFRESH_INTERVAL:
             model = self._read(name)
         if not model.versions:
             raise _unknown(name, f"there is {', '.join(self.names()) or 'none yet'}")
