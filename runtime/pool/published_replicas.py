@@ -125,7 +125,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 class FollowedReplica:
-    """A replica that the controller changes. `losses`, `why_lost`: see `Replica`.
+    """A replica that the controller changes: see `RoutedReplica`.
 
     `on_failure` is told of a dead engine: the replica's losses, and why. `tls`: see `FollowedPool`.
     """

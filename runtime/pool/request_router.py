@@ -17,17 +17,12 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol
 
 from cray_agents.errors import EngineError, EngineUnavailable, Overtaken, VersionClosed
-from cray_agents.ports import EngineCall
+from cray_agents.ports import Engine, EngineCall
 from cray_agents.runtime.background import ChangeNotifier
 
-if TYPE_CHECKING:
-    from cray_agents.runtime.pool.published_replicas import FollowedReplica
-    from cray_agents.runtime.pool.replica import Replica
-
-Routed: TypeAlias = "Replica | FollowedReplica"  # which this process changes, or the controller
 Wanted = str | Callable[[], str]  # name@N, or a function that is called again at each attempt
 
 _LOSS_TIMEOUT = 0.2  # seconds to wait for news of a replica's death before a request is sent again
@@ -98,6 +93,48 @@ class InFlightRequests:
                 self._notifier.notify()
 
 
+class RoutedReplica(Protocol):
+    """`Replica`, which this process changes | `FollowedReplica`, which the controller changes.
+
+    `losses` counts lost processes, and `why_lost` is the last reason.
+    """
+
+    requests: InFlightRequests
+
+    @property
+    def losses(self) -> int: ...
+
+    @property
+    def why_lost(self) -> str: ...
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this process in flight."""
+        ...
+
+    @property
+    def versions(self) -> list[str]:
+        """The versions that can answer requests now."""
+        ...
+
+    @property
+    def contents(self) -> str:
+        """Contents and state, for an error message."""
+        ...
+
+    def engine(self, version: str) -> Engine:
+        """Return the engine that answers with a version. Raises EngineUnavailable."""
+        ...
+
+    def fail(self, since: int, why: str) -> None:
+        """Note that the engine is dead, unless `losses` has passed `since`."""
+        ...
+
+    async def wait_for_loss(self, since: int, seconds: float) -> bool:
+        """Tell whether `losses` passes `since`; wait for it up to `seconds`."""
+        ...
+
+
 class _DeathSuspicion:
     """A request's part in the deaths of engines.
 
@@ -154,7 +191,7 @@ class RequestRouter:
 
     def __init__(
         self,
-        replicas: Sequence[Routed],
+        replicas: Sequence[RoutedReplica],
         notifier: ChangeNotifier,
         wait_timeout: float,
         recall: Callable[[str], None],
@@ -184,7 +221,7 @@ class RequestRouter:
         """
         deadline = _now() + self.wait_timeout
         suspicion = _DeathSuspicion(self._suspects, shared=self.shared)
-        refused: set[Routed] = set()  # by these, or not answered: others come first
+        refused: set[RoutedReplica] = set()  # by these, or not answered: others come first
         try:
             while True:
                 sent, closed, exchange.samples = False, False, []
@@ -220,15 +257,15 @@ class RequestRouter:
 
     @asynccontextmanager
     async def _admit(
-        self, version: Wanted, deadline: float, last: Collection[Routed]
-    ) -> AsyncIterator[tuple[Routed, str]]:
+        self, version: Wanted, deadline: float, last: Collection[RoutedReplica]
+    ) -> AsyncIterator[tuple[RoutedReplica, str]]:
         slot, name = await self._pick(version, deadline, last)
         with slot.requests.track(name):
             yield slot, name
 
     async def _pick(
-        self, version: Wanted, deadline: float, last: Collection[Routed]
-    ) -> tuple[Routed, str]:
+        self, version: Wanted, deadline: float, last: Collection[RoutedReplica]
+    ) -> tuple[RoutedReplica, str]:
         """Return the least busy slot that serves the version, and the version's `name@N`.
 
         Those in `last` are taken only if no other fits.
