@@ -48,7 +48,7 @@ from cray_agents.runtime.datasets.selection import CandidateRun, Selection, is_t
 from cray_agents.runtime.datasets.token_shards import Balance, SampleRow, ShardWriter
 from cray_agents.runtime.datasets.uses import Ledger, Uses
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.disk.formats import FORMAT
+from cray_agents.runtime.disk.checksums import FORMAT
 from cray_agents.runtime.registry.checkpoints import verify_settings
 from cray_agents.runtime.store import Store
 

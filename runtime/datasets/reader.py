@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums, paging
-from cray_agents.runtime.disk.formats import FORMAT, check_version
 
 MANIFEST, RUNS, RECIPE, CARD = "manifest.json", "runs.parquet", "recipe.json", "README.md"
 DATASET_FORMAT = 1  # of manifest.json and the files that it names
@@ -33,10 +32,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     Raises FileNotFoundError, Corrupt, NewerFormat.
     """
     path = directory / MANIFEST
-    manifest = checksums.read_json(path)
+    manifest = checksums.read_json(path, DATASET_FORMAT)
     if not isinstance(manifest, dict):
         raise Corrupt(f"{path} is damaged: it is not a dataset's manifest")
-    check_version(manifest.get(FORMAT), DATASET_FORMAT, path)
     return manifest
 
 

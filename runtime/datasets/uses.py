@@ -35,7 +35,7 @@ from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Record
 from cray_agents.runtime.datasets.reader import MANIFEST, accepted_runs
 from cray_agents.runtime.datasets.recipe import recipe_name
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 
 COMMIT_FORMAT = 1
 LAG = 0.1  # seconds between reads of a file that is not visible yet
@@ -193,7 +193,7 @@ class Ledger:
 
 def _read(path: Path) -> Commit | None:
     try:
-        return formats.read_record(Commit, path, COMMIT_FORMAT)
+        return checksums.read_record(Commit, path, COMMIT_FORMAT)
     except FileNotFoundError:
         return None
 

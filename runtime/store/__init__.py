@@ -10,7 +10,6 @@ compaction.py merges segments, and conversations.py matches a request to the run
 run_conversation.py reads a run as messages, each answer matched to its call.
 """
 
-from cray_agents.runtime.store.index import Problem
 from cray_agents.runtime.store.store import Appended, Store
 
-__all__ = ["Appended", "Problem", "Store"]
+__all__ = ["Appended", "Store"]

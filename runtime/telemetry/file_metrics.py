@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from prometheus_client import Metric
+from prometheus_client.registry import Collector
 
 from cray_agents.config.price_section import PriceSettings
-from cray_agents.errors import Corrupt, CrayError
+from cray_agents.errors import Corrupt, CrayError, NewerFormat
 from cray_agents.paths import Home
 from cray_agents.runtime.accounting.cost_account import Amount, CostAccount, CostAmount, account_of
 from cray_agents.runtime.accounting.cost_table import CostQuery, CostRow, cost_rows
@@ -30,7 +31,7 @@ from cray_agents.runtime.accounting.holdings import read_holdings
 from cray_agents.runtime.batches.batch_records import Status
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.disk.journal import Tail
+from cray_agents.runtime.disk.journal import Tail, parse_line
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
@@ -83,8 +84,8 @@ class JobTail:
             self._replaced, self.newest = self._tail.replaced, {}
         for line in lines:
             try:
-                event = checksums.parse(line, self.path)
-            except Corrupt:
+                event = parse_line(line, self.path)
+            except (Corrupt, NewerFormat):
                 continue
             if event.get("median"):
                 event["ratio"] = event["seconds"] / event["median"]
@@ -227,7 +228,7 @@ _RUNS = {"runs": "sampled", "accepted_runs": "kept", "failed_runs": "failed", "c
 log = logging.getLogger(__name__)
 
 
-class FileCollector:
+class FileCollector(Collector):
     """A collector of what files of the root say; see `Metrics.add`."""
 
     def __init__(

@@ -22,10 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from cray_agents.paths import HARDWARE
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.runtime.disk import durable, journal
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.scheduler.nvml import LIBRARY, Nvml, describe_gpus, nvml, read_load
 
@@ -192,7 +190,7 @@ class HardwareSampler:
         return figures | {"host.load": os.getloadavg()[0], **_memory()}
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
-        line = checksums.with_crc(orjson.dumps({"event": event, "time": time.time(), **values}))
+        line = journal.line_of({"event": event, "time": time.time(), **values})
         if self._size + len(line) >= self._most:
             self._thin()
         with self.path.open("ab") as file:
