@@ -42,7 +42,7 @@ bench: setup
 	@$(PY) -m bench $(ARGS)
 
 soak: setup
-	@$(PY) -m tests.soak $(ARGS)
+	@$(PY) -m tests.soak $(ARGS); ended=$$?; $(PY) -m tests.status; exit $$ended
 
 # by .venv, or by the machine's own Python with what it lacks in .gpu-packages
 gpu:

@@ -13,11 +13,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from bench.cluster.controller import Cluster
 from bench.cluster.simulation import Controller, Simulation
 from bench.cluster.static_split import StaticSplit, best_split
 from bench.cluster.traces import JobTrace, ServingTrace, Trace, make_trace
 from bench.rounds import row
-from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule
+from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
 from tests.support.virtual_cluster import VirtualCluster, until, virtual_cluster
 
 NODES, SLOTS, ANSWER, FASTER = 16, 2, 1.0, 8.0
@@ -29,11 +30,9 @@ MINUTES = float(os.environ.get("CRAY_BENCH_MINUTES", "24"))
 WAYS = os.environ.get("CRAY_BENCH_WAYS", "just,static").split(",")
 SEED = int(os.environ.get("CRAY_BENCH_SEED", "2"))
 RULES = ScalingRules(
-    (
-        ServingRule(
-            "replicas", slots=SLOTS, least=1, most=NODES, spare=1, use=0.7,
-            clear=15 / FASTER, calm=150 / FASTER, empty=1800 / FASTER,
-        ),
+    ServingRule(
+        "replicas", slots=SLOTS, least=1, most=NODES, spare=1, use=0.7,
+        clear=15 / FASTER, calm=150 / FASTER, empty=1800 / FASTER,
     ),
     least_run=150 / FASTER,
 )  # fmt: skip
@@ -130,7 +129,7 @@ async def scaling(home: Path) -> None:
     split = best_split(trace, LIMIT)["replicas"]
     what = f"bursty, seed {SEED}, {MINUTES:g} minutes, {NODES} virtual nodes"
     ways = {"just": ("just in time", 0), "static": (f"static {split} + {NODES - split}", split)}
-    row(what, "just in time, simulated", _text(simulate(trace, Scaler(RULES))))
+    row(what, "just in time, simulated", _text(simulate(trace, Cluster([RULES]))))
     row(
         what,
         ways["static"][0] + ", simulated",

@@ -57,6 +57,7 @@ from cray_agents.errors import StoreError
 
 ITERATIONS = "generations"  # their name in earlier versions, whose loops go on in the same folder
 CACHE = "CRAY_AGENTS_CACHE"  # environment variable: the folder for a host's caches, not /var/tmp
+HARDWARE = "hardware."  # ... <node>.jsonl, in a job's or a session's folder: the load of a node
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,66 @@
-"""Picture of the README: the steps of an iteration, and the held-out success of one demo.
+"""Pictures of the first page: the processes; and a loop's steps, with the success of one demo.
 
-.venv/bin/python docs/picture.py        writes docs/loop.svg from docs/demo.json
+.venv/bin/python docs/picture.py    writes docs/processes.svg, and docs/loop.svg of docs/demo.json
 """
 
 import json
 from pathlib import Path
 
 HERE = Path(__file__).parent
-STEPS = ("collect", "score", "build", "train", "prove", "evaluate", "promote")
+STEPS = ("collect", "score", "build", "train", "check", "evaluate", "promote")
 INK, LINE, CURVE = "#24292f", "#8c959f", "#0969da"
 
 
+#: Left, top, and the two lines of each box.
+BOXES = (
+    (20, 20, "your agent, any client", "Python, OpenAI's API"),
+    (290, 20, "gateway", "APIs, keys, versions"),
+    (560, 20, "vLLM servers", "here, or Slurm jobs"),
+    (290, 130, "shared root", "runs, datasets, versions"),
+    (560, 130, "trainer", "Megatron-core"),
+)
+#: An arrow's path, its head, and the place and text of its caption.
+ARROWS = (
+    ("M200 43 h82", "l-7 -5 m7 5 l-7 5", (241, 36), "requests"),
+    ("M470 43 h82", "l-7 -5 m7 5 l-7 5", (511, 36), "prompts"),
+    ("M380 66 v56", "l-5 -7 m5 7 l5 -7", (452, 98), "each call, exact tokens"),
+    ("M470 147 h82", "l-7 -5 m7 5 l-7 5", (511, 141), "datasets"),
+    ("M560 161 h-82", "l7 -5 m-7 5 l7 5", (515, 176), "checkpoints"),
+    ("M650 130 v-56", "l-5 7 m5 -7 l5 7", (712, 98), "checked weights"),
+)
+
+
 def main() -> None:
-    """Draw the picture."""
+    """Draw the pictures."""
     demo = json.loads((HERE / "demo.json").read_text())
-    parts = [*_steps(20, 20), *_curve(demo["held_out"], demo["test"], 330, 20)]
+    _write("loop", 270, [*_steps(20, 20), *_curve(demo["held_out"], demo["test"], 330, 20)])
+    _write("processes", 196, _processes())
+
+
+def _write(name: str, height: int, parts: list[str]) -> None:
     body = "\n".join(parts)
-    (HERE / "loop.svg").write_text(
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 270" font-family="sans-serif" '
-        f'font-size="13" fill="{INK}">\n<rect width="760" height="270" fill="white"/>\n{body}\n'
-        "</svg>\n"
+    (HERE / f"{name}.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 770 {height}" '
+        f'font-family="sans-serif" font-size="13" fill="{INK}">\n'
+        f'<rect width="770" height="{height}" fill="white"/>\n{body}\n</svg>\n'
     )
+
+
+def _processes() -> list[str]:
+    """Boxes of the processes and of the root, and what goes from one to the other."""
+    lines = []
+    for x, y, name, about in BOXES:
+        lines.append(
+            f'<rect x="{x}" y="{y}" width="180" height="46" rx="5" fill="none" stroke="{LINE}"/>'
+            f'<text x="{x + 90}" y="{y + 19}" text-anchor="middle" font-weight="bold">{name}</text>'
+            f'<text x="{x + 90}" y="{y + 37}" text-anchor="middle" font-size="11">{about}</text>'
+        )
+    for path, head, (x, y), caption in ARROWS:
+        lines.append(
+            f'<path d="{path} {head}" fill="none" stroke="{CURVE}"/>'
+            f'<text x="{x}" y="{y}" text-anchor="middle" font-size="11">{caption}</text>'
+        )
+    return lines
 
 
 def _steps(left: int, top: int) -> list[str]:

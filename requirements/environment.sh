@@ -41,7 +41,7 @@ say "Setting up $venv (once): $(grep -c == "$file") packages of $file, pinned"
 rm -rf "$venv"
 "$python" -m venv --without-pip "$venv"
 .venv/bin/python -m pip --python "$venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
-  --require-hashes --progress-bar off "${more[@]}" -r "$file"
+  --require-hashes --no-compile --progress-bar off "${more[@]}" -r "$file"
 if [ "$name" = tinker ]; then
   below=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

@@ -109,6 +109,28 @@ class BackgroundTasks:
         return task
 
 
+class ChangeNotifier:
+    """Wake every waiter on each change. Unlike asyncio.Condition, notify() needs no lock."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake every waiter."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+    def wait(self) -> Coroutine[Any, Any, object]:
+        """Return at the next change after this call."""
+        return self._next.wait()
+
+    async def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Return when the condition holds. Raises TimeoutError."""
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await self.wait()
+
+
 async def _keep(name: str, work: Callable[[], Coroutine[Any, Any, None]], about: str) -> None:
     pause = PAUSE[0]
     while True:

@@ -45,7 +45,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cray_agents.errors import Corrupt, StoreError, Superseded
+from cray_agents.errors import Corrupt, NewerFormat, StoreError, Superseded
 from cray_agents.paths import Home
 from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums, durable
@@ -54,6 +54,8 @@ LEASE = 10.0  # seconds without a heartbeat after which another process takes ov
 BEATS = 6  # heartbeats in the time of a lease
 LOOKS = 24  # looks of a standby in the time of a lease
 FORGOTTEN = 10  # times the lease after which the file of a silent standby is removed
+
+CLAIM_FORMAT = 1  # of platform.json and of all files in controller/
 
 _PROCESS = ("host", "boot", "pid_namespace", "pid", "ticks")  # what a claim says of its process
 
@@ -104,19 +106,19 @@ def holder_of(home: Home, term: int) -> Claim | None:
         return None
     try:
         return dict(checksums.read_json(path))
-    except OSError:  # Corrupt is an OSError: it may live, on any host
+    except OSError:  # it may live, on any host
         return {"host": "", "pid": 0}
 
 
 def _record(content: Claim) -> bytes:
-    return checksums.with_crc(json.dumps(content).encode())
+    return checksums.with_crc(json.dumps(content | {checksums.FORMAT: CLAIM_FORMAT}).encode())
 
 
 def standby_notes(home: Home) -> list[Claim]:
     """Return what the files of standbys say, also of those that were killed."""
     notes = []
     for path in sorted((home.controller / "standbys").glob("standby_*.json")):
-        with suppress(OSError):  # Corrupt is an OSError
+        with suppress(OSError):
             notes.append(checksums.read_json(path))
     return notes
 
@@ -125,7 +127,7 @@ def is_followed(home: Home, pid: int) -> bool:
     """Tell whether another process than `pid` of this host controls the platform."""
     try:
         claim = checksums.read_json(home.platform)
-    except OSError:  # Corrupt is an OSError
+    except OSError:
         return False
     return "beat" in claim and (claim["host"], claim["pid"]) != (socket.gethostname(), pid)
 
@@ -254,7 +256,8 @@ class ControllerLease:
             ) from cause
 
     def _refuse_if_superseded(self, seen: int = 0) -> None:
-        with suppress(FileNotFoundError, Corrupt):  # the next heartbeat writes it anew
+        # the next heartbeat writes it anew; a newer version's has a higher term, too
+        with suppress(FileNotFoundError, Corrupt, NewerFormat):
             claim = checksums.read_json(self._home.platform)
             seen = max(seen, claim.get("term", 0))
         if seen <= self.term and _term_file(self._home, self.term + 1).exists():
@@ -288,7 +291,7 @@ class ControllerLease:
             for gone in set(self._seen) - {path.name for path in paths}:
                 del self._seen[gone]
             for path in paths:
-                # Corrupt is an OSError; a note of another form is no standby's
+                # a note of another form is no standby's
                 with suppress(OSError, LookupError, TypeError):
                     note = checksums.read_json(path)
                     note = {name: note[name] for name in ("host", "pid", "since", "beat")}
@@ -326,7 +329,7 @@ class ControllerLease:
                 return
             self._stopped.set()
             self._given_back = True
-            with suppress(OSError):  # Corrupt is an OSError
+            with suppress(OSError):
                 ended = _term_file(self._home, self.term).with_suffix(".ended")
                 durable.create_file(ended, _record({"time": time.time()}))
                 if checksums.read_json(self._home.platform)["term"] != self.term:
@@ -347,7 +350,7 @@ def was_ended_for_good(home: Home, term: int) -> bool:
     """Tell whether `down` ended the platform of this term."""
     try:
         return bool(checksums.read_json(home.controller / "down.json")["term"] == term)
-    except OSError:  # Corrupt is an OSError
+    except OSError:
         return False
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import orjson
 
 from cray_agents.errors import Corrupt, NewerFormat, NotFound, StoreError
-from cray_agents.paths import Home
+from cray_agents.paths import HARDWARE, Home
 from cray_agents.runtime.batches.batch_records import BatchFolder
 from cray_agents.runtime.batches.chunks import verify_seal
 from cray_agents.runtime.batches.validation import read_index
@@ -31,7 +31,6 @@ from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.store.segments import repair as segment_repair
 from cray_agents.runtime.store.segments.repair import Finding
-from cray_agents.runtime.telemetry.sampler import PREFIX
 
 Check = Callable[[Path], None]  # of one file; raises Corrupt
 
@@ -99,7 +98,7 @@ def _choose_check(name: Path) -> Check | None:
             return None  # checked with the batch
         case ("jobs", _, "events.jsonl") | ("ledger", _) | ("audit", _):
             return _check_lines
-        case ("jobs" | "sessions", _, file) if file.startswith(PREFIX):
+        case ("jobs" | "sessions", _, file) if file.startswith(HARDWARE):
             return _check_lines
         case ("jobs", _, "baselines", _):
             return _check_numbers

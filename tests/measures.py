@@ -24,9 +24,9 @@ BOUNDS = {
     "words of CHANGELOG.md": 300,
     "words of BENCHMARKS.md": 2_500,
     "pages of docs": 12,
-    "words of docs": 18_500,
+    "words of docs": 16_000,
 }
-GENERATED = {"models.md", "reference.md", "status.md", "templates.md"}  # pages made by tests
+GENERATED = {"models.md", "status.md", "templates.md"}  # pages made by tests
 
 
 def measure() -> dict[str, int]:

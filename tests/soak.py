@@ -1,18 +1,23 @@
 """Long fault campaigns, for many hours: `make soak`, or `make soak ARGS="store jobs"` for some.
 
-Prints a row for each: name, date, commit, seconds, result. The first that fails ends none of the
+Prints a row for each: name, date, commit, seconds, result; docs/results.json keeps the last result
+(`make soak` then writes docs/status.md anew). The first that fails ends none of the
 others. What each prints is in build/soak/NAME.log.
 """
 
+import functools
+import json
 import os
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LOGS = ROOT / "build" / "soak"
+RESULTS = ROOT / "docs" / "results.json"
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ SOAKS = [
     Soak("store", "tests/test_store_kills.py", {"KILLS": 220}),
     Soak("events", "tests/test_event_kills.py", {"KILLS": 60}),
     Soak("datasets", "tests/runtime/datasets/test_dataset_uses.py", {"KILLS": 60}),
-    Soak("exports", "tests/runtime/exports/test_export_resume.py", {"KILLS": 60}),
+    Soak("exports", "tests/runtime/exports/test_exporter.py", {"KILLS": 60}),
     Soak("deltas", "tests/runtime/test_delta_kills.py", {"KILLS": 60}),
     Soak("jobs", "tests/trainers/test_job_kills.py", {"KILLS": 200}),
     Soak("sessions", "tests/test_session_kills.py", {"KILLS": 100}),
@@ -69,31 +74,46 @@ SOAKS = [
 ]
 
 
-def run(soak: Soak) -> bool:
-    """Run a campaign and print its row; return whether it passed."""
+def run(soak: Soak, results: Path = RESULTS) -> bool:
+    """Run a campaign, print its row and record its result; return whether it passed."""
     argv = [sys.executable, "-m", "pytest", "-s", "--timeout", str(soak.timeout)]
     settings = {f"CRAY_TEST_{name}": str(value) for name, value in soak.settings.items()}
+    LOGS.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     with (LOGS / f"{soak.name}.log").open("wb") as log:
         done = subprocess.run(
             [*argv, *soak.tests.split()],
             cwd=ROOT, env=os.environ | settings, stdout=log, stderr=log, check=False,
         )  # fmt: skip
-    result = "passed" if done.returncode == 0 else f"failed: {log.name}"
-    seconds = time.monotonic() - begun
-    print(f"| {soak.name} | {time.strftime('%Y-%m-%d')} | {commit()} | {seconds:,.0f} s"
-          f" | {result} |", flush=True)  # fmt: skip
+    date, seconds = time.strftime("%Y-%m-%d"), f"{time.monotonic() - begun:,.0f} s"
+    result = "passed" if done.returncode == 0 else "failed"
+    record("soak", soak.name, results, date=date, commit=commit(), result=f"{result}, {seconds}")
+    print(f"| {soak.name} | {date} | {commit()} | {seconds} | {result}: {log.name} |", flush=True)
     return done.returncode == 0
 
 
+def read_results(file: Path) -> dict[str, dict[str, Any]]:
+    """The last results: of the campaigns, and of the GPU stages."""
+    found: dict[str, dict[str, Any]] = json.loads(file.read_bytes())
+    return found
+
+
+def record(kind: str, name: str, file: Path, **result: str) -> None:
+    """Keep a result in the place of the last one."""
+    found = read_results(file)
+    found[kind][name] = result
+    file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+@functools.cache
 def commit() -> str:
+    """The commit that the process began with: results that are recorded do not make it dirty."""
     argv = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def main(names: list[str]) -> None:
     """Run those of these names, or all; exit with 1 if one failed."""
-    LOGS.mkdir(parents=True, exist_ok=True)
     if unknown := set(names) - {soak.name for soak in SOAKS}:
         sys.exit(f"no campaign {', '.join(sorted(unknown))}")
     passed = [run(soak) for soak in SOAKS if not names or soak.name in names]

@@ -37,7 +37,7 @@ class Site:
     lonely: bool = False  # whether the platform was away lately
 
     def __post_init__(self) -> None:
-        self.root.mkdir(parents=True)
+        self.root.mkdir(parents=True, exist_ok=True)
         self.children = Children(self.root)
 
     @property

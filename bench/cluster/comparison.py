@@ -7,18 +7,19 @@ afterwards; no site knows it in advance.
 from collections.abc import Mapping
 from typing import Any
 
+from bench.cluster.controller import Cluster
 from bench.cluster.simulation import Controller, Simulation
 from bench.cluster.static_split import StaticSplit, best_split
 from bench.cluster.traces import Trace
-from cray_agents.runtime.scaling.decision import Scaler, ScalingRules, ServingRule
+from cray_agents.runtime.scaling.decision import ScalingRules, ServingRule
 
 JUST_IN_TIME, NO_SLEEP, NO_PREEMPTION = "just in time", "without sleep", "without preemption"
 
 
-def rules_for(trace: Trace, *, sleeps: bool = True, preempts: bool = True) -> ScalingRules:
+def rules_for(trace: Trace, *, sleeps: bool = True, preempts: bool = True) -> list[ScalingRules]:
     """Return the rules of a simulated cluster: two of a hundred nodes spare for each class."""
     nodes = trace.nodes
-    serving = tuple(
+    serving = [
         ServingRule(
             name=each.name,
             slots=each.slots,
@@ -27,8 +28,8 @@ def rules_for(trace: Trace, *, sleeps: bool = True, preempts: bool = True) -> Sc
             cold=nodes // 4 if sleeps else 0,
         )
         for each in trace.serving
-    )
-    return ScalingRules(serving, preempts=preempts)
+    ]
+    return [ScalingRules(rule, preempts=preempts) for rule in serving]
 
 
 def compare(trace: Trace, limit: float) -> list[dict[str, Any]]:
@@ -39,9 +40,9 @@ def compare(trace: Trace, limit: float) -> list[dict[str, Any]]:
     """
     split = best_split(trace, limit)
     controllers: Mapping[str, Controller] = {
-        JUST_IN_TIME: Scaler(rules_for(trace)),
-        NO_SLEEP: Scaler(rules_for(trace, sleeps=False)),
-        NO_PREEMPTION: Scaler(rules_for(trace, preempts=False)),
+        JUST_IN_TIME: Cluster(rules_for(trace)),
+        NO_SLEEP: Cluster(rules_for(trace, sleeps=False)),
+        NO_PREEMPTION: Cluster(rules_for(trace, preempts=False)),
         name_split(split): StaticSplit(split),
     }
     rows: list[dict[str, Any]] = []

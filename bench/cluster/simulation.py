@@ -1,7 +1,7 @@
 """Simulation: a cluster of up to 100,000 nodes in discrete events, under a controller.
 
-`Simulation` plays a trace (traces.py). Its controller is the one of the platform (decision.py), or
-the static split of static_split.py. Requests of a step are one cohort, so a day of 10,000 nodes
+`Simulation` plays a trace (traces.py). Its controller has the platform's rules (controller.py), or
+is the static split of static_split.py. Requests of a step are one cohort, so a day of 10,000 nodes
 takes seconds. Times of waiting are exact to a step.
 
 What is simplified: an answer takes its class's mean time; a replica has one node; a sleeping one
@@ -15,19 +15,50 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bench.cluster.traces import HOUR, Failure, JobTrace, ServingTrace, Trace
-from cray_agents.runtime.scaling.decision import Observed, ScalingAction, ServingView, TrainingView
+from cray_agents.runtime.scaling.decision import ServingView, TrainingView
 
 PERIOD = 5.0  # seconds between two decisions
 _LOOK_AHEAD = 256  # waiting jobs that the controller is shown
 
 
-class Controller(Protocol):
-    """`Scaler` | `StaticSplit`."""
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing to do: start, wake, sleep or end replicas of a class; preempt or admit a job."""
 
-    def decide(self, seen: Observed) -> list[ScalingAction]: ...
+    kind: str
+    name: str
+    count: int = 1
+    level: int = 0
+
+
+@dataclass(slots=True)
+class ClassView(ServingView):
+    """One class of serving. `waited`: seconds that its oldest waiting request has waited."""
+
+    name: str = ""
+    waited: float = 0.0
+
+
+class ClusterView(NamedTuple):
+    """The cluster at one moment: `Observed` with several classes, and the jobs that wait."""
+
+    time: float
+    hour: float
+    nodes: int
+    free: int
+    leaving: int
+    serving: list[ClassView]
+    running: list[TrainingView]
+    queued: list[TrainingView]
+
+
+class Controller(Protocol):
+    """`Cluster` | `StaticSplit`."""
+
+    def decide(self, seen: ClusterView) -> list[Action]: ...
 
 
 @dataclass
@@ -79,7 +110,7 @@ class _Serving:
 
     def __init__(self, trace: ServingTrace) -> None:
         self.trace = trace
-        self.view = ServingView(trace.name, answer_seconds=trace.answer)
+        self.view = ClassView(name=trace.name, answer_seconds=trace.answer)
         self.queue: deque[tuple[float, int]] = deque()  # (arrival, requests)
         self.flights: deque[tuple[float, int, int]] = deque()  # (end, requests, those in time)
         self.serving: dict[int, None] = {}  # nodes, the longest serving first
@@ -138,13 +169,13 @@ class Simulation:
         self.jobs: dict[str, _Job] = {}
         self.queued: dict[str, _Job] = {}
         self.running: dict[str, _Job] = {}
-        self.actions: list[tuple[float, ScalingAction]] = []
+        self.actions: list[tuple[float, Action]] = []
         self._leaving = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count(1)
         self._counted = 0.0
         for each in trace.jobs:
-            view = TrainingView(each.name, each.nodes, 0.0, each.priority, True, each.save)
+            view = TrainingView(each.name, each.nodes, 0.0, each.priority)
             self.jobs[each.name] = self.queued[each.name] = _Job(each, view)
         by_priority = sorted(self.queued.values(), key=lambda job: -job.trace.priority)
         self.queued = {job.trace.name: job for job in by_priority}
@@ -243,7 +274,10 @@ class Simulation:
     def _decide(self) -> None:
         for each in self.classes.values():
             self._observe(each)
-        seen = Observed(
+        for job in self.running.values():
+            since = max(0.0, self.now - job.began)
+            job.view.saved_at = self.now - since % job.trace.save_every
+        seen = ClusterView(
             time=self.now,
             hour=self.now / HOUR % 24,
             nodes=self.trace.nodes - len(self.down),
@@ -264,14 +298,13 @@ class Simulation:
         view = each.view
         view.waited = self.now - each.queue[0][0] if each.queue else 0.0
         view.arrivals, each.arrived = each.arrived / self.period, 0
-        view.kv_use = min(1.0, view.in_flight / each.capacity) * 0.8 if each.capacity else 0.0
         view.serving, view.starting = len(each.serving), len(each.coming)
         view.draining = len(each.draining)
         one, two = (view.name, 1), (view.name, 2)
         view.asleep = (self.asleep[one], self.asleep[two])
         view.wakeable = (len(self.wakeable[one]), len(self.wakeable[two]))
 
-    def _carry_out(self, action: ScalingAction) -> None:
+    def _carry_out(self, action: Action) -> None:
         match action.kind:
             case "start" | "wake":
                 for _ in range(action.count):
@@ -345,12 +378,7 @@ class Simulation:
             self.holder[node] = job
         job.nodes, job.began = nodes, self.now + job.trace.load
         job.view.since = self.now
-        job.view.saved_at, job.view.save_every = job.began, job.trace.save_every
-        job.view.sleepers = {}
-        for node in nodes:
-            if node in self.sleepers:
-                name = self.sleepers[node][0]
-                job.view.sleepers[name] = job.view.sleepers.get(name, 0) + 1
+        job.view.sleepers = sum(node in self.sleepers for node in nodes)
         end = job.began + job.trace.work - job.kept
         token = self._at(end, lambda: self._finish(job, token))
         job.token = token

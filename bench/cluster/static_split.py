@@ -8,10 +8,9 @@ each class is simulated alone for each number of replicas that is tried.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bench.cluster.simulation import Simulation
+from bench.cluster.simulation import Action, ClusterView, Simulation
 from bench.cluster.traces import ServingTrace, Trace
 from cray_agents.errors import BadInput
-from cray_agents.runtime.scaling.decision import Observed, ScalingAction
 
 TAIL = 0.01  # share of the requests that may wait longer than the limit
 
@@ -22,17 +21,17 @@ class StaticSplit:
     def __init__(self, replicas: Mapping[str, int]) -> None:
         self.replicas = replicas
 
-    def decide(self, seen: Observed) -> list[ScalingAction]:
+    def decide(self, seen: ClusterView) -> list[Action]:
         """Start what is missing, and let jobs begin on the nodes that are no replica's."""
         actions, free = [], seen.free
         for view in seen.serving:
             missing = self.replicas[view.name] - view.serving - view.starting
             if (count := min(missing, free)) > 0:
-                actions.append(ScalingAction("start", view.name, count))
+                actions.append(Action("start", view.name, count))
             free -= max(0, missing)
         for job in seen.queued:
             if job.nodes <= free:
-                actions.append(ScalingAction("admit", job.name))
+                actions.append(Action("admit", job.name))
                 free -= job.nodes
         return actions
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.disk.journal import Tail
+from cray_agents.runtime.disk.journal import Tail, parse_line
 from cray_agents.trainers.job.journal import JobJournal
 
 POLL = 0.3  # seconds between two reads
@@ -28,7 +27,7 @@ class NewEvents:
         """Return the events since the last read, in order."""
         new = []
         for line in self._file.read():
-            event: dict[str, Any] = checksums.parse(line, self._path)
+            event: dict[str, Any] = parse_line(line, self._path)
             key = (event["time"], event["event"], event.get("step"))
             if key not in self._seen:
                 self._seen.add(key)

@@ -25,7 +25,8 @@ from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
 
 if TYPE_CHECKING:
-    from cray_agents.runtime.views.view_records import CostAmount, CostRow, CostTable
+    from cray_agents.runtime.accounting.cost_account import CostAmount
+    from cray_agents.runtime.accounting.cost_table import CostRow, CostTable
 
 GOODPUT = [
     "name",

@@ -89,7 +89,7 @@ class ClusterView:
             nodes = node_names(job.nodes)
             state.used.update(nodes)
             if sleepers := sum(places_asleep.get(node, 0) for node in nodes):
-                view.sleepers, view.nodes = {"replicas": sleepers}, max(view.nodes, sleepers)
+                view.sleepers, view.nodes = sleepers, max(view.nodes, sleepers)
             if not view.nodes:
                 continue
             if (order := self._scheduler.preemption(name, job.id)) is None:

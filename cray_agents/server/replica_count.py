@@ -3,8 +3,8 @@
 `--replicas slurm:MIN-MAX`. Once a second it looks at the pool and the queue of requests, and does
 what decision.py says: a replica that is needed is submitted as a job, one that is not gives its
 place back. Where Slurm has no free place for a needed replica, training jobs are preempted
-(cluster_view.py). They are queued again at once, and Slurm starts them when a place is free: the
-simulator's `admit`. Called by compose.py.
+(cluster_view.py). They are queued again at once, and Slurm starts them when a place is free. Called
+by compose.py.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ def replica_rule(config: Config, replicas: ReplicaCount) -> ServingRule | None:
 def scaling_rules(config: Config, rule: ServingRule) -> ScalingRules:
     """Return the rules of a platform: of its replicas, and of the training that gives way."""
     return ScalingRules(
-        (rule,),
+        rule,
         training_nodes=config.preempt_keep_nodes,
         least_run=60 * config.preempt_after_minutes,
         quiet_hours=tuple(config.quiet_hours),
@@ -122,13 +122,13 @@ class ReplicaController:
     async def step(self) -> list[ScalingAction]:
         """Look, decide, and do it; return what was decided."""
         seen = self._load.observe()
-        cluster, rule = self._cluster, self.scaler.rules.serving[0]
+        cluster = self._cluster
         if cluster is not None:
             await self._see_cluster(cluster, seen)
         actions = self._postpone(self.scaler.decide(seen), seen)
         jobs = {job.name: job for job in seen.running}
         missing = sum(action.count for action in actions if action.kind in ("start", "wake"))
-        missing += self.scaler.short.get(rule.name, 0)
+        missing += self.scaler.short
         # those that find no free place are submitted too: a place that is left is theirs then
         self._change("start", missing - self._submitted, actions)
         for action in actions:
@@ -147,7 +147,7 @@ class ReplicaController:
         if self._state is None:
             return actions
         nodes = {job.name: job.nodes for job in seen.running}
-        room = self._state.waiting * self.scaler.rules.serving[0].nodes - seen.leaving
+        room = self._state.waiting * self.scaler.rules.serving.nodes - seen.leaving
         kept = []
         for action in actions:
             if action.kind == "preempt":
@@ -173,7 +173,7 @@ class ReplicaController:
 
         While all needed replicas are there, nobody asks Slurm.
         """
-        view = seen.serving[0]
+        view = seen.serving
         coming, view.starting = view.starting, view.starting - self._load.waiting
         state, fresh = self._state, seen.time >= self._next_look or self._state is None
         if not self.scaler.grows(seen):
@@ -196,9 +196,9 @@ class ReplicaController:
         self._submitted = self._load.waiting - begun
         # a sleeping replica's job holds its place, which is free for itself alone
         view.wakeable = self._load.wakeable(state.used)
-        each = self.scaler.rules.serving[0].nodes
+        each = self.scaler.rules.serving.nodes
         seen.nodes, seen.free = state.nodes, state.free + sum(view.wakeable) * each
-        seen.leaving = state.leaving + view.draining * self.scaler.rules.serving[0].nodes
+        seen.leaving = state.leaving + view.draining * self.scaler.rules.serving.nodes
         seen.running = state.running if fresh else []
 
 
@@ -235,7 +235,7 @@ class PlatformLoad:
 
     def observe(self) -> Observed:
         """Return the present state, as if every replica that is away had a place."""
-        rule, replicas, now = self._rules.serving[0], self._pool.status(), time.monotonic()
+        rule, replicas, now = self._rules.serving, self._pool.status(), time.monotonic()
         busy = sum(replica["busy_seconds"] for replica in replicas)
         # requests that came and went between two looks show in the seconds that replicas were busy
         at_once = (busy - self._busy) / max(1e-3, now - self._time)
@@ -250,7 +250,6 @@ class PlatformLoad:
         self._levels = [(one["host"], one["asleep"]) for one in replicas if one["asleep"]]
         asleep = self.wakeable(frozenset())
         view = ServingView(
-            name=rule.name,
             waiting=sum(waiting),
             in_flight=sum(inside) + self._shares.demand,
             arrivals=at_once / seconds if seconds else 0.0,
@@ -275,7 +274,6 @@ class PlatformLoad:
             nodes=len(replicas) * each + self._rules.training_nodes,
             free=self._pool.away * each,  # Slurm knows which nodes there are
             leaving=0,
-            serving=[view],
+            serving=view,
             running=[],
-            queued=[],
         )

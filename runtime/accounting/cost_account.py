@@ -19,15 +19,31 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.queries import RunFilter
+from cray_agents.records import Record
 from cray_agents.runtime.accounting.holdings import HOUR, LedgerAccount, Piece
 from cray_agents.runtime.store import Store
-from cray_agents.runtime.views.view_records import CostAmount, CostUse
 
 KWH = 3.6e6  # joules
+CostUse = Literal["requests", "unattributed", "idle", "asleep", "training", "lost", "other"]
+
+
+class CostAmount(Record):
+    """Devices that were held, with their energy and price.
+
+    `gpu_seconds`, `core_seconds`: seconds times GPUs, and times cores, of the holders. `joules`:
+    where the GPUs measured them, which is `measured_share` of the holders' time; null: nowhere.
+    `cost` is in the table's currency, without what it lists as `unpriced`; null: without prices.
+    """
+
+    gpu_seconds: float
+    core_seconds: float
+    joules: float | None
+    measured_share: float | None
+    cost: float | None
 
 
 @dataclass

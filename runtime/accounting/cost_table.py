@@ -14,20 +14,21 @@ from cray_agents.errors import BadInput, CrayError, NotFound
 from cray_agents.iteration import Iteration, promoted_holdout_success
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter
-from cray_agents.records import ModelVersion
+from cray_agents.records import ModelVersion, Record
 from cray_agents.runtime.accounting.cost_account import (
     Amount,
     CostAccount,
+    CostAmount,
+    CostUse,
     account_of,
     sum_of,
     token_rows,
     weight,
 )
 from cray_agents.runtime.accounting.holdings import HOUR, read_holdings
-from cray_agents.runtime.disk import checksums
+from cray_agents.runtime.disk import checksums, paging
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.loop_records import LoopRecords
-from cray_agents.runtime.views.view_records import CostRequest, CostRow, CostTable
 
 POINT = 0.01  # a point of held-out success
 
@@ -162,6 +163,73 @@ def _session_of(home: Home, job: str) -> str:
         return ""
 
 
+class CostRow(Record):
+    """The cost of a key, a model, a loop, an iteration or a use, or of these in a bucket of time.
+
+    `key` is an id, "" without one, and `name` its name. `serving` is for the tokens of its runs,
+    `training` for the kept steps of its jobs, `spent` both. `succeeded`: runs with a reward of 1 or
+    more; `per_success`: `spent` for each of them. `gain`: what an iteration, or all, added to the
+    held-out success of the promoted version; `per_point`: `spent` for each hundredth of it, null
+    where nothing was gained.
+    """
+
+    id: str
+    use: CostUse | None = None
+    key: str | None = None
+    name: str | None = None
+    model: str | None = None
+    loop: str | None = None
+    iteration: int | None = None
+    time: float | None = None
+    runs: int = 0
+    succeeded: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    spent: CostAmount
+    serving: CostAmount
+    training: CostAmount
+    per_success: CostAmount | None = None
+    holdout_success: float | None = None
+    gain: float | None = None
+    per_point: CostAmount | None = None
+
+
+class CostRequest(Record):
+    """A model call of a run, with its share of what the run took."""
+
+    id: str
+    model: str
+    time: float
+    prompt_tokens: int
+    sampled_tokens: int
+    spent: CostAmount
+
+
+class CostTable(Record):
+    """Cost by group, from `since` to `until`, in whole hours.
+
+    `total` is all that was held in that time, `uses` by what came of it: they add up to it.
+    `unattributed` is time of replicas that answered no stored run. `unpriced`: types of devices
+    without a price, where others have one. `whole`: all rows of a loop or a key as one. `requests`:
+    of a single run.
+    """
+
+    by: str
+    bucket: float | None
+    since: float
+    until: float
+    currency: str | None
+    unpriced: list[str]
+    total: CostAmount
+    uses: dict[CostUse, CostAmount]
+    whole: CostRow | None
+    data: list[CostRow]
+    requests: list[CostRequest] | None
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 GROUPS = ("use", "key", "model", "loop", "iteration")
 PAGE = 1000  # rows
 
@@ -226,13 +294,8 @@ def cost_table(
     whole = None
     if query.key is not None or query.loop is not None:
         whole = _row(_merged(sums, query, names), account)
-    if query.after is not None:
-        ids = [row.id for row in rows]
-        if query.after not in ids:
-            raise BadInput(f"after: no row {query.after[:200]!r} is listed here", param="after")
-        rows = rows[ids.index(query.after) + 1 :]
-    more, rows = len(rows) > query.limit, rows[: query.limit]
-    return _table(account, query, whole, rows, more=more)
+    listed, more = paging.after(rows, lambda row: row.id, query.after, query.limit, "row")
+    return _table(account, query, whole, listed, more=more)
 
 
 def cost_rows(

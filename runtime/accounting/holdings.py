@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from cray_agents.paths import Home
 from cray_agents.runtime.accounting.ledger import LedgerLine, read_ledger
@@ -36,7 +36,6 @@ from cray_agents.runtime.accounting.ledger import LedgerLine, read_ledger
 HOUR = 3600.0
 GroupedBy = Literal["kind", "holder", "node"]
 Use = Literal["serving", "idle", "asleep", "training", "lost", "other"]
-USES: tuple[Use, ...] = get_args(Use)
 Place = tuple[str, int]  # a holder and its attempt
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cray_agents.records import Record, new_id
-from cray_agents.runtime.disk import checksums, journal
+from cray_agents.runtime.disk import journal
 from cray_agents.runtime.disk.journal import Journal
 from cray_agents.runtime.scheduler.nvml import EnergyMeter, Nvml, nvml
 
@@ -92,9 +92,9 @@ class LedgerFile:
 
     def write(self, lines: Sequence[LedgerLine]) -> None:
         """Append lines. A failure is logged, and is no error."""
-        texts = [line.model_dump_json(exclude_defaults=True).encode() for line in lines]
+        values = (line.model_dump(mode="json", exclude_defaults=True) for line in lines)
         try:
-            self._journal.append([checksums.with_crc(text) for text in texts])
+            self._journal.append([journal.line_of(value) for value in values])
         except OSError as error:
             log.warning("the ledger %s lacks %d lines: %s", self._folder, len(lines), error)
 

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Record
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.files import ExpiresAfter
 
 PREFIX = "batch_"
@@ -216,7 +216,7 @@ class BatchFolder:
 
     def request(self) -> BatchRequest:
         """Read the request for the batch. Raises FileNotFoundError, Corrupt, NewerFormat."""
-        return formats.read_record(BatchRequest, self.request_file, BATCH_FORMAT)
+        return checksums.read_record(BatchRequest, self.request_file, BATCH_FORMAT)
 
     def accepted(self) -> Accepted | None:
         """Read in_progress.json, which exists once the input is valid."""

@@ -26,7 +26,7 @@ from cray_agents.runtime.batches.chunks import chunk_name, seal_path, sealed_chu
 from cray_agents.runtime.batches.claims import Holder
 from cray_agents.runtime.batches.validation import Row, read_index
 
-SWEEP = 5.0  # seconds between searches for chunks whose worker has died
+SWEEP_INTERVAL = 5.0  # seconds between searches for chunks whose worker has died
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Board:
         if batch.accepted is None or len(batch.done) == len(batch.index):
             return None
         exhausted = batch.next >= len(batch.index)
-        if exhausted or time.monotonic() - batch.swept_at >= SWEEP:
+        if exhausted or time.monotonic() - batch.swept_at >= SWEEP_INTERVAL:
             if (claimed := self._sweep(batch, exhausted)) is not None:
                 return claimed
             batch.swept_at = time.monotonic()

@@ -25,7 +25,7 @@ from cray_agents.records import new_id
 from cray_agents.runtime.disk import checksums, durable
 
 LEASE = 60.0  # seconds without a heartbeat after which a worker counts as dead
-BEAT = 5.0  # seconds between heartbeats
+HEARTBEAT_INTERVAL = 5.0  # seconds between heartbeats
 FORGET = 86400.0  # seconds after which a dead worker's file is removed
 log = logging.getLogger(__name__)
 

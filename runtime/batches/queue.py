@@ -103,15 +103,11 @@ class BatchQueue:
 
     def get(self, batch_id: str) -> Batch:
         """Return one batch. Raises NotFound."""
-        return self._to_batch(self._existing_folder(batch_id))
+        return self._to_batch(self.folder(batch_id))
 
     def owner(self, batch_id: str) -> str:
         """Return the owner of a batch. Raises NotFound."""
-        return self._existing_folder(batch_id).request().owner
-
-    def folder(self, batch_id: str) -> BatchFolder:
-        """Return the folder of a batch. Raises NotFound."""
-        return self._existing_folder(batch_id)
+        return self.folder(batch_id).request().owner
 
     def page(self, after: str | None, limit: int) -> checksums.Listing[Batch]:
         """Return batches after `after`, newest first, without damaged ones.
@@ -130,7 +126,7 @@ class BatchQueue:
 
     def cancel(self, batch_id: str) -> Batch:
         """Cancel a batch. Raises NotFound; BadInput if it is ending or has ended otherwise."""
-        folder = self._existing_folder(batch_id)
+        folder = self.folder(batch_id)
         batch = self._to_batch(folder)
         if batch.status in ("finalizing", "completed", "failed", "expired"):
             raise BadInput(
@@ -145,7 +141,8 @@ class BatchQueue:
     def _folder(self, batch_id: str) -> BatchFolder:
         return BatchFolder(self._home.batches / batch_id)
 
-    def _existing_folder(self, batch_id: str) -> BatchFolder:
+    def folder(self, batch_id: str) -> BatchFolder:
+        """Return the folder of a batch. Raises NotFound."""
         folder = self._folder(batch_id)
         if not batch_id.startswith(PREFIX) or not folder.request_file.is_file():
             raise NotFound(f"no batch {batch_id!r}", param="batch_id")

@@ -35,13 +35,13 @@ from cray_agents.processes import die_with_parent
 from cray_agents.runtime.batches import chunks
 from cray_agents.runtime.batches.board import Board, Chore, ClaimedChunk, Lane, OpenBatch
 from cray_agents.runtime.batches.chunks import RequestLine, Result, ResultWriter
-from cray_agents.runtime.batches.claims import BEAT, LEASE, Holder, forget_dead
+from cray_agents.runtime.batches.claims import HEARTBEAT_INTERVAL, LEASE, Holder, forget_dead
 from cray_agents.runtime.batches.validation import validate
 from cray_agents.runtime.controller_lease import is_followed
 from cray_agents.runtime.files.files import Files
 
 WINDOW = 64  # lines in flight at once
-POLL = 0.5  # seconds between checks for new batches and for decisions to stop
+POLL_INTERVAL = 0.5  # seconds between checks for new batches and for decisions to stop
 GRACE = {"cancelled": 5.0, "expired": 0.0}  # seconds left to lines in flight when a batch stops
 TEMPORARY = {408, 425, 429, 503, 504, 507}  # not caused by the line; 507: until there is room
 UNAUTHORIZED = {401, 403}  # caused by this worker's key, not by the line
@@ -150,7 +150,7 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(min(BEAT, self._holder.lease / 4))
+            await asyncio.sleep(min(HEARTBEAT_INTERVAL, self._holder.lease / 4))
             await asyncio.to_thread(self._holder.beat)
 
     async def _watch(self) -> None:
@@ -163,7 +163,7 @@ class Worker:
             async with self._refreshed:
                 self._refreshed.notify_all()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL):
+                async with asyncio.timeout(POLL_INTERVAL):
                     await self._refresh_now.wait()
 
     async def _start_chore(self, chore: Chore, function: Callable[[OpenBatch], None]) -> None:
@@ -267,9 +267,9 @@ class ChunkRun:
         """Wait for the answers, then seal the chunk with one result for every line."""
         stopping = 0.0  # seconds
         while self._pending:
-            await asyncio.wait(self._pending, timeout=POLL)
+            await asyncio.wait(self._pending, timeout=POLL_INTERVAL)
             if (stopped := self.claimed.batch.stopped) is not None:
-                stopping += POLL
+                stopping += POLL_INTERVAL
                 if stopping > GRACE[stopped]:
                     for task in self._pending:
                         task.cancel()
@@ -296,7 +296,7 @@ class ChunkRun:
         """Wait for room in the window; False when the batch stops first."""
         while self.claimed.batch.stopped is None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL):
+                async with asyncio.timeout(POLL_INTERVAL):
                     await self._slots.acquire()
                     return True
         return False
@@ -363,7 +363,7 @@ async def run_worker(
 
 async def _watch_parent(home: Home, parent: int | None, end: Callable[[], object]) -> None:
     while parent is not None:
-        await asyncio.sleep(BEAT)
+        await asyncio.sleep(HEARTBEAT_INTERVAL)
         if await asyncio.to_thread(is_followed, home, parent):
             end()
             return

@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 from cray_agents.errors import BadInput, Corrupt, CrayError, StoreError
+from cray_agents.messages import first_question
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import canonical, new_id
@@ -28,7 +29,6 @@ from cray_agents.runtime.datasets.considered_runs import BuildCounts, Considered
 from cray_agents.runtime.datasets.decontamination import (
     BlockedTexts,
     Match,
-    input_of_messages,
     inputs_of_messages,
 )
 from cray_agents.runtime.datasets.demonstrations import Renderer, renderer_of
@@ -48,7 +48,7 @@ from cray_agents.runtime.datasets.selection import CandidateRun, Selection, is_t
 from cray_agents.runtime.datasets.token_shards import Balance, SampleRow, ShardWriter
 from cray_agents.runtime.datasets.uses import Ledger, Uses
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.disk.formats import FORMAT
+from cray_agents.runtime.disk.checksums import FORMAT
 from cray_agents.runtime.registry.checkpoints import verify_settings
 from cray_agents.runtime.store import Store
 
@@ -291,7 +291,7 @@ class BuildPass:
                 continue
             line = candidate.line()
             self._write_line(line)
-            self.counts.add_run(candidate.facts, line, candidate.match, candidate.repeats)
+            self.counts.add_run(line)
             if candidate.rows:
                 facts = candidate.facts
                 split = self._split_of(facts.task or facts.input)
@@ -307,7 +307,6 @@ class BuildPass:
         renderer = self.selection.renderer
         for number, messages in enumerate(recipe.demonstrations):
             assert renderer is not None  # recipe.check requires a tokenizer
-            text = input_of_messages(messages)
             if recipe.method == "dpo":
                 worse = [*messages[:-1], recipe.demonstrations_rejected[number]]
                 samples = [renderer.answer(each, tools[number]) for each in (messages, worse)]
@@ -315,20 +314,19 @@ class BuildPass:
                 samples = renderer.samples(messages, tools[number])
             named = recipe.demonstrations_splits[number] if recipe.demonstrations_splits else None
             match = self.selection.blocked.match_any(inputs_of_messages(messages))
-            split = named or self._split_of(text)
-            self._add_demonstration(number, text, match, samples, metadata[number], split)
+            split = named or self._split_of(first_question(messages))
+            self._add_demonstration(number, match, samples, metadata[number], split)
             self._count(1)
 
     def _add_demonstration(
         self,
         number: int,
-        text: str,
         match: Match | None,
         samples: list[TokenSample],
         metadata: dict[str, Any],
         split: str,
     ) -> None:
-        """Decide on a demonstration and write its rows. `text`: the first message of the user."""
+        """Decide on a demonstration and write its rows."""
         name = f"demonstration/{number}"  # run ids have no slash
         longest = max(len(sample.input_ids) for sample in samples)
         reason, detail, repeat = None, None, None
@@ -350,7 +348,7 @@ class BuildPass:
             balance = self.selection.balance.group_of(metadata)
             self._write(split, self._rows(name, samples, balance))
         self._write_line(line)
-        self.counts.add_demonstration(line, text, match, repeat)
+        self.counts.add_demonstration(line)
 
     def _drop_repeats(
         self, name: str, samples: list[TokenSample]

@@ -12,8 +12,7 @@ from html import escape
 from pathlib import Path
 
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets.considered_runs import EXAMPLES, REASONS, BuildCounts, Removed
-from cray_agents.runtime.datasets.decontamination import head
+from cray_agents.runtime.datasets.considered_runs import REASONS, BuildCounts
 from cray_agents.runtime.datasets.recipe import DEMONSTRATIONS
 
 LONG = (*DEMONSTRATIONS, "tools", "rewards")
@@ -63,8 +62,6 @@ def card(name: str, counts: BuildCounts, files: Iterable[str]) -> str:
         _distribution(
             "Versions that sampled what is trained on", "Version", "Trained tokens", versions
         ),
-        _examples("Duplicates that were removed", "repeats", counts.duplicates),
-        _examples("Contamination that was removed", "matches", counts.contaminated),
         LOADING.format(split=next(iter(_splits(files)), "train")),
     ]
     return "\n".join(section for section in sections if section)
@@ -136,7 +133,7 @@ def _rejections(rejected: Mapping[str, int]) -> str:
     if not rejected:
         return "## Left out\n\nNothing that was considered was left out.\n"
     lines = [
-        f"| `{_code(reason)}` | {REASONS.get(reason, '')} | {count:,} |"
+        f"| `{reason}` | {REASONS.get(reason, '')} | {count:,} |"
         for reason, count in sorted(rejected.items(), key=lambda item: (-item[1], item[0]))
     ]
     top = ["## Left out", "", "`runs.parquet` says it of each run.", ""]
@@ -154,17 +151,6 @@ def _distribution(
     )
 
 
-def _examples(title: str, verb: str, removed: Sequence[Removed]) -> str:
-    if not removed:
-        return ""
-    lines = []
-    for example in removed[:EXAMPLES]:
-        pair = f"`{_code(example.run_id or 'a demonstration')}` {verb} `{_code(example.source)}`"
-        lines.append(f"- {pair} (similarity {example.similarity:.2f})")
-        lines += [f"  - {_quote(text)}" for text in (example.text, example.matched) if text]
-    return "\n".join([f"## {title}", "", f"Up to {EXAMPLES} of them:", "", *lines, ""])
-
-
 def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
@@ -172,15 +158,6 @@ def _plural(count: int, noun: str) -> str:
 def _cell(text: str) -> str:
     """Escape a text for a cell of a table."""
     return _plain(text).replace("|", "\\|")
-
-
-def _code(text: str) -> str:
-    """Shorten and escape a text for a code span."""
-    return head(text).replace("`", "'").replace("|", "¦")
-
-
-def _quote(text: str) -> str:
-    return f"“{_plain(head(text))}”"
 
 
 def _plain(text: str) -> str:

@@ -18,15 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cray_agents.queries import DatasetRecipe
-from cray_agents.runtime.datasets.decontamination import Match, head
-from cray_agents.runtime.datasets.near_duplicates import Repeat
 from cray_agents.runtime.datasets.reader import BATCH, RUNS
 from cray_agents.runtime.datasets.recipe import manifest_recipe
 from cray_agents.runtime.datasets.token_shards import SampleRow
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.store.index import RunFacts
-
-EXAMPLES = 5  # of duplicates and of contamination on the card
 
 REASONS = {
     "alone": "the only scored run of its group",
@@ -115,20 +110,6 @@ class LineWriter:
         self._lines = []
 
 
-class Removed(NamedTuple):
-    """An example of a removed run or demonstration. Similarity 1.0 means equal.
-
-    `run_id` is "" for a demonstration. `source` is the run of the earlier sample, or the name of
-    the held text. `text` and `matched` may be only heads of texts; `matched` may be "".
-    """
-
-    run_id: str
-    text: str
-    source: str
-    matched: str
-    similarity: float
-
-
 @dataclass
 class BuildCounts:
     """Counts of one build. `rejected` counts runs; `rejected_demonstrations` demonstrations.
@@ -148,13 +129,9 @@ class BuildCounts:
     demonstrations: int = 0
     rejected_demonstrations: Counter[str] = field(default_factory=Counter)
     splits: dict[str, Counter[str]] = field(default_factory=dict)
-    duplicates: list[Removed] = field(default_factory=list)
-    contaminated: list[Removed] = field(default_factory=list)
     versions: Counter[str] = field(default_factory=Counter)  # trained tokens by `name@N`
 
-    def add_run(
-        self, facts: RunFacts, line: ConsideredRun, match: Match | None, repeats: Repeat | None
-    ) -> None:
+    def add_run(self, line: ConsideredRun) -> None:
         """Count a considered run."""
         self.considered += 1
         self.accepted += line.accepted
@@ -162,21 +139,13 @@ class BuildCounts:
         if line.reason is not None:
             self.rejected[line.reason] += 1
             if line.reason == "reward_error":
-                self.failed_reward = self.failed_reward or facts.run_id
-        self._add_examples(facts.run_id, facts.input, match, repeats)
+                self.failed_reward = self.failed_reward or line.run
 
-    def add_demonstration(
-        self,
-        line: ConsideredRun,
-        text: str,
-        match: Match | None = None,
-        repeats: Repeat | None = None,
-    ) -> None:
+    def add_demonstration(self, line: ConsideredRun) -> None:
         """Count a considered demonstration."""
         self.demonstrations += line.accepted
         if line.reason is not None:
             self.rejected_demonstrations[line.reason] += 1
-        self._add_examples("", head(text), match, repeats)
 
     def add_row(self, split: str, row: SampleRow) -> None:
         """Count a sample of the dataset."""
@@ -210,12 +179,3 @@ class BuildCounts:
             "rejected_demonstrations": dict(sorted(self.rejected_demonstrations.items())),
             "recipe": manifest_recipe(self.recipe),
         }
-
-    def _add_examples(
-        self, run_id: str, text: str, match: Match | None, repeats: Repeat | None
-    ) -> None:
-        if match is not None and len(self.contaminated) < EXAMPLES:
-            removed = Removed(run_id, text, match.source, match.text, match.similarity)
-            self.contaminated.append(removed)
-        if repeats is not None and len(self.duplicates) < EXAMPLES:
-            self.duplicates.append(Removed(run_id, text, repeats.run, "", repeats.similarity))

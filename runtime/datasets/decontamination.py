@@ -29,7 +29,6 @@ from cray_agents.tasks.record_source import TooLong, lines_of
 from cray_agents.tasks.text_index import TextIndex
 from cray_agents.text_words import SIMILAR, words_of
 
-HEAD = 160  # characters shown of a text
 FILES = "decontamination.files"
 FIELDS = ("input", "prompt", "question", "text", "messages")
 
@@ -47,14 +46,13 @@ class HeldText(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A match with a held text: its source, its head, and the Jaccard similarity of word 5-grams.
+    """A match with a held text: its source, and the Jaccard similarity of word 5-grams.
 
     `how` is `equal` up to case, spaces and punctuation (similarity 1.0), `near`, or `contained`. A
     contained text occurs word for word in the other text, however long that one is.
     """
 
     source: str
-    text: str
     similarity: float
     how: Literal["equal", "near", "contained"]
 
@@ -70,11 +68,11 @@ class BlockedTexts:
     """The held texts of a recipe, in an index."""
 
     def __init__(self, texts: Iterable[HeldText], threshold: float = SIMILAR) -> None:
-        self._blocked: dict[str, HeldText] = {}  # the first of equal texts, by key
+        self._blocked: dict[str, str] = {}  # by key: the source of the first of equal texts
         for each in texts:
             key = each.text if each.world else _key(each.text)
-            if key and key not in self._blocked:
-                self._blocked[key] = each._replace(text=head(each.text))
+            if key:
+                self._blocked.setdefault(key, each.source)
         self._sources = list(self._blocked.values())
         self._index = TextIndex(self._blocked, threshold)
         self._known: dict[str, Match | None] = {}  # results of the last match_any call
@@ -95,9 +93,9 @@ class BlockedTexts:
     def match_run(self, run: Run) -> Match | None:
         """Return the match of a run: of its task's world, or of a text of its user."""
         if run.task is not None and run.task.world is not None:
-            each = self._blocked.get(task_key(run.task))
-            if each is not None:
-                return Match(each.source, head(run.input), 1.0, "equal")
+            source = self._blocked.get(task_key(run.task))
+            if source is not None:
+                return Match(source, 1.0, "equal")
         return self.match_any(inputs_of(run))
 
     def match_any(self, texts: Iterable[str]) -> Match | None:
@@ -116,8 +114,7 @@ class BlockedTexts:
         match = self._index.match(_key(text))
         if match is None:
             return None
-        each = self._sources[match.number]
-        return Match(each.source, each.text, match.similarity, match.how)
+        return Match(self._sources[match.number], match.similarity, match.how)
 
 
 def _key(text: str) -> str:
@@ -141,18 +138,7 @@ def inputs_of_messages(messages: Iterable[Message]) -> list[str]:
 
 def input_of(run: Run) -> str:
     """Return the text to hold out for a run: its input, or the first message of its user."""
-    return run.input or input_of_messages(run.trajectory.messages)
-
-
-def input_of_messages(messages: Iterable[Message]) -> str:
-    """Return the first message of the user, or ""."""
-    return first_question(messages)
-
-
-def head(text: str) -> str:
-    """Return the beginning of a text, on one line."""
-    line = " ".join(text[: 4 * HEAD].split())
-    return line if len(line) <= HEAD else line[: HEAD - 1] + "…"
+    return run.input or first_question(run.trajectory.messages)
 
 
 def _collect(store: Store, home: Home, recipe: DatasetRecipe) -> Iterator[HeldText]:

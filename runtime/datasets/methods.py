@@ -6,7 +6,7 @@ candidate or gives it rows. Only runs whose `samples` it requests are read. Call
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from cray_agents.queries import DatasetRecipe
 from cray_agents.runtime.datasets.advantages import (
@@ -21,18 +21,6 @@ from cray_agents.runtime.datasets.selection import AHEAD, CandidateRun, Selectio
 
 Group = list[CandidateRun]
 GROUPS = 1024  # at most in one page
-
-
-class GroupMethod(Protocol):
-    """A method of deciding on the candidates of a group."""
-
-    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
-        """Return the candidates of a group that will most likely be read."""
-        ...
-
-    def settle(self, group: Group) -> Group:
-        """Decide on every candidate of a group. Return them in the order of their rows."""
-        ...
 
 
 def settle_groups(candidates: Iterable[CandidateRun], selection: Selection) -> Iterator[Group]:
@@ -89,24 +77,36 @@ class Limit:
         self._task = task
 
 
-class Sft:
-    """Runs to imitate: all, or the best few of each task."""
+class GroupMethod:
+    """A method of deciding on the candidates of a group."""
 
     def __init__(self, selection: Selection) -> None:
-        self._selection, self._best_of = selection, selection.recipe.best_of
+        self._selection, self._recipe = selection, selection.recipe
         self._limit = Limit(selection.recipe.max_per_task)
+
+    def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
+        """Return the candidates of a group that will most likely be read."""
+        raise NotImplementedError
+
+    def settle(self, group: Group) -> Group:
+        """Decide on every candidate of a group. Return them in the order of their rows."""
+        raise NotImplementedError
+
+
+class Sft(GroupMethod):
+    """Runs to imitate: all, or the best few of each task."""
 
     def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
         """Return the best runs not refused yet."""
         if self._limit.is_reached(group[0].facts.task):
             return []
-        return _rank(group)[: self._best_of]
+        return _rank(group)[: self._recipe.best_of]
 
     def settle(self, group: Group) -> Group:
         """Accept the best usable runs, up to the limit. Repeated samples count once."""
         chosen = {c for c in group if c.reason is None}
-        if self._best_of is not None:
-            chosen = set(self._best(_rank(group), self._best_of))
+        if self._recipe.best_of is not None:
+            chosen = set(self._best(_rank(group), self._recipe.best_of))
         for candidate in (c for c in group if c in chosen):
             task = candidate.facts.task
             if self._limit.is_reached(task):
@@ -125,16 +125,12 @@ class Sft:
         return best
 
 
-class Grpo:
+class Grpo(GroupMethod):
     """Groups of a task's scored runs, with advantages (advantages.py).
 
     The mean and the standard deviation cover every scored run of the group. This includes runs with
     missing or contaminated tokens, and runs over the limit.
     """
-
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
-        self._limit = Limit(selection.recipe.max_per_task)
 
     def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
         """Return the runs not refused yet, or none if the group has no signal."""
@@ -146,7 +142,7 @@ class Grpo:
             for candidate in group:
                 candidate.refuse(reason, f"reward {candidate.value:g}")
             return group
-        recipe, scored = self._selection.recipe, [c for c in group if c.scored]
+        recipe, scored = self._recipe, [c for c in group if c.scored]
         deviation = recipe.deviation if recipe.normalize else None
         arguments: list[dict[str, Any]]
         if steps := self._steps(scored):
@@ -168,7 +164,7 @@ class Grpo:
         return "zero_variance" if all_equal(rewards or [c.value for c in scored]) else None
 
     def _steps(self, scored: Group) -> list[Steps]:
-        return rewarded_steps([c.facts for c in scored], self._selection.recipe.rewards or {})
+        return rewarded_steps([c.facts for c in scored], self._recipe.rewards or {})
 
     def _settle_one(self, candidate: CandidateRun, advantages: dict[str, Any]) -> None:
         task = candidate.facts.task
@@ -177,19 +173,15 @@ class Grpo:
         if self._limit.is_reached(task):
             candidate.refuse("over_max_per_task")
             return
-        name = group_name(candidate, self._selection.recipe)
+        name = group_name(candidate, self._recipe)
         # equal samples stay: without one of them the advantages would not sum to 0
         if samples := self._selection.samples(candidate):
             self._selection.add_rows(candidate, samples, group=name, **advantages)
             self._limit.count(task)
 
 
-class Dpo:
+class Dpo(GroupMethod):
     """A pair of each task and iteration: the best run and the worst one, with the same prompt."""
-
-    def __init__(self, selection: Selection) -> None:
-        self._selection, self._recipe = selection, selection.recipe
-        self._limit = Limit(selection.recipe.max_per_task)
 
     def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
         """Return the best and the worst run, unless their rewards rule out a pair."""
@@ -244,7 +236,6 @@ class Dpo:
         both = better.input_ids + worse.input_ids
         repeat = self._selection.seen.repeat(best.facts.run_id, both)
         if repeat is not None:
-            best.repeats = repeat
             _refuse([best, worst], repeat.reason, f"the pair of {repeat.detail}")
             return
         for candidate, sample in ((best, better), (worst, worse)):
@@ -253,12 +244,8 @@ class Dpo:
         self._limit.count(best.facts.task)
 
 
-class SingleRuns:
+class SingleRuns(GroupMethod):
     """Runs without groups, at most so many of a task."""
-
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
-        self._limit = Limit(selection.recipe.max_per_task)
 
     def candidates_to_read(self, group: Group) -> Sequence[CandidateRun]:
         """Return the run, unless it was refused or its task has enough runs."""

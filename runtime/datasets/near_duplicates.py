@@ -201,23 +201,18 @@ class KeptSamples:
 
     def __init__(self, threshold: float | None) -> None:
         self._near = None if threshold is None else NearDuplicates(threshold)
-        self._indexes: dict[bytes, int] = {}  # index into the names by content hash
-        self._names = bytearray()
-        self._ends = array("Q", [0])
+        self._runs: dict[bytes, str] = {}  # by content hash
 
     def repeat(self, run: str, tokens: "array[int]") -> Repeat | None:
         """Return the sample that these tokens repeat, or keep them and return None."""
         key = blake2b(tokens.tobytes(), digest_size=16).digest()
-        index = self._indexes.get(key)
-        if index is not None:
-            return Repeat(self._name(index), 1.0, exact=True)
+        if key in self._runs:
+            return Repeat(self._runs[key], 1.0, exact=True)
         if self._near is not None:
             match = self._near.add(run, tokens)
             if match is not None:
                 return Repeat(*match)
-        self._indexes[key] = len(self._ends) - 1
-        self._names += run.encode()
-        self._ends.append(len(self._names))
+        self._runs[key] = run
         return None
 
     def drop_repeats(
@@ -237,6 +232,3 @@ class KeptSamples:
         """Remove temporary files."""
         if self._near is not None:
             self._near.close()
-
-    def _name(self, index: int) -> str:
-        return self._names[self._ends[index] : self._ends[index + 1]].decode()

@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.disk.formats import FORMAT, check_version
+from cray_agents.runtime.disk import checksums, paging
 
 MANIFEST, RUNS, RECIPE, CARD = "manifest.json", "runs.parquet", "recipe.json", "README.md"
 DATASET_FORMAT = 2  # of manifest.json and the files that it names; 1 has the earlier names
@@ -34,12 +33,12 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     Raises FileNotFoundError, Corrupt, NewerFormat.
     """
     path = directory / MANIFEST
-    manifest = checksums.read_json(path)
+    manifest = checksums.read_json(path, DATASET_FORMAT)
     if not isinstance(manifest, dict):
         raise Corrupt(f"{path} is damaged: it is not a dataset's manifest")
-    if check_version(manifest.get(FORMAT), DATASET_FORMAT, path) < 2 and "recipe" in manifest:
-        for fields in (manifest["recipe"], manifest["recipe"].get("where") or {}):
-            fields |= {now: fields.pop(old) for now, old in EARLIER_NAMES.items() if old in fields}
+    recipe = manifest.get("recipe") or {}
+    for fields in (recipe, recipe.get("where") or {}):
+        fields |= {now: fields.pop(old) for now, old in EARLIER_NAMES.items() if old in fields}
     return manifest
 
 
@@ -139,11 +138,7 @@ def list_datasets(
         manifest = directory / MANIFEST
         if not directory.name.startswith(".") and manifest.is_file():
             dated.append((-manifest.stat().st_mtime_ns, directory.name))
-    names = [name for _, name in sorted(dated)]
-    if after is not None:
-        if after not in names:
-            raise BadInput(f"after: no dataset {after[:200]!r} is listed here", param="after")
-        names = names[names.index(after) + 1 :]
+    names = paging.behind([name for _, name in sorted(dated)], str, after, "dataset")
     return checksums.list_whole(names, lambda name: read_dataset(home, name), limit)
 
 

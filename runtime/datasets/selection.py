@@ -23,9 +23,9 @@ from cray_agents.records import (
 )
 from cray_agents.runtime.datasets.advantages import first_missing_turn
 from cray_agents.runtime.datasets.considered_runs import ConsideredRun
-from cray_agents.runtime.datasets.decontamination import BlockedTexts, Match
+from cray_agents.runtime.datasets.decontamination import BlockedTexts
 from cray_agents.runtime.datasets.demonstrations import Renderer
-from cray_agents.runtime.datasets.near_duplicates import KeptSamples, Repeat
+from cray_agents.runtime.datasets.near_duplicates import KeptSamples
 from cray_agents.runtime.datasets.run_samples import (
     TokenSample,
     find_inexact,
@@ -52,8 +52,6 @@ class CandidateRun:
     reason: str | None = None
     detail: str | None = None
     gone: bool = False  # deleted during the build: left out of runs.parquet, too
-    match: Match | None = None
-    repeats: Repeat | None = None
     rows: list[SampleRow] = field(default_factory=list)
 
     def refuse(self, reason: str, detail: str | None = None) -> None:
@@ -89,7 +87,6 @@ class Body(NamedTuple):
     metadata: dict[str, Any]
     reason: str | None = None
     detail: str | None = None
-    match: Match | None = None
 
 
 @dataclass
@@ -175,7 +172,6 @@ class Selection:
             self._refuse_unread(candidate)
             return []
         if body.reason is not None:
-            candidate.match = body.match
             candidate.refuse(body.reason, body.detail)
         elif candidate.reason is None:
             candidate.detail = body.detail
@@ -188,7 +184,6 @@ class Selection:
             return False
         fresh, repeat = self.seen.drop_repeats(candidate.facts.run_id, samples)
         if repeat is not None and not fresh:
-            candidate.repeats = repeat
             candidate.refuse(repeat.reason, repeat.detail)
             return False
         self.add_rows(candidate, fresh, **fields)
@@ -231,7 +226,7 @@ class Selection:
             return Body([], metadata, *fault)
         match = self.blocked.match_run(run)
         if match is not None:
-            return Body([], metadata, "contaminated", match.description, match)
+            return Body([], metadata, "contaminated", match.description)
         if run.calls:
             samples = merge_calls(run.calls)
             if CONTROL_TOKENS in run.tags:

@@ -1,7 +1,6 @@
 """Uses ledger: fix the dataset of each step of a loop, and count the uses of each run.
 
     <home>/loops/<loop>/datasets/commits/<n>.json    n = 0, 1, ...: {step, recipe, dataset, seen}
-                                 <step>.json         the same, by step
                                  <step>.<recipe>.ready   a dataset about to be committed
 
 A build counts the uses of runs in all n commits, and commits as number n by exclusive create. If
@@ -16,10 +15,10 @@ A builder may be killed at any point. The next builder then resumes:
     published, not yet committed    the dataset named by `ready` is committed, even if there are new
                                     runs; if uses are bounded and another step was committed
                                     meanwhile, it is built anew, or it might use runs too often
-    committed, no `<step>.json`     the step's commit is found among the commits
-    `<step>.json` written           `<step>.json` is read
+    committed                       the step's commit is found among the commits
 
-A commit is made last, so it always names an existing dataset. Called by build.py.
+A commit is made last, so it always names an existing dataset. In an older root `<step>.json`
+repeats a step's commit. Called by build.py.
 """
 
 import time
@@ -36,7 +35,7 @@ from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Record
 from cray_agents.runtime.datasets.reader import MANIFEST, accepted_runs
 from cray_agents.runtime.datasets.recipe import recipe_name
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 
 COMMIT_FORMAT = 1
 LAG = 0.1  # seconds between reads of a file that is not visible yet
@@ -91,7 +90,7 @@ class Ledger:
 
         Raises BadInput if the step has another recipe's dataset.
         """
-        commit = self._find()
+        commit = self._committed(self._commits())
         if commit is None:
             ready = _read(self._ready)
             if ready is not None and self._exists(ready.dataset):
@@ -104,7 +103,7 @@ class Ledger:
         Returns None if another builder has committed this step.
         """
         commits = list(self._commits())
-        if any(commit.step == self.step for commit in commits):
+        if self._committed(commits) is not None:
             return None
         return len(commits), self._uses(commits)
 
@@ -125,7 +124,8 @@ class Ledger:
     def read(self) -> tuple[str | None, Uses]:
         """Return the dataset of the step, or None, and the uses in datasets of all other steps."""
         commits = list(self._commits())
-        dataset = next((c.dataset for c in commits if c.step == self.step), None)
+        own = self._committed(commits)
+        dataset = None if own is None else own.dataset
         return dataset, self._uses([c for c in commits if c.step != self.step])
 
     def _uses(self, commits: Iterable[Commit]) -> Uses:
@@ -148,17 +148,11 @@ class Ledger:
             if self.bounded:
                 return None
             number += 1
-        durable.create_file(self._by_step, _line(commit))
         self._ready.unlink(missing_ok=True)
         return commit
 
-    def _find(self) -> Commit | None:
-        commit = _read(self._by_step)
-        if commit is None:
-            commit = next((c for c in self._commits() if c.step == self.step), None)
-            if commit is not None:
-                durable.create_file(self._by_step, _line(commit))
-        return commit
+    def _committed(self, commits: Iterable[Commit]) -> Commit | None:
+        return next((commit for commit in commits if commit.step == self.step), None)
 
     def _checked_dataset(self, commit: Commit) -> str:
         """Return the dataset of a commit. Raises BadInput for another recipe's; Corrupt."""
@@ -193,17 +187,13 @@ class Ledger:
         return self.home.loop_datasets(self.loop)
 
     @property
-    def _by_step(self) -> Path:
-        return self._folder / f"{self.step}.json"
-
-    @property
     def _ready(self) -> Path:
         return self._folder / f"{self.step}.{self.recipe[:16]}.ready"
 
 
 def _read(path: Path) -> Commit | None:
     try:
-        return formats.read_record(Commit, path, COMMIT_FORMAT)
+        return checksums.read_record(Commit, path, COMMIT_FORMAT)
     except FileNotFoundError:
         return None
 

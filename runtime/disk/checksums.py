@@ -6,6 +6,10 @@
 to every other reader. A line of a journal has the same form. Records older than the checksums lack
 the key, and are read unchecked.
 
+A format may have a whole number, in the key FORMAT of its records or lines. It is raised by each
+change that older code would misread; fields that are only added leave it as it is. What has none is
+of version 1. A newer one is refused by name, before any other field is looked at.
+
 A whole file is hashed: by SHA-256, written as 64 hex digits, or by BLAKE3, written as `blake3:` and
 64 hex digits. BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs) is a tree of hashes, of which a
 core computes several at once. The trainer's files of weights have it.
@@ -26,12 +30,13 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from cray_agents.errors import Corrupt, NewerFormat
-from cray_agents.exact_json import load_json
+from cray_agents.exact_json import dump_json, load_json
 
 MARK = b',"crc":"'
 END = b'"}'
 TAIL = len(MARK) + 8 + len(END)  # bytes from the mark to the end of the text
 ALIKE = 7  # bytes of mark and end left in a damaged checksum; other records have fewer
+FORMAT = "format"
 CACHED_HASHES = 65536  # files whose hash this process remembers
 HASHED_TOGETHER = 1 << 20  # bytes
 BLAKE3 = "blake3:"  # begins a hash that is not a SHA-256
@@ -91,14 +96,47 @@ def parse_as(kind: type[Kind], text: bytes, place: object) -> Kind:
         raise Corrupt(f"{place} cannot be read: {at}") from error
 
 
-def read_json(path: Path) -> Any:
-    """Read a file of one JSON record. Raises FileNotFoundError, Corrupt."""
-    return parse(path.read_bytes(), path)
+def read_json(path: Path, known: int = 1) -> Any:
+    """Read a file of one JSON record, whose format is at most `known`.
+
+    Raises FileNotFoundError, Corrupt, NewerFormat.
+    """
+    content = parse(path.read_bytes(), path)
+    if isinstance(content, dict):
+        check_version(content.get(FORMAT), known, path)
+    return content
 
 
-def read_record(kind: type[Kind], path: Path) -> Kind:
-    """Read a file of one pydantic record. Raises FileNotFoundError, Corrupt."""
-    return parse_as(kind, path.read_bytes(), path)
+def read_record(kind: type[Kind], path: Path, known: int = 1) -> Kind:
+    """Read a file of one pydantic record, whose format is at most `known`.
+
+    Raises FileNotFoundError, Corrupt, NewerFormat.
+    """
+    text = path.read_bytes()
+    if b'"format":' in text:
+        content = read_json(path, known)
+        if FORMAT not in kind.model_fields:  # of which some take no other fields
+            content.pop(FORMAT, None)
+        text = dump_json(content)
+    return parse_as(kind, text, path)
+
+
+def check_version(version: Any, known: int, what: object) -> int:
+    """Return the version of a format, 1 for None.
+
+    `known` is the newest that the caller reads; `what` names the file or line. Raises NewerFormat,
+    or Corrupt if it is no version.
+    """
+    if version is None:
+        return 1
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise Corrupt(f"{what} is damaged: {version!r} is no version of a format")
+    if version > known:
+        raise NewerFormat(
+            f"{what} has format {version}, and this version of cray-agents reads formats up to "
+            f"{known}: read it with a version that knows format {version}"
+        )
+    return version
 
 
 @dataclass(frozen=True)

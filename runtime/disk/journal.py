@@ -1,6 +1,6 @@
 """Journals: files of JSON lines that one process appends to and any process reads.
 
-    {"event":"step","step":3,"crc":"0a1b2c3d"}
+    {"event":"step","step":3,"format":1,"crc":"0a1b2c3d"}
 
 A killed writer leaves half a line at the end of its file. No reader returns it, and no writer goes
 on behind it: the next process begins a file of its own. Lines have checksums (checksums.py). Used
@@ -11,15 +11,17 @@ readers of a training job's events, which trainers/job/journal.py writes.
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, overload
 
+import orjson
+
 from cray_agents.errors import Corrupt, NewerFormat
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.disk.checksums import Kind
 
-LINE_FORMAT = 1  # of a line that says none
+LINE_FORMAT = 1  # of a line, also of one that says none
 Damaged = Literal["raise", "skip"]
 
 log = logging.getLogger(__name__)
@@ -132,6 +134,27 @@ class Journal:
             file.close()
 
 
+def line_of(value: Mapping[str, Any]) -> bytes:
+    """Return a record's line, without newline; numbers that are not finite become null."""
+    content = {**value, checksums.FORMAT: LINE_FORMAT}
+    return checksums.with_crc(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+@overload
+def parse_line(line: bytes, place: object) -> Any: ...
+@overload
+def parse_line(line: bytes, place: object, kind: type[Kind]) -> Kind: ...
+def parse_line(line: bytes, place: object, kind: type[Any] | None = None) -> Any:
+    """Return the record that a line was made of: JSON, or a pydantic record of this `kind`.
+
+    Raises Corrupt, NewerFormat.
+    """
+    value = checksums.parse(line, place)
+    if isinstance(value, dict):
+        checksums.check_version(value.pop(checksums.FORMAT, None), LINE_FORMAT, place)
+    return checksums.parse_as(kind, line, place) if kind else value
+
+
 def split_lines(content: bytes) -> list[bytes]:
     """Return the lines of a journal; an unfinished last line is left out.
 
@@ -174,10 +197,7 @@ def read(path: Path, kind: type[Any] | None = None, *, damaged: Damaged = "raise
             continue
         place = f"{path}: line {number}"
         try:
-            value = checksums.parse(line, place)
-            if isinstance(value, dict):
-                formats.check_version(value.get(formats.FORMAT), LINE_FORMAT, place)
-            yield checksums.parse_as(kind, line, place) if kind else value
+            yield parse_line(line, place, kind) if kind else parse_line(line, place)
         except (Corrupt, NewerFormat) as error:
             if damaged == "raise":
                 raise

@@ -15,12 +15,9 @@ from cray_agents.errors import BadInput
 from cray_agents.exact_json import read_arguments, sent_arguments
 from cray_agents.messages import function_of, other_fields, part_text, reasoning_of, text_of
 from cray_agents.records import Message, Run
-from cray_agents.runtime.exports.conversation import (
-    Conversation,
-    text_losses,
-    trainable_conversations,
-)
 from cray_agents.runtime.exports.export_format import Json, json_text, unsupported
+from cray_agents.runtime.exports.losses import text_losses
+from cray_agents.runtime.store.run_conversation import Conversation, conversations_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _UNSUPPORTED = ("audio", "function_call")  # fields with content in a shape not carried here
@@ -67,9 +64,13 @@ class ChatMessages:
 def chats_of(run: Run) -> list[ChatMessages]:
     """Return a run as chats: one for each beginning (system messages, tools) that its calls saw.
 
-    Raises BadInput (unsupported_export) naming the field that has no such form.
+    Raises BadInput (unsupported_export) naming the field that has no such form, also for a run
+    without an answer, as one that failed before its model spoke.
     """
-    return [_chat(run, conversation) for conversation in trainable_conversations(run)]
+    conversations = conversations_of(run)
+    if not all(any(m.get("role") == "assistant" for m in each.messages) for each in conversations):
+        raise unsupported(run, "trajectory.messages", "has no message of the assistant")
+    return [_chat(run, conversation) for conversation in conversations]
 
 
 def _chat(run: Run, conversation: Conversation) -> ChatMessages:

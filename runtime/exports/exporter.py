@@ -97,7 +97,6 @@ def open_dataset(
     form: Format,
     split: str,
     skip_missing: bool,
-    store: Store | None = None,
 ) -> ExportSource:
     """Return a dataset as a source: its pairs for a format of pairs, else its runs.
 
@@ -110,9 +109,7 @@ def open_dataset(
         )
     paired = read_dataset(home, dataset).get("method") == "dpo"
     pairs = paired and isinstance(form, LineFormat) and form.write_pair is not None
-    source = DatasetRuns(
-        store or Store(home), home, dataset, cast(SplitName, split), pairs, skip_missing
-    )
+    source = DatasetRuns(Store(home), home, dataset, cast(SplitName, split), pairs, skip_missing)
     source.shards()  # raises if the split does not exist
     return source
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from cray_agents.errors import BadInput
+from cray_agents.records import Run
 from cray_agents.runtime.exports.export_format import Item, Written
 
 MISSING, UNSUPPORTED, FULL = "missing_runs", "unsupported_runs", "full_file"
@@ -67,6 +68,20 @@ LOSSES = MappingProxyType(
         "left out",
     }
 )
+
+#: Fields of a request that a chat template reads, beside messages and tools.
+TEMPLATE_SETTINGS = ("chat_template", "chat_template_kwargs", "continue_final_message", "documents",
+                     "output_config", "reasoning", "reasoning_effort", "thinking")  # fmt: skip
+
+
+def text_losses(run: Run) -> set[str]:
+    """Return what every format loses that carries a run's texts, but not how each call was made."""
+    losses = set()
+    if run.redacted or any(call.redacted for call in run.calls):
+        losses.add("redacted")
+    if any(call.sampling.get(name) for call in run.calls for name in TEMPLATE_SETTINGS):
+        losses.add("template_settings")
+    return losses
 
 
 def describe_loss(code: str) -> str:

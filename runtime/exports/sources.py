@@ -1,6 +1,6 @@
 """Sources of an export: the stored runs that match a filter, or a dataset's runs or pairs.
 
-ExportSource is the port. StoredRuns gives runs by id; for formats with a row per task, the first
+An ExportSource is either. StoredRuns gives runs by id; for formats with a row per task, the first
 run of each task, by task. DatasetRuns gives items in the order of the dataset's shards. Run bodies
 are read a page at a time. A run that is missing or unreadable is an error, or with `skip_missing`
 a loss. Used by exporter.py and export_files.py.
@@ -12,16 +12,16 @@ from functools import cached_property
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from cray_agents.errors import BadInput, Corrupt
 from cray_agents.exact_json import load_json
+from cray_agents.messages import first_question
 from cray_agents.paths import Home
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.records import Run
+from cray_agents.records import Message, Run, StopReason, Task, Trajectory, digest
 from cray_agents.runtime.datasets import read_dataset, shards
 from cray_agents.runtime.datasets.reader import RECIPE, SplitName, file_in
-from cray_agents.runtime.exports.conversation import run_of_demonstration
 from cray_agents.runtime.exports.export_format import Item
 from cray_agents.runtime.exports.losses import MISSING
 from cray_agents.runtime.store import Store
@@ -34,53 +34,13 @@ DEMONSTRATION = "demonstration/"
 METHOD_LOSSES = {"dpo": "unpaired", "kto": "unlabelled"}  # of single runs, by method
 
 
-class ExportSource(Protocol):
-    """Items to export, of runs in `store`. `pairs` tells that they are pairs of runs.
-
-    `name` and `description` are for people. `dataset` is the folder of a dataset, None for stored
-    runs; `split` is its split.
-    """
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def pairs(self) -> bool: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dataset(self) -> Path | None: ...
-
-    @property
-    def split(self) -> str: ...
-
-    @property
-    def description(self) -> str: ...
-
-    def count(self) -> int | None:
-        """Return the number of items, or None if only reading would tell."""
-        ...
-
-    def check(self) -> None:
-        """Raise BadInput for runs known to be missing, before anything is written."""
-        ...
-
-    def shards(self) -> list[Path]:
-        """Return a dataset's token shards. Raises BadInput if it lacks the split."""
-        ...
-
-    def items(self, *, by_task: bool = False) -> Iterator[Item]:
-        """Yield the items. `by_task`: one run of each task, the others counted."""
-        ...
-
-
 @dataclass(frozen=True)
 class StoredRuns:
     """The stored runs that match, or those of `names` alone.
 
-    A run that arrives during an export may be in it or not.
+    A run that arrives during an export may be in it or not. `name` and `description` of a source
+    are for people. `pairs` tells that its items are pairs of runs. `dataset` is the folder of a
+    dataset, None for stored runs; `split` is its split.
     """
 
     store: Store
@@ -102,22 +62,22 @@ class StoredRuns:
         return f"runs with {', '.join(words)}" if words else "all runs"
 
     def count(self) -> int | None:
-        """See ExportSource. A text filter reads every body, so its runs are not counted first."""
+        """Return the number of items; None for a text filter, which reads every body."""
         if self.names:
             return len(set(self.names))
         return self.store.count(self._query("id")) if self.filter.text is None else None
 
     def check(self) -> None:
-        """See ExportSource. Raises NotFound for a name that no run has."""
+        """Raise NotFound for a name that no run has."""
         for name in self.names:
             self.store.run_state(name)
 
     def shards(self) -> list[Path]:
-        """See ExportSource."""
+        """Return no token shards: a dataset has them."""
         return []
 
     def items(self, *, by_task: bool = False) -> Iterator[Item]:
-        """See ExportSource."""
+        """Yield the items. `by_task`: one run of each task, the others counted."""
         if by_task:
             yield from self._tasks()
             return
@@ -213,7 +173,7 @@ class DatasetRuns:
 
     @property
     def description(self) -> str:
-        """See ExportSource."""
+        """The dataset and its split in words."""
         kind = "pairs" if self.pairs else "runs"
         return f"{kind} of the dataset {self.id} ({self.split})"
 
@@ -230,11 +190,11 @@ class DatasetRuns:
         return paths
 
     def count(self) -> int | None:
-        """See ExportSource."""
+        """Return the number of items."""
         return sum(1 for _ in self._uses())
 
     def check(self) -> None:
-        """See ExportSource."""
+        """Raise BadInput for runs that are not in the store any more."""
         names = (name for use in self._uses() for name in use.run_ids)
         stored = (name for name in names if not name.startswith(DEMONSTRATION))
         missing = 0
@@ -248,7 +208,7 @@ class DatasetRuns:
             raise self._missing(missing, some)
 
     def items(self, *, by_task: bool = False) -> Iterator[Item]:
-        """See ExportSource."""
+        """Yield the items. `by_task`: the first of each task, the others counted."""
         seen: set[str] = set()
         uses = self._uses()
         while page := list(islice(uses, PAGE)):
@@ -334,3 +294,26 @@ class DatasetRuns:
                 for batch in file.iter_batches(BATCH, columns=list(_Row._fields)):
                     columns = [batch.column(name).to_pylist() for name in _Row._fields]
                     yield from map(_Row, *columns)
+
+
+ExportSource = StoredRuns | DatasetRuns
+
+
+def run_of_demonstration(
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]] = (),
+    metadata: dict[str, Any] | None = None,
+) -> Run:
+    """Return a demonstration of a dataset as an imported run, named by its content."""
+    question = first_question(messages)
+    return Run(
+        id=f"demonstration-{digest([list(messages), list(tools)])}",
+        agent="",
+        model="",
+        input=question,
+        output=messages[-1].get("content") if messages else None,
+        stop_reason=StopReason.completed,
+        trajectory=Trajectory(messages=list(messages), tools=list(tools)),
+        task=Task(input=question, metadata=metadata) if metadata else None,
+        imported="demonstration",
+    )

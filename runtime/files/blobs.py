@@ -6,19 +6,15 @@ uploads.py. Everything in here blocks, so the gateway calls it in threads. Read 
 """
 
 import contextlib
-import errno
 import hashlib
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from cray_agents.errors import DiskFull, NotFound, StoreError
 from cray_agents.paths import Home
@@ -27,14 +23,12 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.disk.turns import between_pieces
 
 PIECE = 1 << 20  # bytes per read and write
-STRETCH = 64 << 20  # bytes per copy by the kernel
 DRAFT_SECONDS = 86400.0  # age at which a draft's writer must be dead
 GRACE_SECONDS = 3600.0  # since a content's last use: time in which a record of its use is written
 ASIDE = ".aside"
 #: What clients' files leave free, so that calls can still be recorded: the lesser of a share of the
 #: disk and of bytes.
 KEPT_FREE, KEPT_FREE_BYTES = 0.05, 5 * 2**30
-NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 log = logging.getLogger(__name__)
 
@@ -84,36 +78,7 @@ class BlobDraft:
 
     def publish(self) -> Blob:
         """Sync the content to disk and link it to its name, unless it is stored already."""
-        return self._publish(self._hasher.hexdigest())
-
-    def discard(self) -> None:
-        """Remove the draft. After `publish` this does nothing."""
-        with contextlib.suppress(OSError):  # the last bytes may not fit on the disk
-            self._file.close()
-        self.path.unlink(missing_ok=True)
-
-    def copy(self, sources: Sequence[Path]) -> None:
-        """Append whole files without hashing them, by the kernel if possible."""
-        with _disk(self.path):
-            self._check_room(sum(source.stat().st_size for source in sources))
-            for source in sources:
-                with source.open("rb") as file:
-                    self.size += _copy(file, self._file)
-
-    def _check_room(self, more: int) -> None:
-        """Raise DiskFull for a client's content that leaves too little room."""
-        if not self._sent:
-            return
-        disk = os.statvfs(self._blobs.home.drafts)
-        kept = min(KEPT_FREE * disk.f_blocks * disk.f_frsize, KEPT_FREE_BYTES)
-        free = disk.f_bavail * disk.f_frsize
-        if free - more < kept:
-            raise DiskFull(
-                f"the platform's disk has {free} bytes free, of which {kept:.0f} are kept for the "
-                "records of calls: delete files that are not needed, or ask an administrator"
-            )
-
-    def _publish(self, sha256: str) -> Blob:
+        sha256 = self._hasher.hexdigest()
         path = self._blobs.path(sha256)
         with _disk(path):
             self._file.flush()
@@ -132,6 +97,25 @@ class BlobDraft:
             self.discard()
             durable.sync(path.parent)  # also if another process linked it: it may not have synced
         return Blob(sha256, self.size)
+
+    def discard(self) -> None:
+        """Remove the draft. After `publish` this does nothing."""
+        with contextlib.suppress(OSError):  # the last bytes may not fit on the disk
+            self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def _check_room(self, more: int) -> None:
+        """Raise DiskFull for a client's content that leaves too little room."""
+        if not self._sent:
+            return
+        disk = os.statvfs(self._blobs.home.drafts)
+        kept = min(KEPT_FREE * disk.f_blocks * disk.f_frsize, KEPT_FREE_BYTES)
+        free = disk.f_bavail * disk.f_frsize
+        if free - more < kept:
+            raise DiskFull(
+                f"the platform's disk has {free} bytes free, of which {kept:.0f} are kept for the "
+                "records of calls: delete files that are not needed, or ask an administrator"
+            )
 
 
 class Blobs:
@@ -176,20 +160,21 @@ class Blobs:
     def join(self, contents: Sequence[str]) -> Blob:
         """Concatenate contents in this order to a new one. Raises NotFound, StoreError.
 
-        The kernel copies while a thread hashes. One content alone is not copied.
+        One content alone is not copied.
         """
         if len(contents) == 1 and (size := self.keep(contents[0])) is not None:
             return Blob(contents[0], size)
-        with self.draft(sent=True) as draft, ThreadPoolExecutor(1, "join") as copier:
-            paths = self._kept_paths(contents)
-            copying = copier.submit(draft.copy, paths)
-            sha256 = _digest(paths, "sha256")
-            copying.result()
-            return draft._publish(sha256)
+        with self.draft(sent=True) as draft:
+            for piece in _pieces(self._kept_paths(contents)):
+                draft.write(piece)
+            return draft.publish()
 
     def md5(self, contents: Sequence[str]) -> str:
         """Return the MD5, in hex, of concatenated contents. Raises NotFound."""
-        return _digest(self._kept_paths(contents), "md5")
+        hasher = hashlib.md5(usedforsecurity=False)
+        for piece in _pieces(self._kept_paths(contents)):
+            hasher.update(piece)
+        return hasher.hexdigest()
 
     def sweep(self, used: Callable[[], Collection[str]], grace: float = GRACE_SECONDS) -> int:
         """Remove contents neither `used` nor stored or kept for `grace` seconds; return how many.
@@ -230,31 +215,14 @@ class Blobs:
         return [self.path(sha256) for sha256 in contents]
 
 
-def _digest(paths: Sequence[Path], algorithm: str) -> str:
-    hasher = hashlib.new(algorithm, usedforsecurity=False)
+def _pieces(paths: Sequence[Path]) -> Iterator[memoryview]:
+    """Yield the bytes of files, in pieces that the next one overwrites."""
     buffer = memoryview(bytearray(PIECE))
     for path in paths:
         with _disk(path), path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
-                hasher.update(buffer[:count])
+                yield buffer[:count]
                 between_pieces()
-    return hasher.hexdigest()
-
-
-def _copy(source: BinaryIO, target: BinaryIO) -> int:
-    """Append a file to another; return the bytes copied."""
-    target.flush()
-    total = 0
-    try:
-        while count := os.copy_file_range(source.fileno(), target.fileno(), STRETCH):
-            total += count
-    except OSError as error:
-        if error.errno not in NO_KERNEL_COPY:
-            raise
-        source.seek(total)
-        shutil.copyfileobj(source, target, PIECE)
-        total = source.tell()
-    return total
 
 
 def _modified(path: Path) -> float:

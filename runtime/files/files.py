@@ -18,7 +18,7 @@ from pydantic import Field
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, new_id
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.blobs import Blob, Blobs
 
 Order = Literal["asc", "desc"]
@@ -41,8 +41,8 @@ class ExpiresAfter(Record):
     seconds: int = Field(ge=3600, le=2_592_000)
 
 
-class FileObject(Record):
-    """A file's record: OpenAI's fields, the content and the owner. Times are whole unix seconds."""
+class File(Record):
+    """A file as clients see it: OpenAI's fields. Times are whole unix seconds."""
 
     id: str
     bytes: int
@@ -53,6 +53,11 @@ class FileObject(Record):
     status: Literal["uploaded", "processed", "error"] = "processed"
     expires_at: int | None = None
     status_details: str | None = None
+
+
+class FileObject(File):
+    """A file's record: also its content and its owner."""
+
     sha256: str
     owner: str = ""
     format: int = FILE_FORMAT
@@ -208,7 +213,7 @@ class Files:
 
 
 def _read(path: Path) -> FileObject:
-    return formats.read_record(FileObject, path, FILE_FORMAT)
+    return checksums.read_record(FileObject, path, FILE_FORMAT)
 
 
 def _sort_key(file: FileObject) -> tuple[int, str]:

@@ -5,8 +5,8 @@
     uploads/<id>/end.json            the end: completed, with the file's id, or cancelled
 
 Each record is made by exclusive create and never changed. Of a `complete` and a `cancel`, or of two
-completes, the first counts, and after a crash either can be repeated. An upload that announces its
-content's sha256 gets its id from that: creating it again finds it with its parts.
+completes, the first counts, and after a crash either can be repeated. A client that was cut off
+asks for the upload, whose parts are those that it need not send again.
 
 A sweep removes contents that no file or upload uses, an hour after their last use: the parts of
 completed and abandoned uploads, and deleted and expired files. The gateway sweeps now and then;
@@ -16,11 +16,9 @@ several processes may do so at once. Records of ended uploads stay: they are sma
 
 import contextlib
 import logging
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,13 +26,13 @@ from pydantic import Field
 
 from cray_agents.errors import BadInput, Corrupt, NewerFormat, NotFound
 from cray_agents.records import Record, digest, new_id
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.blobs import GRACE_SECONDS, Blob
 from cray_agents.runtime.files.files import ID, ClientPurpose, ExpiresAfter, FileObject, Files
 
 IDLE_SECONDS = 86400.0  # without a new part until an upload expires
 UPLOAD_FORMAT = 1  # of an upload's folder
-SWEEP_SECONDS = 3600.0  # between two sweeps
+SWEEP_INTERVAL = 3600.0  # between two sweeps
 PART_BYTES = 64 * 2**20  # of one part, at most
 
 log = logging.getLogger(__name__)
@@ -43,14 +41,13 @@ Status = Literal["pending", "completed", "cancelled", "expired"]
 
 
 class UploadRequest(Record):
-    """An announced upload. `bytes` is the whole file's size; `sha256` is not in OpenAI's API."""
+    """An announced upload. `bytes` is the whole file's size."""
 
     bytes: int = Field(ge=0, strict=True)
     filename: str = Field(min_length=1, max_length=512)
     mime_type: str = Field(max_length=255)
     purpose: ClientPurpose
     expires_after: ExpiresAfter | None = None
-    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
 
 
 class Upload(UploadRequest):
@@ -63,17 +60,17 @@ class Upload(UploadRequest):
 
 
 class UploadPart(Record):
-    """An acknowledged part. The same content sent again is the same part."""
+    """An acknowledged part: OpenAI's fields, `bytes` and `sha256`.
+
+    The same content sent again is the same part.
+    """
 
     id: str
+    object: Literal["upload.part"] = "upload.part"
     upload_id: str
     bytes: int
     sha256: str
     created_at: int = Field(default_factory=lambda: int(time.time()))
-
-    def to_openai(self) -> dict[str, Any]:
-        """Return the part as clients see it: OpenAI's fields, `bytes` and `sha256`."""
-        return {"object": "upload.part", **self.model_dump(mode="json")}
 
 
 class UploadEnd(Record):
@@ -95,22 +92,17 @@ class Uploads:
         self._blobs = files.blobs
 
     def create(self, request: UploadRequest, owner: str = "") -> dict[str, Any]:
-        """Begin or continue an upload; return it as `show` does.
-
-        An upload with a sha256 is continued if owner, content, filename and purpose are the same.
-        """
-        for name in _candidate_ids(request, owner):
-            upload = Upload(**request.model_dump(), id=name, owner=owner)
-            self._create(upload)
-            upload = self._upload(name)
-            if self.status(upload) == "pending":
-                self._touch(upload)
-            if self.status(upload) == "pending" or self._file(upload) is not None:
-                return self.show(upload.id)
-        raise AssertionError("the names of an upload do not end")
+        """Begin an upload; return it as `show` does."""
+        upload = Upload(**request.model_dump(), id=new_id("upload"), owner=owner)
+        folder = self.home.uploads / upload.id
+        (folder / "parts").mkdir(parents=True)
+        text = checksums.with_crc(upload.model_dump_json().encode())
+        durable.create_file(folder / "upload.json", text)
+        durable.sync(self.home.uploads)
+        return self.show(upload.id)
 
     def show(self, upload_id: str) -> dict[str, Any]:
-        """Return an upload as clients see it: OpenAI's fields, `sha256` and `parts`.
+        """Return an upload as clients see it: OpenAI's fields, and `parts`.
 
         Raises NotFound.
         """
@@ -126,8 +118,7 @@ class Uploads:
             "purpose": upload.purpose,
             "status": self.status(upload),
             "file": None if file is None else file.to_openai(),
-            "sha256": upload.sha256,
-            "parts": [part.to_openai() for part in self._list_parts(upload.id)],
+            "parts": [part.model_dump(mode="json") for part in self._list_parts(upload.id)],
         }
 
     def owner(self, upload_id: str) -> str:
@@ -178,10 +169,8 @@ class Uploads:
             self.check_pending(upload_id)
             contents = [part.sha256 for part in self._select_parts(upload, part_ids)]
             if md5 is not None:
-                _check_hash("md5", md5, self._blobs.md5(contents))
+                _check_md5(md5, self._blobs.md5(contents))
             content = self._blobs.join(contents)
-            if upload.sha256 is not None:
-                _check_hash("sha256", upload.sha256, content.sha256)
             self._finish(upload, content.sha256, part_ids)
         self._check_completed(upload_id, part_ids)
         return self.show(upload_id)
@@ -282,26 +271,15 @@ class Uploads:
             )
         return None
 
-    def _create(self, upload: Upload) -> None:
-        folder = self.home.uploads / upload.id
-        (folder / "parts").mkdir(parents=True, exist_ok=True)
-        text = checksums.with_crc(upload.model_dump_json().encode())
-        durable.create_file(folder / "upload.json", text)
-        durable.sync(self.home.uploads)
-
-    def _touch(self, upload: Upload) -> None:
-        """Postpone an upload's expiry."""
-        os.utime(self.home.uploads / upload.id / "parts")
-
     def _expires_at(self, upload: Upload) -> float:
-        # the folder's time is that of the last part or the last touch
+        # the folder's time is that of the last part
         return (self.home.uploads / upload.id / "parts").stat().st_mtime + IDLE_SECONDS
 
     def _upload(self, upload_id: str) -> Upload:
         if ID.fullmatch(upload_id):
             path = self.home.uploads / upload_id / "upload.json"
             with contextlib.suppress(FileNotFoundError):
-                return formats.read_record(Upload, path, UPLOAD_FORMAT)
+                return checksums.read_record(Upload, path, UPLOAD_FORMAT)
         raise NotFound(f"no upload {upload_id!r}", param="upload_id")
 
     def _end(self, upload_id: str) -> UploadEnd | None:
@@ -324,29 +302,16 @@ class Uploads:
         return sorted(uploaded, key=lambda part: (part.created_at, part.id))
 
 
-def _candidate_ids(request: UploadRequest, owner: str) -> Iterator[str]:
-    """Yield the ids that an upload may have.
-
-    A known sha256 gives the first id; each next one is for use after the one before has ended.
-    """
-    if request.sha256 is None:
-        yield new_id("upload")
-        return
-    content = [owner, request.sha256, request.bytes, request.filename, request.purpose]
-    for number in count(1):
-        yield f"upload_{digest(content, 32)}" + (f"-{number}" if number > 1 else "")
-
-
 def _read_part(path: Path) -> UploadPart:
     return checksums.read_record(UploadPart, path)
 
 
-def _check_hash(algorithm: str, announced: str, actual: str) -> None:
+def _check_md5(announced: str, actual: str) -> None:
     if announced.lower() != actual:
         raise BadInput(
-            f"the parts, in this order, have {algorithm} {actual}, not {announced}",
-            param=algorithm,
-            code=f"{algorithm}_mismatch",
+            f"the parts, in this order, have md5 {actual}, not {announced}",
+            param="md5",
+            code="md5_mismatch",
         )
 
 
@@ -361,17 +326,17 @@ def sweep(files: Files, uploads: Uploads, grace: float = GRACE_SECONDS) -> int:
 
 
 class Sweeper:
-    """A sweep at most every SWEEP_SECONDS, and one at a time. It blocks."""
+    """A sweep at most every SWEEP_INTERVAL, and one at a time. It blocks."""
 
     def __init__(self, files: Files, uploads: Uploads) -> None:
         self._files = files
         self._uploads = uploads
         self._lock = threading.Lock()
-        self._last = -SWEEP_SECONDS
+        self._last = -SWEEP_INTERVAL
 
     def sweep_if_due(self) -> None:
-        """Sweep if the last time was SWEEP_SECONDS ago."""
-        if time.monotonic() - self._last < SWEEP_SECONDS or not self._lock.acquire(blocking=False):
+        """Sweep if the last time was SWEEP_INTERVAL ago."""
+        if time.monotonic() - self._last < SWEEP_INTERVAL or not self._lock.acquire(blocking=False):
             return
         try:
             self._last = time.monotonic()

@@ -15,7 +15,7 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import Trainer
 from cray_agents.records import Record, StrictRecord, canonical, digest
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.fine_tuning.examples import Kind
 from cray_agents.runtime.registry import checkpoints
@@ -192,7 +192,7 @@ class TuningFolder:
 
     def _read(self, job_id: str, suffix: str, kind: type[RecordType]) -> RecordType | None:
         try:
-            return formats.read_record(kind, self._path(job_id, suffix), TUNING_FORMAT)
+            return checksums.read_record(kind, self._path(job_id, suffix), TUNING_FORMAT)
         except FileNotFoundError:
             return None
 

@@ -40,7 +40,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.training_jobs import JobStatus
 
 SMALL_BYTES = 1 << 16  # of files that a thread may validate, where torch is imported already
-LOOK_SECONDS = 1.0  # between looks at a job that trains
+POLL_INTERVAL = 1.0  # between looks at a job that trains
 COLUMNS = {  # of the result file, with their names in a step event
     "step": "step",
     "train_loss": "loss",
@@ -126,7 +126,7 @@ class FineTuning:
         async with self._validation_lock:
             await self._validate(job_id)
         while not await asyncio.to_thread(self.advance, job_id):  # noqa: ASYNC110 - files tell
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def _validate(self, job_id: str) -> None:
         """Make a JobSpec of the job's files, or end the job."""
@@ -240,13 +240,6 @@ class FineTuning:
         return file_id
 
     # ---- requests of clients
-    def create(self, request: TuningRequest) -> TuningRequest:
-        """Write a request, or return the same one from before. Raises BadInput.
-
-        `follow` does the rest.
-        """
-        return self.folder.create(request)
-
     def cancel(self, job_id: str) -> JobState:
         """End a job for good. Raises NotFound; BadInput if it has ended otherwise."""
         with self._job_lock:

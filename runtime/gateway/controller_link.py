@@ -27,7 +27,7 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.gateway.http.middleware import REQUEST_ID
 from cray_agents.runtime.pool.vllm_http import ProvedConnector
 
-LOOK = 0.25  # seconds between two looks at the claim
+POLL_INTERVAL = 0.25  # seconds between two looks at the claim
 _ASCII = bytes(range(0x21, 0x7F))
 _HOP_BY_HOP = frozenset(
     (
@@ -103,7 +103,7 @@ class ControllerLink:
         """Read the claim again and again, until cancelled."""
         while True:
             await self.look()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def look(self) -> bool:
         """Read the claim; return True if the controller is another one now."""

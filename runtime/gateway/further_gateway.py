@@ -49,7 +49,7 @@ from cray_agents.runtime.store.feedback import REWARD_LIMIT
 if TYPE_CHECKING:
     from cray_agents.runtime.telemetry.live_traces import LiveTraces
 
-REPORT = 0.25  # seconds between two reports
+REPORT_INTERVAL = 0.25  # seconds between two reports
 ANSWER = 20.0  # seconds that a controller may take to answer one
 MOST_NOTES = 10_000  # of a kind that wait for a controller; older ones are dropped
 
@@ -121,7 +121,7 @@ class ControllerReports:
                 if str(error) != last_problem:
                     log.warning("%s", last_problem := str(error))
                 await self._link.look()
-            await asyncio.sleep(REPORT)
+            await asyncio.sleep(REPORT_INTERVAL)
 
 
 class FollowedCanaries:

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cray_agents.errors import CrayError, NotFound, PoolBusy
-from cray_agents.runtime.background import BackgroundTasks
+from cray_agents.runtime.background import BackgroundTasks, ChangeNotifier
 
 LONGEST = 3600.0  # seconds
-_RETRY = 5.0  # seconds until a promoted version that did not come back is tried again
+_RETRY_INTERVAL = 5.0  # seconds until a promoted version that did not come back is tried again
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ReplicaLeases:
     def __init__(self, give_back: Callable[[Lease], Awaitable[None]]) -> None:
         self.lease: Lease | None = None
         self._give_back = give_back
-        self._changed = asyncio.Event()
+        self._changed = ChangeNotifier()
         self._tasks = BackgroundTasks()
         self._watched = False
 
@@ -82,7 +82,7 @@ class ReplicaLeases:
                 *(", ".join(displaced), version, holder, seconds),
             )
         self.lease = Lease(holder, version, displaced, seconds)
-        self._wake_watch()
+        self._changed.notify()
         if not self._watched:
             self._watched = True
             self._tasks.keep("replica lease", self._watch)
@@ -93,7 +93,7 @@ class ReplicaLeases:
         if lease is None or lease.holder != holder:
             raise NotFound(f"{holder!r} holds no replica", param="holder", code="no_lease")
         lease.renew(seconds)
-        self._wake_watch()
+        self._changed.notify()
         return lease
 
     def end_rejected(self, version: str, who: str) -> None:
@@ -101,30 +101,26 @@ class ReplicaLeases:
         lease = self.lease
         if lease is not None and lease.version == version and lease.holder != who:
             lease.renew(0.0)
-            self._wake_watch()
+            self._changed.notify()
 
     def end(self) -> None:
         """Drop the lease: the promoted versions are served again."""
         if self.lease is not None:
             log.warning("%s can answer again", ", ".join(self.lease.displaced))
             self.lease = None
-            self._wake_watch()
+            self._changed.notify()
 
     async def close(self) -> None:
         """Stop watching the lease."""
         await self._tasks.close()
 
-    def _wake_watch(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     async def _watch(self) -> None:
         """Give the replica back at the end of each lease."""
         while True:
-            lease, changed = self.lease, self._changed
+            lease = self.lease
             try:
                 async with asyncio.timeout(None if lease is None else lease.left):
-                    await changed.wait()
+                    await self._changed.wait()
                     continue
             except TimeoutError:
                 pass
@@ -135,4 +131,4 @@ class ReplicaLeases:
             except CrayError as error:
                 log.error("%s did not come back: %s", ", ".join(lease.displaced), error)
             if self.lease is lease and not lease.left:
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_INTERVAL)

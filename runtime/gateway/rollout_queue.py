@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,13 +32,13 @@ from cray_agents.records import (
     Trajectory,
     new_id,
 )
-from cray_agents.runtime.background import BackgroundTasks
+from cray_agents.runtime.background import BackgroundTasks, ChangeNotifier
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.feedback import MAX_REWARDS
 
 WANTED = 120.0  # seconds after a loop last asked for a run in which it may begin
 SEEN = 60.0  # seconds after its last request in which a worker counts as present
-LOOK = 1.0  # seconds between looks at leases
+POLL_INTERVAL = 1.0  # seconds between looks at leases
 REMEMBERED = 10_000  # ends, for results that are posted again
 SOURCE = "environment"  # of the rewards
 
@@ -111,7 +112,7 @@ class RolloutQueue:
         self._workers: dict[tuple[str, str], float] = {}  # (environment, worker) -> last seen
         # by run: the lease that told its end, if one did
         self._ended: OrderedDict[str, str] = OrderedDict()
-        self._changed = asyncio.Event()
+        self._changed = ChangeNotifier()
         self._tasks = BackgroundTasks()
         self._watching: asyncio.Task[None] | None = None
 
@@ -134,7 +135,7 @@ class RolloutQueue:
             new = _Queued(spec, owner, 0.0)
             known = self._queue.setdefault(spec.run_id, new)
             if known is new:
-                self._notify()
+                self._changed.notify()
         known.wanted_until = time.monotonic() + WANTED
         if self._watching is None or self._watching.done():
             self._watching = self._tasks.keep("leases of rollouts", self._watch)
@@ -161,11 +162,8 @@ class RolloutQueue:
             if now >= deadline:
                 count = self.workers().get(queued.spec.environment, 0)
                 return ("running" if queued.lease else "queued"), count
-            try:
-                async with asyncio.timeout(deadline - now):
-                    await queued.ended.wait()
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                await asyncio.wait_for(queued.ended.wait(), deadline - now)
 
     async def lease(
         self, environment: str, worker: str, seconds: float, wait: float
@@ -184,11 +182,8 @@ class RolloutQueue:
                 return {**queued.spec.model_dump(mode="json"), "lease": queued.lease}
             if now >= deadline:
                 return None
-            try:
-                async with asyncio.timeout(deadline - now):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), deadline - now)
 
     def renew(self, run_id: str, lease: str, seconds: float) -> None:
         """Move the deadline of a lease on. Raises BadInput `lease_lost`."""
@@ -267,7 +262,7 @@ class RolloutQueue:
                     await self._record_failure(queued, "WorkerLost", message)
                 except (CrayError, OSError) as error:  # as on a full disk: it is tried again
                     log.error("the end of run %s was not recorded: %s", queued.spec.run_id, error)
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
 
     def _drop_unwanted(self, now: float) -> None:
         """Forget the runs that no worker has and no loop has asked for of late."""
@@ -327,7 +322,3 @@ class RolloutQueue:
                 trajectory=Trajectory(),
                 started=begun,
             )
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 CANARY_ACTOR = "canary"  # `who` in the history of a change that a canary's verdict made
 MIN_STAY = 1.0  # seconds that a version loaded on demand stays, at least
-RETRY_VERDICT = 60.0  # seconds until a verdict that could not be carried out is tried again
+RETRY_INTERVAL = 60.0  # seconds until a verdict that could not be carried out is tried again
 
 
 class VersionSwitcher:
@@ -561,5 +561,5 @@ class VersionSwitcher:
                     await self._stop_canary(name, CANARY_ACTOR, f"rolled back: {reason}")
         except CrayError as error:
             log.error("after the canary %s (%s): %s", canary.version, reason, error)
-            await asyncio.sleep(RETRY_VERDICT)
+            await asyncio.sleep(RETRY_INTERVAL)
             canary.decided = None  # the test goes on

@@ -1,9 +1,9 @@
 """ATIF 1.x: read a trajectory document as a run, and each subagent's document within it too.
 
 Steps become messages, with tool results after them. A step with exact tokens becomes a model call
-as well, unless it counts several calls: its tokens belong to all of them. A document that this
-platform exported keeps its id and all its fields, but is marked as imported. Listed in
-import_file.py; runtime/exports/formats/atif.py is the writer.
+as well, unless it counts several calls: its tokens belong to all of them. `extra` of a document
+goes to its task's metadata, also that of our own exports: runs that shall come back whole are
+exported as `jsonl`. Listed in import_file.py; runtime/exports/formats/atif.py is the writer.
 """
 
 import json
@@ -32,7 +32,6 @@ from cray_agents.runtime.imports.imported_run import (
     IMPORTED,
     Importing,
     as_bad_input,
-    check_call_owners,
     events_of,
     imported_run_id,
     last_answer,
@@ -40,11 +39,6 @@ from cray_agents.runtime.imports.imported_run import (
 )
 
 _SOURCES = {"system": "system", "user": "user", "agent": "assistant"}
-# keys in `extra` of our own exports that belong to a step's call, not to its message
-_CALL_KEYS = {
-    "call_id", "api", "finish_reason", "seconds", "sampling", "tags", "redacted", "messages",
-    "tools", "role",
-}  # fmt: skip
 Json = dict[str, Any]
 
 
@@ -55,7 +49,6 @@ class Step:
     path: str
     role: str
     content: Any
-    extra: Json
     tool_calls: list[Json]
     results: list[Json]
     metrics: Json
@@ -77,7 +70,6 @@ def step_of(value: Any, path: str) -> Step:
         path=path,
         role=_SOURCES[source],
         content=_content(fields.get("message"), f"{path}.message"),
-        extra=require_object(fields.get("extra") or {}, f"{path}.extra"),
         tool_calls=_tool_calls(fields.get("tool_calls"), f"{path}.tool_calls"),
         results=_results(observation.get("results"), f"{path}.observation.results"),
         metrics=_metrics(fields.get("metrics"), f"{path}.metrics"),
@@ -91,84 +83,62 @@ def step_of(value: Any, path: str) -> Step:
 
 @dataclass
 class StepConversation:
-    """The messages and turns made of steps, added one by one.
-
-    `own` marks steps of this platform's own export: `extra` of their calls, results and messages
-    holds fields that the schema lacks.
-    """
+    """The messages and turns made of steps, added one by one."""
 
     run_id: str
     model: str
     tools: list[Json]
-    own: bool
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
     def add(self, step: Step) -> None:
         """Add a step's message, its turn and its tool results. Raises BadInput."""
-        orphans = self.own and step.role == "system" and step.results and not step.content
-        if not orphans:
-            message = self._message(step)
-            self._add_turn(step, message)
-            self.messages.append(message)
+        message = self._message(step)
+        self._add_turn(step, message)
+        self.messages.append(message)
         for number, result in enumerate(step.results):
             self._add_result(step, result, f"{step.path}.observation.results[{number}]")
 
     def _message(self, step: Step) -> Message:
         message: Message = {"role": step.role, "content": step.content}
-        if self.own:
-            more = {name: item for name, item in step.extra.items() if name not in _CALL_KEYS}
-            message |= more | ({"role": step.extra["role"]} if "role" in step.extra else {})
         if step.reasoning:
             message["reasoning"] = step.reasoning
         if step.tool_calls:
             message["content"] = step.content or None
             message["tool_calls"] = [_openai_call(call) for call in step.tool_calls]
-        if step.copied and step.role == "assistant" and not self.own:
+        if step.copied and step.role == "assistant":
             message["weight"] = 0  # the format excludes copied context from training
         return message
 
     def _add_turn(self, step: Step, message: Message) -> None:
-        if step.role != "assistant" or (step.copied and not self.own):
-            return
         exact = any(step.metrics.get(f"{side}_token_ids") for side in ("prompt", "completion"))
-        recorded = "call_id" in step.extra if self.own else exact and step.calls in (None, 1)
-        if not recorded:
+        if step.role != "assistant" or step.copied or not exact or step.calls not in (None, 1):
             return
-        written = _as_written(message, step)
-        done = _finished_calls(step, written, own=self.own)
         call_id = f"{self.run_id}-{len(self.turns)}"
-        if self.own:
-            call_id = str(step.extra["call_id"])
-            if step.calls is None:  # the store did not know this call
-                self.turns.append(Turn(call_id=call_id, tool_calls=done))
-                return
-        call = self._call(step, call_id, written)
+        call = self._call(step, call_id, message)
+        done = _finished_calls(step, message)
         self.turns.append(Turn(call_id=call_id, tool_calls=done, call=call))
 
     def _call(self, step: Step, call_id: str, message: Message) -> ModelCall:
-        extra = step.extra if self.own else {}
         sampled = step.metrics.get("completion_token_ids") or []
         logprobs = step.metrics.get("logprobs") or []
         if logprobs and len(logprobs) != len(sampled):
             raise BadInput(
                 f"{step.path}.metrics: {len(logprobs)} logprobs of {len(sampled)} tokens"
             )
-        names = ("api", "finish_reason", "seconds", "sampling", "tags", "redacted")
         try:
             return ModelCall.model_validate(
                 {
                     "id": call_id,
                     "run_id": self.run_id,
                     "model": step.model or self.model,
-                    "messages": extra.get("messages", [*self.messages]),
-                    "message": message,
-                    "tools": extra.get("tools", self.tools),
+                    "messages": [*self.messages],
+                    "message": dict(message),
+                    "tools": self.tools,
                     "prompt_token_ids": step.metrics.get("prompt_token_ids") or [],
                     "token_ids": sampled,
                     "logprobs": logprobs,
                     "started": step.time,
-                    **{name: extra[name] for name in names if name in extra},
                 }
             )
         except ValidationError as error:
@@ -176,15 +146,14 @@ class StepConversation:
 
     def _add_result(self, step: Step, result: Json, path: str) -> None:
         content = _content(result.get("content"), f"{path}.content")
-        extra = result["extra"] if self.own else {}
         call_id = result.get("source_call_id")
         if isinstance(call_id, str):
             message: Message = {"role": "tool", "tool_call_id": call_id, "content": content}
-        elif step.role == "system" and not self.own:
+        elif step.role == "system":
             message = {"role": "system", "content": content}
         else:  # an observation of an agent that calls no tools
             message = {"role": "user", "content": content}
-        self.messages.append(message | extra)
+        self.messages.append(message)
 
 
 def _openai_call(call: Json) -> Json:
@@ -194,48 +163,19 @@ def _openai_call(call: Json) -> Json:
     return {"id": call["tool_call_id"], "type": "function", "function": function}
 
 
-def _as_written(message: Message, step: Step) -> Message:
-    """Return the message as the model wrote it, before its arguments were repaired."""
-    if not step.tool_calls:
-        return dict(message)
-    calls = []
-    for call, stored in zip(message["tool_calls"], step.tool_calls, strict=True):
-        function, extra = call["function"], stored["extra"]
-        arguments = extra["arguments"] if "arguments" in extra else function["arguments"]
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls}
-
-
-def _finished_calls(step: Step, message: Message, *, own: bool) -> list[ToolCall]:
-    """Return the tool calls that were carried out.
-
-    They have a result in a foreign document, and a duration in one of our own exports.
-    """
+def _finished_calls(step: Step, message: Message) -> list[ToolCall]:
+    """Return the tool calls that were carried out: those that have a result."""
     results = {r.get("source_call_id"): r.get("content") for r in step.results}
-    done = []
-    for call, stored in zip(message.get("tool_calls") or (), step.tool_calls, strict=True):
-        extra = stored["extra"]
-        if "seconds" not in extra if own else call["id"] not in results:
-            continue
-        error = extra.get("error") if own else None
-        result = extra.get("result") if own else None
-        if result is None and error is None:
-            result = results.get(call["id"])
-        function = call["function"]
-        arguments = function["arguments"]
-        fields = {
-            "id": call["id"],
-            "name": function["name"],
-            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
-            "result": result,
-            "error": error,
-            "seconds": extra.get("seconds", 0.0) if own else 0.0,
-        }
-        try:
-            done.append(ToolCall.model_validate(fields))
-        except ValidationError as problem:
-            raise BadInput(f"{step.path}.tool_calls: {as_bad_input(problem)}") from problem
-    return done
+    return [
+        ToolCall(
+            id=call["id"],
+            name=call["function"]["name"],
+            arguments=call["function"]["arguments"],
+            result=results[call["id"]],
+        )
+        for call in message.get("tool_calls") or ()
+        if call["id"] in results
+    ]
 
 
 def _content(value: Any, path: str) -> Any:
@@ -262,18 +202,14 @@ def _tool_calls(value: Any, path: str) -> list[Json]:
             if not isinstance(call.get(name), str):
                 raise BadInput(f"{item}.{name} must be a text")
         arguments = require_object(call.get("arguments"), f"{item}.arguments")
-        extra = require_object(call.get("extra") or {}, f"{item}.extra")
-        calls.append({**call, "arguments": arguments, "extra": extra})
+        calls.append({**call, "arguments": arguments})
     return calls
 
 
 def _results(value: Any, path: str) -> list[Json]:
-    results = []
-    for number, result in enumerate(require_objects(value, path)):
-        item = f"{path}[{number}]"
-        _text(result.get("source_call_id"), f"{item}.source_call_id")
-        extra = require_object(result.get("extra") or {}, f"{item}.extra")
-        results.append({**result, "extra": extra})
+    results = require_objects(value, path)
+    for number, result in enumerate(results):
+        _text(result.get("source_call_id"), f"{path}[{number}].source_call_id")
     return results
 
 
@@ -312,8 +248,6 @@ def _time(value: Any, path: str) -> float:
 
 
 FORM = "atif"
-_UNKNOWN = "unknown"  # our own export's word for a required field without a value
-_NOT_FIELDS = {"reward", "other_turns"}  # keys of our own `extra` that are no fields of a run
 
 
 def read(value: Any, importing: Importing) -> Iterator[list[Event]]:
@@ -334,68 +268,15 @@ def _run(document: dict[str, Any]) -> Run:
         raise BadInput("steps must be a list that is not empty")
     tools = require_objects(agent.get("tool_definitions"), "agent.tool_definitions")
     steps = [step_of(value, f"steps[{index}]") for index, value in enumerate(values)]
-    extra = document.get("extra") or {}
-    if isinstance(extra, dict) and "stop_reason" in extra and "input" in extra:
-        return _own_run(document, agent, extra, tools, steps)
-    return _foreign_run(document, agent, tools, steps)
-
-
-def _own_run(
-    document: dict[str, Any],
-    agent: dict[str, Any],
-    extra: dict[str, Any],
-    tools: list[dict[str, Any]],
-    steps: list[Step],
-) -> Run:
-    run_id = document.get("session_id")
-    offered = (agent.get("extra") or {}).get("tools", tools)
-    conversation = StepConversation(
-        str(run_id), str(agent.get("model_name") or ""), offered, own=True
-    )
-    for step in steps:
-        conversation.add(step)
-    fields = {name: value for name, value in extra.items() if name not in _NOT_FIELDS}
-    try:
-        unplaced = [Turn.model_validate(turn) for turn in extra.get("other_turns") or ()]
-        turns = _sort_turns([*conversation.turns, *unplaced]) if unplaced else conversation.turns
-        trajectory = Trajectory(
-            messages=conversation.messages,
-            turns=turns,
-            tools=[] if any(turn.call is not None for turn in turns) else offered,
-        )
-        run = Run.model_validate(
-            {
-                **fields,
-                "id": run_id,
-                "agent": "" if agent.get("name") == _UNKNOWN else agent.get("name"),
-                "model": agent.get("model_name") or "",
-                "imported": fields.get("imported") or FORM,
-            }
-        )
-    except ValidationError as error:
-        raise as_bad_input(error) from error
-    check_call_owners(run, turns)
-    return run.model_copy(update={"trajectory": trajectory})
-
-
-def _sort_turns(turns: list[Turn]) -> list[Turn]:
-    """Sort turns by the start of their calls; turns without a known call come last."""
-    last = float("inf")
-    return sorted(turns, key=lambda turn: turn.call.started if turn.call is not None else last)
-
-
-def _foreign_run(
-    document: dict[str, Any], agent: dict[str, Any], tools: list[dict[str, Any]], steps: list[Step]
-) -> Run:
     model = agent.get("model_name")
     model = model if isinstance(model, str) and model else IMPORTED
     # runs with the same messages are told apart by their tokens
     tokens = [step.metrics for step in steps if step.metrics]
-    plain = StepConversation("", model, tools, own=False)
+    plain = StepConversation("", model, tools)
     for step in steps:
         plain.add(replace(step, metrics={}))
     run_id = imported_run_id(plain.messages, tools, *([tokens] if tokens else ()))
-    conversation = StepConversation(run_id, model, tools, own=False)
+    conversation = StepConversation(run_id, model, tools)
     for step in steps:
         conversation.add(step)
     question = first_question(conversation.messages)

@@ -24,7 +24,6 @@ from cray_agents.records import (
     StopReason,
     Task,
     Trajectory,
-    Turn,
     digest,
 )
 from cray_agents.runtime.store.feedback import REWARD_LIMIT, check_rewards
@@ -61,7 +60,6 @@ def conversation_events(
     rewards: Sequence[Reward] = (),
     task: Task | None = None,
     metadata: dict[str, Any] | None = None,
-    model: str | None = None,
 ) -> list[Event]:
     """Return the events of a conversation from its first question to its last answer.
 
@@ -72,7 +70,7 @@ def conversation_events(
     run = Run(
         id=imported_run_id(messages, tools),
         agent=IMPORTED,
-        model=model or IMPORTED,
+        model=IMPORTED,
         input=question,
         output=last_answer(messages),
         stop_reason=StopReason.completed,
@@ -151,15 +149,6 @@ def _call_event(call: ModelCall) -> Event:
     when = call.started + call.seconds or time.time()
     body = call.model_copy(update={"owner": ""}).model_dump(mode="json")
     return Event(id=call.id, run_id=call.run_id, kind="call", body=body, time=when)
-
-
-def check_call_owners(run: Run, turns: Sequence[Turn]) -> None:
-    """Raise BadInput if a call of these turns belongs to another run."""
-    for turn in turns:
-        if turn.call is not None and turn.call.run_id != run.id:
-            raise BadInput(
-                f"call {turn.call.id!r} is of run {turn.call.run_id!r}, not of {run.id!r}"
-            )
 
 
 def as_bad_input(error: ValidationError) -> BadInput:

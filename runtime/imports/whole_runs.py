@@ -21,7 +21,6 @@ from cray_agents.runtime.imports.imported_run import (
     IMPORTED,
     Importing,
     as_bad_input,
-    check_call_owners,
     events_of,
     imported_run_id,
     last_answer,
@@ -35,7 +34,9 @@ def read_run(value: Any, importing: Importing) -> Iterator[list[Event]]:
         run = Run.model_validate(require_object(value))
     except ValidationError as error:
         raise as_bad_input(error) from error
-    check_call_owners(run, run.trajectory.turns)
+    for call in run.calls:
+        if call.run_id != run.id:
+            raise BadInput(f"call {call.id!r} is of run {call.run_id!r}, not of {run.id!r}")
     yield events_of(run, importing)
 
 

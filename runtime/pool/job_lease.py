@@ -32,7 +32,7 @@ from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import Http
 from cray_agents.runtime.pool.vllm_process import EngineSettings
 
-HEARTBEAT = 2.0  # seconds between two writes of a lease
+HEARTBEAT_INTERVAL = 2.0  # seconds between two writes of a lease
 ANSWER = 20.0  # seconds that a supervisor may take to carry out an order
 _SILENT_LAPSES = 4  # times LAPSE that a supervisor may renew its lease without an answer
 STATE_SECONDS = 5.0  # that a supervisor waits for news when it is asked for its state

@@ -34,7 +34,7 @@ from cray_agents.runtime.pool.golden_probe import (
     weights_of,
 )
 from cray_agents.runtime.pool.place import EngineProcess
-from cray_agents.runtime.pool.request_router import ChangeNotifier, InFlightRequests
+from cray_agents.runtime.pool.request_router import InFlightRequests, PoolNotifier
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Adapters:
         engine_host: EngineProcess,
         probe_limits: LogprobLimits,
         requests: InFlightRequests,
-        notifier: ChangeNotifier,
+        notifier: PoolNotifier,
     ) -> None:
         self._engine_host = engine_host
         self._probe_limits = probe_limits

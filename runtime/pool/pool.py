@@ -36,7 +36,7 @@ from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.published_replicas import PublishedReplica, ServingLimits
 from cray_agents.runtime.pool.received_weights import ReceivedWeights
 from cray_agents.runtime.pool.replica import Replica
-from cray_agents.runtime.pool.request_router import ChangeNotifier, RequestRouter, Wanted
+from cray_agents.runtime.pool.request_router import PoolNotifier, RequestRouter, Wanted
 from cray_agents.runtime.pool.rolling_swap import (
     find_free_slots,
     rolling_swap,
@@ -101,7 +101,7 @@ class Pool:
         spares: Sequence[EngineHost] = (),
         spare_seconds: float = 600.0,
     ) -> None:
-        self._notifier = ChangeNotifier()
+        self._notifier = PoolNotifier()
         limits = (probe_limits, drain_timeout, self._notifier)
         self._slots = [PoolReplica(engine, *limits) for engine in engines]
         self._spares = [PoolReplica(engine, *limits) for engine in spares]

@@ -21,13 +21,9 @@ from pydantic import Field
 from cray_agents.errors import Corrupt, EngineUnavailable
 from cray_agents.ports import EngineCall
 from cray_agents.records import Record
+from cray_agents.runtime.background import ChangeNotifier
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.pool.request_router import (
-    ChangeNotifier,
-    InFlightRequests,
-    RequestRouter,
-    Wanted,
-)
+from cray_agents.runtime.pool.request_router import InFlightRequests, RequestRouter, Wanted
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 
 # down: being brought back; out: failed to prove a version that other replicas proved; sleeping: a
@@ -47,8 +43,8 @@ State = Literal[
     "away",
 ]
 
-LOOK = 0.25  # seconds between two looks at the file
-_GATHER = 0.05  # seconds between two writes, at least
+POLL_INTERVAL = 0.25  # seconds between two looks at the file
+_WRITE_INTERVAL = 0.05  # seconds between two writes, at least
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +114,9 @@ async def publish(pool: Published, path: Path) -> None:
                 last = content
             except OSError as error:
                 log.warning("other gateways do not hear of the replicas: %s", error)
-        await asyncio.sleep(_GATHER)
+        await asyncio.sleep(_WRITE_INTERVAL)
         with suppress(TimeoutError):  # a swap begins without a notice
-            await asyncio.wait_for(pool.wait_for_change(), LOOK)
+            await asyncio.wait_for(pool.wait_for_change(), POLL_INTERVAL)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -270,7 +266,7 @@ class FollowedPool:
         """Look at the file again and again, until cancelled."""
         while True:
             await self.look()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
 
     async def look(self) -> None:
         """Look at the file, and follow it if it has changed. A file that cannot be read is kept."""

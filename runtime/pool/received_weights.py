@@ -10,7 +10,7 @@ from cray_agents.runtime.pool.weight_transfer import STUCK
 
 log = logging.getLogger(__name__)
 
-_OFFER_CHECK = 0.5  # seconds between two looks if the job of received weights lives
+_POLL_INTERVAL = 0.5  # seconds between two looks if the job of received weights lives
 _LONGEST_UNPROVEN = 3600.0  # seconds for a job to publish what was received
 
 
@@ -81,7 +81,7 @@ class ReceivedWeights:
                     break
                 with suppress(TimeoutError):
                     await replica.notifier.wait_until(
-                        lambda: self._recalled or not waits(), _OFFER_CHECK
+                        lambda: self._recalled or not waits(), _POLL_INTERVAL
                     )
         async with replica.changing:
             if not waits() or replica.loaded is None:

@@ -47,7 +47,7 @@ from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
 from cray_agents.runtime.pool.lora_adapters import Adapters
 from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.published_replicas import PublishedReplica, State
-from cray_agents.runtime.pool.request_router import ChangeNotifier, InFlightRequests
+from cray_agents.runtime.pool.request_router import InFlightRequests, PoolNotifier
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer, VllmEngine
 from cray_agents.runtime.pool.weight_transfer import STUCK
 
@@ -77,7 +77,7 @@ TRANSITIONS: dict[Event, tuple[str, State]] = {
 Start = Callable[[LoadedVersion], Awaitable[ProbeReport]]
 
 _STARTS = 3  # tries of a first start
-_OTHERS_LOOK = 0.02  # seconds between two looks if other gateways' requests have ended
+_POLL_INTERVAL = 0.02  # seconds between two looks if other gateways' requests have ended
 
 
 class Replica:
@@ -93,7 +93,7 @@ class Replica:
         engine_host: EngineHost,
         probe_limits: LogprobLimits,
         drain_timeout: float,
-        notifier: ChangeNotifier,
+        notifier: PoolNotifier,
     ) -> None:
         self.state: State = "down"
         self.loaded: LoadedVersion | None = None
@@ -420,7 +420,7 @@ class Replica:
                 )
                 while await self.refuse(kept):
                     self.notifier.abort_if_rollback_waits(new.version)
-                    await asyncio.sleep(_OTHERS_LOOK)
+                    await asyncio.sleep(_POLL_INTERVAL)
         except Overtaken:
             await self.serve_on(before)
             raise

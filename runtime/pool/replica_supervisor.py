@@ -38,9 +38,9 @@ from aiohttp import web
 
 from cray_agents.errors import CrayError, EngineError, SetupError
 from cray_agents.processes import die_with_parent
-from cray_agents.runtime.background import BackgroundTasks
+from cray_agents.runtime.background import BackgroundTasks, ChangeNotifier
 from cray_agents.runtime.pool.job_lease import (
-    HEARTBEAT,
+    HEARTBEAT_INTERVAL,
     SECRET,
     STATE_SECONDS,
     TERM_HEADER,
@@ -101,7 +101,7 @@ class ReplicaSupervisor:
         self._folder = folder
         self._secret = secret.encode()
         self._serial = 0
-        self._news = asyncio.Event()
+        self._news = ChangeNotifier()
         self._starts = 0
         self._share: dict[str, Any] | None = None  # of the other nodes; None: nothing runs there
         self._alive = False
@@ -249,11 +249,10 @@ class ReplicaSupervisor:
 
     def _tell(self) -> None:
         self._serial += 1
-        self._news.set()
-        self._news = asyncio.Event()
+        self._news.notify()
 
     async def keep_lease(self, port: int) -> None:
-        """Write a heartbeat every HEARTBEAT seconds; go on when the root fails for a while."""
+        """Write a heartbeat every HEARTBEAT_INTERVAL; go on when the root fails for a while."""
         while True:
             self._beat += 1
             lease = JobLease(
@@ -275,7 +274,7 @@ class ReplicaSupervisor:
                 await asyncio.to_thread(write_lease, self._folder, lease)
             except OSError as error:
                 log.warning("the lease was not renewed: %s", error)
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
 
     async def end_unwatched(self) -> None:
         """Return when no gateway has said a word for `keep_minutes`."""
@@ -345,7 +344,7 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
     is gone.
     """
     while (lease := read_lease(folder)) is None:  # noqa: ASYNC110 - of another node
-        await asyncio.sleep(HEARTBEAT)
+        await asyncio.sleep(HEARTBEAT_INTERVAL)
     tls = None if spec.tls is None else client_context(spec.tls / CA)
     http = Http(lease.url, (folder / SECRET).read_text(), _PATIENCE, tls)
     private = PrivateFolder()

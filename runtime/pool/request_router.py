@@ -21,29 +21,21 @@ from typing import Protocol
 
 from cray_agents.errors import EngineError, EngineUnavailable, Overtaken, VersionClosed
 from cray_agents.ports import Engine, EngineCall
+from cray_agents.runtime.background import ChangeNotifier
 
 Wanted = str | Callable[[], str]  # name@N, or a function that is called again at each attempt
 
-_RETRY = 0.2  # seconds to wait for news of a replica's death before a request is sent again
-_LOOK_AGAIN = 0.02  # seconds until a replica is picked anew, where one had changed its version
+_LOSS_TIMEOUT = 0.2  # seconds to wait for news of a replica's death before a request is sent again
+_RETRY_INTERVAL = 0.02  # seconds until a replica is picked anew, where one had changed its version
 _DEATHS = 2  # of engines, with the same request in flight
 
 
-class ChangeNotifier:
-    """Wake every waiter on each change. Unlike asyncio.Condition, notify() needs no lock."""
+class PoolNotifier(ChangeNotifier):
+    """The changes of a pool's replicas, and the rollbacks that wait for one to be given up."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._rollbacks_waiting = 0
-        self._next = asyncio.Event()
-
-    def notify(self) -> None:
-        """Wake every waiter."""
-        self._next.set()
-        self._next = asyncio.Event()
-
-    async def wait(self) -> None:
-        """Return at the next change."""
-        await self._next.wait()
 
     @contextmanager
     def rollback_waiting(self) -> Iterator[None]:
@@ -59,12 +51,6 @@ class ChangeNotifier:
         """Raise Overtaken where a rollback waits; the message names the version not loaded."""
         if self._rollbacks_waiting:
             raise Overtaken(f"{version} was not loaded: a rollback came first. Ask again")
-
-    async def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Return when the condition holds. Raises TimeoutError."""
-        async with asyncio.timeout(seconds):
-            while not condition():
-                await self.wait()
 
 
 class InFlightRequests:
@@ -263,8 +249,8 @@ class RequestRouter:
                         refused.add(slot)
                         alone = alone and slot.in_flight == 1
                 if closed:
-                    await asyncio.sleep(_LOOK_AGAIN)
-                elif await slot.wait_for_loss(losses, _RETRY):
+                    await asyncio.sleep(_RETRY_INTERVAL)
+                elif await slot.wait_for_loss(losses, _LOSS_TIMEOUT):
                     suspicion.add(alone, slot.why_lost)
         finally:
             suspicion.end()

@@ -50,13 +50,13 @@ from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import CA, client_context
 from cray_agents.runtime.pool.vllm_process import VllmHost
 
-POLL = 2.0  # seconds between two questions to Slurm about all jobs together
+POLL_INTERVAL = 2.0  # seconds between two questions to Slurm about all jobs together
 _ANSWERS = 10.0  # of all supervisors in a second, at most, while there is no news
 LAPSE = 30.0  # seconds without a heartbeat or an answer after which a supervisor counts as dead
 DRAIN = 60.0  # seconds before the end of a job's time in which it gets no more requests, at most
 _SUPERVISOR = "cray_agents.runtime.pool.replica_supervisor"
 _LONGEST_SLEEP = 60.0  # seconds until a task sees that its supervisor is lost
-_LOOK = 0.25  # seconds between two looks for a lease
+_LEASE_INTERVAL = 0.25  # seconds between two looks for a lease
 _GOODBYE = 5.0  # seconds that a supervisor has to answer an order to end
 _LOG_TAIL = 2000  # bytes of a job's log in an error
 
@@ -70,7 +70,10 @@ class JobBoard:
     """
 
     def __init__(
-        self, scheduler: Scheduler, seconds: float = POLL, term: Callable[[], int] = unguarded
+        self,
+        scheduler: Scheduler,
+        seconds: float = POLL_INTERVAL,
+        term: Callable[[], int] = unguarded,
     ) -> None:
         self.scheduler, self.term = scheduler, term
         self.watched = 0  # jobs, at the last poll
@@ -247,7 +250,7 @@ class SlurmReplica(VllmHost):
                             f"job {self.job} has a lease that nobody renews: {error}"
                         ) from error
                 asking = asking or asyncio.create_task(self._status(attempt))
-                if not (await asyncio.wait([asking], timeout=_LOOK))[0]:
+                if not (await asyncio.wait([asking], timeout=_LEASE_INTERVAL))[0]:
                     continue
                 status, asking = asking.result(), None
                 if status is None:
@@ -333,7 +336,7 @@ class SlurmReplica(VllmHost):
             except EngineError as error:
                 if await asyncio.to_thread(clock.lapsed, folder):
                     self._lose(supervisor, f"its lease lapsed: {error}", cancel=True)
-                await asyncio.sleep(_LOOK)
+                await asyncio.sleep(_LEASE_INTERVAL)
                 continue
             if state.leaving:
                 self._leaving.set()
@@ -431,7 +434,7 @@ class SlurmReplica(VllmHost):
         """End the job: see `EngineHost.release`."""
         with suppress(EngineError):  # an engine that is gone answers nobody
             while drain and self._engine and await self._engine.refuse():  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK)
+                await asyncio.sleep(_LEASE_INTERVAL)
         await self._close_engine()
         supervisor, self._supervisor = self._supervisor, None
         attempt, self._attempt = self._attempt, None

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from cray_agents.errors import CrayError, EngineError, EngineTimeout
-from cray_agents.runtime.background import start_task
+from cray_agents.runtime.background import ChangeNotifier, start_task
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.gpu_sleep import GpuSleep
 from cray_agents.runtime.pool.lora_adapters import Adapters
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 _LIVENESS_CHECKS = 4  # within the seconds that a replica may be silent
 _BACKOFF = (0.2, 30.0)  # seconds before the first restart, and at most before any
 _OUT_BACKOFF = (10.0, 600.0)  # ... of a replica that was left out
-_OTHERS_LOOK = 0.1  # seconds between two looks if other gateways' requests have ended
-_RETRY = 30.0  # seconds until a successor that did not come is tried again
+_POLL_INTERVAL = 0.1  # seconds between two looks if other gateways' requests have ended
+_RETRY_INTERVAL = 30.0  # seconds until a successor that did not come is tried again
 _LOST = ("down", "out", "waiting")
 
 
@@ -38,7 +38,7 @@ class Upkeep:
         self._sleep = sleep
         self._restarting = False
         self._successor: EngineHost | None = None  # for the time after the present host's place
-        self._moved = asyncio.Event()  # set when a successor took the host's part
+        self._moved = ChangeNotifier()  # when a successor took the host's part
         self._retiring: dict[asyncio.Task[None], EngineHost] = {}  # that end their last requests
         self._gives_back = False  # until its place is given back
         self._called_back = False  # it was away, and is to be started
@@ -186,7 +186,7 @@ class Upkeep:
                     await self._hand_over(host, self._successor or successor.result())
             except (CrayError, OSError) as error:
                 log.warning("%s has no successor yet: %s", self._replica.version, error)
-                await asyncio.sleep(_RETRY)
+                await asyncio.sleep(_RETRY_INTERVAL)
             finally:
                 for task in (successor, moved, ending):
                     task.cancel()
@@ -231,8 +231,7 @@ class Upkeep:
         replica = self._replica
         former, replica.engine_host, self._successor = replica.engine_host, successor, None
         replica.adapters = adapters
-        self._moved.set()
-        self._moved = asyncio.Event()
+        self._moved.notify()
         task = start_task("release of a place", former.release(drain=True))
         self._retiring[task] = former
         task.add_done_callback(lambda done: self._retiring.pop(done, None))
@@ -294,7 +293,7 @@ class Upkeep:
             return False
         try:
             while await replica.refuse():  # noqa: ASYNC110 - other gateways' requests
-                await asyncio.sleep(_OTHERS_LOOK)
+                await asyncio.sleep(_POLL_INTERVAL)
             await self._sleep.free_gpu(loaded)
         except (CrayError, OSError) as error:
             log.warning("the replica of %s leaves, it does not sleep: %s", loaded.version, error)

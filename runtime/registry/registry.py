@@ -21,7 +21,7 @@ from cray_agents.exact_json import dump_json
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
 from cray_agents.runtime.controller_lease import Term, unguarded
-from cray_agents.runtime.disk import checksums, durable, formats
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 
 EventKind = Literal["promoted", "rolled_back", "rejected", "canary_started", "canary_ended"]
@@ -82,7 +82,7 @@ class History:
 
 
 MODEL_FORMAT = 1  # of a model's versions and history
-FRESH_SECONDS = 1.0  # longest time that another process's promotion stays unseen
+REFRESH_INTERVAL = 1.0  # longest time that another process's promotion stays unseen
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 NUMBER = re.compile(r"[1-9][0-9]{0,8}")  # a version's number
 
@@ -358,7 +358,7 @@ class Registry:
 
     def _model(self, name: str) -> History:
         model = self._models.get(name)
-        if model is None or time.monotonic() - model.read_at > FRESH_SECONDS:
+        if model is None or time.monotonic() - model.read_at > REFRESH_INTERVAL:
             model = self._read(name)
         if not model.versions:
             raise _unknown(name, f"there is {', '.join(self.names()) or 'none yet'}")
@@ -388,12 +388,12 @@ def _read_numbered(
         return records
     for path in folder.glob("[0-9]*.json"):
         if path.stem.isdecimal() and int(path.stem) not in records:
-            records[int(path.stem)] = formats.read_record(kind, path, MODEL_FORMAT)
+            records[int(path.stem)] = checksums.read_record(kind, path, MODEL_FORMAT)
     return records
 
 
 def _create(path: Path, record: Record) -> bool:
-    text = dump_json({formats.FORMAT: MODEL_FORMAT, **record.model_dump(mode="json")})
+    text = dump_json({checksums.FORMAT: MODEL_FORMAT, **record.model_dump(mode="json")})
     return durable.create_file(path, checksums.with_crc(text) + b"\n")
 
 

@@ -139,11 +139,11 @@ def row_hashes(tokens: Sequence[int] | npt.NDArray[Any], length: int) -> Hashes:
     return hashes
 
 
-def wilson_interval(hits: int, trials: int, level: float = 0.95) -> tuple[float, float] | None:
-    """Return the interval of a rate (Wilson 1927), None without trials."""
+def wilson_interval(hits: int, trials: int) -> tuple[float, float] | None:
+    """Return the 95 % interval of a rate (Wilson 1927), None without trials."""
     if not trials:
         return None
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = NormalDist().inv_cdf(0.975)
     rate, spread = hits / trials, z * z / trials
     middle = (rate + spread / 2) / (1 + spread)
     half = math.sqrt(rate * (1 - rate) * spread + spread * spread / 4) / (1 + spread)

@@ -33,7 +33,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 SEPARATOR = "\x1f"  # in no job name
 QUEUE_SECONDS = 1.9  # that an output of a site's squeue is used: just less than a poll takes
 PRIVATE_QUEUE_SECONDS = 0.3  # ... of a private cluster's, which nobody else asks
-HELP_SECONDS = 2.0  # between checks for drained nodes while jobs wait
+HELP_INTERVAL = 2.0  # between checks for drained nodes while jobs wait
 CLIENT_SECONDS = 60.0  # that one client may take
 PATIENCE_SECONDS = 20.0  # that a controller may be away
 
@@ -362,11 +362,11 @@ class Slurm:
             return self._queue
 
     def _resume_drained(self) -> None:
-        """Resume a private cluster's drained nodes while jobs wait, every HELP_SECONDS."""
+        """Resume a private cluster's drained nodes while jobs wait, every HELP_INTERVAL."""
         waiting = any(job.state == "queued" for jobs in self._queue.values() for job in jobs)
         if self.cluster and waiting and time.monotonic() > self._next_help:
             self.cluster.resume_drained()
-            self._next_help = time.monotonic() + HELP_SECONDS
+            self._next_help = time.monotonic() + HELP_INTERVAL
 
     def _exit_code(self, job: Job) -> int | None:
         """Return an ended job's exit code, 128 + n if signal n ended it. Cached."""

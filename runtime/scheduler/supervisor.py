@@ -30,8 +30,8 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLITE_SECONDS = 0.8  # for a polite daemon to save its state
 LAST_SECONDS = 5.0  # after SIGKILL: a process still alive then hangs in the kernel
-RESTART_SECONDS = 0.3  # between a daemon's end and its next start
-OWNER_CHECK_SECONDS = 0.25
+RESTART_INTERVAL = 0.3  # between a daemon's end and its next start
+OWNER_CHECK_INTERVAL = 0.25
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -153,7 +153,7 @@ class Supervisor:
         due = [when for when, _ in self.restarts]
         due += [child.deadlines[0][0] for child in self.children.values() if child.deadlines]
         now = time.monotonic()
-        return max(0.0, min([OWNER_CHECK_SECONDS, *(when - now for when in due)]))
+        return max(0.0, min([OWNER_CHECK_INTERVAL, *(when - now for when in due)]))
 
     def answer_requests(self) -> None:
         """Answer the requests on stdin. Its end means that the owner is gone."""
@@ -210,7 +210,7 @@ class Supervisor:
             reason = child.reason or (f"signal {-code}" if code < 0 else "")
             publish(Path(child.request["ended"]), {"exit": code, "reason": reason})
         if child.request.get("daemon"):
-            self.restarts.append((time.monotonic() + RESTART_SECONDS, child.request))
+            self.restarts.append((time.monotonic() + RESTART_INTERVAL, child.request))
             self.ending = self.ending or not self.keeps_daemons
 
     def run_timers(self) -> None:

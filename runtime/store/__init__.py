@@ -7,9 +7,9 @@ indexing.py adds new events to the index; indexing.py adds those of other writer
 assembly.py joins events to Run records, assembly.py picks their turns.
 redaction/ removes sensitive text before it is written.
 compaction.py merges segments, and conversations.py matches a request to the run it continues.
+run_conversation.py reads a run as messages, each answer matched to its call.
 """
 
-from cray_agents.runtime.store.index import Problem
 from cray_agents.runtime.store.store import Appended, Store
 
-__all__ = ["Appended", "Problem", "Store"]
+__all__ = ["Appended", "Store"]

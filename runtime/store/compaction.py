@@ -127,10 +127,10 @@ class _Merging:
         return index.known(event_id) and not index.has(event_id)
 
 
-INTERVAL = 600.0  # seconds
+TIDY_INTERVAL = 600.0  # seconds
 
 
-async def keep_up(store: Store, every: float = INTERVAL) -> None:
+async def keep_up(store: Store, every: float = TIDY_INTERVAL) -> None:
     """Tidy a store at intervals until cancelled. Raises StoreError, OSError."""
     while True:
         await asyncio.to_thread(tidy, store)

@@ -24,7 +24,7 @@ from cray_agents.runtime.store.segments.line_format import Placed, event_in
 from cray_agents.runtime.store.segments.reader import Damage, Moved, Segment, Segments
 from cray_agents.runtime.store.segments.sealed import COMPACTED
 
-GATHER = 0.1  # seconds
+GATHER_INTERVAL = 0.1  # seconds
 GATHERED = 2_000  # events of a transaction, about
 MAX_BEHIND = 20_000  # events that may wait; then commits wait too
 
@@ -100,7 +100,7 @@ class Indexing:
     def _next(self) -> list[Placed]:
         """Take groups of one segment from the queue, up to about GATHERED events."""
         with self._changed:
-            self._changed.wait_for(lambda: self._hurry or self._behind >= GATHERED, GATHER)
+            self._changed.wait_for(lambda: self._hurry or self._behind >= GATHERED, GATHER_INTERVAL)
             placed = self._waiting.popleft()
             segment = placed[0].place.segment
             while (
@@ -127,7 +127,7 @@ def _report(work: "Future[None]") -> None:
 TRIES = 3  # to rebuild a run while others write events of it
 BATCH = 5000  # events of a transaction: others may write to the index in between
 MUCH = 32 * 2**20  # bytes of segments: for more, the log says how far it is
-NOTED = 5.0  # seconds between two such lines
+LOG_INTERVAL = 5.0  # seconds between two such lines
 COMPLETE = 2**62  # the progress of a sealed segment that was read whole
 
 
@@ -159,7 +159,7 @@ def _noted(segments: Sequence[Segment]) -> Iterator[Segment]:
     for segment in segments:
         yield segment
         read += segment.size
-        if time.monotonic() - last >= NOTED:
+        if time.monotonic() - last >= LOG_INTERVAL:
             last = time.monotonic()
             log.warning(  # of a program that sets up no logging, people see these alone
                 "this host's index of runs is made, once and after an upgrade: %d %% of %.1f GB",

@@ -27,13 +27,13 @@ from cray_agents.runtime.disk.group_commit import CommitCounts
 from cray_agents.runtime.disk.turns import between_pieces, undivided
 from cray_agents.runtime.store.assembly import assemble
 from cray_agents.runtime.store.conversations import Conversations
-from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts, cache_of, identity_of
+from cray_agents.runtime.store.index import Index, Places, RunFacts, cache_of, identity_of
 from cray_agents.runtime.store.index.statistics import RunStatistics
 from cray_agents.runtime.store.indexing import Indexing, catch_up
 from cray_agents.runtime.store.redaction import Redactor
 from cray_agents.runtime.store.segments.facts import Fact, facts_of
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed, event_in, line_of
-from cray_agents.runtime.store.segments.reader import Moved, Segments
+from cray_agents.runtime.store.segments.reader import Damage, Moved, Segments
 from cray_agents.runtime.store.segments.repair import ORPHANED, seal_orphans
 from cray_agents.runtime.store.segments.writer import SegmentWriter
 
@@ -215,7 +215,7 @@ class Store(RunStatistics):
         return sum(1 for _ in self.facts(RunQuery(**query.model_dump())))
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[Damage]:
         """The damage met while reading, with its places."""
         return self.index.problems()
 

@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import Field
 
-from cray_agents.errors import Corrupt
+from cray_agents.errors import Corrupt, NewerFormat
 from cray_agents.records import Record, new_id
 from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.disk.journal import Journal
@@ -78,7 +77,7 @@ class AuditLog:
         begins = self._journal.begins
         chain = {"heads": heads(self._folder)} if begins else {"prev": self._last}
         line = AuditLine(time=time.time(), **values, **chain)
-        text = checksums.with_crc(orjson.dumps(line.model_dump(mode="json")))
+        text = journal.line_of(line.model_dump(mode="json"))
         self._journal.append([text])
         self._last = _hash_of(text)
 
@@ -96,7 +95,7 @@ def read_audit(folder: Path) -> checksums.Listing[AuditLine]:
         for number, line in enumerate(lines, 1)
     }
     listing = checksums.list_whole(
-        texts, lambda place: checksums.parse_as(AuditLine, texts[place], place)
+        texts, lambda place: journal.parse_line(texts[place], place, AuditLine)
     )
     return checksums.Listing(sorted(listing.rows, key=lambda line: line.time), listing.damaged)
 
@@ -112,8 +111,8 @@ def verify_audit(folder: Path) -> list[str]:
         for number, text in enumerate(texts, 1):
             place = f"{path}: line {number}"
             try:
-                line = checksums.parse_as(AuditLine, text, place)
-            except Corrupt as error:
+                line = journal.parse_line(text, place, AuditLine)
+            except (Corrupt, NewerFormat) as error:
                 problems.append(str(error))
             else:
                 if line.prev != before:

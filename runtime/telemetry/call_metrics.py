@@ -2,12 +2,16 @@
 
 Labels are bounded: a key is the hash of its id, and beyond `MOST_SERIES` combinations version and
 key become "other". http/metrics.py holds one object; model_calls/answer.py reports each call.
+
+`family` is how all other metrics are made: those that are read when somebody scrapes.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -16,6 +20,23 @@ OTHER = "other"
 NO_KEY = "none"
 MOST_SERIES = 500  # combinations of version, key and class
 CLASSES = {False: "interactive", True: "batch"}
+
+Samples = Mapping[Any, float | None]  # by the value of the label, or of each
+
+
+def family(
+    name: str, about: str, samples: Samples | float, *labels: str, counter: bool = False
+) -> Metric:
+    """Return a gauge, or a counter, with its samples; None is no sample.
+
+    Without labels it is a number.
+    """
+    made = (CounterMetricFamily if counter else GaugeMetricFamily)(name, about, labels=labels)
+    given = samples if isinstance(samples, Mapping) else {(): samples}
+    for values, number in given.items():
+        if number is not None:
+            made.add_metric((values,) if isinstance(values, str) else values, number)
+    return made
 
 
 class CallMetrics:

@@ -20,24 +20,23 @@ from pathlib import Path
 from typing import Any, get_args
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from cray_agents.config.price_section import PriceSettings
-from cray_agents.errors import Corrupt, CrayError
+from cray_agents.errors import Corrupt, CrayError, NewerFormat
 from cray_agents.paths import Home
-from cray_agents.runtime.accounting.cost_account import Amount, CostAccount, account_of
-from cray_agents.runtime.accounting.cost_table import CostQuery, cost_rows
+from cray_agents.runtime.accounting.cost_account import Amount, CostAccount, CostAmount, account_of
+from cray_agents.runtime.accounting.cost_table import CostQuery, CostRow, cost_rows
 from cray_agents.runtime.accounting.holdings import read_holdings
 from cray_agents.runtime.batches.batch_records import Status
 from cray_agents.runtime.batches.queue import BatchQueue
 from cray_agents.runtime.disk import checksums
-from cray_agents.runtime.disk.journal import Tail
+from cray_agents.runtime.disk.journal import Tail, parse_line
 from cray_agents.runtime.registry.canary import Canary
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.loop_records import LoopRecords
-from cray_agents.runtime.telemetry.call_metrics import OTHER, key_label
-from cray_agents.runtime.views.view_records import CostAmount, CostRow
+from cray_agents.runtime.telemetry.call_metrics import OTHER, family, key_label
 
 #: Families of a job's newest event of a kind: (event, field) -> (name, help).
 NUMBERS = {
@@ -65,6 +64,7 @@ NUMBERS = {
         "The slowest rank's own work in a step, as a multiple of the median rank's",
     ),
 }
+STATES = ("queued", "running", "succeeded", "failed", "cancelled")
 MOST_BYTES = 4 << 20  # read of a file at the first look: the newest numbers are at its end
 
 
@@ -85,8 +85,8 @@ class JobTail:
             self._replaced, self.newest = self._tail.replaced, {}
         for line in lines:
             try:
-                event = checksums.parse(line, self.path)
-            except Corrupt:
+                event = parse_line(line, self.path)
+            except (Corrupt, NewerFormat):
                 continue
             if event.get("median"):
                 event["ratio"] = event["seconds"] / event["median"]
@@ -113,17 +113,15 @@ class JobTails:
                 changed.append((events.stat().st_mtime, job.name))
         listed = [name for _, name in sorted(changed, reverse=True)[: self._most]]
         self._tails = {name: self._tail(name) for name in listed}
-        jobs = GaugeMetricFamily("cray_jobs", "Training jobs by state", labels=["state"])
-        for state in ("queued", "running", "succeeded", "failed", "cancelled"):
-            jobs.add_metric([state], states[state])
-        yield jobs
+        yield family(
+            "cray_jobs", "Training jobs by state", {each: states[each] for each in STATES}, "state"
+        )
         for (kind, value), (name, about) in NUMBERS.items():
-            family = GaugeMetricFamily(name, about, labels=["job"])
-            for job_id, tail in self._tails.items():
-                number = tail.newest.get(kind, {}).get(value)
-                if isinstance(number, int | float):
-                    family.add_metric([job_id], number)
-            yield family
+            numbers = {
+                job_id: _number(tail.newest.get(kind, {}).get(value))
+                for job_id, tail in self._tails.items()
+            }
+            yield family(name, about, numbers, "job")
 
     def _tail(self, name: str) -> JobTail:
         tail = self._tails.get(name) or JobTail(self._home.job(name) / "events.jsonl")
@@ -139,6 +137,7 @@ def _state(job: Path) -> str:
 
 
 MOST_KEYS = 50
+Labels = tuple[str, ...]
 ABOUT = "Seconds of GPUs and of cores that were held, by holder and what came of them"
 
 
@@ -154,73 +153,59 @@ def cost_families(
 
 
 def _held_families(account: CostAccount) -> Iterator[Metric]:
-    seconds = GaugeMetricFamily("cray_held_seconds", ABOUT, labels=["kind", "use", "unit"])
-    energy = GaugeMetricFamily(
-        "cray_energy_joules", "Energy that GPUs measured themselves", labels=["kind", "use"]
-    )
-    money = GaugeMetricFamily(
-        "cray_cost", "Price of what was held, by [prices]", labels=["kind", "use"]
-    )
-    for (kind, use), amount in account.lines.items():
-        _add_seconds(seconds, [kind, use], amount)
-        record = amount.to_record(account.prices)
-        if record.joules is not None:
-            energy.add_metric([kind, use], record.joules)
-        if record.cost is not None:
-            money.add_metric([kind, use], record.cost)
-    yield from (seconds, energy, money)
+    seconds: dict[Labels, float] = {}
+    for line, amount in account.lines.items():
+        _add_seconds(seconds, line, amount)
+    records = {line: amount.to_record(account.prices) for line, amount in account.lines.items()}
+    energy = {line: record.joules for line, record in records.items()}
+    money = {line: record.cost for line, record in records.items()}
+    yield family("cray_held_seconds", ABOUT, seconds, "kind", "use", "unit")
+    about = "Energy that GPUs measured themselves"
+    yield family("cray_energy_joules", about, energy, "kind", "use")
+    yield family("cray_cost", "Price of what was held, by [prices]", money, "kind", "use")
 
 
 def _loop_families(rows: list[CostRow]) -> Iterator[Metric]:
-    seconds = GaugeMetricFamily(
-        "cray_loop_device_seconds",
-        "Seconds of GPUs and of cores for a loop's runs and for its training",
-        labels=["loop", "use", "unit"],
-    )
-    money = {
-        name: GaugeMetricFamily(f"cray_loop_{name}", about, labels=["loop"])
-        for name, about in (
-            ("cost", "Price of a loop's runs and training"),
-            ("cost_per_success", "... for each run with a reward of 1 or more"),
-            ("cost_per_point", "... for each hundredth of held-out success that was gained"),
-        )
-    }
+    seconds: dict[Labels, float] = {}
     for row in rows:
-        loop = str(row.loop)
-        _add_seconds(seconds, [loop, "serving"], row.serving)
-        _add_seconds(seconds, [loop, "training"], row.training)
-        for name, amount in zip(money, (row.spent, row.per_success, row.per_point), strict=True):
-            if amount is not None and amount.cost is not None:
-                money[name].add_metric([loop], amount.cost)
-    yield from (seconds, *money.values())
+        _add_seconds(seconds, (str(row.loop), "serving"), row.serving)
+        _add_seconds(seconds, (str(row.loop), "training"), row.training)
+    about = "Seconds of GPUs and of cores for a loop's runs and for its training"
+    yield family("cray_loop_device_seconds", about, seconds, "loop", "use", "unit")
+    for name, field_name, about in (
+        ("cost", "spent", "Price of a loop's runs and training"),
+        ("cost_per_success", "per_success", "... for each run with a reward of 1 or more"),
+        ("cost_per_point", "per_point", "... for each hundredth of held-out success gained"),
+    ):
+        amounts = {str(row.loop): getattr(row, field_name) for row in rows}
+        money = {loop: amount and amount.cost for loop, amount in amounts.items()}
+        yield family(f"cray_loop_{name}", about, money, "loop")
 
 
 def _key_families(rows: list[CostRow]) -> Iterator[Metric]:
-    seconds = GaugeMetricFamily(
-        "cray_key_device_seconds",
-        "Seconds of GPUs and of cores in which replicas answered a key",
-        labels=["key", "unit"],
-    )
-    money = GaugeMetricFamily("cray_key_cost", "Price of these", labels=["key"])
-    rest = Amount()
+    seconds: dict[Labels, float] = {}
+    money: dict[str | Labels, float | None] = {}
     for row in rows[:MOST_KEYS]:
-        _add_seconds(seconds, [key_label(row.key or "")], row.spent)
-        if row.spent.cost is not None:
-            money.add_metric([key_label(row.key or "")], row.spent.cost)
+        _add_seconds(seconds, (key_label(row.key or ""),), row.spent)
+        money[key_label(row.key or "")] = row.spent.cost
+    rest = Amount()
     for row in rows[MOST_KEYS:]:
         rest.gpu_seconds += row.spent.gpu_seconds
         rest.core_seconds += row.spent.core_seconds
         rest.money += row.spent.cost or 0.0
     if rows[MOST_KEYS:]:
-        _add_seconds(seconds, [OTHER], rest)
-        if rows[0].spent.cost is not None:
-            money.add_metric([OTHER], rest.money)
-    yield from (seconds, money)
+        _add_seconds(seconds, (OTHER,), rest)
+        money[OTHER] = None if rows[0].spent.cost is None else rest.money
+    about = "Seconds of GPUs and of cores in which replicas answered a key"
+    yield family("cray_key_device_seconds", about, seconds, "key", "unit")
+    yield family("cray_key_cost", "Price of these", money, "key")
 
 
-def _add_seconds(family: GaugeMetricFamily, labels: list[str], amount: Amount | CostAmount) -> None:
-    family.add_metric([*labels, "gpu"], amount.gpu_seconds)
-    family.add_metric([*labels, "core"], amount.core_seconds)
+def _add_seconds(
+    seconds: dict[Labels, float], labels: tuple[str, ...], amount: Amount | CostAmount
+) -> None:
+    seconds[*labels, "gpu"] = amount.gpu_seconds
+    seconds[*labels, "core"] = amount.core_seconds
 
 
 LOOK = 10.0  # seconds between two looks at files
@@ -244,7 +229,7 @@ _RUNS = {"runs": "sampled", "accepted_runs": "kept", "failed_runs": "failed", "c
 log = logging.getLogger(__name__)
 
 
-class FileCollector:
+class FileCollector(Collector):
     """A collector of what files of the root say; see `Metrics.add`."""
 
     def __init__(
@@ -294,10 +279,9 @@ class FileCollector:
             ("cray_store_commit_seconds", "Seconds of writing and syncing them", commits.seconds),
             ("cray_store_committed_appends", "Appends in these groups", commits.items),
         ):
-            yield CounterMetricFamily(name, about, value=value)
-        yield GaugeMetricFamily(
-            "cray_store_index_lag", "Events on the disk but not in the index", self._store.index_lag
-        )
+            yield family(name, about, value, counter=True)
+        about = "Events on the disk but not in the index"
+        yield family("cray_store_index_lag", about, self._store.index_lag)
 
     def _segments(self) -> Iterator[Metric]:
         count, size = Counter({"open": 0, "sealed": 0}), Counter({"open": 0, "sealed": 0})
@@ -307,51 +291,44 @@ class FileCollector:
             if kind is not None:
                 count[kind] += 1
                 size[kind] += entry.stat().st_size
-        segments = GaugeMetricFamily("cray_store_segments", "Files of the store", labels=["form"])
-        stored = GaugeMetricFamily("cray_store_bytes", "Their bytes", labels=["form"])
-        for form in count:
-            segments.add_metric([form], count[form])
-            stored.add_metric([form], size[form])
-        yield from (segments, stored)
-        problems = len(self._store.problems)
-        yield GaugeMetricFamily("cray_store_problems", "Damaged places found", value=problems)
+        yield family("cray_store_segments", "Files of the store", count, "form")
+        yield family("cray_store_bytes", "Their bytes", size, "form")
+        yield family("cray_store_problems", "Damaged places found", len(self._store.problems))
 
     def _disk(self) -> Iterator[Metric]:
         status = os.statvfs(self._home.root)
-        disk = GaugeMetricFamily("cray_disk_bytes", "Disk of the shared root", labels=["kind"])
-        disk.add_metric(["free"], status.f_bavail * status.f_frsize)
-        disk.add_metric(["size"], status.f_blocks * status.f_frsize)
-        yield disk
+        free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+        disk = {"free": free, "size": size}
+        yield family("cray_disk_bytes", "Disk of the shared root", disk, "kind")
 
     def _loop_families(self) -> Iterator[Metric]:
-        numbers = {
-            name: GaugeMetricFamily(f"cray_loop_{name}", about, labels=["loop"])
-            for name, about in _LOOP_NUMBERS.items()
+        newest = self._loops.newest()
+        records = {loop: record for loop, record, *_ in newest}
+        for name, about in _LOOP_NUMBERS.items():
+            numbers = {loop: _number(record.get(name)) for loop, record in records.items()}
+            yield family(f"cray_loop_{name}", about, numbers, "loop")
+        phases = {
+            (loop, phase): seconds
+            for loop, record in records.items()
+            for phase, seconds in (record.get("seconds") or {}).items()
         }
-        phases = GaugeMetricFamily(
-            "cray_loop_phase_seconds", "Seconds of the last iteration", labels=["loop", "phase"]
-        )
-        runs = GaugeMetricFamily(
-            "cray_loop_runs", "Runs of the last iteration", labels=["loop", "kind"]
-        )
-        decided = CounterMetricFamily(
-            "cray_loop_iterations", "Finished iterations", labels=["loop", "outcome"]
-        )
-        ended = GaugeMetricFamily(
-            "cray_loop_last_iteration_time", "Unix seconds of its end", labels=["loop"]
-        )
-        for loop, record, promoted, rejected, at in self._loops.newest():
-            for name, family in numbers.items():
-                if isinstance(value := record.get(name), int | float):
-                    family.add_metric([loop], value)
-            for phase, seconds in (record.get("seconds") or {}).items():
-                phases.add_metric([loop, phase], seconds)
-            for name, kind in _RUNS.items():
-                runs.add_metric([loop, kind], record.get(name) or 0)
-            decided.add_metric([loop, "promoted"], promoted)
-            decided.add_metric([loop, "rejected"], rejected)
-            ended.add_metric([loop], at)
-        yield from (*numbers.values(), phases, runs, decided, ended)
+        runs = {
+            (loop, kind): record.get(name) or 0
+            for loop, record in records.items()
+            for name, kind in _RUNS.items()
+        }
+        decided = {
+            (loop, outcome): count
+            for loop, _, promoted, rejected, _ in newest
+            for outcome, count in (("promoted", promoted), ("rejected", rejected))
+        }
+        ended = {loop: at for loop, *_, at in newest}
+        about = "Seconds of the last iteration"
+        yield family("cray_loop_phase_seconds", about, phases, "loop", "phase")
+        yield family("cray_loop_runs", "Runs of the last iteration", runs, "loop", "kind")
+        yield family("cray_loop_iterations", "Finished iterations", decided, "loop", "outcome",
+                     counter=True)  # fmt: skip
+        yield family("cray_loop_last_iteration_time", "Unix seconds of its end", ended, "loop")
 
     def _batch_families(self) -> Iterator[Metric]:
         statuses, lines, oldest = Counter[str](), Counter[str](), 0.0
@@ -363,43 +340,39 @@ class FileCollector:
                 lines["failed"] += counts.failed
                 lines["waiting"] += counts.total - counts.completed - counts.failed
                 oldest = max(oldest, time.time() - batch.created_at)
-        batches = GaugeMetricFamily("cray_batches", "Batches by status", labels=["status"])
-        for status in get_args(Status):
-            batches.add_metric([status], statuses[status])
-        unfinished = GaugeMetricFamily(
-            "cray_batch_lines", "Lines of batches under way", labels=["state"]
-        )
-        for state in ("completed", "failed", "waiting"):
-            unfinished.add_metric([state], lines[state])
-        yield from (batches, unfinished)
-        yield GaugeMetricFamily(
-            "cray_batch_oldest_seconds", "Age of the oldest batch under way", value=oldest
-        )
+        by_status = {status: statuses[status] for status in get_args(Status)}
+        by_state = {state: lines[state] for state in ("completed", "failed", "waiting")}
+        yield family("cray_batches", "Batches by status", by_status, "status")
+        yield family("cray_batch_lines", "Lines of batches under way", by_state, "state")
+        yield family("cray_batch_oldest_seconds", "Age of the oldest batch under way", oldest)
 
     def _canaries(self) -> Iterator[Metric]:
-        share = GaugeMetricFamily(
-            "cray_canary_share", "Share of live sessions that a canary answers", labels=["version"]
-        )
-        failed = GaugeMetricFamily(
-            "cray_canary_failed_share", "Share of failed sessions", labels=["version", "arm"]
-        )
-        reward = GaugeMetricFamily("cray_canary_reward", "Mean reward", labels=["version", "arm"])
+        share: dict[str, float] = {}
+        failed: dict[Labels, float] = {}
+        reward: dict[Labels, float | None] = {}
         for name in self._registry.names():
             if (start := self._registry.canary(name)) is None:
                 continue
             canary = Canary.load(self._home, start)
-            share.add_metric([canary.version], canary.test.share)
+            share[canary.version] = canary.test.share
             numbers = canary.numbers()
             for arm in ("canary", "control"):
                 if answered := numbers[arm]["answered"]:
-                    failed.add_metric([canary.version, arm], numbers[arm]["failed"] / answered)
-                if numbers[arm]["reward"] is not None:
-                    reward.add_metric([canary.version, arm], numbers[arm]["reward"])
-        yield from (share, failed, reward)
+                    failed[canary.version, arm] = numbers[arm]["failed"] / answered
+                reward[canary.version, arm] = numbers[arm]["reward"]
+        about = "Share of live sessions that a canary answers"
+        yield family("cray_canary_share", about, share, "version")
+        about = "Share of failed sessions"
+        yield family("cray_canary_failed_share", about, failed, "version", "arm")
+        yield family("cray_canary_reward", "Mean reward", reward, "version", "arm")
 
     def _costs(self) -> Iterator[Metric]:
         loops = {row[0] for row in self._loops.newest()}
         return cost_families(self._home, self._store, self._prices, loops)
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 def _read(reader: Callable[[], Iterator[Metric]]) -> list[Metric]:

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from cray_agents.errors import EngineError
 from cray_agents.runtime.pool.vllm_engine import ReplicaServer
+from cray_agents.runtime.telemetry.call_metrics import family
 
 BY = ["replica", "host"]
 
@@ -26,47 +26,36 @@ def replica_families(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
 
     A further gateway knows less of them: a number that it lacks has no sample.
     """
-    info = GaugeMetricFamily(
-        "cray_replica_info",
-        "1: the version and state of a replica",
-        labels=[*BY, "version", "state"],
-    )
-    flight = GaugeMetricFamily("cray_replica_requests", "Requests in flight", labels=BY)
-    busy = CounterMetricFamily(
-        "cray_replica_busy_seconds", "Seconds with at least one request in flight", labels=BY
-    )
-    restarts = CounterMetricFamily("cray_replica_restarts", "Restarts of a replica", labels=BY)
-    probe = GaugeMetricFamily(
-        "cray_probe_logprob_diff",
-        "Difference from the trainer's logprobs on the golden probe (nats): max, mean, p99, "
-        "tolerance",
-        labels=[*BY, "version", "kind"],
-    )
-    passed = GaugeMetricFamily(
-        "cray_probe_passed", "1 if the last golden probe passed", labels=[*BY, "version"]
-    )
-    phases = GaugeMetricFamily(
-        "cray_replica_change_seconds",
-        "Seconds by phase of the last change of version",
-        labels=[*BY, "version", "phase"],
-    )
+    info: dict[tuple[str, ...], float] = {}
+    flight, busy, restarts = dict(info), dict(info), dict(info)
+    probe, passed, phases = dict(info), dict(info), dict(info)
     for number, replica in enumerate(replicas):
         place = (str(number), str(replica.get("host") or ""))
         version = str(replica.get("version") or ", ".join(replica.get("versions") or ()))
-        info.add_metric([*place, version, str(replica.get("state"))], 1)
-        flight.add_metric(place, replica.get("in_flight") or 0)
+        info[*place, version, str(replica.get("state"))] = 1
+        flight[place] = replica.get("in_flight") or 0
         if "busy_seconds" in replica:
-            busy.add_metric(place, replica["busy_seconds"])
-            restarts.add_metric(place, replica.get("restarts") or 0)
+            busy[place] = replica["busy_seconds"]
+            restarts[place] = replica.get("restarts") or 0
         if report := replica.get("probe"):
+            proved = (*place, report["version"])
             for kind in ("max", "mean", "p99"):
-                value = report[f"{kind}_logprob_diff"]
-                probe.add_metric([*place, report["version"], kind], value)
-            probe.add_metric([*place, report["version"], "tolerance"], report["tolerance"])
-            passed.add_metric([*place, report["version"]], float(report["passed"]))
+                probe[*proved, kind] = report[f"{kind}_logprob_diff"]
+            probe[*proved, "tolerance"] = report["tolerance"]
+            passed[proved] = float(report["passed"])
             for phase, seconds in report["seconds"].items():
-                phases.add_metric([*place, report["version"], phase], seconds)
-    yield from (info, flight, busy, restarts, probe, passed, phases)
+                phases[*proved, phase] = seconds
+    yield family("cray_replica_info", "1: the version and state of a replica",
+                 info, *BY, "version", "state")  # fmt: skip
+    yield family("cray_replica_requests", "Requests in flight", flight, *BY)
+    yield family("cray_replica_busy_seconds", "Seconds with at least one request in flight",
+                 busy, *BY, counter=True)  # fmt: skip
+    yield family("cray_replica_restarts", "Restarts of a replica", restarts, *BY, counter=True)
+    about = "Difference from the trainer's logprobs on the golden probe (nats)"
+    yield family("cray_probe_logprob_diff", about, probe, *BY, "version", "kind")
+    yield family("cray_probe_passed", "1 if the last golden probe passed", passed, *BY, "version")
+    yield family("cray_replica_change_seconds", "Seconds by phase of the last change of version",
+                 phases, *BY, "version", "phase")  # fmt: skip
 
 
 TIMEOUT = 5.0  # seconds for a replica to answer
@@ -106,25 +95,25 @@ class EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield each family once, with the samples of all replicas."""
-        up = GaugeMetricFamily("cray_engine_up", "1 if a replica's vLLM answered", labels=LABELS)
+        up: dict[tuple[str, ...], float] = {}
         families: dict[str, Metric] = {}
         for labels, text in self._texts:
             whole = text
             try:
-                for family in text_string_to_metric_families(_CREATED.sub("", text or "")):
-                    self._add(families, family, dict(zip(LABELS, labels, strict=True)))
+                for parsed in text_string_to_metric_families(_CREATED.sub("", text or "")):
+                    self._add(families, parsed, dict(zip(LABELS, labels, strict=True)))
             except ValueError:  # it is no text of Prometheus
                 whole = None
-            up.add_metric(labels, float(whole is not None))
-        yield up
+            up[labels] = float(whole is not None)
+        yield family("cray_engine_up", "1 if a replica's vLLM answered", up, *LABELS)
         yield from families.values()
 
     @staticmethod
-    def _add(families: dict[str, Metric], family: Metric, labels: Mapping[str, str]) -> None:
+    def _add(families: dict[str, Metric], parsed: Metric, labels: Mapping[str, str]) -> None:
         merged = families.setdefault(
-            family.name, Metric(family.name, family.documentation, family.type, family.unit)
+            parsed.name, Metric(parsed.name, parsed.documentation, parsed.type, parsed.unit)
         )
-        for sample in family.samples:
+        for sample in parsed.samples:
             own = {
                 f"exported_{name}" if name in LABELS else name: value
                 for name, value in sample.labels.items()

@@ -22,9 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from cray_agents.runtime.disk import checksums, durable
+from cray_agents.paths import HARDWARE
+from cray_agents.runtime.disk import durable, journal
 from cray_agents.runtime.scheduler.gpu_placement import host_gpus
 from cray_agents.runtime.scheduler.nvml import LIBRARY, Nvml, describe_gpus, nvml, read_load
 
@@ -103,7 +102,6 @@ def number_in(path: Path) -> int | None:
 
 EVERY = 10.0  # seconds
 MOST = 8 << 20  # bytes of a file
-PREFIX = "hardware."
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -128,7 +126,7 @@ class HardwareSampler:
         gpus: Sequence[str] | None = None,
     ) -> None:
         self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        self.path = folder / f"{PREFIX}{self.node}.jsonl"
+        self.path = folder / f"{HARDWARE}{self.node}.jsonl"
         self._pids, self._sys, self._library = pids, sys, library
         self._gpus = host_gpus() if gpus is None else gpus
         self._every, self._most, self._size = every, most, 0
@@ -192,7 +190,7 @@ class HardwareSampler:
         return figures | {"host.load": os.getloadavg()[0], **_memory()}
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
-        line = checksums.with_crc(orjson.dumps({"event": event, "time": time.time(), **values}))
+        line = journal.line_of({"event": event, "time": time.time(), **values})
         if self._size + len(line) >= self._most:
             self._thin()
         with self.path.open("ab") as file:

@@ -25,7 +25,7 @@ import orjson
 
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.paths import ITERATIONS, Home
-from cray_agents.runtime.background import BackgroundTasks
+from cray_agents.runtime.background import BackgroundTasks, ChangeNotifier
 from cray_agents.runtime.store import Store
 
 BEAT = 0.25  # seconds between two looks at what the store told
@@ -70,7 +70,7 @@ class ChangeFeed:
         self._readers = 0
         self._tasks = BackgroundTasks()
         self._follows = False
-        self._news = asyncio.Event()
+        self._news = ChangeNotifier()
         self._ready = asyncio.Event()  # changes from now on are noticed
         self._closed = False
         self._runs: dict[str, str] = {}  # by id: the change
@@ -97,7 +97,6 @@ class ChangeFeed:
                 else:
                     position = int(match[2])
             while not self._closed:
-                news = self._news
                 if self._last > position or self._name != name:
                     if reset := self._reset_reason(name, position):
                         yield self._event(Change(self._last, "reset", "", reset))
@@ -107,7 +106,7 @@ class ChangeFeed:
                     continue
                 try:
                     async with asyncio.timeout(keep_alive):
-                        await news.wait()
+                        await self._news.wait()
                 except TimeoutError:
                     yield b": keep-alive\n\n"
         finally:
@@ -121,7 +120,7 @@ class ChangeFeed:
     async def close(self) -> None:
         """End the feed and its readers."""
         self._closed = True
-        self._news.set()
+        self._news.notify()
         self._ready.set()
         await self._tasks.close()
 
@@ -156,7 +155,7 @@ class ChangeFeed:
         try:
             before, pool = await asyncio.to_thread(self._look, Times()), self._state()
             self._ready.set()
-            self._wake_readers()
+            self._news.notify()
             look_at, last_reader = time.monotonic() + FILES, time.monotonic()
             while self._readers or time.monotonic() - last_reader < LINGER:
                 await asyncio.sleep(BEAT)
@@ -191,11 +190,7 @@ class ChangeFeed:
         for change in changes:
             self._last += 1
             self._kept.append(Change(self._last, *change))
-        self._wake_readers()
-
-    def _wake_readers(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        self._news.notify()
 
     def _state(self) -> bytes:
         return orjson.dumps(self._pool(), default=str)

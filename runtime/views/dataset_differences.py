@@ -6,9 +6,8 @@ are joined by pyarrow in columns: a million runs take a second or two. Called by
 gateway/routes/datasets.py and cli/dataset_diff.py.
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from cray_agents.errors import BadInput
 from cray_agents.exact_json import load_json
 from cray_agents.paths import Home
 from cray_agents.records import digest
@@ -58,17 +57,14 @@ def dataset_differences(home: Home, one: str, other: str, bins: int = 24) -> dic
 
 
 def changed_runs(
-    home: Home, one: str, other: str, change: str | None, after: str | None, limit: int
+    home: Home, one: str, other: str, change: Change | None, after: str | None, limit: int
 ) -> reader.RunsPage:
     """Return at most `limit` ChangedRuns of a change, by run, after the run `after`.
 
-    Without a change all that is not the same in both. Raises NotFound, Corrupt, BadInput.
+    Without a change all that is not the same in both. Raises NotFound, Corrupt.
     """
     import pyarrow.compute as pc
 
-    if change is not None and change not in get_args(Change):
-        one_of = ", ".join(get_args(Change))
-        raise BadInput(f"change must be one of {one_of}, not {change[:50]!r}", param="change")
     lines = _joined(home, *(reader.read_dataset(home, name) for name in (one, other)))
     if change is not None:
         lines = lines.filter(pc.equal(lines["change"], change))

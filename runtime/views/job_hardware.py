@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cray_agents.errors import BadInput
-from cray_agents.paths import Home
+from cray_agents.paths import HARDWARE, Home
 from cray_agents.records import Record
 from cray_agents.runtime.disk import journal
 from cray_agents.runtime.scheduler.slurm_reports import SlurmUsage, describe_reason, read_usage
-from cray_agents.runtime.telemetry.sampler import PREFIX
 from cray_agents.training_jobs import JobStatus
 
 NOT_FIGURES = {"event", "time"}
@@ -112,8 +111,9 @@ def _files(home: Home, status: JobStatus) -> dict[str, list[Path]]:
         folders.append(home.sessions / status.session)
     files: dict[str, list[Path]] = {}
     for folder in folders:
-        for path in folder.glob(f"{PREFIX}*.jsonl"):
-            files.setdefault(path.name.removeprefix(PREFIX).removesuffix(".jsonl"), []).append(path)
+        for path in folder.glob(f"{HARDWARE}*.jsonl"):
+            node = path.name.removeprefix(HARDWARE).removesuffix(".jsonl")
+            files.setdefault(node, []).append(path)
     return files
 
 
@@ -207,8 +207,6 @@ def job_series(
     return {
         "id": job_id,
         "names": list(known),
-        "points": points,
-        "counts": {name: len(series) for name, series in chosen.items()},
         "series": {name: thinned(series, points) for name, series in chosen.items()},
     }
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from cray_agents.messages import reasoning_of, text_of
 from cray_agents.records import Message, ModelCall, Run, Turn, canonical
-from cray_agents.runtime.exports.conversation import conversation_of
+from cray_agents.runtime.store.run_conversation import conversation_of
 
 _IN_MESSAGES = {"input", "output"}  # header fields that the messages repeat
 Json = dict[str, Any]

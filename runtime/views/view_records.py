@@ -163,91 +163,6 @@ class UsageTable(Record):
     has_more: bool
 
 
-class CostAmount(Record):
-    """Devices that were held, with their energy and price.
-
-    `gpu_seconds`, `core_seconds`: seconds times GPUs, and times cores, of the holders. `joules`:
-    where the GPUs measured them, which is `measured_share` of the holders' time; null: nowhere.
-    `cost` is in the table's currency, without what it lists as `unpriced`; null: without prices.
-    """
-
-    gpu_seconds: float
-    core_seconds: float
-    joules: float | None
-    measured_share: float | None
-    cost: float | None
-
-
-CostUse = Literal["requests", "unattributed", "idle", "asleep", "training", "lost", "other"]
-
-
-class CostRow(Record):
-    """The cost of a key, a model, a loop, an iteration or a use, or of these in a bucket of time.
-
-    `key` is an id, "" without one, and `name` its name. `serving` is for the tokens of its runs,
-    `training` for the kept steps of its jobs, `spent` both. `succeeded`: runs with a reward of 1 or
-    more; `per_success`: `spent` for each of them. `gain`: what an iteration, or all, added to the
-    held-out success of the promoted version; `per_point`: `spent` for each hundredth of it, null
-    where nothing was gained.
-    """
-
-    id: str
-    use: CostUse | None = None
-    key: str | None = None
-    name: str | None = None
-    model: str | None = None
-    loop: str | None = None
-    iteration: int | None = None
-    time: float | None = None
-    runs: int = 0
-    succeeded: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
-    spent: CostAmount
-    serving: CostAmount
-    training: CostAmount
-    per_success: CostAmount | None = None
-    holdout_success: float | None = None
-    gain: float | None = None
-    per_point: CostAmount | None = None
-
-
-class CostRequest(Record):
-    """A model call of a run, with its share of what the run took."""
-
-    id: str
-    model: str
-    time: float
-    prompt_tokens: int
-    sampled_tokens: int
-    spent: CostAmount
-
-
-class CostTable(Record):
-    """Cost by group, from `since` to `until`, in whole hours.
-
-    `total` is all that was held in that time, `uses` by what came of it: they add up to it.
-    `unattributed` is time of replicas that answered no stored run. `unpriced`: types of devices
-    without a price, where others have one. `whole`: all rows of a loop or a key as one. `requests`:
-    of a single run.
-    """
-
-    by: str
-    bucket: float | None
-    since: float
-    until: float
-    currency: str | None
-    unpriced: list[str]
-    total: CostAmount
-    uses: dict[CostUse, CostAmount]
-    whole: CostRow | None
-    data: list[CostRow]
-    requests: list[CostRequest] | None
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-
-
 class ShownKey(Record):
     """An API key without its secret."""
 
@@ -458,7 +373,7 @@ class TurnScore(Record):
 
     `recorded` are those of the version that sampled it. `top[i]`: the likeliest tokens there.
     `entropy[i]`: nats, of the top tokens and the rest taken as one token: a lower bound of the
-    whole distribution's. `from_top` tells how many tokens it was computed from.
+    whole distribution's.
     """
 
     id: str
@@ -470,7 +385,6 @@ class TurnScore(Record):
     recorded: list[float | None]
     top: list[list[TopToken]]
     entropy: list[float | None]
-    from_top: int
 
 
 class TurnPair(Record):
@@ -504,14 +418,12 @@ class RunDifferences(Record):
 class JobSeries(Record):
     """Measures of a job by step. `series[name]` are [step, value] in order of the step.
 
-    A series of more than `points` values is thinned by LTTB, which keeps peaks, first and last.
-    `names` are all that the job measured; `counts` how many values each of `series` had.
+    A series of many values is thinned by LTTB, which keeps peaks, first and last. `names` are all
+    that the job measured.
     """
 
     id: str
     names: list[str]
-    points: int
-    counts: dict[str, int]
     series: dict[str, list[tuple[float, float]]]
 
 

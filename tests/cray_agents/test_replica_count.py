@@ -129,7 +129,7 @@ async def test_under_load_replicas_come_and_without_they_all_go(tmp_path: Path) 
         pools.append(gateway.pool)
         counting = asyncio.create_task(
             keep_replica_count(
-                gateway.pool, admission, GatewayShares(), ScalingRules((QUICK,)), every=0.02
+                gateway.pool, admission, GatewayShares(), ScalingRules(QUICK), every=0.02
             )
         )
         await until(lambda: states(gateway.pool) == ["away"] * 3)
@@ -158,7 +158,7 @@ async def test_with_a_warm_pool_one_sleeps_and_is_woken_before_others_start(tmp_
         lambda: 2 * pools[0].serving if pools else 2,
         serves=lambda model: bool(pools) and pools[0].serves("calc@1"), outage=60,
     )  # fmt: skip
-    rules = ScalingRules((replace(QUICK, warm=1),))
+    rules = ScalingRules(replace(QUICK, warm=1))
     async with served(tmp_path, paced, others=others, admission=admission) as gateway:
         pool = gateway.pool
         pools.append(pool)

@@ -21,7 +21,7 @@ def home(tmp_path: Path) -> Home:
 
 @pytest.fixture
 def keys(home: Home, monkeypatch: pytest.MonkeyPatch) -> Keys:
-    monkeypatch.setattr(module, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(module, "REFRESH_INTERVAL", 0.0)
     return Keys(home)
 
 
@@ -113,11 +113,11 @@ def test_what_is_known_is_old_for_a_moment_only(
     _, secret = command.create("ann")
     assert gateway.check(secret) is not None
     command.revoke("ann")
-    now += module.FRESH_SECONDS / 2
+    now += module.REFRESH_INTERVAL / 2
     assert gateway.check(secret) is not None  # from memory
-    now += module.FRESH_SECONDS
+    now += module.REFRESH_INTERVAL
     assert gateway.check(secret) is None
-    assert module.FRESH_SECONDS < 1
+    assert module.REFRESH_INTERVAL < 1
 
 
 def test_damaged_and_copied_files_are_no_keys(home: Home, keys: Keys) -> None:

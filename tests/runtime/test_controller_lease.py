@@ -371,7 +371,7 @@ def test_a_heartbeat_that_ends_by_an_error_ends_the_process(tmp_path: Path) -> N
     lease.start()
 
     def write() -> None:  # between two heartbeats
-        host.home.platform.write_bytes(checksums.with_crc(b"[]"))
+        host.home.platform.write_bytes(checksums.with_crc(b'{"term":"one"}'))
 
     until(lambda: write() or ends)
     assert "is renewed no more" in ends[0]

@@ -14,8 +14,10 @@ from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import Record
 from cray_agents.runtime import fsck
+from cray_agents.runtime.accounting.ledger import LedgerFile, LedgerLine, read_ledger
 from cray_agents.runtime.batches import chunks, validation
 from cray_agents.runtime.batches.batch_records import BatchFolder
+from cray_agents.runtime.controller_lease import ClaimWatch
 from cray_agents.runtime.datasets import build_dataset, dataset_runs, shards
 from cray_agents.runtime.disk import checksums, journal
 from cray_agents.runtime.files.files import Files
@@ -26,6 +28,7 @@ from cray_agents.runtime.gateway.tinker.training_runs import TinkerFiles, Tinker
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.telemetry.audit_log import AuditLog
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Hyperparameters, JobSpec
 from tests.support import flipped_root
@@ -91,22 +94,34 @@ def test_a_newer_format_is_refused_by_its_number(tmp_path: Path) -> None:
     folders |= {
         home.fine_tuning: "ftjob-1.json",
         home.models / "m": "1.json",
+        home.tinker / "models" / "s": "model.json",
+        home.root: home.platform.name,
         path.parent: path.name,
     }
     for folder, name in folders.items():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(newer)
+    ledger = LedgerFile(home.ledger, "a")
+    ledger.note(event="leave", kind="job", holder="job-1")
+    AuditLog(home.audit).note(who="ann", action="keys create")
+    for written in (*home.ledger.iterdir(), *home.audit.iterdir()):
+        assert json.loads(written.read_text())["format"] == 1
+    (home.ledger / "a.jsonl").write_text(f"{newer}\n")
     reads: list[Callable[[], object]] = [
         lambda: Files(home).get(file.id),
         lambda: BatchFolder(home.batches / "batch_1").request(),
         lambda: Uploads(Files(home)).show("upload_1"),
         lambda: TuningFolder(home).read_request("ftjob-1"),
         lambda: Registry(home).resolve("m"),
+        lambda: TinkerFiles(home).model("s"),
+        lambda: ClaimWatch(home, 10.0).look(),
+        lambda: list(journal.read(home.ledger / "a.jsonl", LedgerLine)),
     ]
     for read in reads:
         with pytest.raises(NewerFormat, match="has format 2"):
             read()
     assert "has format 2" in Files(home).list().damaged[0]["reason"]
+    assert [line.holder for lines in read_ledger(home.ledger) for line in lines] == ["job-1"]
 
 
 def test_the_line_of_a_journal_that_is_damaged_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from cray_agents.errors import TooManyRequests
 from cray_agents.runtime.gateway.app import routes
-from cray_agents.runtime.gateway.http.api_keys import FRESH_SECONDS, Role
+from cray_agents.runtime.gateway.http.api_keys import REFRESH_INTERVAL, Role
 from cray_agents.runtime.gateway.http.auth import caller_of
 from cray_agents.runtime.gateway.http.bodies import json_response, read_json
 from cray_agents.runtime.gateway.http.middleware import duration
@@ -93,13 +93,13 @@ async def test_without_keys_this_host_is_let_in_until_there_was_one(site: Site) 
     assert (await site.call("GET", "/v1/pool"))[0] == 200
     assert (await site.call("GET", "/v1/pool", "none"))[0] == 200
     _, secret = await asyncio.to_thread(site.keys.create, "ann", Role.use)
-    await asyncio.sleep(2 * FRESH_SECONDS)
+    await asyncio.sleep(2 * REFRESH_INTERVAL)
     assert (await site.call("GET", "/v1/models"))[0] == 401
     assert (await site.call("GET", "/v1/models", secret))[0] == 200
     assert (await site.call("GET", "/v1/pool", secret))[0] == 403
     assert (await site.call("GET", "/v1/pool", TOKEN))[0] == 200
     site.keys.revoke("ann")
-    await asyncio.sleep(2 * FRESH_SECONDS)
+    await asyncio.sleep(2 * REFRESH_INTERVAL)
     assert (await site.call("GET", "/v1/models", secret))[0] == 401
     assert (await site.call("GET", "/v1/models"))[
         0
@@ -158,7 +158,7 @@ async def test_the_handler_knows_who_calls(tmp_path: Path) -> None:
         answer = await site.client().get("/models/who/is/it", cast_to=object)
         assert answer == ["", "anybody", "admin"]
         record, secret = await asyncio.to_thread(site.keys.create, "ann", Role.train)
-        await asyncio.sleep(2 * FRESH_SECONDS)
+        await asyncio.sleep(2 * REFRESH_INTERVAL)
         answer = await site.client(secret).get("/models/who/is/it", cast_to=object)
         assert answer == [record.id, "ann", "train"]
 

@@ -144,7 +144,7 @@ def test_another_process_promotes(
     ours.promote("calc", 1)
     theirs.promote("calc", 2)
     assert ours.resolve("calc").id == "calc@1"  # read a moment ago
-    monkeypatch.setattr("cray_agents.runtime.registry.registry.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("cray_agents.runtime.registry.registry.REFRESH_INTERVAL", 0.0)
     assert ours.resolve("calc").id == "calc@2"
 
 

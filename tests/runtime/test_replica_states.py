@@ -15,7 +15,7 @@ from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.pool import PoolReplica
 from cray_agents.runtime.pool.published_replicas import State
 from cray_agents.runtime.pool.replica import TRANSITIONS, Event
-from cray_agents.runtime.pool.request_router import ChangeNotifier
+from cray_agents.runtime.pool.request_router import PoolNotifier
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import checkpoint, probe, says_version, until
 
@@ -65,7 +65,7 @@ class Site(PoolReplica):
     def __init__(self, folder: Path) -> None:
         self.seen: list[tuple[Event, State]] = []
         self.here = Host()
-        super().__init__(self.here, FLOAT32_PROBE, 0.05, ChangeNotifier())
+        super().__init__(self.here, FLOAT32_PROBE, 0.05, PoolNotifier())
         self.one, self.two = (
             LoadedVersion.create(checkpoint(folder, n), f"m@{n}", probe(n)) for n in (1, 2)
         )

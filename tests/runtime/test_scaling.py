@@ -1,14 +1,14 @@
 """Scaling: the rules of the controller, alone and in simulated days."""
 
-import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from bench.cluster.comparison import rules_for
-from bench.cluster.simulation import Simulation
-from bench.cluster.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
+from bench.cluster.controller import Cluster
+from bench.cluster.simulation import Action, ClusterView, Simulation
+from bench.cluster.traces import Failure, JobTrace, make_trace
 from cray_agents.errors import BadInput
 from cray_agents.runtime.scaling.decision import (
     Observed,
@@ -18,17 +18,15 @@ from cray_agents.runtime.scaling.decision import (
     ServingRule,
     ServingView,
     TrainingView,
-    share_nodes,
 )
 
 CHAT = ServingRule("chat", slots=10, use=1.0, calm=60.0, empty=120.0)
 
 
 def seen(time: float = 0.0, *, free: int = 10, leaving: int = 0, hour: float = 12.0,
-         jobs: list[TrainingView] | None = None, queued: list[TrainingView] | None = None,
-         **chat: float) -> Observed:  # fmt: skip
-    view = ServingView("chat", **chat)  # type: ignore[arg-type]
-    return Observed(time, hour, 30, free, leaving, [view], jobs or [], queued or [])
+         jobs: list[TrainingView] | None = None, **chat: float) -> Observed:  # fmt: skip
+    view = ServingView(**chat)  # type: ignore[arg-type]
+    return Observed(time, hour, 30, free, leaving, view, jobs or [])
 
 
 def job(name: str, nodes: int, **values: float) -> TrainingView:
@@ -40,7 +38,7 @@ def names(actions: list[ScalingAction]) -> list[tuple[str, str, int]]:
 
 
 def test_a_first_request_starts_a_replica_and_the_last_one_goes_when_none_comes() -> None:
-    scaler = Scaler(ScalingRules((CHAT,)))
+    scaler = Scaler(ScalingRules(CHAT))
     assert scaler.decide(seen(0)) == []
     assert names(scaler.decide(seen(70, waiting=1))) == [("start", "chat", 1)]
     assert scaler.decide(seen(71, waiting=1, starting=1)) == []
@@ -51,7 +49,7 @@ def test_a_first_request_starts_a_replica_and_the_last_one_goes_when_none_comes(
 
 def test_sleeping_replicas_wake_before_others_start() -> None:
     rule = replace(CHAT, warm=2, cold=1)
-    scaler = Scaler(ScalingRules((rule,)))
+    scaler = Scaler(ScalingRules(rule))
     load = {"arrivals": 50.0, "answer_seconds": 1.0}
     asleep = {"asleep": (2, 1), "wakeable": (1, 1)}
     actions = scaler.decide(seen(0, **load, **asleep))  # type: ignore[arg-type]
@@ -63,16 +61,8 @@ def test_sleeping_replicas_wake_before_others_start() -> None:
         ("sleep", 1, 1), ("sleep", 2, 1), ("end", 0, 3)]  # fmt: skip
 
 
-def test_a_full_cache_asks_for_replicas_before_anybody_waits() -> None:
-    scaler = Scaler(ScalingRules((CHAT,)))
-    assert scaler.decide(seen(0, in_flight=8, serving=1, kv_use=0.85)) == []
-    assert names(scaler.decide(seen(1, in_flight=8, serving=1, kv_use=0.97))) == [
-        ("start", "chat", 1)
-    ]
-
-
 def test_a_new_controller_gives_nothing_back_before_it_has_watched() -> None:
-    scaler = Scaler(ScalingRules((CHAT,)))
+    scaler = Scaler(ScalingRules(CHAT))
     for time in (0, 30, 59):
         assert scaler.decide(seen(time, serving=5, arrivals=1.0)) == []
     assert names(scaler.decide(seen(61, serving=5, arrivals=1.0))) == [("end", "chat", 4)]
@@ -83,12 +73,11 @@ def test_jobs_are_preempted_by_priority_and_size_and_no_more_than_needed() -> No
         job("dear", 2, priority=1),
         job("big", 9),
         job("young", 3, since=-10.0),
-        job("fixed", 3, preemptible=False),
-        job("slow", 3, save_seconds=500.0),
-        job("quick", 3),
+        job("slow", 3, saved_at=-500.0),
+        job("quick", 3, saved_at=-5.0),
     ]
     load = {"arrivals": 40.0, "answer_seconds": 1.0, "free": 0}
-    rules = ScalingRules((CHAT,), least_run=60.0)
+    rules = ScalingRules(CHAT, least_run=60.0)
     decide = Scaler(rules).decide
     # quick before slow; then one node is missing, for which slow is the smallest of its priority
     assert names(decide(seen(0, jobs=jobs, **load))) == [  # type: ignore[arg-type]
@@ -96,7 +85,7 @@ def test_jobs_are_preempted_by_priority_and_size_and_no_more_than_needed() -> No
     rest = [one for one in jobs if one.name not in ("quick", "slow")]
     saving = seen(5, jobs=rest, leaving=6, **load)  # type: ignore[arg-type]
     assert Scaler(rules).decide(saving) == []
-    floor = Scaler(replace(rules, training_nodes=21))
+    floor = Scaler(replace(rules, training_nodes=18))
     assert names(floor.decide(seen(0, jobs=jobs, **load))) == [  # type: ignore[arg-type]
         ("preempt", "dear", 1)]  # fmt: skip
     patient = Scaler(replace(rules, preempts=False))
@@ -105,70 +94,30 @@ def test_jobs_are_preempted_by_priority_and_size_and_no_more_than_needed() -> No
 
 def test_the_job_with_sleeping_replicas_goes_first() -> None:
     jobs = [job("bare", 1), job("covers", 1)]
-    jobs[1].sleepers = {"chat": 1}
-    actions = Scaler(ScalingRules((CHAT,))).decide(seen(0, waiting=1, free=0, jobs=jobs))
+    jobs[1].sleepers = 1
+    actions = Scaler(ScalingRules(CHAT)).decide(seen(0, waiting=1, free=0, jobs=jobs))
     assert names(actions) == [("preempt", "covers", 1)]
 
 
 def test_of_jobs_of_one_size_the_one_with_the_newest_resume_point_goes() -> None:
     jobs = [job("a", 1), job("b", 1), job("c", 1, priority=1), job("d", 1)]
-    jobs[0].saved_at, jobs[1].saved_at, jobs[2].saved_at, jobs[3].saved_at = -900, -20, -1, -100
-    jobs[3].save_every = 95.0  # saved 5 s ago
+    jobs[0].saved_at, jobs[1].saved_at, jobs[2].saved_at, jobs[3].saved_at = -900, -20, -1, -5
     load = {"free": 0, "arrivals": 20.0, "answer_seconds": 1.0}
-    scaler = Scaler(ScalingRules((CHAT,)))
+    scaler = Scaler(ScalingRules(CHAT))
     view = seen(0, jobs=jobs, **load)  # type: ignore[arg-type]
     assert scaler.grows(view)
     assert names(scaler.decide(view)) == [("preempt", "d", 1), ("preempt", "b", 1)]
-    assert scaler.short == {"chat": 2}
+    assert scaler.short == 2
     assert not scaler.grows(seen(1, serving=2, **load))  # type: ignore[arg-type]
 
 
 def test_in_quiet_hours_only_a_first_replica_takes_nodes() -> None:
-    rules = ScalingRules((CHAT,), quiet_hours=((22, 6),))
+    rules = ScalingRules(CHAT, quiet_hours=((22, 6),))
     jobs = [job("one", 1), job("two", 1)]
     load = {"free": 0, "arrivals": 30.0, "answer_seconds": 1.0}
     for hour, serving, expected in ((21.9, 1, 2), (22, 1, 0), (5.9, 0, 1), (6, 1, 2)):
         view = seen(0, hour=hour, jobs=jobs, serving=serving, **load)  # type: ignore[arg-type]
         assert len(Scaler(rules).decide(view)) == expected, hour
-
-
-def test_waiting_jobs_get_what_serving_leaves_in_their_order() -> None:
-    queued = [job("large", 9, since=0.0), job("small", 4, since=0.0), job("tiny", 2, since=0.0)]
-    rules = ScalingRules((CHAT,), starve=100.0)
-    assert names(Scaler(rules).decide(seen(50, free=8, waiting=1, queued=queued))) == [
-        ("start", "chat", 1), ("admit", "small", 1), ("admit", "tiny", 1)]  # fmt: skip
-    # a job that has waited for long is not overtaken
-    assert Scaler(rules).decide(seen(101, free=8, queued=queued)) == []
-    # nor does a job get a node while serving is short of some
-    short = seen(50, free=1, queued=queued, arrivals=90.0, answer_seconds=1.0)
-    assert names(Scaler(rules).decide(short)) == [("start", "chat", 1)]
-    wide = ScalingRules((replace(CHAT, nodes=2),))
-    one = [job("one", 1, since=0.0)]
-    assert Scaler(wide).decide(seen(50, free=1, waiting=1, queued=one)) == []
-    assert names(Scaler(wide).decide(seen(50, free=1, queued=one))) == [("admit", "one", 1)]
-
-
-def test_shares_divide_what_all_need_and_never_more_than_there_is() -> None:
-    draw = random.Random(1)
-    for _ in range(300):
-        rules = [
-            ServingRule(str(n), slots=1, nodes=draw.randint(1, 3), share=draw.uniform(0.1, 3))
-            for n in range(draw.randint(1, 5))
-        ]
-        needs = {rule.name: draw.randint(0, 12) for rule in rules}
-        room = draw.randint(0, 40)
-        limits = share_nodes(rules, needs, room)
-        used = sum(limits[rule.name] * rule.nodes for rule in rules)
-        assert used <= room
-        assert all(limits[name] <= needs[name] + 1 for name in needs)
-        if sum(needs[rule.name] * rule.nodes for rule in rules) <= room:
-            assert limits == needs
-        else:  # nothing is left that would be a replica of every class that lacks one
-            lacks = [rule.nodes for rule in rules if limits[rule.name] < needs[rule.name]]
-            assert not lacks or room - used < max(lacks) * len(lacks)
-    even = [ServingRule("a", 1, share=3.0), ServingRule("b", 1, share=1.0)]
-    assert share_nodes(even, {"a": 50, "b": 50}, 40) == {"a": 30, "b": 10}
-    assert share_nodes(even, {"a": 50, "b": 2}, 40) == {"a": 38, "b": 2}
 
 
 @pytest.mark.parametrize("wrong", [
@@ -179,19 +128,20 @@ def test_a_rule_that_cannot_be_followed_is_refused(wrong: dict[str, float]) -> N
         replace(CHAT, **wrong)  # type: ignore[arg-type]
 
 
-class Watched(Scaler):
-    """A scaler that notes what it saw, and checks each decision against it."""
+class Watched(Cluster):
+    """A controller that notes what it saw, and checks each decision against it."""
 
-    def __init__(self, rules: ScalingRules) -> None:
+    def __init__(self, rules: list[ScalingRules]) -> None:
         super().__init__(rules)
         self.grown: dict[str, float] = {}
         self.counts: Counter[str] = Counter()
 
-    def decide(self, seen: Observed) -> list[ScalingAction]:
+    def decide(self, seen: ClusterView) -> list[Action]:
         actions = super().decide(seen)
         taken = 0
         sizes = {job.name: job.nodes for job in [*seen.queued, *seen.running]}
-        rules = {rule.name: rule for rule in self.rules.serving}
+        rules = {each.rules.serving.name: each.rules.serving for each in self.scalers}
+        common = self.scalers[0].rules
         for action in actions:
             self.counts[action.kind] += 1
             if action.kind in ("start", "wake"):
@@ -204,7 +154,7 @@ class Watched(Scaler):
                 taken += sizes[action.name]
             else:
                 left = next(job for job in seen.running if job.name == action.name)
-                assert seen.time - left.since >= self.rules.least_run
+                assert seen.time - left.since >= common.least_run
         assert taken <= seen.free
         for view in seen.serving:
             up = sum(
@@ -213,14 +163,14 @@ class Watched(Scaler):
             gone = sum(
                 a.count for a in actions if a.name == view.name and a.kind in ("sleep", "end")
             )
-            rule, now = rules[view.name], view.serving + view.starting
+            rule, now = rules[view.name], view.replicas
             assert now + up <= (rule.most or seen.nodes)
             assert not gone or now - gone >= rule.least
             assert gone <= view.serving
         rest = sum(job.nodes for job in seen.running)
         rest -= sum(sizes[a.name] for a in actions if a.kind == "preempt")
         if any(a.kind == "preempt" for a in actions):
-            assert rest >= self.rules.training_nodes
+            assert rest >= common.training_nodes
         return actions
 
 
@@ -231,9 +181,12 @@ def test_a_simulated_day_keeps_the_rules(kind: str, seed: int) -> None:
     if kind == "failures":
         often = tuple(Failure(600.0 * n, 7 * n % 40, 1800.0) for n in range(1, 40))
         trace = replace(trace, failures=often)
-    rules = rules_for(trace)
-    serving = tuple(replace(rule, least=1, most=30) for rule in rules.serving)
-    scaler = Watched(replace(rules, serving=serving, training_nodes=4))
+    scaler = Watched(
+        [
+            replace(each, serving=replace(each.serving, least=1, most=30), training_nodes=4)
+            for each in rules_for(trace)
+        ]
+    )
     simulation = Simulation(trace, scaler, patience=60.0, watch=True)
     result = simulation.run()
     assert {"start", "wake", "sleep", "preempt", "admit"} <= set(scaler.counts)
@@ -256,48 +209,6 @@ def test_a_simulated_day_keeps_the_rules(kind: str, seed: int) -> None:
         assert result.trained_work == pytest.approx(finished + open_work)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3, 45])
-def test_whatever_the_rules_no_node_is_held_twice(seed: int) -> None:
-    draw = random.Random(seed)
-    kind, nodes = draw.choice(["bursty", "failures", "diurnal"]), draw.choice([8, 16, 24, 40])
-    trace = make_trace(kind, seed, nodes, hours=draw.choice([3, 6]))
-    chat, tools = trace.serving
-    third = replace(tools, name="third", arrivals=chat.arrivals[::-1])
-    failures = [
-        Failure(draw.uniform(0, trace.seconds), draw.randrange(nodes), draw.uniform(60, 4000))
-        for _ in range(draw.randrange(60))
-    ]
-    trace = replace(trace, serving=(chat, tools, third), failures=tuple(failures))
-    serving = tuple(
-        ServingRule(
-            each.name, 64, warm=draw.randint(0, 3), cold=draw.randint(0, 3),
-            spare=draw.randint(0, 2), calm=draw.choice([60, 200, 600]), least=draw.randint(0, 2),
-            share=draw.uniform(0.2, 3),
-        )
-        for each in trace.serving
-    )  # fmt: skip
-    rules = ScalingRules(
-        serving,
-        training_nodes=draw.randint(0, 6),
-        quiet_hours=((1, 2),),
-        preempts=draw.random() < 0.9,
-        least_run=draw.choice([0, 60, 300]),
-    )
-    result = Simulation(trace, Scaler(rules), 60.0, watch=True).run()
-    assert 0 < result.goodput <= result.utilisation <= 1
-
-
-def test_failures_lose_steps_and_a_repaired_node_comes_back() -> None:
-    trace = make_trace("failures", 1, 40, hours=4)
-    often = tuple(Failure(120.0 * n, 7 * n % 40, 600.0) for n in range(1, 100))
-    result = Simulation(
-        replace(trace, failures=often), Scaler(rules_for(trace)), 60.0, watch=True
-    ).run()
-    assert result.lost_steps > 0
-    assert 40 * trace.seconds - result.node_seconds == pytest.approx(99 * 600.0)
-
-
 def test_a_class_goes_down_to_nothing_and_its_next_request_is_answered() -> None:
     trace = make_trace("bursty", 1, 16, hours=3)
     chat = trace.serving[0]
@@ -305,22 +216,10 @@ def test_a_class_goes_down_to_nothing_and_its_next_request_is_answered() -> None
     arrivals[100] = arrivals[1500] = 1
     jobs = tuple(JobTrace(f"job-{n}", nodes=1, work=1e6) for n in range(20))
     trace = replace(trace, serving=(replace(chat, arrivals=arrivals),), jobs=jobs)
-    rule = replace(rules_for(trace).serving[0], empty=1200.0, spare=0)
-    simulation = Simulation(trace, Scaler(ScalingRules((rule,))), 120.0, watch=True)
+    rule = replace(rules_for(trace)[0].serving, empty=1200.0, spare=0)
+    simulation = Simulation(trace, Cluster([ScalingRules(rule)]), 120.0, watch=True)
     result = simulation.run()
     kinds = [action.kind for _, action in simulation.actions if action.name == "chat"]
     assert kinds == ["start", "sleep", "wake", "sleep"]
     assert sum(result.waits.values()) == 2 and result.unanswered == 0
     assert 0 < max(result.waits) <= 120
-
-
-def test_a_job_that_gives_way_goes_on_where_it_was() -> None:
-    """One node: 440 s of steps, the save, a request, some calm, and 1,975 s from there on."""
-    arrivals = [0] * 600
-    arrivals[100] = 1  # at 500 s
-    trace = Trace("bursty", 1, 1, 3000.0, 5.0, (ServingTrace("chat", arrivals),),
-                  (JobTrace("job", nodes=1, work=5000.0),), ())  # fmt: skip
-    rule = ServingRule("chat", slots=64, calm=300.0, empty=300.0)
-    result = Simulation(trace, Scaler(ScalingRules((rule,))), 200.0, watch=True).run()
-    assert (result.preemptions, result.starts, list(result.waits)) == (1, 1, [120.0])
-    assert result.trained_work == pytest.approx(440 + 1975, abs=15)

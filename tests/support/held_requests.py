@@ -2,9 +2,10 @@
 
 from collections import Counter
 
+from bench.cluster.controller import Cluster
 from bench.cluster.simulation import PERIOD, Simulation, _Serving
 from bench.cluster.traces import JobTrace, ServingTrace, Trace
-from cray_agents.runtime.scaling.decision import Scaler, ScalingRules
+from cray_agents.runtime.scaling.decision import ScalingRules
 
 Decisions = list[Counter[tuple[str, str]]]
 
@@ -37,7 +38,7 @@ def simulated_decisions(
 
     `levels`: requests under way in each phase of so many periods. `jobs`: priorities by name.
     """
-    rule = rules.serving[0]
+    rule = rules.serving
     arrivals = [level for level in levels for _ in range(periods)]
     serving = ServingTrace(rule.name, arrivals, slots=rule.slots, answer=1.0, start=1.0)
     queue = tuple(
@@ -46,7 +47,7 @@ def simulated_decisions(
     )
     seconds = PERIOD * len(arrivals)
     trace = Trace("held", 0, nodes, seconds, PERIOD, (serving,), queue, ())
-    simulation = HeldRequests(trace, Scaler(rules), patience=60.0)
+    simulation = HeldRequests(trace, Cluster([rules]), patience=60.0)
     simulation.run()
     decisions: Decisions = [Counter() for _ in levels]
     for time, action in simulation.actions:

@@ -54,7 +54,7 @@ def test_numbers_that_are_not_finite_are_null_and_named(journal: JobJournal) -> 
     journal.rewind(1)
     [event] = [json.loads(line, parse_constant=pytest.fail)
                for line in journal.events_file.read_text().splitlines()]  # fmt: skip
-    assert len(event.pop("crc")) == 8
+    assert len(event.pop("crc")) == 8 and event.pop("format") == 1
     assert (event["kl"], event["ratio"], event["entropy"]) == (None, None, 0.5)
     assert event["not_finite"] == {"kl": "nan", "ratio": "-inf"}
     assert measures(event).keys() == {"loss", "tokens", "seconds", "kl", "ratio", "entropy"}

@@ -25,8 +25,8 @@ import torch
 
 from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.runtime.disk import durable
+from cray_agents.runtime.disk.checksums import check_version
 from cray_agents.runtime.disk.durable import kept_state, resume_points
-from cray_agents.runtime.disk.formats import check_version
 from cray_agents.trainers.checkpointing.save import POINT, SEAL, VERSION
 from cray_agents.trainers.checkpointing.state import (
     NUMBERS,

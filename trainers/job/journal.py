@@ -62,12 +62,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
-
 from cray_agents.errors import FULL, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
-from cray_agents.runtime.disk import checksums, durable, formats, journal
+from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.disk.durable import resume_points
 from cray_agents.training_jobs import JobSpec, JobStatus, TakenUp
 
@@ -97,7 +95,7 @@ class JobJournal:
     def spec(self) -> JobSpec:
         """Return the job's spec. Raises NotFound, Corrupt, NewerFormat."""
         try:
-            return read_numbered(JobSpec, self.folder / "spec.json", JOB_FORMAT)
+            return checksums.read_record(JobSpec, self.folder / "spec.json", JOB_FORMAT)
         except FileNotFoundError:
             raise NotFound(f"no job {self.job_id!r} in {self.home.jobs}", param="job") from None
 
@@ -125,7 +123,7 @@ class JobJournal:
         Called before the job is handed to the scheduler.
         """
         if self._next_spec.exists():
-            spec = read_numbered(JobSpec, self._next_spec, JOB_FORMAT)
+            spec = checksums.read_record(JobSpec, self._next_spec, JOB_FORMAT)
             again = "its weights were pruned" if spec.commands is None else "it was opened again"
             if spec.commands is None and self.failed_for == "storage":
                 again = "the disk may have room again"
@@ -279,7 +277,7 @@ class JobJournal:
         kept, damaged = [], []
         for number, line in enumerate(self._whole_lines(), 1):
             try:
-                event = checksums.parse(line, f"{self.events_file}: line {number}")
+                event = journal.parse_line(line, f"{self.events_file}: line {number}")
             except Corrupt as problem:  # a damaged line must not stop the job
                 damaged.append({"event": "corrupt", "time": time.time(), "message": str(problem)})
             else:
@@ -303,7 +301,7 @@ class JobJournal:
     def failed_for(self) -> str | None:
         """The cause by which the trainer gave the job up (failure.py's kinds); else None."""
         for line in _lines_from_the_end(self.events_file):
-            event = checksums.parse(line, self.events_file)
+            event = journal.parse_line(line, self.events_file)
             if event.get("event") in ("verdict", "failed", "succeeded", "retried", "started"):
                 given_up = event["event"] == "verdict" and event["done"] == GIVEN_UP
                 return str(event["cause"]) if given_up else None
@@ -313,7 +311,7 @@ class JobJournal:
     def last_step(self) -> dict[str, Any] | None:
         """The newest step's event, read from the file's end."""
         for line in _lines_from_the_end(self.events_file):
-            event: dict[str, Any] = checksums.parse(line, self.events_file)
+            event: dict[str, Any] = journal.parse_line(line, self.events_file)
             if event.get("event") == "step":
                 return event
         return None
@@ -391,20 +389,9 @@ def measures(step: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in step.items() if name not in _NOT_MEASURES}
 
 
-def read_numbered(kind: type[AnyRecord], path: Path, known: int) -> AnyRecord:
-    """Read a record whose format is at most `known`.
-
-    Raises FileNotFoundError, Corrupt, NewerFormat.
-    """
-    content = checksums.read_json(path)
-    if isinstance(content, dict):
-        formats.check_version(content.pop(formats.FORMAT, None), known, path)
-    return checksums.parse_as(kind, json.dumps(content).encode(), path)
-
-
 def numbered(record: Record, version: int) -> bytes:
     """Return a record's text with its checksum and the number of its format."""
-    content = record.model_dump(mode="json") | {formats.FORMAT: version}
+    content = record.model_dump(mode="json") | {checksums.FORMAT: version}
     return checksums.with_crc(json.dumps(content, indent=1).encode())
 
 
@@ -416,7 +403,7 @@ def _line(event: dict[str, Any]) -> bytes:
     """Return an event's line; orjson writes null for numbers that are not finite."""
     wrong = {n: str(v) for n, v in event.items() if isinstance(v, float) and not math.isfinite(v)}
     content = {**event, "not_finite": wrong} if wrong else event
-    return checksums.with_crc(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)) + b"\n"
+    return journal.line_of(content) + b"\n"
 
 
 def _lines_from_the_end(path: Path) -> Iterator[bytes]:

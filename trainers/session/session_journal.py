@@ -26,7 +26,7 @@ from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.trainers.job.journal import numbered, read_numbered
+from cray_agents.trainers.job.journal import numbered
 from cray_agents.training_jobs import Layout
 
 SESSION_FORMAT = 1  # of a session's folder
@@ -66,7 +66,7 @@ class SessionJournal:
     def spec(self) -> SessionSpec:
         """Return the session's spec. Raises NotFound, Corrupt, NewerFormat."""
         try:
-            return read_numbered(SessionSpec, self.folder / "spec.json", SESSION_FORMAT)
+            return checksums.read_record(SessionSpec, self.folder / "spec.json", SESSION_FORMAT)
         except FileNotFoundError:
             message = f"no training session {self.session_id!r} in {self.home.sessions}"
             raise NotFound(message, param="session") from None

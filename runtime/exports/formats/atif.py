@@ -14,7 +14,6 @@ from typing import Any
 from cray_agents.exact_json import read_arguments
 from cray_agents.messages import FIELDS, function_of, reasoning_of
 from cray_agents.records import Message, ModelCall, Run, ToolCall, Turn
-from cray_agents.runtime.exports.conversation import Conversation, conversation_of
 from cray_agents.runtime.exports.export_format import (
     Json,
     LineFormat,
@@ -23,6 +22,7 @@ from cray_agents.runtime.exports.export_format import (
     unsupported,
 )
 from cray_agents.runtime.exports.formats.jsonl import check_finite
+from cray_agents.runtime.store.run_conversation import Conversation, conversation_of
 
 VERSION = "ATIF-v1.7"
 UNKNOWN = "unknown"  # for fields that the schema requires and a run may lack

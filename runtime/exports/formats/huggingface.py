@@ -17,10 +17,10 @@ from cray_agents.exact_json import dump_json
 from cray_agents.messages import other_fields, reasoning_of
 from cray_agents.records import Message, Run
 from cray_agents.runtime.disk import durable
-from cray_agents.runtime.exports.conversation import conversations_of, text_losses
 from cray_agents.runtime.exports.export_files import FolderContents, TableFormat
 from cray_agents.runtime.exports.export_format import Written
-from cray_agents.runtime.exports.losses import describe_losses
+from cray_agents.runtime.exports.losses import describe_losses, text_losses
+from cray_agents.runtime.store.run_conversation import conversations_of
 
 ABOUT = {
     "id": "The run's id.",

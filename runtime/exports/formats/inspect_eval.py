@@ -24,7 +24,6 @@ from cray_agents.errors import BadInput
 from cray_agents.exact_json import dump_json, load_json, sent_arguments
 from cray_agents.messages import function_of, other_fields, part_text, reasoning_of, with_parts
 from cray_agents.records import Message, ModelCall, Run, StopReason, ToolCall, digest, is_finding
-from cray_agents.runtime.exports.conversation import Conversation, conversation_of, text_losses
 from cray_agents.runtime.exports.export_format import (
     Json,
     LineFormat,
@@ -33,6 +32,8 @@ from cray_agents.runtime.exports.export_format import (
     unsupported,
 )
 from cray_agents.runtime.exports.formats.jsonl import check_finite
+from cray_agents.runtime.exports.losses import text_losses
+from cray_agents.runtime.store.run_conversation import Conversation, conversation_of
 
 VERSION = 2  # of the layout
 SEVERAL = "several"  # models or agents in one log: each sample names its own

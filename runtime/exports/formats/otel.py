@@ -24,12 +24,8 @@ import orjson
 from cray_agents.exact_json import read_arguments
 from cray_agents.messages import FIELDS, function_of, reasoning_of
 from cray_agents.records import Message, ModelCall, Reward, Run, StopReason, ToolCall, Turn
-from cray_agents.runtime.exports.conversation import (
-    Conversation,
-    check_calls,
-    conversation_of,
-)
 from cray_agents.runtime.exports.export_format import Json, LineFormat, Written, json_text, line_of
+from cray_agents.runtime.store.run_conversation import Conversation, check_calls, conversation_of
 
 SCHEMA = "https://opentelemetry.io/schemas/1.41.0"
 REPEATED = 64 * 2**20  # bytes of messages of a run's calls, beyond which they are not repeated

@@ -29,7 +29,7 @@ PREFIX = "sk-cray-"
 PLATFORM_PREFIX = "sk-platform-"  # of a platform's own key, which is new for each of its processes
 NO_KEY = "none"  # as a name: requests without a key
 PLATFORM_ID = "platform"  # in the place of a key's id: the platform's own commands and processes
-FRESH_SECONDS = 0.5  # until a key that another process made or revoked is noticed
+REFRESH_INTERVAL = 0.5  # until a key that another process made or revoked is noticed
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _RECORD = ".json"
 
@@ -151,7 +151,7 @@ class Keys:
         return checksums.list_whole(names, lambda name: _read(self._folder / name)).damaged
 
     def check(self, secret: str) -> KeyRecord | None:
-        """Return the working key with this secret, from memory no older than FRESH_SECONDS.
+        """Return the working key with this secret, from memory no older than REFRESH_INTERVAL.
 
         The time this takes depends on the secret's hash at most, which does not reveal the secret.
         """
@@ -176,7 +176,7 @@ class Keys:
         The folder's mtime would not do: two changes within its grain look like one.
         """
         now = time.monotonic()
-        if now - self._read_at < FRESH_SECONDS:
+        if now - self._read_at < REFRESH_INTERVAL:
             return
         names = self._listing()
         self._read_at = now

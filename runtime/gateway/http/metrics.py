@@ -7,12 +7,13 @@ report through the methods here. routes/platform.py serves GET /metrics.
 """
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from cray_agents.runtime.background import FAILURES
 from cray_agents.runtime.gateway.model_calls.admission import Admission
@@ -23,14 +24,6 @@ from cray_agents.runtime.telemetry.replica_metrics import replica_families
 SWAP_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 MOST_CODES = 100  # error codes with a series of their own, ours and those of engines
 GONE = "gone"  # status class of a client that left before the answer
-
-
-class MetricSource(Protocol):
-    """A source of further metrics: see `Metrics.add`."""
-
-    def collect(self) -> Iterable[Metric]:
-        """Return metrics as they are now."""
-        ...
 
 
 class _Series:
@@ -81,7 +74,7 @@ class Metrics:
             registry=registry,
         )
         self.model_calls = CallMetrics(registry)
-        self._collectors: list[MetricSource] = []
+        self._collectors: list[Collector] = []
         self._replica_states: Sequence[Mapping[str, Any]] = ()
         self.in_flight = 0  # HTTP requests in the gateway now
         self.sampled_tokens = 0  # of all recorded calls so far
@@ -102,7 +95,7 @@ class Metrics:
         )
         self._replicas = Gauge("cray_replicas", "Replicas by state", ["state"], registry=registry)
 
-    def add(self, collector: MetricSource) -> None:
+    def add(self, collector: Collector) -> None:
         """Let `collect` also yield the metrics of a collector."""
         self._collectors.append(collector)
 

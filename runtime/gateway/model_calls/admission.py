@@ -37,7 +37,7 @@ from typing import NamedTuple
 from cray_agents.errors import CrayError, EngineUnavailable, TooManyRequests
 
 RETRY_SECONDS = (0.05, 60.0)  # least and most in a Retry-After
-_POLL = 0.1  # seconds between checks of the capacity while requests wait: it rises without notice
+_POLL_INTERVAL = 0.1  # seconds between checks, while requests wait, if the capacity rose
 _STALE = 1.0  # seconds without a check after which an outage may have ended and begun again
 _WEIGHT = 1 / 32  # of the newest request in the mean of their seconds
 
@@ -217,15 +217,6 @@ class Admission:
         """Requests of both classes, at the engines and waiting."""
         return self._inside + self._waiting + len(self._batch) + len(self._parked)
 
-    def batch_room(self) -> int:
-        """Return how many more batch requests would be let in at once.
-
-        A sender may send one even at 0: after `trickle` seconds it gets the next free slot.
-        """
-        if self._waiting or self._batch:
-            return 0
-        return max(0, self._now_capacity() - self.reserve - self._inside)
-
     def room(self) -> Room:
         """Return the numbers for the rate-limit headers."""
         limit = self._last_capacity + self._bound
@@ -321,7 +312,7 @@ class Admission:
         if ticket._slot is None:
             ticket._slot = loop.create_future()
         if self._timer is None:
-            self._timer = loop.call_later(_POLL, self._tick)
+            self._timer = loop.call_later(_POLL_INTERVAL, self._tick)
 
     def _join(self, ticket: Ticket) -> None:
         self._wait(ticket)
@@ -390,7 +381,7 @@ class Admission:
             self._refuse_late()
         finally:  # whatever a callback raised, who waits is looked at again
             if self._waiting or self._batch or self._parked:
-                self._timer = asyncio.get_running_loop().call_later(_POLL, self._tick)
+                self._timer = asyncio.get_running_loop().call_later(_POLL_INTERVAL, self._tick)
 
     def _refuse_late(self) -> None:
         """Refuse the requests that nothing could serve for `outage` seconds."""

@@ -71,7 +71,7 @@ from cray_agents.runtime.store.conversations import Continuation, chain, chain_b
 KEY_LENGTH = 255  # characters of an Idempotency-Key
 MAX_TAGS, TAG_LENGTH = 32, 100  # tags of a run, characters of one
 OBJECT_FIELDS = ("stream_options", "structured_outputs")  # other types in the latter: 500 from vLLM
-VERSION_POLL = 1.0  # seconds between checks for the version that a request waits for
+VERSION_INTERVAL = 1.0  # seconds between checks for the version that a request waits for
 
 
 class _CallRequest(NamedTuple):
@@ -223,7 +223,7 @@ async def wait_for_slot(services: Services, ticket: Ticket, wanted: Wanted) -> N
             if ticket.inside:
                 return
             slot = slot or asyncio.ensure_future(ticket.wait())
-            await asyncio.wait({slot}, timeout=VERSION_POLL)
+            await asyncio.wait({slot}, timeout=VERSION_INTERVAL)
         slot.result()
     finally:
         if slot is not None:

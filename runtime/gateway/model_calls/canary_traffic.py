@@ -22,7 +22,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index import RunFacts
 
-SAVE_SECONDS = 1.0  # between two writes of the counts to disk
+SAVE_INTERVAL = 1.0  # between two writes of the counts to disk
 
 Pieces = AsyncGenerator[bytes, None]
 
@@ -181,7 +181,7 @@ class CanaryTraffic:
 
     async def _keep_saving(self) -> None:
         while self._canaries:
-            await asyncio.sleep(SAVE_SECONDS)
+            await asyncio.sleep(SAVE_INTERVAL)
             await self._save()
         self._saving = False
 

@@ -20,7 +20,7 @@ from cray_agents.exact_json import dump_json
 from cray_agents.runtime.disk.host_lock import HostLock
 from cray_agents.runtime.store import Store
 
-_LOCK_POLL = 0.02  # seconds between two looks if another gateway's request has ended
+_LOCK_INTERVAL = 0.02  # seconds between two looks if another gateway's request has ended
 
 
 class ReplayedAnswer(NamedTuple):
@@ -70,7 +70,7 @@ async def _lock_on_host(root: str, call_id: str) -> HostLock:
     lock = HostLock(f"call {call_id} of root {root}")
     try:
         while not lock.take():  # noqa: ASYNC110 - another process holds it
-            await asyncio.sleep(_LOCK_POLL)
+            await asyncio.sleep(_LOCK_INTERVAL)
     except BaseException:
         lock.close()
         raise

@@ -1,8 +1,7 @@
 """OpenAI's files and uploads: streamed to the disk, sent whole or in ranges.
 
 A file comes as multipart in one request, or as an upload: parts of at most 64 MiB, in any order and
-in parallel, then one file. Beyond OpenAI's API, an upload may announce its `sha256`, can then be
-continued, and lists its parts.
+in parallel, then one file. Beyond OpenAI's API, an upload lists its parts.
 """
 
 import asyncio
@@ -25,6 +24,7 @@ from cray_agents.runtime.files.files import (
     PAGE_LIMIT,
     ClientPurpose,
     ExpiresAfter,
+    File,
     FileObject,
     Files,
     Order,
@@ -57,20 +57,6 @@ SHA256 = "^[0-9a-f]{64}$"
 router = Router("Files")
 
 
-class File(Record):
-    """A file as clients see it. The last two fields are left out where there is nothing to say."""
-
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    filename: str
-    purpose: Purpose
-    status: str
-    expires_at: int = 0
-    status_details: str = ""
-
-
 class FileForm(Record):
     """The fields of a form with a file."""
 
@@ -87,17 +73,6 @@ class PartForm(Record):
     sha256: str = Field("", pattern=SHA256)
 
 
-class ShownPart(Record):
-    """An acknowledged part."""
-
-    id: str
-    object: Literal["upload.part"]
-    created_at: int
-    upload_id: str
-    bytes: int
-    sha256: str = Field(pattern=SHA256)
-
-
 class ShownUpload(Record):
     """An upload and its parts, at the end its file."""
 
@@ -110,8 +85,7 @@ class ShownUpload(Record):
     purpose: str
     status: Literal["pending", "completed", "cancelled", "expired"]
     file: File | None
-    sha256: str | None
-    parts: list[ShownPart]
+    parts: list[UploadPart]
 
 
 class UploadCompletion(Fields):
@@ -211,8 +185,7 @@ async def download_file(
 async def create_upload(services: Current, request: Request, body: UploadRequest) -> Response:
     """Begin to send a file in parts.
 
-    With `sha256` an upload can be continued: the same request by the same caller, with the same
-    filename and purpose, returns it with its parts. An upload expires a day after its last part.
+    An upload expires a day after its last part. One that was cut off goes on: GET lists its parts.
     """
     check_filename(body.filename)
     if body.bytes > services.max_upload:
@@ -231,7 +204,7 @@ async def retrieve_upload(services: Current, upload_id: UploadId) -> Response:
     "/v1/uploads/{upload_id}/parts",
     Role.use,
     form=PartForm,
-    answer=ShownPart,
+    answer=UploadPart,
     fails=f"{FORM_FAILS}, 404 not_found, 400 part_too_large",
 )
 async def add_upload_part(services: Current, request: Request, upload_id: UploadId) -> Response:
@@ -244,17 +217,14 @@ async def add_upload_part(services: Current, request: Request, upload_id: Upload
     draft = partial(services.files.blobs.draft, sent=True)
     async with receive_form(request, "data", draft, PART_BYTES) as form:
         part = await asyncio.to_thread(_add_part, services.uploads, upload_id, form)
-    return json_response(part.to_openai())
+    return json_response(part)
 
 
 @router.post(
     "/v1/uploads/{upload_id}/complete",
     Role.use,
     answer=ShownUpload,
-    fails=(
-        "404 not_found, 400 part_not_found, 400 bytes_mismatch, 400 md5_mismatch, "
-        "400 sha256_mismatch"
-    ),
+    fails="404 not_found, 400 part_not_found, 400 bytes_mismatch, 400 md5_mismatch",
 )
 async def complete_upload(
     services: Current, request: Request, upload_id: UploadId, body: UploadCompletion

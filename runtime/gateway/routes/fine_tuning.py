@@ -133,7 +133,7 @@ async def create_fine_tuning_job(services: Current, request: Request, body: Crea
     spec = await asyncio.to_thread(
         resolve_request, body, services.registry, tuning.files, *trainer, owner
     )
-    spec = await asyncio.to_thread(tuning.create, spec)
+    spec = await asyncio.to_thread(tuning.folder.create, spec)
     return await _act(services, tuning.look, spec.id)
 
 

@@ -54,7 +54,7 @@ from cray_agents.training_jobs import JobSpec, JobState, JobStatus
 MOST_POINTS = 20_000  # of a series
 MOST_NODES = 100  # in a page of a job's hardware
 LONGEST_WAIT = 30  # seconds that a question for a command's result is held
-LOOK = 0.005  # seconds between two looks for it
+POLL_INTERVAL = 0.005  # seconds between two looks for it
 Roots = tuple[Path, ...] | None  # the folders that a request may name directories of
 PARENT = "parent"  # as optimizer_from: the job that made the parent, if its optimizer can go on
 ACTION_FAILS = "404 not_found, 400 job_ended, 400 job_not_paused"
@@ -287,7 +287,7 @@ async def await_result(
     while (result := await asyncio.to_thread(trainer.result, job_id, sequence)) is None:
         if time.monotonic() > end:
             break
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_INTERVAL)
     return state, result
 
 

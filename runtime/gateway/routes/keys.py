@@ -14,6 +14,7 @@ from cray_agents.runtime.accounting.cost_table import (
     GROUPS,
     PAGE,
     CostQuery,
+    CostTable,
     check,
     cost_table,
     run_cost,
@@ -43,7 +44,7 @@ from cray_agents.runtime.gateway.http.fields import (
 from cray_agents.runtime.gateway.http.routing import Router
 from cray_agents.runtime.gateway.services import Current
 from cray_agents.runtime.views.usage import check_groups, usage_table
-from cray_agents.runtime.views.view_records import CostTable, NewKey, ShownKey, UsageTable
+from cray_agents.runtime.views.view_records import NewKey, ShownKey, UsageTable
 
 router = Router("Platform")
 

@@ -7,7 +7,7 @@ environments carry out: see docs/environments.md. Read next: runtime/gateway/rol
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import Query
 from pydantic import Field
@@ -41,7 +41,12 @@ from cray_agents.runtime.gateway.http.fields import (
     named,
 )
 from cray_agents.runtime.gateway.http.routing import Router
-from cray_agents.runtime.gateway.rollout_queue import SOURCE, RolloutResult, RolloutSpec
+from cray_agents.runtime.gateway.rollout_queue import (
+    SOURCE,
+    RolloutResult,
+    RolloutSpec,
+    RolloutState,
+)
 from cray_agents.runtime.gateway.services import Current
 from cray_agents.runtime.store.feedback import check_rewards
 from cray_agents.runtime.store.loop_records import LoopRecords
@@ -61,7 +66,6 @@ from cray_agents.runtime.views.view_records import (
 
 LONGEST_WAIT = 60  # seconds
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-RolloutState = Literal["queued", "running", "done"]
 EntryName = Annotated[str, named("entry", "entry")]
 
 router = Router("Training")

@@ -41,7 +41,7 @@ from cray_agents.runtime.views.view_records import (
 from cray_agents.runtime.vllm_plugins import proof
 
 DAY = 86_400.0  # seconds
-KEEP_ALIVE = 15.0  # seconds of silence after which a comment line is sent, at most
+KEEP_ALIVE_INTERVAL = 15.0  # seconds of silence after which a comment line is sent, at most
 METRICS: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
 
 router = Router("Platform")
@@ -284,7 +284,7 @@ async def stream_changes(
     changed. An `id` of "" means any of its kind. `reset`: fetch everything anew, as the cursor is
     of before a restart (`restarted`) or too old (`lagged`). Comment lines keep the stream alive.
     """
-    changes = services.changes.read(after, min(KEEP_ALIVE, services.keep_alive * 5))
+    changes = services.changes.read(after, min(KEEP_ALIVE_INTERVAL, services.keep_alive * 5))
     first = await anext(changes)  # raises for what is no cursor
 
     async def events() -> AsyncIterator[bytes]:

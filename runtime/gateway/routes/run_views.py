@@ -270,6 +270,6 @@ async def score_turn(
         with well_formed(f"the replica of {version}"):
             scored = parse_score(call, orjson.loads(content), vocabulary)
         named = {"id": run_id, "n": number, "model": version, "sampled_by": call["model"]}
-        return {**named, **scored, "from_top": body.top}
+        return {**named, **scored}
 
     return await answer_read(request, read)

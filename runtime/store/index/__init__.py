@@ -6,8 +6,8 @@ intake.py and run_merge.py add events, in any order.
 filters.py and statistics.py answer queries.
 """
 
-from cray_agents.runtime.store.index.index import Index, Places, Problem
+from cray_agents.runtime.store.index.index import Index, Places
 from cray_agents.runtime.store.index.run_merge import RunFacts
 from cray_agents.runtime.store.index.schema import cache_of, identity_of, sweep_caches
 
-__all__ = ["Index", "Places", "Problem", "RunFacts", "cache_of", "identity_of", "sweep_caches"]
+__all__ = ["Index", "Places", "RunFacts", "cache_of", "identity_of", "sweep_caches"]

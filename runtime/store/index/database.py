@@ -21,7 +21,7 @@ from cray_agents.runtime.disk.turns import statements_in_pieces
 from cray_agents.runtime.store.index import schema
 
 READERS = 8  # idle connections kept
-FRESH = 0.05  # seconds for which frequent reads do not check for a new file
+REFRESH_INTERVAL = 0.05  # seconds for which frequent reads do not check for a new file
 
 
 class Database:
@@ -64,12 +64,12 @@ class Database:
     def reading(self, *, often: bool = False) -> Iterator[sqlite3.Connection]:
         """Borrow a reading connection. Read results to their end: a half-read one holds the log.
 
-        With `often` the answer may come from a file that was replaced less than FRESH seconds ago.
+        With `often` the answer may come from a file replaced less than REFRESH_INTERVAL ago.
         """
         with self._translate_errors():
             self._check_open()
             now = time.monotonic()
-            if not often or now - self._checked > FRESH:
+            if not often or now - self._checked > REFRESH_INTERVAL:
                 self._reopen_if_replaced()
                 self._checked = now
             idle = self._idle
@@ -85,12 +85,6 @@ class Database:
                     idle.append(connection)
                 else:
                     connection.close()
-
-    def start_again(self) -> None:
-        """Replace the file by an empty one."""
-        with self._lock, self._translate_errors():
-            self._check_open()
-            self._renew()
 
     def close(self) -> None:
         """Close all connections."""

@@ -27,19 +27,10 @@ from cray_agents.runtime.store.index.run_merge import RunFacts
 from cray_agents.runtime.store.index.schema import CALL, FORGET, REWARD, Codes
 from cray_agents.runtime.store.index.statistics import RunStatistics
 from cray_agents.runtime.store.segments.line_format import LinePlace, Placed
+from cray_agents.runtime.store.segments.reader import Damage
 
 PAGE = 1000  # runs, or conversations, read at once
 CONVERSATIONS = 100_000  # calls kept that a conversation may continue
-
-
-class Problem(NamedTuple):
-    """An unreadable stretch of a segment, at `offset` in its lines and byte `at` of the file."""
-
-    segment: str
-    offset: int
-    at: int
-    length: int
-    message: str
 
 
 class Places(NamedTuple):
@@ -151,17 +142,13 @@ class Index(RunStatistics):
                 (segment, offset, at, length, message),
             )
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[Damage]:
         """Return the recorded damage of segments that were not dropped, sorted by place."""
-        return [Problem(*row) for row in self._all("SELECT * FROM problems")]
+        return [Damage(*row) for row in self._all("SELECT * FROM problems")]
 
     def progress(self) -> dict[str, int]:
         """Return how far each segment has been read, in bytes of its uncompressed lines."""
         return dict(self._all("SELECT name, progress FROM segments"))
-
-    def reset(self) -> None:
-        """Delete everything."""
-        self._database.start_again()
 
     def has(self, event_id: str) -> bool:
         """Tell whether a live event has this id."""
@@ -235,15 +222,11 @@ class Index(RunStatistics):
             row = connection.execute(sql, (run_id,)).fetchone()
         return None if row is None else row[0]
 
-    def select(self, query: RunQuery) -> list[RunFacts]:
-        """Return a page of runs; the query's `text` is ignored. Raises NotFound for `after`."""
-        with self._database.reading() as connection:
-            return read_page(connection, query, start_key(connection, query), query.limit)
-
     def iterate(self, query: RunQuery) -> Iterator[RunFacts]:
         """Yield all matching runs, up to `limit`, reading page by page in constant memory.
 
-        A run whose place in the order changes meanwhile may come twice or not at all.
+        The query's `text` is ignored. A run whose place in the order changes meanwhile may come
+        twice or not at all. Raises NotFound for an unknown `after`.
         """
         left = query.limit
         with self._database.reading() as connection:

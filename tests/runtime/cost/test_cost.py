@@ -14,12 +14,12 @@ from cray_agents.cli import app
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.errors import BadInput, ConfigError, NotFound
 from cray_agents.paths import Home
-from cray_agents.runtime.accounting.cost_table import CostQuery, cost_table, run_cost
+from cray_agents.runtime.accounting.cost_account import CostAmount
+from cray_agents.runtime.accounting.cost_table import CostQuery, CostTable, cost_table, run_cost
 from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_ledger, read_ledger
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.telemetry import file_metrics
-from cray_agents.runtime.views.view_records import CostAmount, CostTable
 from tests.support.costly_root import (
     HOUR,
     T,

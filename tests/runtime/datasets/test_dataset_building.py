@@ -1,7 +1,6 @@
 """Training sets: the same for the same runs, with a reason for each run that is not in them."""
 
 import asyncio
-import itertools
 import os
 import random
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import orjson
 import pyarrow.parquet
 import pytest
-from pydantic import ValidationError
 
 from cray_agents.errors import BadInput, Corrupt, NewerFormat, NotFound
 from cray_agents.paths import Home
@@ -352,17 +350,6 @@ async def test_where_and_iterations_choose_what_is_considered(tmp_path: Path) ->
         made(home, loop="l", where={"loop": "m"})
 
 
-async def test_a_file_of_held_texts_is_kept_out(tmp_path: Path) -> None:
-    benchmark = tmp_path / "benchmark.jsonl"
-    benchmark.write_bytes(orjson.dumps({"question": "task b"}) + b"\n")
-    events = several(run_events("a", [5], task=task("a")), run_events("b", [6], task=task("b")))
-    about = {"files": [str(benchmark)]}
-    manifest, found = await build(tmp_path / "home", events, decontamination=about)
-    assert [row["run_id"] for row in found] == ["a"]
-    said = details(Home(tmp_path / "home"), manifest["id"])
-    assert said["b"] == "equal to benchmark.jsonl:1"
-
-
 async def test_an_empty_set_says_why(tmp_path: Path) -> None:
     events = several(run_events("a", [5], reward=0.0), run_events("b", [6], reward=None))
     home = await stored(tmp_path, events)
@@ -430,11 +417,6 @@ def test_what_has_no_effect_is_refused_by_name(
     assert refused.value.param == param
 
 
-def test_an_unknown_field_is_an_error() -> None:
-    with pytest.raises(ValidationError):
-        DatasetRecipe.model_validate({"min_rewrd": 1})
-
-
 async def test_a_plan_says_what_would_be_and_writes_nothing(tmp_path: Path) -> None:
     events = several(run_events("a", [5]), run_events("b", [6], reward=0.0))
     home = await stored(tmp_path, events)
@@ -479,15 +461,3 @@ def test_nothing_is_built_twice_by_builders_at_once(tmp_path: Path) -> None:
     found = asyncio.run(go())
     assert all(manifest == found[0] for manifest in found)
     assert [path.name for path in Home(tmp_path).datasets.iterdir()] == [found[0]["id"]]
-
-
-def test_permutations_of_three_runs_are_one_set(tmp_path: Path) -> None:
-    async def go() -> set[str]:
-        runs = [run_events(f"r{n}", [n, n + 1], task=task(f"t{n}")) for n in range(3)]
-        ids = set()
-        for number, order in enumerate(itertools.permutations(runs)):
-            manifest, _ = await build(tmp_path / str(number), several(*order), loop="l")
-            ids.add(manifest["id"])
-        return ids
-
-    assert len(asyncio.run(go())) == 1

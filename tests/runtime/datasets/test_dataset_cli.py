@@ -1,9 +1,6 @@
 """`cray-agents dataset`: build, dry run, list, show, runs."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,12 +69,3 @@ def test_mistakes_are_told(home: Home, tmp_path: Path, words: tuple[str, ...], s
     found = [tmp_path / word if word == "broken.json" else word for word in words]
     error = cli(*found, cwd=tmp_path).exception
     assert isinstance(error, BadInput | NotFound) and said in str(error)
-
-
-@pytest.mark.slow
-def test_a_mistake_is_a_message_and_exit_code_2(tmp_path: Path) -> None:
-    Home(tmp_path).segments.mkdir()
-    argv = [sys.executable, "-m", "cray_agents", "dataset", "build", "--home", str(tmp_path)]
-    done = subprocess.run(argv, env=os.environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "none match" in " ".join(done.stderr.split()) and "Traceback" not in done.stderr

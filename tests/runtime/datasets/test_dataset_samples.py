@@ -32,26 +32,6 @@ def test_turns_that_extend_each_other_are_one_sample() -> None:
     assert (sample.trained, sample.by_version()) == (3, {"m@1": 3})
 
 
-def test_a_broken_prefix_starts_a_new_sample() -> None:
-    turns = [turn([1, 2], [3, 4]), turn([1, 2, 3, 9], [7]), turn([1, 2, 3, 9, 7, 8], [5])]
-    first, second = merge_turns(turns)
-    assert (first.input_ids.tolist(), first.loss_mask) == ([1, 2, 3, 4], [0, 0, 1, 1])
-    assert second.input_ids.tolist() == [1, 2, 3, 9, 7, 8, 5]
-    assert second.loss_mask == [0, 0, 0, 0, 1, 0, 1]
-
-
-def test_a_swap_in_mid_run_is_told_token_by_token() -> None:
-    turns = [
-        turn([1], [2], "m@2"),
-        turn([1, 2, 3], [4, 5], "m@1"),
-        turn([1, 2, 3, 4, 5], [6], "m@2"),
-    ]
-    (sample,) = merge_turns(turns)
-    assert sample.versions == ["m@2", "m@1"]
-    assert sample.version_index == [-1, 0, -1, 1, 1, 0]
-    assert sample.by_version() == {"m@2": 2, "m@1": 2}
-
-
 def test_a_swap_in_mid_answer_is_told_token_by_token() -> None:
     call = ModelCall(
         id="c",

@@ -10,7 +10,7 @@ from cray_agents.errors import BadInput
 from cray_agents.records import Run
 from cray_agents.runtime.exports.export_format import line_of
 from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS
-from tests.support.exports.example_runs import called, chat, made, of_calls
+from tests.support.exports.example_runs import chat, made
 
 ATIF = LINE_FORMATS["atif"].write_run
 
@@ -93,17 +93,6 @@ def test_what_the_schema_has_no_field_for_is_in_extra(runs: dict[str, Run]) -> N
     assert document(runs["imported"])["extra"]["imported"] == "openai"
 
 
-def test_totals_are_the_sums_of_the_steps(runs: dict[str, Run]) -> None:
-    run = runs["calc"]
-    final = document(run)["final_metrics"]
-    assert final == {
-        "total_steps": 4,
-        "total_prompt_tokens": run.usage.prompt_tokens,
-        "total_completion_tokens": run.usage.completion_tokens,
-    }
-    assert document(runs["imported"])["final_metrics"] == {"total_steps": 3}
-
-
 def test_arguments_that_are_no_object_are_kept_as_they_were_written(runs: dict[str, Run]) -> None:
     (call,) = document(runs["mangled"])["steps"][2]["tool_calls"]
     assert call["arguments"] == {"unparsed": '{"expression": '}  # as the model was told
@@ -114,17 +103,6 @@ def test_arguments_that_are_no_object_are_kept_as_they_were_written(runs: dict[s
     assert [call["extra"]["arguments"] for call in wild["tool_calls"]] == ["not json", "[1]", None]
     sources = [result["source_call_id"] for result in wild["observation"]["results"]]
     assert sources == ["c", "a", "b"]
-
-
-def test_errors_of_tools_and_results_nobody_was_told(runs: dict[str, Run]) -> None:
-    (refused,) = document(runs["refused"])["steps"][2]["tool_calls"]
-    assert refused["extra"]["error"] == "refused: no"
-    first, _ = document(runs["parallel"])["steps"][2]["tool_calls"]
-    assert first["extra"]["result"] == [{"row": 0}]
-    (cut,) = document(runs["cancelled"])["steps"][1]["tool_calls"]
-    assert cut["extra"]["error"] == "the run ended before this did"
-    (lost,) = document(runs["lost_call"])["steps"][1]["tool_calls"]
-    assert lost["extra"]["result"] == [1]
 
 
 def test_history_is_marked_as_copied(runs: dict[str, Run]) -> None:
@@ -141,28 +119,10 @@ def test_a_result_that_nothing_asked_for_has_a_step_of_its_own(runs: dict[str, R
     ]
 
 
-def test_calls_of_other_conversations_are_kept_whole(runs: dict[str, Run]) -> None:
-    run = runs["many"]
-    others = document(run)["extra"]["other_turns"]
-    told = {step["extra"]["call_id"] for step in document(run)["steps"] if "metrics" in step}
-    assert told | {turn["call_id"] for turn in others} == {call.id for call in run.calls}
-    assert all(turn["call"]["token_ids"] for turn in others)
-
-
 def test_what_a_call_read_is_told_where_it_read_something_else(runs: dict[str, Run]) -> None:
     steps = document(runs["trimmed"])["steps"]
     assert "messages" not in steps[1]["extra"]
     assert steps[3]["extra"]["messages"] == [{"role": "user", "content": "short"}]
-
-
-def test_an_answer_is_found_where_another_stands_in_its_place() -> None:
-    messages = [*chat("x", "y"), *chat("z", "a")]
-    late = called(
-        [{"role": "user", "content": "short"}], {"role": "assistant", "content": "a"}, "l"
-    )
-    steps = document(of_calls(late, messages=messages))["steps"]
-    assert "extra" not in steps[1]
-    assert steps[3]["extra"]["call_id"] == "l"
 
 
 def test_images_and_reasoning_and_roles(runs: dict[str, Run]) -> None:
@@ -197,14 +157,3 @@ def test_tools_of_other_apis_are_there_in_both_shapes(runs: dict[str, Run]) -> N
     assert agent["extra"]["tools"][0]["input_schema"] == {"type": "object"}
     steps = document(runs["tools_changed"])["steps"]
     assert steps[3]["extra"]["tools"] == []
-
-
-def test_a_run_of_no_words_still_has_a_step(runs: dict[str, Run]) -> None:
-    read = document(runs["nothing"])
-    assert [(step["source"], step["message"]) for step in read["steps"]] == [("user", "x")]
-    assert read["extra"]["error"]["infrastructure"] is True
-
-
-def test_logprobs_of_minus_infinity_are_as_the_store_has_them() -> None:
-    run = of_calls(called(chat("x"), {"role": "assistant", "content": "y"}))
-    assert document(run)["steps"][1]["metrics"]["logprobs"] == [-0.5, -9999.0]

@@ -9,7 +9,7 @@ import pytest
 
 from cray_agents import Task
 from cray_agents.errors import BadInput
-from cray_agents.records import Reward, Run, RunError, StopReason
+from cray_agents.records import Reward, Run, RunError, StopReason, ToolCall
 from cray_agents.runtime.exports.export_format import line_of
 from cray_agents.runtime.exports.formats.inspect_eval import EVAL, pack_log
 from tests.support.environments.pythons import venv
@@ -80,7 +80,10 @@ def test_a_sample_says_what_its_run_says(tmp_path: Path) -> None:
     call = called(messages[:4], messages[4], prompt_token_ids=[1, 2, 3], token_ids=[4, 5],
                   logprobs=[-0.5, -0.5], finish_reason="stop")  # fmt: skip
     call = call.model_copy(update={"model": "m@3"})
+    asked_apart = [{"role": "user", "content": "A summary that only this call saw."}]
+    apart = called(asked_apart, {"role": "assistant", "content": "An answer to it."}, "c0")
     good = of_calls(
+        apart,
         call,
         messages=messages,
         model="m@3",
@@ -94,6 +97,8 @@ def test_a_sample_says_what_its_run_says(tmp_path: Path) -> None:
         iteration=4,
         tags=["t"],
     )
+    done = ToolCall(id="c1", name="add", arguments='{"a": 1}', result="2")
+    good.trajectory.turns[1].tool_calls.append(done)
     again = good.model_copy(
         update={
             "id": "run-again",
@@ -120,6 +125,13 @@ def test_a_sample_says_what_its_run_says(tmp_path: Path) -> None:
     assert (told["id"], told["function"], told["arguments"]) == ("c1", "add", {"a": 1})
     assert (one["messages"][3]["function"], one["messages"][3]["content"]) == ("add", "2")
     assert one["output"]["completion"] == "It is 2."
+    calls = [event for event in one["events"] if event["event"] == "model"]
+    assert [event["output"]["completion"] for event in calls] == ["An answer to it.", "It is 2."]
+    assert [[m["content"] for m in event["input"]] for event in calls[:1]] == [
+        ["A summary that only this call saw."]
+    ]
+    (tool,) = [event for event in one["events"] if event["event"] == "tool"]
+    assert (tool["function"], tool["result"]) == ("add", "2")
     assert one["messages"][4]["content"][0]["reasoning"] == "easy"
     assert {name: score["value"] for name, score in one["scores"].items()} == {
         "right": 1.0,

@@ -13,7 +13,6 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from cray_agents.errors import BadInput
 from cray_agents.records import Run, Task, ToolCall, Trajectory, Turn
-from cray_agents.runtime.exports.conversation import run_of_demonstration
 from cray_agents.runtime.exports.export_files import TableFormat
 from cray_agents.runtime.exports.export_format import (
     LineFormat,
@@ -22,6 +21,7 @@ from cray_agents.runtime.exports.export_format import (
 )
 from cray_agents.runtime.exports.formats.catalog import FORMATS, LINE_FORMATS
 from cray_agents.runtime.exports.losses import LOSSES
+from cray_agents.runtime.exports.sources import run_of_demonstration
 from tests.support.exports.example_runs import called, chat, made
 
 BIG = 123456789012345678901234567890
@@ -129,22 +129,6 @@ def _is_json(run: Run) -> bool:
     return True
 
 
-@pytest.mark.slow
-def test_no_format_writes_into_a_run(runs: dict[str, Run]) -> None:
-    for name, run in runs.items():
-        if name == "surrogate":
-            continue
-        before = run.model_dump_json()
-        for form in LINE_FORMATS.values():
-            try:
-                record = written(form, run, runs["lazy"]).records[0]
-            except BadInput:
-                continue
-            line = line_of(run, record)
-            assert line_of(run, written(form, run, runs["lazy"]).records[0]) == line
-        assert run.model_dump_json() == before, name
-
-
 def test_a_demonstration_is_exported_as_a_run() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     messages = chat("x", "y", "z", "a")
@@ -212,10 +196,3 @@ def test_settings_of_the_template_are_kept_or_named_as_lost(name: str) -> None:
     text, losses = _text(FORMATS[name], run, other)
     exact = name == "tokens"  # the prompts themselves
     assert exact or ("enable_thinking" in text) != ("template_settings" in losses), losses
-
-
-@pytest.mark.parametrize("form", LINE_FORMATS.values(), ids=list(LINE_FORMATS))
-def test_a_format_says_what_it_is(form: LineFormat) -> None:
-    assert (form.write_run is None) != (form.write_pair is None)
-    assert (form.suffix == ".jsonl") == (form.pack is None)
-    assert form.title and form.about

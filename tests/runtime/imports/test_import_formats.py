@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -425,15 +424,6 @@ def odd(value: Any, picked: random.Random) -> Any:
     return value
 
 
-def ours() -> dict[str, Any]:
-    """What our own export writes."""
-    from cray_agents.runtime.exports.formats.atif import ATIF as EXPORT
-
-    (run,) = made(ATIF, "atif")
-    assert EXPORT.write_run is not None
-    return EXPORT.write_run(run).records[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["openai", "sharegpt", "atif", "jsonl"])
 def test_whatever_is_in_a_record_it_is_a_run_or_bad_input(form: str) -> None:
@@ -442,7 +432,7 @@ def test_whatever_is_in_a_record_it_is_a_run_or_bad_input(form: str) -> None:
     good: dict[str, list[Any]] = {
         "openai": [CHAT, PREFERENCE],
         "sharegpt": [SHAREGPT],
-        "atif": [ATIF, ours()],
+        "atif": [ATIF],
         "jsonl": [run.model_dump(mode="json")],
     }
     outcomes = {"run": 0, "bad": 0}
@@ -587,22 +577,12 @@ def test_a_large_array_is_not_held(tmp_path: Path) -> None:
     assert peak < 8 * 2**20 < path.stat().st_size
 
 
-def exported(runs: list[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
-    from cray_agents.runtime.exports.formats.catalog import LINE_FORMATS as EXPORTS
-
-    for run in runs:
-        write_run = EXPORTS["jsonl"].write_run
-        assert write_run is not None
-        for record in write_run(run).records:
-            yield run, json.loads(json.dumps(record))
-
-
 def test_whole_records_come_back_whole() -> None:
     (run,) = made(ATIF, "atif")
     run = run.model_copy(update={"imported": None, "tags": ["t"]})
-    for given, record in exported([run]):
-        (back,) = made(record, "jsonl")
-        assert back == given
+    record = run.model_dump(mode="json")  # what our own export writes
+    (back,) = made(record, "jsonl")
+    assert back == run
     (other,) = made(record, "jsonl", Importing(("u",), loop="l"))
     assert (other.tags, other.loop) == (["t", "u"], "l")
     record["trajectory"]["turns"][0]["call"]["run_id"] = "another"

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from cray_agents.config.price_section import PriceSettings
-from cray_agents.errors import BadInput
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry.canary import Canary, CanaryTest
 from tests.support import costly_root
@@ -36,19 +35,6 @@ def unknown(used: UsedMetric, known: dict[str, set[str]]) -> str | None:
         return f"no metric {used.name}"
     missing = used.labels - known[used.name]
     return f"{used.name} has no {sorted(missing)}" if missing else None
-
-
-def test_the_extractor() -> None:
-    def used(text: str) -> list[tuple[str, set[str]]]:
-        return [(name, set(labels)) for name, labels in used_metrics(text)]
-
-    assert used('a{b="x y{z",c=~"d"}[5m]') == [("a", {"b", "c"})]
-    assert used("sum by (le, v) (rate(h_bucket[$__rate_interval]))") == [("h_bucket", {"le", "v"})]
-    assert used('a == 0 and on (r) b:c{d!="1"} > 1.5e3') == [("a", {"r"}), ("b:c", {"r", "d"})]
-    assert used("time() - max without (x) (g) offset 5m") == [("g", {"x"})]
-    for broken in ('a{b="x"', "a[5m", "a; b", "sum by (a"):
-        with pytest.raises(BadInput):
-            used_metrics(broken)
 
 
 async def test_every_expression_names_what_a_scrape_has(tmp_path: Path) -> None:

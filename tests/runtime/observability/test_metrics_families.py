@@ -10,7 +10,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.telemetry import call_metrics
-from cray_agents.runtime.telemetry.call_metrics import CallMetrics, key_label
+from cray_agents.runtime.telemetry.call_metrics import CallMetrics
 from cray_agents.runtime.telemetry.file_metrics import JobTails
 from cray_agents.runtime.telemetry.replica_metrics import EngineCollector, EngineText
 from tests.support.scraped_metrics import Samples, parse, put, write_loop_and_jobs
@@ -147,8 +147,3 @@ async def test_damage_leaves_a_family_out_and_the_rest_stands(tmp_path: Path) ->
         found = await scrape(gateway)
     assert "cray_jobs" not in found
     assert found["cray_loop_iteration"] == {("calc",): 0}
-
-
-def test_a_keys_label_tells_no_name() -> None:
-    assert key_label("") == "none" and key_label("web") != key_label("other")
-    assert "web" not in key_label("web")

@@ -9,9 +9,10 @@ import pytest
 
 from cray_agents.errors import BadInput, NotFound, StoreError
 from cray_agents.queries import RunFilter, RunQuery
-from cray_agents.runtime.store.index import Index, Places, Problem, RunFacts
+from cray_agents.runtime.store.index import Index, Places, RunFacts
 from cray_agents.runtime.store.segments.facts import Fact
 from cray_agents.runtime.store.segments.line_format import LinePlace
+from cray_agents.runtime.store.segments.reader import Damage
 from tests.support.store.made_up_facts import call, described, expected_runs, forget, placed, reward
 
 ORDERS = ("id", "newest", "oldest", "task")
@@ -139,7 +140,7 @@ def test_filters_orders_and_pages_are_what_a_plain_reading_says(index: Index) ->
             query = RunQuery(**given, order=order, limit=17)
             assert list(index.iterate(query)) == wanted[:17], query
             paged, after = [], None
-            while page := index.select(query.model_copy(update={"after": after})):
+            while page := list(index.iterate(query.model_copy(update={"after": after}))):
                 paged += page
                 after = page[-1].run_id
             assert paged == wanted, query
@@ -154,7 +155,7 @@ def test_a_tag_that_a_thousand_sets_hold_is_found_too(index: Index) -> None:
     fill(index, facts)
     assert index.count(RunFilter(tags=["all"])) == 1200
     assert index.count(RunFilter(tags=["odd", "all"])) == 600
-    assert [r.run_id for r in index.select(RunQuery(tags=["own-7", "odd"]))] == ["run_0007"]
+    assert [r.run_id for r in list(index.iterate(RunQuery(tags=["own-7", "odd"])))] == ["run_0007"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -166,7 +167,7 @@ def test_pages_stay_in_step_while_runs_are_added(index: Index, order: str) -> No
     later = [fact._replace(id=f"late-{fact.id}") for fact in many(120, rnd)]
     seen: list[str] = []
     query = RunQuery(order=order, limit=9)
-    while page := index.select(query):
+    while page := list(index.iterate(query)):
         seen += [run.run_id for run in page]
         query = query.model_copy(update={"after": page[-1].run_id})
         fill(index, later[: len(page)])
@@ -180,10 +181,13 @@ def test_a_page_may_go_on_after_a_forgotten_run_but_not_after_an_unknown_one(ind
     fill(index, [described(f"e{n}", f"run_{n}", time=float(n)) for n in range(4)])
     fill(index, [forget("f", "run_1", 9.0)])
     query = RunQuery(order="oldest", after="run_1")
-    assert [run.run_id for run in index.select(query)] == ["run_2", "run_3"]
+    assert [run.run_id for run in list(index.iterate(query))] == ["run_2", "run_3"]
     with pytest.raises(NotFound, match="run_x"):
-        index.select(RunQuery(order="newest", after="run_x"))
-    assert [run.run_id for run in index.select(RunQuery(after="run_1x"))] == ["run_2", "run_3"]
+        list(index.iterate(RunQuery(order="newest", after="run_x")))
+    assert [run.run_id for run in index.iterate(RunQuery(after="run_1x"))] == [
+        "run_2",
+        "run_3",
+    ]
 
 
 def test_what_is_read_must_follow_on_what_was_read(index: Index) -> None:
@@ -217,7 +221,7 @@ def test_of_rewards_given_at_the_same_time_the_higher_counts(index: Index, backw
 def test_rewards_alone_are_no_run(index: Index) -> None:
     fill(index, [reward("r1", "run_a", 0.5)])
     assert index.run("run_a") is None
-    assert index.select(RunQuery()) == []
+    assert list(index.iterate(RunQuery())) == []
     assert index.places(["run_a"])["run_a"].rewards == (LinePlace("segment_a", 0, 99),)
     fill(index, [described("d1", "run_a")])
     facts = index.run("run_a")
@@ -293,8 +297,8 @@ def test_damage_is_noted_once_and_goes_with_its_segment(index: Index) -> None:
     index.note("segment_a", 10, 4096, 7, "bad checksum")
     index.note("segment_b", 0, -1, 9, "not an event")
     assert index.problems() == [
-        Problem("segment_a", 10, 4096, 7, "bad checksum"),
-        Problem("segment_b", 0, -1, 9, "not an event"),
+        Damage("segment_a", 10, 4096, 7, "bad checksum"),
+        Damage("segment_b", 0, -1, 9, "not an event"),
     ]
     index.drop(["segment_a"])
     assert [problem.segment for problem in index.problems()] == ["segment_b"]
@@ -354,7 +358,7 @@ def test_statistics_by_group(index: Index) -> None:
 
 def test_absurd_numbers_are_no_error(index: Index) -> None:
     fill(index, [described("d1", "r1", generation=2**63, attempt=-(2**63), task="t\0t")])
-    assert index.select(RunQuery(iteration=2**63, order="task"))[0].iteration == 2**63
+    assert next(index.iterate(RunQuery(iteration=2**63, order="task"))).iteration == 2**63
     assert index.count(RunFilter(iteration=2**80, iterations=[10**30])) == 1
     assert index.count(RunFilter(task="t\0t")) == 1
 

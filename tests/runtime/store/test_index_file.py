@@ -85,7 +85,7 @@ def test_what_is_no_index_of_this_root_is_started_again(tmp_path: Path, damage: 
             connection.execute("PRAGMA user_version = 77")
     index = Index(path, identity)
     assert index.progress() == {}
-    assert index.select(RunQuery()) == []
+    assert list(index.iterate(RunQuery())) == []
     assert index.add("segment_a", 0, 90_000, some()) == 900
     assert index.count(RunFilter()) == 300
     index.close()
@@ -127,7 +127,7 @@ def test_a_deleted_file_is_made_anew_also_for_another_who_has_it_open(tmp_path: 
     path = tmp_path / "index.sqlite"
     one, two = filled(path), Index(path, "root")
     assert two.known("c1")
-    one.reset()
+    schema.remove(path)
     assert two.progress() == {} and not two.known("c1")
     assert two.add("segment_a", 100, 200, some()[1:2]) == -1
     assert two.add("segment_a", 0, 100, some()[:1]) == 1
@@ -186,7 +186,7 @@ def test_a_broken_fact_undoes_its_transaction(tmp_path: Path) -> None:
     assert not index.known("new") and index.run("run_new") is None
     assert "segment_b" not in index.progress()
     assert index.add("segment_b", 0, 100, placed([good], "segment_b")) == 1
-    assert [run.run_id for run in index.select(RunQuery(model="other"))] == ["run_new"]
+    assert [run.run_id for run in list(index.iterate(RunQuery(model="other")))] == ["run_new"]
     assert index.count(RunFilter(tags=["unheard-of"])) == 1
     index.close()
 

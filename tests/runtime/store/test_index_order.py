@@ -98,7 +98,7 @@ def check(index: Index, facts: list[Fact], at: dict[str, Placed]) -> None:
             assert index.place(fact.id) == at[fact.id].place
     for run_id in RUNS:
         assert index.run(run_id) == runs.get(run_id)
-    assert index.select(RunQuery()) == [runs[run_id] for run_id in sorted(runs)]
+    assert list(index.iterate(RunQuery())) == [runs[run_id] for run_id in sorted(runs)]
     assert list(index.iterate(RunQuery(order="newest"))) == sorted(
         runs.values(), key=lambda run: (run.started, run.run_id), reverse=True
     )

@@ -585,7 +585,7 @@ async def test_filling_the_index_of_many_runs_says_how_far_it_is(
     assert not caplog.messages
     shutil.rmtree(cache_of(home).parent)
     monkeypatch.setattr(indexing, "MUCH", 0)
-    monkeypatch.setattr(indexing, "NOTED", 0.0)
+    monkeypatch.setattr(indexing, "LOG_INTERVAL", 0.0)
     store = Store(home)
     assert [len(store.run(f"run-{number}").calls) for number in range(2)] == [1, 1]
     await store.close()

@@ -102,7 +102,7 @@ async def test_a_job_has_series_and_a_timeline(gateway: Gateway) -> None:
     JobSeries.model_validate(series)
     loss = series["series"]["loss"]
     assert len(loss) == 50 and loss[0] == [1, 1.0] and loss[-1] == [1000, 0.5]
-    assert series["counts"] == {"loss": 1000, "evaluation_loss": 1}
+    assert series["series"]["evaluation_loss"] == [[1000, 2.0]]
     assert set(series["names"]) == {"loss", "lr", "seconds", "evaluation_loss"}
     trace = await get(gateway, "/v1/jobs/job-1/timeline")
     assert trace["traceEvents"] and trace["otherData"]["job"] == "job-1"

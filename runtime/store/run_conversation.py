@@ -2,7 +2,7 @@
 
 The messages come from the run record, or from the last call if the record has none. A call is
 matched to a message by its prompt and its answer. Some calls match none: the client trimmed its
-history, or the run holds calls of other conversations. Used by all formats but `jsonl`.
+history, or the run holds calls of other conversations. Used by exports, views and the command line.
 
 After a handoff, calls see other system messages or tools, and no single list fits all messages.
 Formats for training then get one conversation per beginning, from `conversations_of`. Each is as
@@ -13,13 +13,10 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from cray_agents.messages import first_question
-from cray_agents.records import Message, Run, StopReason, Task, Trajectory, Turn, digest
-from cray_agents.runtime.exports.export_format import Json, unsupported
+from cray_agents.errors import BadInput
+from cray_agents.records import Message, Run, Trajectory, Turn
 
-#: Fields of a request that a chat template reads, beside messages and tools.
-TEMPLATE_SETTINGS = ("chat_template", "chat_template_kwargs", "continue_final_message", "documents",
-                     "output_config", "reasoning", "reasoning_effort", "thinking")  # fmt: skip
+Json = dict[str, Any]
 
 
 class Conversation(NamedTuple):
@@ -110,48 +107,11 @@ def check_calls(run: Run, messages: Iterable[Message]) -> None:
             isinstance(call, dict) and isinstance(call.get("function", call.get("custom")), dict)
             for call in calls
         ):
-            raise unsupported(run, "tool_calls", f"of a message are none: {str(calls)[:80]}")
-
-
-def text_losses(run: Run) -> set[str]:
-    """Return what every format loses that carries a run's texts, but not how each call was made."""
-    losses = set()
-    if run.redacted or any(call.redacted for call in run.calls):
-        losses.add("redacted")
-    if any(call.sampling.get(name) for call in run.calls for name in TEMPLATE_SETTINGS):
-        losses.add("template_settings")
-    return losses
-
-
-def trainable_conversations(run: Run) -> list[Conversation]:
-    """Return a run's conversations for a training format.
-
-    Raises BadInput for one without an answer, as of a run that failed before its model spoke.
-    """
-    conversations = conversations_of(run)
-    if not all(_answer_indices(each.messages) for each in conversations):
-        raise unsupported(run, "trajectory.messages", "has no message of the assistant")
-    return conversations
-
-
-def run_of_demonstration(
-    messages: Sequence[Message],
-    tools: Sequence[Json] = (),
-    metadata: Json | None = None,
-) -> Run:
-    """Return a demonstration of a dataset as an imported run, named by its content."""
-    question = first_question(messages)
-    return Run(
-        id=f"demonstration-{digest([list(messages), list(tools)])}",
-        agent="",
-        model="",
-        input=question,
-        output=messages[-1].get("content") if messages else None,
-        stop_reason=StopReason.completed,
-        trajectory=Trajectory(messages=list(messages), tools=list(tools)),
-        task=Task(input=question, metadata=metadata) if metadata else None,
-        imported="demonstration",
-    )
+            raise BadInput(
+                f"run {run.id}: tool_calls of a message are none: {str(calls)[:80]}",
+                param="tool_calls",
+                code="unsupported_export",
+            )
 
 
 def _place_turns(

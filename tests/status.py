@@ -1,0 +1,155 @@
+"""Status: where each feature runs, by the tests that prove it; docs/status.md is made of this.
+
+python -m tests.status              writes the page anew
+python -m tests.status GPU.JSON     first records the stages of a report of `make gpu`
+
+Results of long campaigns and of GPUs are in docs/results.json; `make soak` records there what it
+ran. tests/test_status.py compares the table with the tests, and the page with the table.
+"""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.soak import RESULTS, ROOT, SOAKS, commit, read_results, record
+
+TESTS = ROOT / "tests"
+PAGE = ROOT / "docs" / "status.md"
+PARTS = {"vllm": "vLLM", "megatron": "Megatron-core"}  # real parts, by the mark of a test
+#: Feature | tests without Slurm | tests on Slurm | stages of `make gpu`. `a/b` is a/test_b.py.
+TABLE = """
+agents, tools, handoffs | cray_agents/agent cray_agents/tool | |
+sandbox and verifier | tools/sandbox tools/verifier_attacks | |
+environments of other frameworks | environments environments_learn | |
+a loop that learns | demo | |
+a loop that continues after kills | loop_kills | |
+promotion test | cray_agents/promotion | |
+training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B
+distillation | trainers/distillation | |
+LoRA | trainers/lora | | lora-8B
+layouts over ranks | trainers/numerics trainers/context | | parallel
+full sharding | trainers/universal/weight_shards | | sharding
+any model of transformers | trainers/universal/universal_jobs | | transformers
+Megatron-Bridge | trainers/bridge/bridge_choice | |
+fused kernels, Transformer Engine, FP8 | trainers/kernels trainers/layer_choice | | train-1B
+jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
+training sessions | trainers/session training_session | | session session-lora
+agreement of trainer and engine | trainers/engine_agreement | | logprobs
+estimates of `plan` | trainers/plan trainers/planned_memory | |
+APIs of OpenAI and Anthropic | runtime/vllm_apis runtime/anthropic_shapes | |
+Tinker scripts | runtime/tinker | |
+batches, files, fine-tuning | runtime/batches runtime/fine_tuning | |
+changes of version without lost requests | runtime/vllm | |
+adapters in vLLM | runtime/adapters | |
+weights sent by NCCL or IPC | runtime/weight_transfer | |
+GPUs divided, or used by turns | runtime/gpu_placement cray_agents/gpu_turns | |
+replicas as Slurm jobs | | runtime/slurm_replicas up_replicas |
+replicas that come and go | runtime/scaling | cray_agents/preemption runtime/warm_replicas |
+several gateways, standbys | runtime/further_gateways standby | cluster_faults |
+jobs of a site's Slurm | | runtime/slurm runtime/schedulers |
+a store that survives kills | store_kills event_kills | |
+damage that is noticed | bit_flips | |
+datasets | runtime/datasets/dataset_building runtime/datasets/dataset_samples | |
+imports, exports | runtime/imports/import_formats runtime/exports/formats | |
+keys, roles, owners | runtime/role_matrix runtime/owners | |
+metrics, hardware | runtime/observability/metrics_families runtime/hardware/hardware | |
+dashboard | dashboard | |
+"""
+FEATURES = {
+    name: tuple(cells) for name, *cells in (
+        [cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()
+    )
+}  # fmt: skip
+HEAD = """\
+# Status
+
+This page says what was run, and where, by the test files in `tests/`.
+`python -m tests.status` writes it.
+
+- **CPU in CI**: tests that `make test` runs without a GPU. In brackets are the real parts that a
+  test starts: vLLM's CPU build, and Megatron-core over gloo.
+- **Private Slurm**: tests on a real Slurm that they start on one host, with up to 16 virtual nodes.
+- **GPU**: stages of `make gpu` with a recorded result. "Not run" means that none is recorded.
+
+| feature | CPU in CI | private Slurm | GPU |
+|---|---|---|---|
+"""
+SOAK_HEAD = """
+## Long campaigns
+
+`make soak` runs each for minutes or hours, and records its last result in `docs/results.json`. "Not
+run" means that no result is recorded.
+
+| campaign | tests | date | commit | result |
+|---|---|---|---|---|
+"""
+
+
+def page(results: dict[str, Any]) -> str:
+    """The page as it is to be."""
+    rows = [
+        f"| {name} | {_tests(cpu)} | {_tests(slurm)} | {_stages(gpu, results['gpu'])} |\n"
+        for name, (cpu, slurm, gpu) in FEATURES.items()
+    ]
+    campaigns = [
+        f"| {soak.name} | {_names(soak.tests)} | {_result(soak.name, results['soak'])} |\n"
+        for soak in SOAKS
+    ]
+    return "".join([HEAD, *rows, SOAK_HEAD, *campaigns])
+
+
+def marks(test: str) -> set[str]:
+    """Marks of a file's tests, but for those that run in `make soak` alone."""
+    blocks = path(test).read_text().split("\n\n\n")
+    text = "\n".join(block for block in blocks if '="make soak"' not in block)
+    return set(re.findall(r"pytest\.mark\.(\w+)", text))
+
+
+def path(test: str) -> Path:
+    """The file of a test of the table."""
+    return (TESTS / test).with_name(f"test_{Path(test).name}.py")
+
+
+def _tests(tests: str) -> str:
+    cells = []
+    for test in tests.split():
+        parts = [part for mark, part in PARTS.items() if mark in marks(test)]
+        name = path(test).relative_to(TESTS)
+        cells.append(f"`{name}`" + (f" ({', '.join(parts)})" if parts else ""))
+    return ", ".join(cells) or "no test"
+
+
+def _names(words: str) -> str:
+    files = [word.removeprefix("tests/") for word in words.split() if word.endswith(".py")]
+    return ", ".join(f"`{file}`" for file in files)
+
+
+def _stages(stages: str, found: dict[str, Any]) -> str:
+    ended = [f"`{name}` {found[name]['result']}, {found[name]['device']}, {found[name]['date']}"
+             for name in stages.split() if name in found]  # fmt: skip
+    return "; ".join(ended) or "not run"
+
+
+def _result(name: str, results: dict[str, Any]) -> str:
+    if found := results.get(name):
+        return f"{found['date']} | {found['commit']} | {found['result']}"
+    return "| | not run"
+
+
+def main(reports: list[str]) -> None:
+    """Record the reports' stages, and write the page."""
+    for report in reports:
+        content = json.loads(Path(report).read_bytes())
+        if (device := content["about"]["device"]) == "CPU":
+            sys.exit(f"{report} is of a CPU")
+        for stage, found in content["stages"].items():
+            record("gpu", stage, RESULTS, date=time.strftime("%Y-%m-%d"), commit=commit(),
+                   device=device, result=found["state"])  # fmt: skip
+    PAGE.write_text(page(read_results(RESULTS)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
