@@ -12,7 +12,8 @@ from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums, paging
 
 MANIFEST, RUNS, RECIPE, CARD = "manifest.json", "runs.parquet", "recipe.json", "README.md"
-DATASET_FORMAT = 2  # of manifest.json and the files that it names; 1 has the earlier names
+DATASET_FORMAT = 1  # of manifest.json and the files that it names
+#: What fields of recipes and the column of runs were called in datasets of earlier versions.
 EARLIER_NAMES = {"iteration": "generation", "iterations": "generations"}
 BATCH = 4096  # rows of runs.parquet read at a time
 

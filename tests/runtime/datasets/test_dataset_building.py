@@ -276,15 +276,15 @@ async def test_a_newer_format_is_refused_and_one_without_a_number_is_read(tmp_pa
     home = await stored(tmp_path, run_events("a", [5]))
     manifest, _ = made(home)
     path = home.dataset(manifest["id"]) / "manifest.json"
-    for found in (None, 3, "x"):
+    for found in (None, 2, "x"):
         record = {**manifest, "format": found} if found else {**manifest}
         record.pop("format" if found is None else "crc", None)
         path.write_bytes(with_crc(orjson.dumps(record)))
         if found is None:
             assert read_dataset(home, manifest["id"])["id"] == manifest["id"]
             continue
-        error = NewerFormat if found == 3 else Corrupt
-        with pytest.raises(error, match=r"knows format 3|no version"):
+        error = NewerFormat if found == 2 else Corrupt
+        with pytest.raises(error, match=r"knows format 2|no version"):
             read_dataset(home, manifest["id"])
         listed = list_datasets(home)
         assert not listed.rows and [row["id"] for row in listed.damaged] == [manifest["id"]]
