@@ -107,7 +107,9 @@ def by_hand(loss: str, datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
     return (weights * values).sum()
 
 
-@pytest.mark.parametrize("hyper", [{}, {"way": "universal"}], ids=["native", "universal"])
+@pytest.mark.parametrize(
+    "hyper", [{}, {"backend": "transformers"}], ids=["megatron", "transformers"]
+)
 def test_a_linear_loss_has_the_gradient_of_the_clients_own(
     lab: Any, tmp_path: Path, hyper: dict[str, Any]
 ) -> None:

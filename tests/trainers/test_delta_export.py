@@ -76,8 +76,8 @@ def test_changes_of_all_ranks_make_the_files_of_a_full_export(
     assert {name: hash_of(tmp_path / "all" / name, BLAKE3) for name in hashes} == hashes
 
 
-@pytest.mark.parametrize("way", ["native", "universal"])
-def test_a_job_publishes_what_it_changed(lab: Any, way: str) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "transformers"])
+def test_a_job_publishes_what_it_changed(lab: Any, backend: str) -> None:
     """In bfloat16 a small step leaves most weights as they are."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -94,7 +94,7 @@ def test_a_job_publishes_what_it_changed(lab: Any, way: str) -> None:
     text = checksums.with_crc(made.model_dump_json().encode())
     (parent / checkpoints.MANIFEST).write_bytes(text)
     lab.dataset()
-    hyper = {"steps": 2, "learning_rate": 1e-5, "dtype": "bfloat16", "way": way}
+    hyper = {"steps": 2, "learning_rate": 1e-5, "dtype": "bfloat16", "backend": backend}
     spec = lab.spec(parent, hyper=hyper, layout={"data": 2}, changes_only=True)
     assert spec.id == spec.model_copy(update={"changes_only": False}).id
     lab.run(spec)

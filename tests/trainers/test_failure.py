@@ -42,7 +42,7 @@ from cray_agents.trainers.job.job_state import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 from cray_agents.trainers.models.weights import SafeTensors
 from cray_agents.trainers.planning.cluster_resources import Resources, this_host
 from cray_agents.trainers.progress import CLOCK, ProgressClock

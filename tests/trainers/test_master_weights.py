@@ -183,7 +183,7 @@ def test_jobs_from_files_end_as_one_unless_the_master_is_forgotten(
     [
         ("all weights", [{"data": 2}, {"tensor": 2}, {"pipeline": 2}, {}]),
         ("adapters", [{"tensor": 2}, {"data": 2}, {}]),
-        ("universal", [{"data": 2}, {"data": 2, "sharding": "full"}, {}]),
+        ("transformers", [{"data": 2}, {"data": 2, "sharding": "full"}, {}]),
         ("experts", [{"data": 2, "expert": 2}, {"pipeline": 2}, {}]),
     ],
 )
@@ -194,7 +194,9 @@ def test_masters_go_on_in_another_layout(
 
     Also where one of them is killed.
     """
-    hyper = KINDS.get(kind, {**HYPER, "way": "universal" if kind == "universal" else "native"})
+    hyper = KINDS.get(
+        kind, {**HYPER, "backend": "transformers" if kind == "transformers" else "megatron"}
+    )
     parent = half(lab.models("qwen3_moe" if kind == "experts" else "qwen3"), tmp_path / "parent")
     short, long = (Chain(lab, parent, hyper, name) for name in ("short", "long"))
     for layout in layouts:

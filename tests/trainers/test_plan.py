@@ -209,23 +209,23 @@ def test_the_command_plans_a_directory(tmp_path: Path) -> None:
         assert word in text
 
 
-def test_the_command_plans_the_universal_way_and_a_teacher(tmp_path: Path) -> None:
+def test_the_command_plans_the_transformers_backend_and_a_teacher(tmp_path: Path) -> None:
     student, teacher = tmp_path / "student", tmp_path / "teacher"
     for folder, layers in ((student, 2), (teacher, 8)):
         folder.mkdir()
         written(folder, LLAMA_31_8B | {"num_hidden_layers": layers})
     words = ("--model", student, "--tokens", "1e6", "--gpus", 8, "--method", "distill", "--json")
-    native = json.loads(cli(*words).stdout)
-    made = json.loads(cli(*words, "--way", "universal").stdout)
-    assert made["parameters"] == native["parameters"]
+    megatron = json.loads(cli(*words).stdout)
+    made = json.loads(cli(*words, "--backend", "transformers").stdout)
+    assert made["parameters"] == megatron["parameters"]
     assert {row["sharding"] for row in made["layouts"]} == {"optimizer", "full"}
-    assert {row["sharding"] for row in native["layouts"]} == {"optimizer"}
+    assert {row["sharding"] for row in megatron["layouts"]} == {"optimizer"}
     assert {row["data"] for row in made["layouts"]} == {8}
     assert "teacher" not in made["memory_gib"]
     judged = json.loads(cli(*words, "--teacher", teacher).stdout)
     more = flops_per_scored_token(read_architecture(teacher), 4096)
     more -= flops_per_scored_token(read_architecture(student), 4096)
-    assert judged["flops"] == pytest.approx(native["flops"] + 1e6 * more)
+    assert judged["flops"] == pytest.approx(megatron["flops"] + 1e6 * more)
     weights = count_weights(read_architecture(teacher)).total
     assert judged["memory_gib"]["teacher"] * 2**30 > 2 * weights / judged["layout"]["tensor"]
     assert any("the teacher takes" in reason for reason in judged["reasons"])
@@ -267,9 +267,15 @@ def test_the_command_reads_a_dataset(tmp_path: Path) -> None:
         (["--model", "7B", "--tokens", 5, "--mfu", 40], "--mfu 40 must be above 0 and at most 1"),
         (["--model", "7B", "--tokens", 5, "--method", "ppo"], "sft, dpo, kto, grpo, distill"),
         (["--model", ".", "--tokens", 5, "--teacher", "."], "no effect with --method sft"),
-        (["--model", ".", "--tokens", 5, "--way", "bridge"], "Megatron-Bridge are not planned"),
-        (["--model", ".", "--tokens", 5, "--way", "other"], "choose one of native, universal"),
-        (["--model", "7B", "--tokens", 5, "--way", "native"], "give --model DIR"),
+        (
+            ["--model", ".", "--tokens", 5, "--backend", "megatron-bridge"],
+            "its layouts are not planned",
+        ),
+        (
+            ["--model", ".", "--tokens", 5, "--backend", "other"],
+            "choose one of megatron, transformers",
+        ),
+        (["--model", "7B", "--tokens", 5, "--backend", "megatron"], "give --model DIR"),
         (["--model", "7B", "--tokens", 5, "--gpus", 9, "--nodes", 1], "--nodes 1"),
         (["--model", "7B", "--tokens", 5, "--fp8", "int4"], "tensorwise, delayed, blockwise"),
         (["--model", "7B", "--tokens", 5, "--recompute", "all"], "--recompute 'all' names 'all'"),

@@ -234,7 +234,7 @@ def write_shapes(root: Path) -> dict[str, Path]:
 
 
 def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> int:
-    """The only rank: bytes that a layer keeps of a token, by shape, way and type.
+    """The only rank: bytes that a layer keeps of a token, by shape, backend and type.
 
     Of models that differ in the number of their layers alone, two more layers keep so much more.
     """
@@ -248,10 +248,10 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
     join_ranks(Layout(), rank, 1, store, on_cpu=True)
     known = BaselineLogprobs(Samples.of([[i % 300 for i in range(TOKENS // 3 + 1)]] * 3))
 
-    def measured(folder: Path, way: str, dtype: str) -> float:
-        sizes = hyper(max_tokens_per_microbatch=TOKENS, batch_size=3, dtype=dtype, way=way)
+    def measured(folder: Path, backend: str, dtype: str) -> float:
+        sizes = hyper(max_tokens_per_microbatch=TOKENS, batch_size=3, dtype=dtype, backend=backend)
         sizes = sizes.model_copy(update={"learning_rate": 1e-3})
-        model = read_architecture(folder, sizes.way)
+        model = read_architecture(folder, sizes.backend)
         training = RankTraining(model, Layout(), sizes, folder, on_cpu=True)
         own = {p.untyped_storage().data_ptr() for p in training.wrapped_chunks[0].parameters()}
         kept: dict[int, torch.Tensor] = {}
@@ -265,12 +265,12 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
         return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
 
     found = {
-        f"{name} {way} {dtype}": (
-            measured(folder / "4", way, dtype) - measured(folder / "2", way, dtype)
+        f"{name} {backend} {dtype}": (
+            measured(folder / "4", backend, dtype) - measured(folder / "2", backend, dtype)
         )
         / (2 * TOKENS)
         for name, folder in shapes.items()
-        for way in ("native", "universal")
+        for backend in ("megatron", "transformers")
         for dtype in ("float32", "bfloat16")
     }
     (out / "found.json").write_text(json.dumps(found))
@@ -290,8 +290,8 @@ def test_a_layer_keeps_what_is_estimated(tmp_path: Path) -> None:
     assert ended.code == 0, (tmp_path / "logs").read_text()
     found: dict[str, float] = json.loads((tmp_path / "found.json").read_bytes())
     for case, real in found.items():
-        name, way, dtype = case.split()
-        model = read_architecture(shapes[name] / "4", way)  # type: ignore[arg-type]
+        name, backend, dtype = case.split()
+        model = read_architecture(shapes[name] / "4", backend)  # type: ignore[arg-type]
         size = 2 if dtype == "bfloat16" else 4
         planned = layer_activations(model, Layout(), size, on_cpu=True)
         assert 0.9 * planned < real < 1.07 * planned, (case, real, planned)

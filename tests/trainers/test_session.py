@@ -76,9 +76,9 @@ def outcome(home: Home, job: JobJournal) -> Any:
         ({"data": 2}, {"dtype": "bfloat16"}),
         ({"tensor": 2}, {}),
         ({}, {"lora": {"rank": 2}}),
-        ({}, {"way": "universal"}),
+        ({}, {"backend": "transformers"}),
     ],
-    ids=["one rank", "data, bfloat16", "tensor", "lora", "universal"],
+    ids=["one rank", "data, bfloat16", "tensor", "lora", "transformers"],
 )
 def test_jobs_in_memory_end_as_jobs_of_their_own(
     lab: Any, tmp_path: Path, layout: dict[str, int], hyper: dict[str, Any]
@@ -174,12 +174,12 @@ def test_whatever_a_job_is_refused_for_its_session_lives(
         file.truncate(2000)
 
     def spec(parent: Any = "qwen3", **changes: Any) -> Any:
-        hyper = {"steps": 2, "way": "universal", **changes.pop("hyper", {})}
+        hyper = {"steps": 2, "backend": "transformers", **changes.pop("hyper", {})}
         return lab.spec(parent, layout={"data": ranks}, hyper=hyper, **changes)
 
     teacher = {"teacher": str(nan), "teacher_sha256": weights_sha256(nan)}
     teacher |= {"dataset": "distilled", "method": "distill"}
-    native, fc2 = {"way": "native"}, {"targets": ["fc2"]}
+    megatron, fc2 = {"backend": "megatron"}, {"targets": ["fc2"]}
     session = RunningSession(lab.home, Layout(data=ranks))
     while len(pids := children_of(session.pid)) < ranks:
         session.check()
@@ -188,11 +188,11 @@ def test_whatever_a_job_is_refused_for_its_session_lives(
     refused = [
         ("is damaged", spec(dataset="damaged")),
         ("config.json implies", spec(lying, hyper={"seed": 1})),
-        ("config.json", spec(lying, hyper=native)),
+        ("config.json", spec(lying, hyper=megatron)),
         ("safetensors", spec(cut)),
         ("no config.json", spec(tmp_path / "gone", parent_sha256="0" * 64)),
         ("has infinite numbers or NaN", spec(nan)),
-        ("the loss is nan", spec(nan, hyper=native)),
+        ("the loss is nan", spec(nan, hyper=megatron)),
         ("the loss is nan", spec(**teacher)),
         ("has no linear layer of these names", spec(others["mamba2"], hyper={"lora": fc2})),
         ("the rank can be 64 at most", spec(hyper={"lora": {"rank": 65}})),

@@ -27,7 +27,7 @@ from cray_agents.trainers.job.checks.input_checks import (
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import note_steps
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
+from cray_agents.trainers.models.megatron_bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import check_layout
 from cray_agents.training_jobs import ON_POLICY, JobSpec, explain_learning_rate
@@ -93,11 +93,11 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
     """
     home, hyper = journal.home, spec.hyperparameters
     parent = home.root / spec.parent
-    model = read_parent(parent, hyper.init, hyper.way)
+    model = read_parent(parent, hyper.init, hyper.backend)
     check_layout(model, spec.layout)
-    if model.way == "bridge":
+    if model.backend == "megatron-bridge":
         check_bridged(hyper)
-    if hyper.lora is not None and model.way == "native":
+    if hyper.lora is not None and model.backend == "megatron":
         from cray_agents.trainers.models.lora import choose_targets  # it imports torch
 
         choose_targets(model, hyper.lora)
@@ -140,7 +140,7 @@ def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> 
     if spec.reference is None or spec.reference_sha256 is None:
         return None
     reference = home.root / spec.reference
-    other = read_parent(reference, way=model.way)
+    other = read_parent(reference, backend=model.backend)
     if replace(other, dtype=model.dtype, init_std=model.init_std) != model:
         raise BadInput(
             f"the reference {reference} is another kind of model than {parent}", param="reference"
@@ -194,8 +194,8 @@ def choose_start(
     Corrupt, and BadInput for what these layers cannot do.
     """
     from cray_agents.trainers.checkpointing import resume
+    from cray_agents.trainers.models.backends import choose_layers_of
     from cray_agents.trainers.models.layer_choice import check_layers
-    from cray_agents.trainers.models.ways import choose_layers_of
 
     spec, hyper = work.spec, work.spec.hyperparameters
     layers = choose_layers_of(work.model, spec.layout, hyper.dtype, on_cpu)

@@ -25,8 +25,8 @@ The training process and the trainers that watch it share this module. Events ar
     layout      layout, recompute, reasons (sentences): the choice for a spec that names no layout;
                 the only event from before the first start
     started     attempt, from_step, left_out (samples without anything to learn), layout, layers
-                (the way, the layers and kernels, and why)
-    packing     how, difference, split, rejected: how the universal way computes several sequences
+                (the backend, the layers and kernels, and why)
+    packing     how, difference, split, rejected: how the transformers backend packs sequences
     taken_up    attempt, source ("memory", "parked" or "files"), seconds until a session had weights
                 and optimizer in place, parked_bytes (all that its ranks have parked then)
     warning     message: a loss that the job goes on with

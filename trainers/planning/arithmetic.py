@@ -31,9 +31,9 @@ class Parameters:
 
 
 def count_weights(model: Architecture) -> Parameters:
-    """Count the weights of a model. All but experts count as `mlp` if it is not native."""
+    """Count the weights of a model. With other backends than megatron all but experts is `mlp`."""
     table = model.vocab * model.hidden
-    if model.way != "native":
+    if model.backend != "megatron":
         weights, experts = model.counted
         rest = max(0, weights - experts - table)
         return Parameters(weights - experts - rest, 0, rest, experts, 0, 0)
@@ -203,7 +203,7 @@ def in_flight(layout: Layout, count: int, stage: int = 0) -> float:
 
 def weight_share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
     """Return the weights of a rank in a pipeline stage, with the vocabulary padded."""
-    if model.way != "native":
+    if model.backend != "megatron":
         weights, experts = model.counted
         tables = min(weights - experts, 2 * model.vocab * model.hidden)  # not split by stages
         split = layout.tensor * layout.pipeline
@@ -308,7 +308,7 @@ def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cp
     """
     columns = ceil(model.vocab / layout.tensor)
     numbers = tokens * columns
-    whole = on_cpu or (model.way == "universal" and layout.sharding == "full")
+    whole = on_cpu or (model.backend == "transformers" and layout.sharding == "full")
     if whole or numbers <= MOST_LOGITS:
         return numbers * (4 + 2 * size)
     return MOST_LOGITS * (4 + 2 * size) + columns * model.hidden * 4
@@ -337,7 +337,7 @@ def layer_activations(
     also keep their inputs in float32, and their quotients. transformers' own modules fuse little:
     see `_unfused`.
     """
-    if model.way == "universal":
+    if model.backend == "transformers":
         return size * model.hidden if recompute == "full" else _unfused(model, size)
     hidden, queries = model.hidden, model.heads * model.head_size
     keys = model.kv_heads * model.head_size

@@ -26,10 +26,7 @@ from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import send
-from cray_agents.trainers.models.lora import adapters, merged_weight, without_adapters
-from cray_agents.trainers.models.universal.passes import Packing
-from cray_agents.trainers.models.universal.weight_shards import WeightShards
-from cray_agents.trainers.models.ways import (
+from cray_agents.trainers.models.backends import (
     AnySource,
     StoredTypes,
     adapt_chunks,
@@ -40,6 +37,9 @@ from cray_agents.trainers.models.ways import (
     source_of,
     stored_types,
 )
+from cray_agents.trainers.models.lora import adapters, merged_weight, without_adapters
+from cray_agents.trainers.models.transformers_backend.passes import Packing
+from cray_agents.trainers.models.transformers_backend.weight_shards import WeightShards
 from cray_agents.trainers.progress import CLOCK, OwnWork
 from cray_agents.trainers.training.optimizer import (
     build_optimizer,
@@ -153,7 +153,7 @@ class RankTraining:
 
     @property
     def packing(self) -> Packing | None:
-        """The way to compute several sequences at once; None for the native way."""
+        """How it computes several sequences at once; None for the megatron backend."""
         return getattr(self.chunks[0], "packing", None)
 
     @property
@@ -188,7 +188,7 @@ class RankTraining:
         return first_source(self.parent, self.model, self.hyper)
 
     def stored_types(self) -> StoredTypes:
-        """Return the types that each weight of this rank is stored in: see ways.stored_types."""
+        """Return the types that each weight of this rank is stored in (backends.py)."""
         if self._types is None or self.shards is not None:  # the tensors of shards change
             self._types = stored_types(self.chunks, self.model, self.source)
         return self._types

@@ -18,7 +18,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.data.samples import Samples
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.tensors import read_parent
-from cray_agents.trainers.planning.layouts import check_layout, scoring_way
+from cray_agents.trainers.planning.layouts import check_layout, scoring_backend
 from cray_agents.training_jobs import Hyperparameters, JobSpec
 
 TOKENIZER = "tokenizer.json"
@@ -109,7 +109,7 @@ def check_teacher(teacher: Path, parent: Path, splits: Sequence[Samples], spec: 
     Every token of the parent's tokenizer must be the same text to the teacher's, which may have
     more. Where one has no tokenizer.json, the vocabularies must be of one size.
     """
-    model = read_parent(teacher, way=scoring_way(spec.layout), layout=spec.layout)
+    model = read_parent(teacher, backend=scoring_backend(spec.layout), layout=spec.layout)
     try:
         check_layout(model, spec.layout)
         for samples in splits:

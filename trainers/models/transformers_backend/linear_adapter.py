@@ -2,8 +2,8 @@
 
 W x + alpha / rank * B A x, where only A and B are trained. A job names its targets as for
 Megatron's layers (qkv, proj, fc1, fc2); `NAMES` has what the families call them. Experts get no
-adapters, and nor do layers that PEFT takes for experts or refuses. Called by models/ways.py. Read
-next: models/lora.py, which merges these as its own.
+adapters, and nor do layers that PEFT takes for experts or refuses. Called by models/backends.py.
+Read next: models/lora.py, which merges these as its own.
 """
 
 import math

@@ -18,7 +18,7 @@ from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess, c
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.foreign_model import VARIABLE, may_run
 from cray_agents.trainers.models.tensors import read_parent
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 MAP = {
@@ -102,7 +102,7 @@ def test_code_is_not_run_unless_its_directory_is_allowed(
     assert not novel.ran
     monkeypatch.setenv(VARIABLE, os.pathsep.join(["/elsewhere", str(novel.folder)]))
     model = read_parent(novel.folder)
-    assert (model.way, model.network) == ("universal", "NovelForCausalLM")
+    assert (model.backend, model.network) == ("transformers", "NovelForCausalLM")
     files = ParentFiles(novel.folder)
     network = files.build(torch.float32)
     units = files.units(network)

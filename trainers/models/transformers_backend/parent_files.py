@@ -18,15 +18,15 @@ from safetensors import safe_open
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.runtime.registry.foreign_model import read_config, read_weights
-from cray_agents.trainers.models.universal.conversions import (
+from cray_agents.trainers.models.transformers_backend.conversions import (
     Conversion,
     match_names,
     renaming_by_peft,
     tried,
 )
-from cray_agents.trainers.models.universal.dequantisation import DTYPE, packed_tensors
-from cray_agents.trainers.models.universal.linear_adapter import SavedAs
-from cray_agents.trainers.models.universal.text_model import TextModel
+from cray_agents.trainers.models.transformers_backend.dequantisation import DTYPE, packed_tensors
+from cray_agents.trainers.models.transformers_backend.linear_adapter import SavedAs
+from cray_agents.trainers.models.transformers_backend.text_model import TextModel
 from cray_agents.trainers.progress import CLOCK
 
 _DTYPES = {

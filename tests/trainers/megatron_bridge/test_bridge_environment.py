@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.trainers.models.bridge.bridged_kinds import why_not_installed
+from cray_agents.trainers.models.megatron_bridge.bridged_kinds import why_not_installed
 from tests.support.trainers.bridge_environment import ROOT, bridge_folder
 
 TESTS = Path(__file__).with_name("test_bridged_models.py")

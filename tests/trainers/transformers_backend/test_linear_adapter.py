@@ -1,4 +1,4 @@
-"""Adapters of the universal way as PEFT reads them: names, transposed layers, mixers, parts."""
+"""Adapters of transformers' modules as PEFT reads them: names, transposed layers, mixers, parts."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from cray_agents.trainers.checkpointing.peft_adapter import (
 )
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.lora import adapters, merged_weight, without_adapters
-from cray_agents.trainers.models.universal.linear_adapter import add_adapters
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.transformers_backend.linear_adapter import add_adapters
+from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 from cray_agents.training_jobs import Lora
 from tests.support.trainers.plain_model import plain_network
 from tests.support.trainers.tiny_families import FAMILIES, FURTHER, write_parent

@@ -1,4 +1,4 @@
-"""Kinds that are trained the universal way and served by a real vLLM: docs/serving.json.
+"""Kinds that are trained by the transformers backend and served by a real vLLM: docs/serving.json.
 
 `CRAY_TEST_SERVING=all`, or kinds with commas between them, in `make soak`. A trained checkpoint is
 served, one that LoRA made of it takes its place in the same process and gives it back, and its
@@ -33,7 +33,7 @@ ASKED = os.environ.get("CRAY_TEST_SERVING", "")
 CHOSEN = KINDS if ASKED == "all" else [kind for kind in ASKED.split(",") if kind]
 SERVED = "served"
 SETTINGS = EngineSettings(max_model_len=256, max_num_seqs=4, threads=1)
-STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "way": "universal"}
+STEPS = {"steps": 3, "batch_size": 4, "learning_rate": 1e-2, "backend": "transformers"}
 # what vLLM on a CPU has kernels for: heads of 32 and more, chunks of its blocks of 128 tokens
 SIZES: dict[str, Any] = {"hidden_size": 128, "n_embd": 128, "head_dim": 32}
 SIZES |= {"mamba_d_head": 32, "attention_chunk_size": 128, "linear_head_dim": 32}

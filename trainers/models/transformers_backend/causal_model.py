@@ -1,9 +1,9 @@
 """Causal model: a network of transformers in the form that a training step and Megatron expect.
 
-training/train_step.py builds it through models/ways.py. Megatron's data parallelism and optimizer
-take any module; they read `config` of it. Rank 0 alone tests the packing, on a copy of the
-network's first layers with float32 weights on the CPU, and tells the others. Read next: passes.py,
-parent_files.py for the weights.
+training/train_step.py builds it through models/backends.py. Megatron's data parallelism and
+optimizer take any module; they read `config` of it. Rank 0 alone tests the packing, on a copy of
+the network's first layers with float32 weights on the CPU, and sends the others the result. Read
+next: passes.py, parent_files.py for the weights.
 """
 
 import sys
@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import MOST_LOGITS, Architecture
-from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
-from cray_agents.trainers.models.universal.passes import (
+from cray_agents.trainers.models.transformers_backend.linear_adapter import LinearAdapter
+from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
+from cray_agents.trainers.models.transformers_backend.passes import (
     LENGTHS,
     REFUSALS,
     Packing,
@@ -28,7 +28,7 @@ from cray_agents.trainers.models.universal.passes import (
     layer_modules,
     untrained,
 )
-from cray_agents.trainers.models.universal.weight_shards import WeightShards
+from cray_agents.trainers.models.transformers_backend.weight_shards import WeightShards
 from cray_agents.training_jobs import Hyperparameters
 
 _ENTROPY_NUMBERS = 1 << 24  # probabilities at a time
@@ -65,7 +65,7 @@ def _entropies(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat(list(entropies))
 
 
-class UniversalModel(torch.nn.Module):
+class TransformersModel(torch.nn.Module):
     """A network of transformers, called as Megatron's GPTModel is.
 
     `packing` says how it computes several sequences. `always_reached`: every trained parameter gets
@@ -111,7 +111,7 @@ class UniversalModel(torch.nn.Module):
         self._recomputed = _recomputed_modules(network)
         self.train()
 
-    def train(self, mode: bool = True) -> "UniversalModel":
+    def train(self, mode: bool = True) -> "TransformersModel":
         """Switch recomputation and adapters' dropout; the network stays in evaluation mode."""
         super().train(mode)
         self.network.eval()
@@ -186,7 +186,7 @@ class UniversalModel(torch.nn.Module):
         return losses
 
 
-def build_universal(
+def build_transformers(
     model: Architecture,
     hyper: Hyperparameters,
     source: ParentFiles,
@@ -195,7 +195,7 @@ def build_universal(
     agree: Agree,
     *,
     sharded: bool,
-) -> UniversalModel:
+) -> TransformersModel:
     """Build the network with its weights, and choose its packing. Collective.
 
     Weights go from the files to the device one by one; rank 0's host needs room for those of the
@@ -206,7 +206,7 @@ def build_universal(
     if recompute not in ("none", "full"):
         raise BadInput(
             f"recompute={recompute}, but transformers' own module is computed again whole layers at"
-            " a time (way=universal): ask for recompute=full, or none",
+            " a time (backend=transformers): ask for recompute=full, or none",
             param="recompute",
         )
     tested, problem = None, None
@@ -225,7 +225,7 @@ def build_universal(
     network = source.build(DTYPES[hyper.dtype], device, filled=not sharded)
     for name in never:
         network.get_parameter(name).requires_grad_(False)
-    made = UniversalModel(
+    made = TransformersModel(
         network,
         _megatron_config(model, hyper, device, sharded=sharded),
         Packing(**{**packing, "split": tuple(packing["split"])}),

@@ -15,7 +15,7 @@ from cray_agents.training_jobs import Hyperparameters
 BRIDGE = "Megatron-Bridge 0.6"
 TRIED = {"megatron-bridge": "0.6", "megatron-core": "0.19"}  # versions, by their first two numbers
 # Of the kinds that Megatron-Bridge lists, those whose logits and losses were compared with
-# transformers' (tests/trainers/bridge/). Others have layers or tables of their own for GPUs alone.
+# transformers' (tests/trainers/megatron_bridge/). Others have layers or tables for GPUs alone.
 BRIDGED = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 # Experts with biases: Megatron-core and Megatron-Bridge keep each whole, and tensor ranks cut them.
@@ -23,17 +23,17 @@ WHOLE_EXPERTS = ("gpt_oss",)
 
 
 def check_bridged(hyper: Hyperparameters) -> None:
-    """Raise BadInput for what the bridge way does not train."""
+    """Raise BadInput for what the megatron-bridge backend does not train."""
     if hyper.lora is not None:
         raise BadInput(
-            "way=bridge trains all weights, and the job asks for LoRA: train LoRA with"
-            " way=universal, or with way=native for its kinds",
+            "backend=megatron-bridge trains all weights, and the job asks for LoRA: train LoRA with"
+            " backend=transformers, or with backend=megatron for its kinds",
             param="lora",
         )
     if hyper.fp8 is not None:
         raise BadInput(
-            f"way=bridge was not tried with fp8={hyper.fp8}: leave fp8 out, or ask for way=native"
-            " for its kinds",
+            f"backend=megatron-bridge was not tried with fp8={hyper.fp8}: leave fp8 out, or ask for"
+            " backend=megatron for its kinds",
             param="fp8",
         )
 
@@ -61,7 +61,7 @@ def why_not_installed() -> str | None:
         installed = importlib.metadata.version(package)
         if installed.split(".")[:2] != tried.split("."):
             return (
-                f"{package} {installed} is installed, and the bridge way was tried with {tried}:"
-                f" pip install '{package}=={tried}.*'"
+                f"{package} {installed} is installed, and backend=megatron-bridge was tried with"
+                f" {tried}: pip install '{package}=={tried}.*'"
             )
     return None

@@ -1,4 +1,4 @@
-"""Whole jobs of kinds without native layers: methods, resume, their record, and what is refused."""
+"""Jobs of kinds without Megatron layers: methods, resume, their record, and what is refused."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.tensors import read_parent
-from cray_agents.trainers.models.universal.linear_adapter import add_adapters
+from cray_agents.trainers.models.transformers_backend.linear_adapter import add_adapters
 from cray_agents.trainers.planning.layouts import check_layout
 from cray_agents.training_jobs import Layout, Lora
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
@@ -41,7 +41,7 @@ def test_a_method_trains_and_publishes(
     job = lab.run(spec)
     events = {event["event"]: event for event in job.journal.events()}
     assert events["started"]["layers"] == (
-        "transformers' GptOssForCausalLM: there are no native layers for gpt_oss"
+        "transformers' GptOssForCausalLM: there are no Megatron layers for gpt_oss"
     )
     assert events["packing"]["how"] == "packed: attention within each sequence"
     how = f"{events['started']['layers']}; {events['packing']['how']}"
@@ -73,7 +73,7 @@ def test_a_killed_job_goes_on_as_if_nothing_had_happened(lab: Any, sinks: Path) 
     assert all(bool((resumed[name] == weights[name]).all()) for name in weights)
 
 
-def test_lora_of_the_universal_way_is_what_peft_loads(lab: Any, sinks: Path) -> None:
+def test_lora_of_the_transformers_backend_is_what_peft_loads(lab: Any, sinks: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -92,25 +92,27 @@ def test_lora_of_the_universal_way_is_what_peft_loads(lab: Any, sinks: Path) -> 
     assert step > 0.1 and (merged - adapted).abs().max() < 0.05 * step  # stored in bfloat16
 
 
-def test_what_the_universal_way_cannot_do_is_refused_by_name(sinks: Path, models: Any) -> None:
+def test_what_the_transformers_backend_cannot_do_is_refused_by_name(
+    sinks: Path, models: Any
+) -> None:
     model = read_architecture(sinks)
-    assert (model.way, model.kind, model.vocab, model.max_tokens) == (
-        "universal", "gpt_oss", 500, 512,
+    assert (model.backend, model.kind, model.vocab, model.max_tokens) == (
+        "transformers", "gpt_oss", 500, 512,
     )  # fmt: skip
     for name in ("tensor", "pipeline", "context", "expert"):
         with pytest.raises(BadInput, match=rf"{name}=2.*data parallelism.*fit: data="):
             check_layout(model, Layout(**{"data": 2, name: 2}))
     check_layout(model, Layout(data=4))
-    asked = read_architecture(models("qwen3"), "universal")
-    assert (asked.way, asked.network) == ("universal", "Qwen3ForCausalLM")
-    with pytest.raises(BadInput, match=r"tensor=2.*way=native splits it"):
+    asked = read_architecture(models("qwen3"), "transformers")
+    assert (asked.backend, asked.network) == ("transformers", "Qwen3ForCausalLM")
+    with pytest.raises(BadInput, match=r"tensor=2.*backend=megatron splits it"):
         check_layout(asked, Layout(tensor=2))
     with pytest.raises(BadInput, match=r"no linear layer of these names.*train all weights"):
         add_adapters(torch.nn.Module(), Lora(), 0)
     with pytest.raises(BadInput, match="init=random"):
         read_parent(sinks, "random")
-    with pytest.raises(BadInput, match=r"'gpt_oss'.*native way.*llama.*way=universal"):
-        read_architecture(sinks, "native")
+    with pytest.raises(BadInput, match=r"'gpt_oss'.*backend=megatron.*llama.*backend=transformers"):
+        read_architecture(sinks, "megatron")
 
 
 def test_weights_are_counted_as_transformers_has_them(sinks: Path, models: Any) -> None:
@@ -126,7 +128,7 @@ def test_weights_are_counted_as_transformers_has_them(sinks: Path, models: Any) 
     assert weights_per_token(model) == count_weights(model).total - idle - table
     tied = models("qwen3-tied")
     assert (
-        count_weights(read_architecture(tied, "universal")).total
+        count_weights(read_architecture(tied, "transformers")).total
         == count_weights(read_architecture(tied)).total
     )
 
@@ -173,9 +175,9 @@ def test_a_config_of_more_layers_than_tensors_is_refused_before_it_is_built(tmp_
 
 def test_old_jobs_keep_their_ids(lab: Any) -> None:
     spec = lab.spec("qwen3")
-    hyper = spec.hyperparameters.model_copy(update={"way": "native"})
+    hyper = spec.hyperparameters.model_copy(update={"backend": "megatron"})
     assert spec.id != spec.model_copy(update={"hyperparameters": hyper}).id
-    assert "way" not in json.dumps(spec.model_dump(exclude_none=True))
+    assert "backend" not in json.dumps(spec.model_dump(exclude_none=True))
 
 
 def test_sizes_of_a_kind_whose_layers_differ(tmp_path: Path) -> None:

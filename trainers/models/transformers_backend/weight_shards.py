@@ -3,7 +3,7 @@
 Megatron's own FSDP (arXiv 1910.02054, stage 3) does it. It gathers the weights of one layer right
 before they are used, forgets them right after, and scatters the sum of their gradients at once.
 Weights outside of the layers, such as the embedding, stay gathered for a pass. `wrap_fully` is
-called by training/optimizer.py; state.py and ways.py read and write the shards.
+called by training/optimizer.py; state.py and backends.py read and write the shards.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.models.universal.passes import decoder_layers
+from cray_agents.trainers.models.transformers_backend.passes import decoder_layers
 from cray_agents.training_jobs import Hyperparameters
 
 REMEDY = "ask for sharding=optimizer, which every model supports"
@@ -32,7 +32,7 @@ class _Called(torch.nn.Module):
 
 
 def wrap_fully(chunk: Any, hyper: Hyperparameters) -> Any:
-    """Spread a UniversalModel's weights over the data ranks, and set its `shards`. Collective.
+    """Spread a TransformersModel's weights over the data ranks, and set its `shards`. Collective.
 
     Its parameters may be on the CPU and hold nothing: see WeightShards.put. Where none of them
     requires a gradient, there is no memory for gradients and an optimizer. Raises BadInput where

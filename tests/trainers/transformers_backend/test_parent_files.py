@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
 TOKENS = torch.arange(3, 43)[None]

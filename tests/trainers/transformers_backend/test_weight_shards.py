@@ -17,7 +17,7 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 from cray_agents.trainers.planning.arithmetic import GATHERED, SUMMED, estimate_memory
 from cray_agents.trainers.planning.layouts import check_layout, possible_layouts
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
@@ -29,7 +29,11 @@ pytestmark = pytest.mark.megatron
 STEPS, VOCAB = 3, 500
 ONE, FULL = Layout(data=2), Layout(data=2, sharding="full")
 HYPER = Hyperparameters(
-    steps=STEPS, batch_size=4, learning_rate=1e-3, max_tokens_per_microbatch=60, way="universal"
+    steps=STEPS,
+    batch_size=4,
+    learning_rate=1e-3,
+    max_tokens_per_microbatch=60,
+    backend="transformers",
 )
 THOROUGH = "CRAY_TEST_FAMILIES" in os.environ
 KINDS = os.environ.get("CRAY_TEST_FAMILIES", "qwen3").split(",")  # it has tied embeddings
@@ -62,7 +66,10 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
     known, found = BaselineLogprobs(samples), {}
 
     def build(name: str, layout: Layout, recompute: str = "none", **more: Any) -> RankTraining:
-        model, hyper = read_architecture(parents[name], "universal"), HYPER.model_copy(update=more)
+        model, hyper = (
+            read_architecture(parents[name], "transformers"),
+            HYPER.model_copy(update=more),
+        )
         training = RankTraining(
             model, layout, hyper, parents[name], on_cpu=True, recompute=recompute
         )
@@ -132,7 +139,7 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
                 losses[f"bfloat16 {layout.sharding}"] = course(half, known)
         small = training.hyper.model_copy(update={"dtype": "bfloat16"})
         training.take_up(parents[name], small, "distill", lambda: False)  # for the teacher's type
-        teacher = training.scorer(read_architecture(parents[name], "universal"), parents[name])
+        teacher = training.scorer(read_architecture(parents[name], "transformers"), parents[name])
         scores["teacher"] = score(teacher)
         assert teacher.shards is not None
         seen["teacher"] = sum(each.nbytes for each in teacher.shards.storages())
@@ -205,7 +212,7 @@ def test_a_point_of_one_sharding_goes_on_in_the_other(kind: str, ran: Any) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_keeps_its_part_alone(kind: str, ran: Any, parents: dict[str, Path]) -> None:
     """What lasts is half the weights and gradients, and the estimate of it is from above."""
-    seen, model = ran[0][kind], read_architecture(parents[kind], "universal")
+    seen, model = ran[0][kind], read_architecture(parents[kind], "transformers")
     whole = 4 * model.counted[0]
     for name in ("weights", "gradients"):
         assert 0.5 * whole <= seen[name] < 0.6 * whole, name
@@ -271,18 +278,18 @@ def test_a_job_publishes_and_its_teacher_is_sharded_too(lab: Any, parents: dict[
 def test_what_cannot_be_sharded_is_refused_by_name(
     parents: dict[str, Path], models: Callable[[str], Path]
 ) -> None:
-    from cray_agents.trainers.models.universal.passes import Packing
-    from cray_agents.trainers.models.universal.weight_shards import wrap_fully
+    from cray_agents.trainers.models.transformers_backend.passes import Packing
+    from cray_agents.trainers.models.transformers_backend.weight_shards import wrap_fully
 
-    native = read_architecture(models("qwen3"))
+    of_megatron = read_architecture(models("qwen3"))
     with pytest.raises(BadInput, match=r"sharding=full divides transformers' own.*data=2"):
-        check_layout(native, FULL)
-    universal = read_architecture(parents["qwen3"], "universal")
-    check_layout(universal, FULL)
+        check_layout(of_megatron, FULL)
+    of_transformers = read_architecture(parents["qwen3"], "transformers")
+    check_layout(of_transformers, FULL)
     with pytest.raises(BadInput, match=r"no effect with data=1"):
-        check_layout(universal, Layout(sharding="full"))
+        check_layout(of_transformers, Layout(sharding="full"))
     with pytest.raises(BadInput, match=r"optimizer_instances=2.*sharding=full"):
-        check_layout(universal, Layout(data=4, optimizer_instances=2))
+        check_layout(of_transformers, Layout(data=4, optimizer_instances=2))
     with pytest.raises(ValueError, match=r"'full' divides the weights.*lora"):
         JobSpec(
             dataset="ds",
@@ -314,7 +321,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(
 def test_full_sharding_is_planned_where_nothing_else_fits(parents: dict[str, Path]) -> None:
     from cray_agents.trainers.planning.layouts import LayoutQuestion, choose_layout
 
-    model = large(read_architecture(parents["qwen3"], "universal"))
+    model = large(read_architecture(parents["qwen3"], "transformers"))
     assert [layout.sharding for layout in possible_layouts(model, 8)] == ["optimizer", "full"]
     hyper = HYPER.model_copy(update={"dtype": "bfloat16", "max_tokens_per_microbatch": 4096})
     whole = estimate_memory(model, Layout(data=8), hyper, sequence_length=4096)
@@ -349,7 +356,7 @@ def large(model: Architecture) -> Architecture:
 
 def test_a_teacher_is_planned_for(parents: dict[str, Path]) -> None:
     """It is there before activations are kept, and takes more than these if it is large."""
-    student = read_architecture(parents["qwen3"], "universal")
+    student = read_architecture(parents["qwen3"], "transformers")
     size = HYPER.model_copy(update={"dtype": "bfloat16", "max_tokens_per_microbatch": 4096})
     alone = estimate_memory(student, ONE, size, sequence_length=4096)
     small, big = (

@@ -2,7 +2,8 @@
 
 Megatron-Bridge reads a Hugging Face config into Megatron's own, and knows where each tensor of the
 files lies in the model under tensor, pipeline and expert parallelism. The chunk is Megatron's
-GPTModel, with the Head of the native way. Called by models/ways.py. Read next: bridged_kinds.py
+GPTModel, with the Head of the megatron backend. Called by models/backends.py. Read next:
+bridged_kinds.py
 for the kinds; models/model.py, which builds the same by own tables.
 """
 
@@ -30,8 +31,8 @@ from cray_agents.trainers.models.model import (
     recomputation,
     uneven_stages,
 )
-from cray_agents.trainers.models.universal.packed_attention import PackedMask, attend
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.transformers_backend.packed_attention import PackedMask, attend
+from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 from cray_agents.trainers.models.weights import FilePlan
 from cray_agents.training_jobs import Hyperparameters, Layout
 
@@ -118,7 +119,7 @@ def build_bridged(
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     if not on_cpu and not has_transformer_engine():
-        raise SetupError(f"way=bridge on GPUs needs Transformer Engine: {INSTALL_TE}")
+        raise SetupError(f"backend=megatron-bridge on GPUs needs Transformer Engine: {INSTALL_TE}")
     provider = source.converter.to_megatron_provider(load_weights=False)
     inverse, scaling = _rotation(source.skeleton, provider)
     for name, value in _options(model, layout, hyper, on_cpu, recompute, provider).items():
@@ -211,9 +212,9 @@ def _layers_on_cpu(config: Any) -> Any:
     for name, value in odd.items():
         if (actual := getattr(config, name)) != value:
             raise BadInput(
-                f"way=bridge has no layers with {name}={actual} on CPUs: train on GPUs, or ask for"
-                " way=universal",
-                param="way",
+                f"backend=megatron-bridge has no layers with {name}={actual} on CPUs: train on"
+                " GPUs, or ask for backend=transformers",
+                param="backend",
             )
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=None
@@ -251,18 +252,19 @@ def _rotation(skeleton: Any, provider: Any) -> tuple[torch.Tensor, float]:
     rope = getattr(skeleton.config, "rope_parameters", None) or {}
     if rope.get("rope_type") not in ROPES:
         raise BadInput(
-            f"way=bridge knows rotary positions of the types {', '.join(ROPES)}, and config.json"
-            f" has rope_parameters={rope}: ask for way=universal",
-            param="way",
+            f"backend=megatron-bridge knows rotary positions of the types {', '.join(ROPES)}, and"
+            f" config.json has rope_parameters={rope}: ask for backend=transformers",
+            param="backend",
         )
     kind = next(type(part) for part in skeleton.modules() if hasattr(part, "inv_freq"))
     rotary = kind(skeleton.config)
     inverse, scaling = rotary.inv_freq.detach().float().clone(), float(rotary.attention_scaling)
     if scaling != 1.0 and 2 * len(inverse) != provider.kv_channels:
         raise BadInput(
-            f"way=bridge cannot scale positions by {scaling:g} that rotate {2 * len(inverse)} of a"
-            f" head's {provider.kv_channels} numbers: ask for way=universal",
-            param="way",
+            f"backend=megatron-bridge cannot scale positions by {scaling:g} that rotate"
+            f" {2 * len(inverse)} of a head's {provider.kv_channels} numbers: ask for"
+            " backend=transformers",
+            param="backend",
         )
     return inverse, scaling
 
@@ -296,8 +298,8 @@ def _check_tensors(chunks: list[Any], source: BridgedParent) -> None:
     if lost:
         raise BadInput(
             f"{files.folder}: Megatron-Bridge has no place for {_listed(lost)}: ask for"
-            " way=universal",
-            param="way",
+            " backend=transformers",
+            param="backend",
         )
 
 
@@ -316,7 +318,7 @@ def fill_bridged(chunks: list[Any], source: BridgedParent) -> None:
     if unread:
         raise BadInput(
             f"{source.files.folder} lacks what Megatron-Bridge reads into {_listed(unread)}: ask"
-            " for way=universal",
+            " for backend=transformers",
             param="parent",
         )
 
@@ -339,8 +341,8 @@ def _show_way_back(chunks: list[Any], source: BridgedParent) -> None:
     if changed:
         raise BadInput(
             f"{source.files.folder}: Megatron-Bridge does not give back {_listed(changed)} as it"
-            " was: ask for way=universal",
-            param="way",
+            " was: ask for backend=transformers",
+            param="backend",
         )
 
 

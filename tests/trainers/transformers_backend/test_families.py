@@ -1,4 +1,4 @@
-"""Families in the universal way, beside a plain loop of transformers and torch's AdamW.
+"""Families in the transformers backend, beside a plain loop of transformers and torch's AdamW.
 
 `make test` takes one family of each packing through everything, and others through losses and
 export. CRAY_TEST_FAMILIES: `all` (`make soak`), `missing` from docs/families.json, or families

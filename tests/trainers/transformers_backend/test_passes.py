@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from cray_agents.trainers.models.universal.causal_model import (
-    UniversalModel,
+from cray_agents.trainers.models.transformers_backend.causal_model import (
+    TransformersModel,
     _recomputed_modules,
     _test,
 )
-from cray_agents.trainers.models.universal.packed_attention import PACKED
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
-from cray_agents.trainers.models.universal.passes import (
+from cray_agents.trainers.models.transformers_backend.packed_attention import PACKED
+from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
+from cray_agents.trainers.models.transformers_backend.passes import (
     Packing,
     Passes,
     _difference,
@@ -149,7 +149,7 @@ def test_losses_in_chunks_are_those_of_all_logits(family: str) -> None:
     config = (FAMILIES | FURTHER)[family]()
     made, lengths, device = network(family, config), [9, 5, 12], torch.device("cpu")
     packed = Packing("packed", PACKED)
-    model = UniversalModel(
+    model = TransformersModel(
         made, None, packed, 0.7, device, always_reached=True, recompute=False, vocab=VOCAB
     )
     tokens = torch.arange(26)[None] * 7 % VOCAB

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cray_agents.trainers.models.bridge.bridged_kinds import BRIDGED, why_not_installed
-from cray_agents.training_jobs import Hyperparameters, Layout, Way
+from cray_agents.trainers.models.megatron_bridge.bridged_kinds import BRIDGED, why_not_installed
+from cray_agents.training_jobs import Backend, Hyperparameters, Layout
 from tests.support.trainers.forked_ranks import run_forked
 from tests.support.trainers.tiny_families import FAMILIES, write_parent
 
@@ -48,7 +48,13 @@ def prompts() -> list[list[int]]:
 
 
 def trained(
-    parents: dict[str, Path], way: Way, layout: Layout, out: Path, rank: int, store: Any, _: Any
+    parents: dict[str, Path],
+    backend: Backend,
+    layout: Layout,
+    out: Path,
+    rank: int,
+    store: Any,
+    _: Any,
 ) -> int:
     """One rank: each family's logits, its losses, and its export after a step at rate 0."""
     import torch
@@ -67,11 +73,11 @@ def trained(
     for name, parent in parents.items():
         # the biases of gpt-oss's experts are a matrix to transformers, which decays, and here not
         decay = 0.0 if name == "gpt_oss" else HYPER.weight_decay
-        hyper = HYPER.model_copy(update={"way": way, "weight_decay": decay})
-        model = read_architecture(parent, way)
+        hyper = HYPER.model_copy(update={"backend": backend, "weight_decay": decay})
+        model = read_architecture(parent, backend)
         still = hyper.model_copy(update={"learning_rate": 0.0})
         training = RankTraining(model, layout, still, parent, on_cpu=True)
-        if way == "bridge" and layout.pipeline == 1:
+        if backend == "megatron-bridge" and layout.pipeline == 1:
             torch.save(logits(training.chunks[0]), out / f"{name}-{rank}.pt")
         training.step(known)
         (out / name).mkdir(exist_ok=True)
@@ -126,13 +132,15 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-def run(parents: dict[str, Path], way: Way, layout: Layout, out: Path) -> dict[str, list[float]]:
-    from cray_agents.trainers.models.bridge.bridged_model import load_bridge
+def run(
+    parents: dict[str, Path], backend: Backend, layout: Layout, out: Path
+) -> dict[str, list[float]]:
+    from cray_agents.trainers.models.megatron_bridge.bridged_model import load_bridge
     from cray_agents.trainers.models.megatron_fixes import load_megatron
 
     load_megatron()
     load_bridge()
-    work = partial(trained, parents, way, layout, out)
+    work = partial(trained, parents, backend, layout, out)
     assert run_forked(layout.world, out / "logs", work) is None
     return dict(json.loads((out / "losses.json").read_text()))
 
@@ -147,11 +155,11 @@ def measured(parent: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
     def measure(name: str) -> tuple[dict[str, list[float]], Path]:
         if name not in done:
-            way: Way = "universal" if name == "universal" else "bridge"
-            layout, families = LAYOUTS["one" if way == "universal" else name]
+            backend: Backend = "transformers" if name == "transformers" else "megatron-bridge"
+            layout, families = LAYOUTS["one" if backend == "transformers" else name]
             out = tmp_path_factory.mktemp(name)
             parents = {family: parent(family) for family in families}
-            done[name] = run(parents, way, layout, out), out
+            done[name] = run(parents, backend, layout, out), out
         return done[name]
 
     return measure
@@ -174,12 +182,12 @@ def test_logits_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(("layout", "family"), CASES)
-def test_losses_are_those_of_the_universal_way(
+def test_losses_are_those_of_the_transformers_backend(
     layout: str, family: str, measured: Measured
 ) -> None:
     losses, _ = measured(layout)
-    universal, _ = measured("universal")
-    assert losses[family] == pytest.approx(universal[family], abs=1e-5)
+    alone, _ = measured("transformers")
+    assert losses[family] == pytest.approx(alone[family], abs=1e-5)
 
 
 @pytest.mark.parametrize(("layout", "family"), CASES)
@@ -202,9 +210,11 @@ def test_a_learning_rate_of_zero_gives_the_parents_tensors(
 def test_a_matrix_that_does_not_come_back_is_refused(lab: Any, tmp_path: Path) -> None:
     write_parent(tmp_path / "square", FAMILIES["gpt_oss"]())
     lab.dataset()
-    reason = lab.fail(lab.spec(tmp_path / "square", hyper={"steps": 1, "way": "bridge"}))
+    reason = lab.fail(
+        lab.spec(tmp_path / "square", hyper={"steps": 1, "backend": "megatron-bridge"})
+    )
     assert "does not give back model.layers.0.mlp.experts.gate_up_proj" in reason
-    assert "ask for way=universal" in reason
+    assert "ask for backend=transformers" in reason
 
 
 def test_a_stopped_job_goes_on_to_the_bit(lab: Any, parent: Callable[[str], Path]) -> None:
@@ -215,11 +225,11 @@ def test_a_stopped_job_goes_on_to_the_bit(lab: Any, parent: Callable[[str], Path
         "save_every": 2,
         "recompute": "full",
     }
-    hyper = {"steps": 6, "way": "bridge"}
+    hyper = {"steps": 6, "backend": "megatron-bridge"}
     whole = lab.run(lab.spec(parent("gpt_oss"), hyper=hyper, **changes))
     started = next(e for e in whole.journal.events() if e["event"] == "started")
     assert "Megatron-Bridge" in started["layers"]
-    assert "no native layers for gpt_oss" in started["layers"]
+    assert "no Megatron layers for gpt_oss" in started["layers"]
     stopped = lab.spec(parent("gpt_oss"), hyper=hyper, code="stopped", **changes)
     job = lab.start(stopped)
     job.wait_for_step(2)

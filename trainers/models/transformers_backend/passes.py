@@ -23,7 +23,7 @@ import torch
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import layer_values
-from cray_agents.trainers.models.universal.packed_attention import (
+from cray_agents.trainers.models.transformers_backend.packed_attention import (
     PACKED,
     PackedMask,
     packed,

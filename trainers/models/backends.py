@@ -1,11 +1,12 @@
-"""Ways: build, fill and export a model the way that its Architecture names.
+"""Backends: build, fill and export a model by the backend that its Architecture names.
 
-    native      Megatron's layers (model.py), whose weights weights.py converts
-    universal   transformers' own module (universal/), in Megatron's data parallelism alone
-    bridge      Megatron's layers, as Megatron-Bridge builds and converts them (bridge/)
+    megatron         Megatron's layers (model.py), whose weights weights.py converts
+    transformers     transformers' own module (transformers_backend/), with data parallelism alone
+    megatron-bridge  Megatron's layers, as Megatron-Bridge builds and converts them
+                     (megatron_bridge/)
 
 training/train_step.py and checkpointing/hf_export.py call these; they know no difference.
-architecture.py chooses the way. In the universal way every data rank has the whole network, or
+architecture.py chooses the backend. With transformers every data rank has the whole network, or
 shards of it; parameters that make tensors of the files together (ExportUnit) are written by one
 rank.
 """
@@ -21,22 +22,22 @@ import torch
 from cray_agents.errors import BadInput
 from cray_agents.runtime.registry.foreign_model import read_config, with_whole_references
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
-from cray_agents.trainers.models.bridge.bridged_kinds import BRIDGE
-from cray_agents.trainers.models.bridge.bridged_model import (
+from cray_agents.trainers.models.layer_choice import LayerChoice
+from cray_agents.trainers.models.lora import add_lora, without_adapters
+from cray_agents.trainers.models.megatron_bridge.bridged_kinds import BRIDGE
+from cray_agents.trainers.models.megatron_bridge.bridged_model import (
     BridgedParent,
     build_bridged,
     fill_bridged,
     plan_bridged,
     stored_types_of_bridged,
 )
-from cray_agents.trainers.models.layer_choice import LayerChoice
-from cray_agents.trainers.models.lora import add_lora, without_adapters
 from cray_agents.trainers.models.model import build_model, layers_of
 from cray_agents.trainers.models.tensors import tensor_shapes
-from cray_agents.trainers.models.universal.causal_model import Agree, build_universal
-from cray_agents.trainers.models.universal.linear_adapter import add_adapters
-from cray_agents.trainers.models.universal.parent_files import ExportUnit, ParentFiles
-from cray_agents.trainers.models.universal.weight_shards import WeightShards
+from cray_agents.trainers.models.transformers_backend.causal_model import Agree, build_transformers
+from cray_agents.trainers.models.transformers_backend.linear_adapter import add_adapters
+from cray_agents.trainers.models.transformers_backend.parent_files import ExportUnit, ParentFiles
+from cray_agents.trainers.models.transformers_backend.weight_shards import WeightShards
 from cray_agents.trainers.models.weights import (
     FilePlan,
     SafeTensors,
@@ -56,12 +57,12 @@ AnySource = Source | ParentFiles | BridgedParent
 
 def choose_layers_of(model: Architecture, layout: Layout, dtype: str, on_cpu: bool) -> LayerChoice:
     """Return the layers that `build_chunks` makes. Megatron must be loaded."""
-    if model.way == "native":
+    if model.backend == "megatron":
         return layers_of(model, layout, dtype, on_cpu)
-    why = f"there are no native layers for {model.kind}"
+    why = f"there are no Megatron layers for {model.kind}"
     if model.kind in SUPPORTED:
-        why = f"way={model.way} was asked for"
-    if model.way == "bridge":
+        why = f"backend={model.backend} was asked for"
+    if model.backend == "megatron-bridge":
         layers = "torch and the CPU kernels of cray-agents" if on_cpu else "Transformer Engine"
         return LayerChoice(not on_cpu, False, False, f"{layers}, built by {BRIDGE}: {why}")
     return LayerChoice(False, False, False, f"transformers' {model.network}: {why}")
@@ -69,16 +70,16 @@ def choose_layers_of(model: Architecture, layout: Layout, dtype: str, on_cpu: bo
 
 def first_source(parent: Path, model: Architecture, hyper: Hyperparameters) -> AnySource:
     """Return the source of a job's first weights. Raises BadInput, NotFound."""
-    if model.way != "native":
+    if model.backend != "megatron":
         return source_of(parent, model)
     return weight_source(parent, model, hyper)
 
 
 def source_of(checkpoint: Path, model: Architecture) -> AnySource:
     """Return a checkpoint's weights. Raises BadInput, NotFound."""
-    if model.way == "universal":
+    if model.backend == "transformers":
         return ParentFiles(checkpoint)
-    if model.way == "bridge":
+    if model.backend == "megatron-bridge":
         return BridgedParent(ParentFiles(checkpoint))
     return SafeTensors(checkpoint, tied=model.tied)
 
@@ -97,13 +98,13 @@ def build_chunks(
     """Build this rank's chunks of a model with their weights. Collective.
 
     `agree` returns rank 0's value, which JSON can hold, on every rank. Without `loaded` the caller
-    puts the weights in place; the universal way loads them in any case. Where ranks keep shards,
-    the chunks have no weights yet: `fill_chunks` fills them once they are divided.
+    puts the weights in place; the transformers backend loads them in any case. Where ranks keep
+    shards, the chunks have no weights yet: `fill_chunks` fills them once they are divided.
     """
     if isinstance(source, ParentFiles):
         device = torch.device("cpu" if on_cpu else "cuda")
         sharded = layout.sharding == "full"
-        chunk = build_universal(model, hyper, source, device, recompute, agree, sharded=sharded)
+        chunk = build_transformers(model, hyper, source, device, recompute, agree, sharded=sharded)
         check_types(chunk.network, source)
         return [chunk]
     if isinstance(source, BridgedParent):
@@ -122,7 +123,7 @@ def fill_chunks(
 ) -> None:
     """Fill chunks that are built with other weights of the same model. Raises BadInput.
 
-    `put` copies a weight into the model's tensor; under bridge and in shards there is another.
+    `put` copies a weight into the model's tensor; megatron-bridge and shards have another.
     """
     if isinstance(source, BridgedParent):
         fill_bridged(chunks, source)
@@ -207,7 +208,7 @@ def config_of(parent: Path, model: Architecture) -> dict[str, Any]:
 
     References to code in a directory that may be run lead to that directory from anywhere.
     """
-    config = read_config(parent) if model.way == "native" else ParentFiles(parent).config
+    config = read_config(parent) if model.backend == "megatron" else ParentFiles(parent).config
     return with_whole_references(config, parent)
 
 
