@@ -20,8 +20,7 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.disk.durable import kept_state
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.save import SEAL
-from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.training_commands import (
     Datum,
     End,

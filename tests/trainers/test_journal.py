@@ -14,7 +14,7 @@ from cray_agents.records import Manifest
 from cray_agents.trainers.job import job
 from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import TAIL_BYTES, JobJournal, measures
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 
 

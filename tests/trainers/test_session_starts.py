@@ -8,12 +8,11 @@ from cray_agents.ports import CommandStatus
 from cray_agents.trainers.job.failures.failure import FailureSettings
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, note_end
 from cray_agents.trainers.job.job_state import note_handover, read_handover
-from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
+from cray_agents.trainers.job.session_journal import SessionJournal, sessions
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.trainers.session.command_journal import CommandJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, sessions
 from cray_agents.training_commands import CommandResult, Save
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 from tests.support.waiting_scheduler import WaitingScheduler

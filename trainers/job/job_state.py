@@ -41,10 +41,15 @@ from cray_agents.runtime.disk.durable import keep_newest
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.trainers.job.failures.rank_monitor import read_end
-from cray_agents.trainers.job.journal import JobJournal, changes, measures, tail_from
+from cray_agents.trainers.job.journal import (
+    CommandJournal,
+    JobJournal,
+    changes,
+    measures,
+    tail_from,
+)
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
-from cray_agents.trainers.session.command_journal import CommandJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, sessions
+from cray_agents.trainers.job.session_journal import SessionJournal, sessions
 from cray_agents.training_jobs import JobSpec, JobState, JobStatus
 
 SIGNALLED = 128  # and the signal's number: the exit code of a process that a signal ended

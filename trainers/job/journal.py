@@ -1,4 +1,4 @@
-"""Job journal: a job's folder with its spec, attempts, pauses, events and end.
+"""Job journal: a job's folder with its spec, attempts, pauses, commands, events and end.
 
     spec.json       the JobSpec; it changes only where a failed job is tried again
     attempts/<n>    created exclusively by the n-th start: the fence. Only the newest may publish
@@ -15,6 +15,11 @@
     hardware.<node>.jsonl  load of the node's GPUs and network ports (runtime/telemetry/sampler.py)
     hangs/          the stacks of all ranks of a start that did not move any more
     scheduler.json  the last handover to the scheduler (written by MegatronTrainer alone)
+    commands/<n>    a client's command, created exclusively: two clients cannot both write one
+    results/<n>     its result, created exclusively by rank 0 of the newest attempt
+
+A command is done when it has a result. After a death the commands since the last resume point are
+done again, in memory alone.
 
 `format` in spec.json and spec.next.json is the number of the whole folder's format, JOB_FORMAT; 1
 without one. A newer one is refused.
@@ -58,17 +63,19 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
+from pydantic import ValidationError
 
-from cray_agents.errors import FULL, Corrupt, NotFound
+from cray_agents.errors import FULL, BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
 from cray_agents.runtime.disk import checksums, durable, formats, journal
 from cray_agents.runtime.disk.durable import resume_points
+from cray_agents.training_commands import COMMAND, CommandResult, End, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobStatus, TakenUp
 
 TAIL_BYTES = 8192
@@ -145,8 +152,7 @@ class JobJournal:
     def attempts(self) -> int:
         """The number of starts so far."""
         folder = self.folder / "attempts"
-        names = [p.name for p in folder.iterdir()] if folder.exists() else []
-        return max((int(name) for name in names if name.isdigit()), default=0)  # skips drafts
+        return _newest(p.name for p in folder.iterdir()) if folder.exists() else 0
 
     def claim_attempt(self) -> int:
         """Become the newest attempt; older ones see this and stop before they publish."""
@@ -372,6 +378,81 @@ class JobJournal:
         return tail(log or self.log, lines)
 
 
+class CommandJournal:
+    """The commands and results in a job's folder. Cheap to make, and without state of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._commands, self._results = folder / "commands", folder / "results"
+
+    def prepare(self) -> None:
+        """Make both folders, before a host that looks into them could believe in their absence."""
+        for folder in (self._commands, self._results):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def append(self, sequence: int, command: TrainingCommand) -> None:
+        """Add the next command; adding the same one again changes nothing. Raises BadInput."""
+        last = self.last
+        path = self._commands / str(sequence)
+        if sequence > last + 1 or sequence < 1:
+            raise BadInput(
+                f"command {sequence} is out of order: the next one is {last + 1}", param="sequence"
+            )
+        if last and sequence > last and isinstance(self.command(last), End):
+            result = self.result(last)
+            if result is None or result.error is None:
+                raise BadInput(f"command {last} has ended this training run", param="sequence")
+        content = checksums.with_crc(COMMAND.dump_json(command))
+        if not durable.create_file(path, content) and path.read_bytes() != content:
+            raise BadInput(
+                f"command {sequence} is another one already: two clients write to this training"
+                " run; let each have a run of its own",
+                param="sequence",
+            )
+
+    @property
+    def last(self) -> int:
+        """The number of the newest command; 0 without one."""
+        return _newest(durable.names_in(self._commands))
+
+    def exists(self, sequence: int) -> bool:
+        """Return True if a command was added."""
+        return str(sequence) in durable.names_in(self._commands)
+
+    @property
+    def done(self) -> int:
+        """The number of the newest command that has a result; 0 without one."""
+        return _newest(durable.names_in(self._results))
+
+    @property
+    def idle(self) -> bool:
+        """True if every command has a result."""
+        return self.last == self.done
+
+    def command(self, sequence: int) -> TrainingCommand | None:
+        """Return a command; None if there is none yet. Raises Corrupt."""
+        path = self._commands / str(sequence)
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            return COMMAND.validate_json(checksums.verify_crc(text, path))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise Corrupt(f"{path} cannot be read: {first['msg']}") from error
+
+    def result(self, sequence: int) -> CommandResult | None:
+        """Return a command's result; None if it has none yet. Raises Corrupt."""
+        path = self._results / str(sequence)
+        listed = path.name in durable.names_in(self._results)
+        return checksums.read_record(CommandResult, path) if listed else None
+
+    def write_result(self, result: CommandResult) -> None:
+        """Record a result, unless the command has one."""
+        content = checksums.with_crc(result.model_dump_json().encode())
+        durable.create_file(self._results / str(result.sequence), content)
+
+
 def changes(before: JobSpec, after: JobSpec) -> list[str]:
     """Return the differences between two specs of a job, field by field.
 
@@ -437,9 +518,9 @@ def _lines_from_the_end(path: Path) -> Iterator[bytes]:
             yield rest
 
 
-def _newest(pauses: set[str]) -> int:
-    """Return the number of the newest pause; 0 if there was none."""
-    return max((int(name) for name in pauses if name.isdigit()), default=0)
+def _newest(names: Iterable[str]) -> int:
+    """Return the largest number among names; 0 if there is none."""
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def size_of_log(path: Path) -> int:

@@ -42,10 +42,12 @@ from cray_agents.trainers.job.job_state import (
 )
 from cray_agents.trainers.job.journal import (
     GIVEN_UP,
+    CommandJournal,
     JobJournal,
     size_of_log,
     tail_from,
 )
+from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.job_layout import (
     check_layout_fits,
@@ -54,8 +56,6 @@ from cray_agents.trainers.planning.job_layout import (
     usual_microbatch,
 )
 from cray_agents.trainers.planning.layouts import describe_layout
-from cray_agents.trainers.session.command_journal import CommandJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import (
     Dtype,

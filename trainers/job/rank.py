@@ -31,6 +31,7 @@ from cray_agents.trainers.job import master_weights
 from cray_agents.trainers.job.baselines import Baselines, LogprobsBySample
 from cray_agents.trainers.job.checks import engine_agreement
 from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_parent
+from cray_agents.trainers.job.command_run import run_commands
 from cray_agents.trainers.job.failures.health_gate import check_ranks
 from cray_agents.trainers.job.failures.rank_monitor import node_name
 from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start
@@ -38,7 +39,6 @@ from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.step_time import peak_flops
 from cray_agents.trainers.progress import CLOCK
-from cray_agents.trainers.session.command_run import run_commands
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
     gather_from_ranks,

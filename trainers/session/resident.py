@@ -56,9 +56,9 @@ from cray_agents.trainers.job.launch import (
     open_log,
     restart_may_help,
 )
+from cray_agents.trainers.job.session_journal import SessionJournal
 from cray_agents.trainers.progress import CLOCK
 from cray_agents.trainers.session.parked_states import ParkedStates, StateOrigin, put_back
-from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.trainers.session.start_plan import JobStart, StartPlan, plan_start
 from cray_agents.trainers.training.offload import Offload
 from cray_agents.trainers.training.parallel_groups import (

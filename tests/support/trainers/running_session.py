@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cray_agents.paths import Home
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import JobSpec, Layout
 
 
