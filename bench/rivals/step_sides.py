@@ -90,7 +90,7 @@ def _our_rank(
     torch.set_num_threads(1)
     layout = Layout()
     join_ranks(layout, rank, 1, store, on_cpu=True)
-    architecture = read_architecture(model, "native")
+    architecture = read_architecture(model, "megatron")
     training = RankTraining(architecture, layout, HYPER, model, on_cpu=True, method=method)
     answers, number = Answers(out, CLOCK.tick), 0
     while answers.wait():

@@ -25,7 +25,6 @@ from cray_agents.trainers.planning.arithmetic import (
 )
 from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan
 from cray_agents.trainers.planning.step_time import (
-    KERNELS,
     find_gpu,
     identify,
     peak_flops,
@@ -115,7 +114,7 @@ def test_operations_of_a_token_are_those_of_the_papers(tmp_path: Path) -> None:
         LLAMA_2_7B
         | {"num_hidden_layers": layers, "intermediate_size": 8 * hidden, "vocab_size": vocab},
     )
-    norms = 6 * count_weights(model).norms
+    norms = 6 * (2 * layers + 1) * hidden
     gated = 6 * layers * (3 * 8 - 8) * hidden**2  # this one's are three times as large
     paper = 72 * layers * hidden**2 * (1 + length / (6 * hidden) + vocab / (12 * hidden * layers))
     assert flops_per_token(model, length) == pytest.approx(paper + gated + norms, rel=1e-12)
@@ -194,9 +193,9 @@ def test_the_command_plans_a_directory(tmp_path: Path) -> None:
     sizes = hyper(max_tokens_per_microbatch=made["microbatch_tokens"])
     layout = Layout(**made["layout"])
     slower = slowdown(read_architecture(tmp_path), layout, sizes, 4096, 8, gpu=find_gpu("H100"))
-    assert made["seconds"] == pytest.approx(flops / (KERNELS * 989.4e12 * 8) * slower)
-    assert made["cluster"]["mfu"] == KERNELS
-    half = json.loads(cli(*words, "--json", "--mfu", KERNELS / 2).stdout)
+    assert made["seconds"] == pytest.approx(flops / (H100.reached * 989.4e12 * 8) * slower)
+    assert made["cluster"]["mfu"] == H100.reached
+    half = json.loads(cli(*words, "--json", "--mfu", H100.reached / 2).stdout)
     assert half["seconds"] == pytest.approx(2 * made["seconds"])
     fp8 = json.loads(cli(*words, "--json", "--fp8", "tensorwise").stdout)
     assert fp8["seconds"] < made["seconds"] / 1.2

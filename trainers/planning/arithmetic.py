@@ -15,36 +15,24 @@ from cray_agents.training_jobs import Hyperparameters, Layout, Lora
 
 @dataclass(frozen=True)
 class Parameters:
-    """Weights of a whole model by component; a vocabulary's padding is not counted."""
+    """Weights of a whole model; a vocabulary's padding is not counted. `embedding`: its table."""
 
+    total: int
     embedding: int
-    attention: int  # projections, their biases, the norms of queries and keys
-    mlp: int  # dense feed-forward layers, or the routers of experts
     experts: int
-    norms: int
-    head: int  # the output layer; 0 if it is the embedding
-
-    @property
-    def total(self) -> int:
-        """The number of all weights in a checkpoint."""
-        return self.embedding + self.attention + self.mlp + self.experts + self.norms + self.head
 
 
 def count_weights(model: Architecture) -> Parameters:
-    """Count the weights of a model. With other backends than megatron all but experts is `mlp`."""
+    """Count the weights of a model."""
     table = model.vocab * model.hidden
     if model.backend != "megatron":
-        weights, experts = model.counted
-        rest = max(0, weights - experts - table)
-        return Parameters(weights - experts - rest, 0, rest, experts, 0, 0)
-    return Parameters(
-        embedding=table,
-        attention=model.layers * attention_weights(model),
-        mlp=model.layers * mlp_weights(model),
-        experts=model.layers * (model.experts or 0) * expert_weights(model),
-        norms=(2 * model.layers + 1) * model.hidden,
-        head=0 if model.tied else table,
-    )
+        total, experts = model.counted
+        return Parameters(total, min(table, total - experts), experts)
+    experts = model.layers * (model.experts or 0) * expert_weights(model)
+    dense = model.layers * (attention_weights(model) + mlp_weights(model))
+    norms = (2 * model.layers + 1) * model.hidden
+    tables = table if model.tied else 2 * table
+    return Parameters(tables + dense + norms + experts, table, experts)
 
 
 def attention_weights(model: Architecture) -> int:
