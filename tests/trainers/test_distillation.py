@@ -14,7 +14,7 @@ from cray_agents.errors import BadInput
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.data.packer import samples_to_train_on
 from cray_agents.trainers.data.samples import read_samples
-from cray_agents.trainers.job.checks.input_checks import check_teacher
+from cray_agents.trainers.job.job_inputs import check_teacher
 from cray_agents.training_jobs import JobSpec, Layout
 
 pytestmark = pytest.mark.megatron

@@ -19,8 +19,8 @@ from cray_agents.records import Manifest
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256, weights_sha256
 from cray_agents.trainers.data.packer import samples_to_train_on, step_units
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere
 from cray_agents.trainers.job.rank import RECENT, JobTotals
+from cray_agents.trainers.job.weights_check import FailedEverywhere
 from cray_agents.trainers.training.train_step import StepReport
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 

@@ -246,7 +246,7 @@ def test_a_publish_that_fails_in_the_middle_leaves_nothing(
 
 def checked(folder: Path, expected: str, rank: int, store: Any, _: Any) -> int:
     """One rank of two: the check alone, without a model."""
-    from cray_agents.trainers.job.checks.weights_check import check_weights
+    from cray_agents.trainers.job.weights_check import check_weights
     from cray_agents.trainers.training.parallel_groups import join_ranks
 
     join_ranks(Layout(data=2), rank, 2, store, on_cpu=True)

@@ -27,7 +27,7 @@ from cray_agents.runtime.registry.checkpoints import manifest_of
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
 from cray_agents.trainers.data.packer import Rows, samples_to_train_on
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_weights
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_weights
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import scoring_backend
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0

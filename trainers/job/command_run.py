@@ -21,10 +21,10 @@ from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.data.packer import Columns
 from cray_agents.trainers.data.samples import Floats, Samples
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere
 from cray_agents.trainers.job.job_inputs import JobInputs
 from cray_agents.trainers.job.journal import CommandJournal
 from cray_agents.trainers.job.master_weights import note_moved
+from cray_agents.trainers.job.weights_check import FailedEverywhere
 from cray_agents.trainers.methods.token_losses import token_loss
 from cray_agents.trainers.training.accumulation import Accumulation
 from cray_agents.trainers.training.parallel_groups import Relay, broadcast_from_rank0, is_rank0

@@ -26,8 +26,8 @@ from cray_agents.trainers.checkpointing.state import (
     optimizers,
     owned_ranges,
 )
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_weights
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_weights
 from cray_agents.trainers.models.backends import fill_chunks, source_of
 from cray_agents.trainers.models.lora import adapters, without_adapters
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0

@@ -27,15 +27,14 @@ from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.checkpointing.state import allocate_moments
 from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
-from cray_agents.trainers.job import master_weights
+from cray_agents.trainers.job import engine_agreement, master_weights
 from cray_agents.trainers.job.baselines import Baselines, LogprobsBySample
-from cray_agents.trainers.job.checks import engine_agreement
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.job.command_run import run_commands
 from cray_agents.trainers.job.failures.health_gate import check_ranks
 from cray_agents.trainers.job.failures.rank_monitor import node_name
 from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.step_time import peak_flops
 from cray_agents.trainers.progress import CLOCK

@@ -40,11 +40,6 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.weight_sender import LINKS, WeightSender
 from cray_agents.trainers.job import rank as job_rank
-from cray_agents.trainers.job.checks.weights_check import (
-    FailedEverywhere,
-    UnwrittenEverywhere,
-    check_parent,
-)
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
 from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start, read_inputs
 from cray_agents.trainers.job.job_state import already_ended, record_failure, record_success
@@ -57,6 +52,11 @@ from cray_agents.trainers.job.launch import (
     restart_may_help,
 )
 from cray_agents.trainers.job.session_journal import SessionJournal
+from cray_agents.trainers.job.weights_check import (
+    FailedEverywhere,
+    UnwrittenEverywhere,
+    check_parent,
+)
 from cray_agents.trainers.progress import CLOCK
 from cray_agents.trainers.session.parked_states import ParkedStates, StateOrigin, put_back
 from cray_agents.trainers.session.start_plan import JobStart, StartPlan, plan_start

@@ -17,7 +17,7 @@ import torch
 from cray_agents.errors import JobError, StoreError
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.job.checks.input_checks import other_weights
+from cray_agents.trainers.job.job_inputs import other_weights
 from cray_agents.trainers.training.parallel_groups import gather_from_ranks
 from cray_agents.training_jobs import JobSpec
 
