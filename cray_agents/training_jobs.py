@@ -464,7 +464,7 @@ WeightsSource = Literal["memory", "parked", "files"]
 
 
 class TakenUp(Record):
-    """Place of the weights and optimizer that a session took a job up from, and the seconds."""
+    """Place that a session started a job from: of its weights and optimizer, and the seconds."""
 
     source: WeightsSource
     seconds: float
@@ -476,7 +476,7 @@ JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancel
 class JobStatus(Record):
     """The state of a training job. `metrics` are the newest step's, by name.
 
-    `taken_up`: by its training session, the last time; None for a job of its own processes.
+    `taken_up`: its last start by a training session; None for a job of its own processes.
     `layers`: the layers and kernels that train it, with the reason, and how sequences are
     packed; "" before it starts. `offered`: its ranks send its weights to replicas while they
     write the files. `reason`: why a queued job waits, as the scheduler says it.

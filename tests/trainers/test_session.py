@@ -146,7 +146,7 @@ def test_a_bad_job_fails_and_the_next_is_trained(lab: Any) -> None:
     whole = session.train(lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2}))
     assert whole.status().state == "succeeded", session.log
     assert session.journal.queue() == [] and session.journal.attempts == 1
-    assert "job-torn cannot be taken up" in session.log
+    assert "job-torn cannot be read" in session.log
     assert session.end() == 0, session.log
 
 

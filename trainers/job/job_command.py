@@ -1,7 +1,7 @@
 """Job command: what a scheduler is given to start a job, or the session that a job names.
 
 A spec that no command could run is refused first. With each start goes a notice: how long before
-its time limit the job is told to save and stop. Saves of earlier attempts tell how long one takes;
+its time limit the job is asked to save and stop. Saves of earlier attempts show how long one takes;
 a first attempt's is estimated by the bytes that it writes. `code_version` is a hash of the code
 that a command runs.
 """
@@ -31,7 +31,7 @@ from cray_agents.training_jobs import JobSpec
 MARGIN = 60.0  # seconds: Slurm looks at time limits twice a minute, and processes have to end
 SAVED_BYTES = 12  # of a trained weight: itself and both moments, in float32
 WRITTEN = 5e8  # bytes a second of a node, before a save was measured
-NEWEST = 5  # steps and saves that tell how long the next one takes
+NEWEST = 5  # steps and saves from which the next one's seconds are estimated
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 
 

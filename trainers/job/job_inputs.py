@@ -241,7 +241,7 @@ def choose_start(
 
 
 def check_start(work: JobInputs, choose: Callable[[JobInputs], JobInputs]) -> JobInputs:
-    """Prove the points to start from; set a damaged one aside, and `choose` again. Collective.
+    """Verify the points to start from; set a damaged one aside, and `choose` again. Collective.
 
     Raises FailedEverywhere if another job's point is damaged, or none can be chosen.
     """

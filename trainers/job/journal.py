@@ -326,7 +326,7 @@ class JobJournal:
 
     @property
     def taken_up(self) -> TakenUp | None:
-        """The last time that a session took the job up; None if none did."""
+        """The last start of the job by a session; None if there was none."""
         events = [event for event in self.events() if event["event"] == "taken_up"]
         return TakenUp(**{n: events[-1][n] for n in TakenUp.model_fields}) if events else None
 

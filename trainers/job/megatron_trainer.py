@@ -308,7 +308,7 @@ class MegatronTrainer:
             again = ": open its session again" if state == "failed" else ""
             raise BadInput(f"{job_id} is {state} and takes no commands{again}", param="job_id")
         self._commands_of(job_id).append(sequence, command)
-        self.status(job_id)  # a session that left the job for want of commands takes it up again
+        self.status(job_id)  # a session that left the job for want of commands resumes it
 
     def last_command(self, job_id: str) -> int:
         """Return the number of the newest command; 0 without one. Raises NotFound, BadInput."""

@@ -171,7 +171,7 @@ def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True)
 
 
 def stop_check(work: JobInputs, stop: StopFlag) -> Callable[[], bool]:
-    """Return a function that tells whether this rank was asked to stop the job."""
+    """Return a function: was this rank asked to stop the job?"""
 
     def asked_to_stop() -> bool:
         CLOCK.tick()
@@ -247,7 +247,7 @@ def execute(
 def compare_with_engine(
     training: RankTraining, work: JobInputs
 ) -> tuple[LogprobDistance | None, LogprobsBySample]:
-    """Prove that the engine agrees on the parent's weights; None if it sampled no tokens here.
+    """Check that the engine agrees on the parent's weights; None if it sampled no tokens here.
 
     Return also the log-probabilities of the samples whose trained tokens were all compared.
     """

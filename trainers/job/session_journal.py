@@ -123,7 +123,7 @@ class SessionJournal:
             return None
 
     def note_current(self, job_id: str | None) -> None:
-        """Record the job that is taken up; not waited for by the disk: a kill makes it stale."""
+        """Record the job that runs now; not waited for by the disk: a kill makes it stale."""
         if job_id is None:  # needs no room on the disk
             (self.folder / "current").unlink(missing_ok=True)
             return

@@ -1,4 +1,4 @@
-"""Weights check: prove the weights that a job reads, while its ranks load them.
+"""Weights check: verify the weights that a job reads, while its ranks load them.
 
 The ranks divide a checkpoint's files, and each hashes its own beside the loading: every file is
 hashed once a job, and is in the page cache for whoever loads it. Files that this process hashed

@@ -103,7 +103,7 @@ class RankTraining:
     Each step calls `asked_to_stop` and reports the answer. `score` and `evaluate` call it at
     intervals and raise Stopped. `overlap`: see `wrap` in optimizer.py; None means only on GPUs.
     `source` None: the first weights are the parent's, or random ones, as the hyperparameters say;
-    without `loaded` the caller puts them in place. Where `build` is equal, `take_up` takes
+    without `loaded` the caller puts them in place. Where `build` is equal, `switch_job` takes
     up another job with the same model and optimizer. `saved` is the resume point that was written
     or loaded last, on rank 0. `base` is of adapters; `first` are the trained weights that the job
     began with, as its parent's files have them (job/master_weights.py).
@@ -166,14 +166,14 @@ class RankTraining:
         """Everything that decides how model and optimizer are built: see `build_of`."""
         return build_of(self.model, self.layout, self.hyper, self.recompute)
 
-    def take_up(
+    def switch_job(
         self,
         parent: Path,
         hyper: Hyperparameters,
         method: MethodName,
         asked_to_stop: Callable[[], bool],
     ) -> None:
-        """Take up another job of this `build`; weights, adapters and moments stay as they are."""
+        """Switch to another job of this `build`; weights, adapters and moments stay as they are."""
         self.parent, self.hyper, self.method = parent, hyper, method
         self.asked_to_stop = asked_to_stop
         self.ranks = Ranks(self.layout, self.on_cpu, fp8=hyper.fp8 is not None)

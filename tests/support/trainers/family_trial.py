@@ -143,7 +143,7 @@ def _begin(training: Any, method: MethodName = "sft", **hyper: Any) -> None:
     from cray_agents.trainers.checkpointing.state import allocate_moments
 
     changed = HYPER.model_copy(update=hyper)
-    training.take_up(training.parent, changed, method, lambda: False)
+    training.switch_job(training.parent, changed, method, lambda: False)
     training.take_weights()
     allocate_moments(training, 0)  # a session keeps them
 

@@ -82,7 +82,7 @@ def trained(
         training.step(known)
         (out / name).mkdir(exist_ok=True)
         export_weights(training, out / name, file_bytes=60_000)
-        training.take_up(parent, hyper, "sft", lambda: False)
+        training.switch_job(parent, hyper, "sft", lambda: False)
         training.take_weights()
         allocate_moments(training, 0)  # a session keeps them
         found[name] = [training.step(known).loss for _ in range(STEPS)]

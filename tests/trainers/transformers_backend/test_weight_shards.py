@@ -100,7 +100,7 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
         still.step(known)
         write(still, f"{name}-still")
         trainings = {"optimizer": build(name, ONE), "full": still}
-        still.take_up(parents[name], HYPER, "sft", lambda: False)
+        still.switch_job(parents[name], HYPER, "sft", lambda: False)
         still.take_weights()
         allocate_moments(still, 0)  # a session's next job keeps them
         points = {}
@@ -138,7 +138,9 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
                     assert all(torch.equal(one.main, one.weights.float()) for one in parts if one)
                 losses[f"bfloat16 {layout.sharding}"] = course(half, known)
         small = training.hyper.model_copy(update={"dtype": "bfloat16"})
-        training.take_up(parents[name], small, "distill", lambda: False)  # for the teacher's type
+        training.switch_job(
+            parents[name], small, "distill", lambda: False
+        )  # for the teacher's type
         teacher = training.scorer(read_architecture(parents[name], "transformers"), parents[name])
         scores["teacher"] = score(teacher)
         assert teacher.shards is not None

@@ -78,7 +78,7 @@ class Xid:
         return self.number in LOST
 
     def blames(self, pid: int) -> bool:
-        """Tell whether it explains the end of a process of this node: its GPU, or itself."""
+        """Return True if it explains the end of a process of this node."""
         return self.lost or self.number in DAMAGED or (self.number in PROGRAM and self.pid == pid)
 
     def __str__(self) -> str:

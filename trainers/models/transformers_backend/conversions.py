@@ -128,7 +128,7 @@ def match_names(names: Iterable[str], module: Any) -> tuple[list[Conversion], di
 
 
 def renaming_by_peft(module: Any) -> Callable[[str], str]:
-    """Return what tells the layer of a module that PEFT gives the adapter of a file's layer."""
+    """Return what finds the layer of a module that PEFT gives the adapter of a file's layer."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import rename_source_key
 

@@ -59,7 +59,7 @@ def packed_mask(
 ) -> PackedMask:
     """Return the mask of the packed sequences; transformers calls it once for a type of layer.
 
-    `mask_function` tells from (batch, head, query, key) indices who sees whom, without packing.
+    `mask_function` says by (batch, head, query, key) indices who sees whom, without packing.
     """
     from transformers.masking_utils import causal_mask_function
 

@@ -177,7 +177,7 @@ class ParentFiles:
             for name, tensor in made.items():
                 put(own[self._own_name(name)], tensor)
             if conversion.rule is not None and id(conversion.rule) not in shown_back:
-                shown_back.add(id(conversion.rule))  # one layer tells of them all
+                shown_back.add(id(conversion.rule))  # one layer speaks for all
                 self._show_way_back(conversion, made)
 
     def adapter_names(self) -> dict[str, SavedAs]:

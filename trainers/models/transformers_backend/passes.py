@@ -33,7 +33,7 @@ from cray_agents.trainers.models.transformers_backend.packed_attention import (
 Shape = Literal["packed", "rows", "alone"]
 LENGTHS = (13, 29, 22)  # of the sequences that the test packs
 LONGEST_WINDOW = 1024  # the test's second sequence is longer than windows up to this
-_PLACE = re.compile("layer|idx|index|number")  # numbers that tell where a layer stands
+_PLACE = re.compile("layer|idx|index|number")  # numbers of a layer's place
 LEAK = 0.01  # of the largest logit: more is never rounding
 FLOOR = 1e-5  # of the largest logit: less always is
 NOISE = 10.0  # times the difference that padding alone makes
@@ -174,7 +174,7 @@ class Passes:
                 positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
             own = self.packing.attention == PACKED
             with packed(lengths), self._mixers.of(lengths):
-                # a mask of ones tells transformers that positions are no matter of its masks
+                # with a mask of ones transformers does not read its masks from positions
                 mask = torch.ones_like(tokens)[None] if own else None
                 return self._call(tokens[None], positions[None], mask, rows)[0]
         whole = self._in_rows(tokens, lengths)
@@ -438,7 +438,7 @@ def cut_layers(network: Any) -> None:
 
 
 def _traits(layer: torch.nn.Module) -> Iterator[Any]:
-    """Yield what tells one kind of layer from another: modules, their settings, and shapes."""
+    """Yield what distinguishes a kind of layer: its modules, their settings, and shapes."""
     for name, part in layer.named_modules():
         settings = {k: v for k, v in vars(part).items() if isinstance(v, bool | str | float | int)}
         place = {k for k, v in settings.items() if type(v) is int and _PLACE.search(k)}
@@ -447,7 +447,7 @@ def _traits(layer: torch.nn.Module) -> Iterator[Any]:
 
 
 def _leaks(module: Any, args: Any, kwargs: Any, lengths: Sequence[int]) -> bool:
-    """Tell whether a change of the first sequence's states changes what later ones get."""
+    """Return True if a change of the first sequence's states changes what later ones get."""
     first, tokens = lengths[0], sum(lengths)
     changed = False
 
@@ -483,7 +483,7 @@ def untrained(
     """Return which of the names never get a gradient, and parameters that a batch may leave out.
 
     `loss` computes one; gradients are dropped as they come. A name counts as never reached if none
-    like it in other layers, or of other experts, was reached either: so some layers tell of all.
+    like it in other layers, or of other experts, was reached either: so some layers speak for all.
     """
     reached: set[str] = set()
     hooks = []

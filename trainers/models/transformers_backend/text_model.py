@@ -139,7 +139,7 @@ class TextModel:
 
 
 def is_known(raw: dict[str, Any]) -> bool:
-    """Tell whether transformers itself has the kind of a config.json."""
+    """Return True if transformers itself has the kind of a config.json."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = raw.get("model_type")
