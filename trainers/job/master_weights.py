@@ -182,8 +182,8 @@ def note_moved(training: RankTraining, journal: JobJournal, checkpoint: str) -> 
         warn(
             journal,
             f"{checkpoint} equals its parent: the weights moved by less than its type can"
-            " store. What was learnt is only in the resume points, for jobs with optimizer_from; a higher"
-            " learning_rate or more steps would show",
+            " store. What was learnt is only in the resume points, for jobs with optimizer_from; a"
+            " higher learning_rate or more steps would show",
         )
     return record
 

@@ -493,8 +493,9 @@ def refusing_together(name: str) -> Iterator[None]:
     """Let ranks that all refuse a job within the context stay in step. `name` is used once.
 
     A rank that refuses may be the only one, and the others wait for it in a collective. So it
-    reports that in the ranks' store, and waits there. Raises FailedEverywhere if all refused at the same
-    point, or UnwrittenEverywhere. Else the rank's own error comes out, and its end ends the others.
+    reports that in the ranks' store, and waits there. Raises FailedEverywhere if all refused at the
+    same point, or UnwrittenEverywhere. Else the rank's own error comes out, and its end ends the
+    others.
     """
     try:
         yield
