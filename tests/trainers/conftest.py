@@ -296,10 +296,14 @@ def lab(home: Home, models: Callable[[str], Path]) -> Lab:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(
-    models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Lab, RunningJob]:
-    """A finished job of eight steps that nothing happened to; do not change its files."""
-    lab = Lab(Home(tmp_path_factory.mktemp("undisturbed")), models)
+def shared_lab(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """A home with a dataset, for trainings that several tests look at; do not change its files."""
+    lab = Lab(Home(tmp_path_factory.mktemp("shared")), models)
     lab.dataset()
-    return lab, lab.run(lab.spec("qwen3"))
+    return lab
+
+
+@pytest.fixture(scope="session")
+def undisturbed(shared_lab: Lab) -> tuple[Lab, RunningJob]:
+    """A finished job of eight steps that nothing happened to; do not change its files."""
+    return shared_lab, shared_lab.run(shared_lab.spec("qwen3"))

@@ -139,9 +139,12 @@ def test_a_newer_folder_is_refused_and_one_without_a_number_is_read(journal: Job
 def test_an_older_record_names_its_backend_and_the_job_keeps_its_id(
     tmp_path: Path, way: str, backend: str, job_id: str
 ) -> None:
+    """One that names none has another id: that of before there were backends."""
     hyper = Hyperparameters.model_validate({"steps": 1, "backend": backend})
     spec = JobSpec(dataset="ds", parent="p", parent_sha256="1", hyperparameters=hyper)
     assert spec.id == job_id
+    plain = spec.model_copy(update={"hyperparameters": Hyperparameters(steps=1)})
+    assert plain.id == "job-143162c5544f6288"
     record = spec.model_dump(mode="json")
     record["hyperparameters"]["way"] = way
     del record["hyperparameters"]["backend"]

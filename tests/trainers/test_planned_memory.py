@@ -90,25 +90,6 @@ def test_more_ranks_never_need_more_memory_each(layout: Layout, size: Any, way: 
             assert after.total <= before, other
 
 
-@given(st.sampled_from(LAYOUTS), sizes)
-def test_computing_again_needs_less_memory(layout: Layout, size: Any) -> None:
-    plain = estimate_memory(SMALL, layout, size, sequence_length=1024, recompute="none")
-    again = estimate_memory(SMALL, layout, size, sequence_length=1024, recompute="full")
-    assert again.activations < plain.activations or SMALL.layers == layout.pipeline
-
-
-@given(st.sampled_from(LAYOUTS), sizes, st.integers(1, 4096))
-def test_more_tokens_at_once_need_more_memory(layout: Layout, size: Any, more: int) -> None:
-    larger = size.model_copy(
-        update={"max_tokens_per_microbatch": size.max_tokens_per_microbatch + more}
-    )
-    if layout.pipeline == 1:  # else there are also fewer of them under way
-        before, after = (
-            estimate_memory(SMALL, layout, s, sequence_length=1024).total for s in (size, larger)
-        )
-        assert after > before
-
-
 @given(st.sampled_from(LAYOUTS), st.booleans())
 def test_shares_add_up_to_the_model(layout: Layout, tied: bool) -> None:
     """Tensor ranks add norms, and a row of padding where 32,001 does not divide; stages a table."""

@@ -60,6 +60,21 @@ def chain(lab: Any, layout: dict[str, int], hyper: dict[str, Any], train: Any) -
     return results
 
 
+ALONE: dict[str, tuple[list[Any], list[Any]]] = {}  # results and goodput, by layout and settings
+
+
+def chain_alone(
+    lab: Any, folder: Path, layout: dict[str, int], hyper: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """The same jobs, each with processes of its own; trained once for all tests."""
+    key = repr((layout, hyper))
+    if key not in ALONE:
+        alone = type(lab)(Home(folder / "alone"), lab.models)
+        results = chain(alone, layout, hyper, lambda spec: alone.run(spec).journal)
+        ALONE[key] = results, goodput(alone.home)
+    return ALONE[key]
+
+
 def outcome(home: Home, job: JobJournal) -> Any:
     manifest = checksums.read_record(Manifest, home.checkpoint(job.job_id) / "manifest.json")
     steps = [e for e in job.events() if e["event"] == "step"]
@@ -86,11 +101,9 @@ def test_jobs_in_memory_end_as_jobs_of_their_own(
     session = RunningSession(lab.home, Layout(**layout))
     in_session = chain(lab, layout, hyper, session.train)
     assert session.end() == 0, session.log
-    alone = type(lab)(Home(tmp_path / "alone"), lab.models)
-    assert chain(alone, layout, hyper, lambda spec: alone.run(spec).journal) == in_session
-    steps = [
-        {row["name"]: row["steps"] for row in goodput(each)} for each in (lab.home, alone.home)
-    ]
+    alone, account = chain_alone(lab, tmp_path, layout, hyper)
+    assert alone == in_session
+    steps = [{row["name"]: row["steps"] for row in each} for each in (goodput(lab.home), account)]
     total = sum(len(numbers) for _, _, numbers in in_session)
     assert steps == [{"session": total, "total": total}, {"job": total, "total": total}]
 
@@ -329,8 +342,7 @@ def test_jobs_that_leave_the_gpu_between_them_end_as_jobs_of_their_own(
     assert all(each["offload"] > 0 for each in spans) and spans[2]["onload"] > 0
     freed = re.findall(r"left the GPU: ([\d.]+) MiB of rank 0", session.log)
     assert len(freed) == 4 and all(float(mib) > 0 for mib in freed[1:])
-    alone = type(lab)(Home(tmp_path / "alone"), lab.models)
-    assert chain(alone, layout, hyper, lambda spec: alone.run(spec).journal) == in_session
+    assert chain_alone(lab, tmp_path, layout, hyper)[0] == in_session
 
 
 def test_an_idle_session_ends(lab: Any) -> None:

@@ -171,18 +171,3 @@ def test_a_config_of_more_layers_than_tensors_is_refused_before_it_is_built(tmp_
     (tmp_path / "config.json").write_text(json.dumps(says | {"model_type": "olmo2"}))
     with pytest.raises(BadInput, match="16000 layers"):
         read_architecture(tmp_path)
-
-
-def test_old_jobs_keep_their_ids(lab: Any) -> None:
-    spec = lab.spec("qwen3")
-    hyper = spec.hyperparameters.model_copy(update={"backend": "megatron"})
-    assert spec.id != spec.model_copy(update={"hyperparameters": hyper}).id
-    assert "backend" not in json.dumps(spec.model_dump(exclude_none=True))
-
-
-def test_sizes_of_a_kind_whose_layers_differ(tmp_path: Path) -> None:
-    write_parent(tmp_path, FAMILIES["gemma4_text"]())
-    config = FAMILIES["gemma4_text"]()
-    heads = {layer.head_dim for layer in config.per_layer_config}
-    model = read_architecture(tmp_path)
-    assert len(heads) == 2 and model.head_size == max(heads)
