@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from cray_agents.trainers.job.rank import RECENT, JobTotals
 from cray_agents.trainers.job.weights_check import FailedEverywhere
 from cray_agents.trainers.training.train_step import StepReport
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.megatron
 
@@ -31,13 +31,6 @@ STEADY = {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0}
 
 def events(job: Any, kind: str) -> list[dict[str, Any]]:
     return [event for event in job.journal.events() if event["event"] == kind]
-
-
-def until(what: Callable[[], Any], job: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline, job.log
-        time.sleep(0.001)
 
 
 def small_slices(patch: pytest.MonkeyPatch) -> None:
@@ -280,7 +273,7 @@ def test_a_long_look_back_can_be_stopped(lab: Any, monkeypatch: pytest.MonkeyPat
     lab.dataset(samples=2000, method="dpo")
     small_slices(monkeypatch)
     job = lab.start(lab.spec("qwen3", method="dpo", hyper={"steps": 1, "batch_size": 1000}))
-    until(lambda: (job.journal.folder / "logs" / "rank-0.txt").exists(), job)  # it listens
+    wait_until((job.journal.folder / "logs" / "rank-0.txt").exists)  # it listens
     (rank,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     os.kill(int(rank), signal.SIGTERM)
     assert job.wait() == 75, job.log
