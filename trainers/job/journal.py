@@ -151,16 +151,11 @@ class JobJournal:
     @property
     def attempts(self) -> int:
         """The number of starts so far."""
-        folder = self.folder / "attempts"
-        return _newest(p.name for p in folder.iterdir()) if folder.exists() else 0
+        return count_attempts(self.folder)
 
     def claim_attempt(self) -> int:
         """Become the newest attempt; older ones see this and stop before they publish."""
-        while True:
-            number = self.attempts + 1
-            mine = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
-            if durable.create_file(self.folder / "attempts" / str(number), _record_bytes(mine)):
-                return number
+        return claim_attempt(self.folder)
 
     def fenced(self, attempt: int) -> str | None:
         """Return the reason why this attempt must not publish any more; None while it may."""
@@ -451,6 +446,20 @@ class CommandJournal:
         """Record a result, unless the command has one."""
         content = checksums.with_crc(result.model_dump_json().encode())
         durable.create_file(self._results / str(result.sequence), content)
+
+
+def count_attempts(folder: Path) -> int:
+    """Return the number of starts of the job or session with this folder."""
+    return _newest(durable.names_in(folder / "attempts"))
+
+
+def claim_attempt(folder: Path) -> int:
+    """Become the newest start of a job or session; return its number."""
+    while True:
+        number = count_attempts(folder) + 1
+        mine = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
+        if durable.create_file(folder / "attempts" / str(number), _record_bytes(mine)):
+            return number
 
 
 def changes(before: JobSpec, after: JobSpec) -> list[str]:

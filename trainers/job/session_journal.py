@@ -26,7 +26,12 @@ from cray_agents.errors import Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical, digest
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.trainers.job.journal import numbered, read_numbered
+from cray_agents.trainers.job.journal import (
+    claim_attempt,
+    count_attempts,
+    numbered,
+    read_numbered,
+)
 from cray_agents.training_jobs import Layout
 
 SESSION_FORMAT = 1  # of a session's folder
@@ -81,16 +86,11 @@ class SessionJournal:
     @property
     def attempts(self) -> int:
         """The number of starts so far."""
-        return max((int(name) for name in _names(self.folder / "attempts")), default=0)
+        return count_attempts(self.folder)
 
     def claim_attempt(self) -> int:
         """Become the newest attempt; older ones see this and take no more jobs."""
-        while True:
-            number = self.attempts + 1
-            mine = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
-            text = checksums.with_crc(canonical(mine))
-            if durable.create_file(self.folder / "attempts" / str(number), text):
-                return number
+        return claim_attempt(self.folder)
 
     # ---- jobs
     def hand_over(self, job_id: str) -> None:
