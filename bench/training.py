@@ -172,7 +172,7 @@ def trainer_rank(
     """One of them."""
     import torch
 
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, join_ranks

@@ -103,7 +103,7 @@ def _our_rank(
 
 def _baseline(training: Any, completions: list[Completion]) -> Any:
     """A round as our trainer takes it: for grpo with the log-probabilities before its steps."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
+    from cray_agents.trainers.data.packer import BaselineLogprobs, TrainedTokenRows
     from cray_agents.trainers.data.samples import Samples
 
     masks = [

@@ -83,7 +83,7 @@ def measure(bench: Bench, stage: str, name: str, path: str, lora: Lora | None) -
 
 def data(bench: Bench, vocab: int, shape: str) -> Any:
     """Return a step's samples."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
 
     return BaselineLogprobs(Samples.of(sequences(bench.scale, vocab, shape)))

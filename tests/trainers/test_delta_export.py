@@ -15,7 +15,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.runtime.registry.deltas import build, materialize
 from cray_agents.training_jobs import Hyperparameters, Layout
-from tests.support.trainers.forked_ranks import run_forked
+from tests.support.trainers.forked_ranks import run_forked, training_in_rank
 
 pytestmark = pytest.mark.slow
 
@@ -28,15 +28,9 @@ def exported_thrice(folder: Path, layout: Layout, out: Path, rank: int, store: A
     import torch
 
     from cray_agents.trainers.checkpointing import hf_export
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
 
-    join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    model = read_architecture(folder)
-    training = RankTraining(
-        model, layout, Hyperparameters(learning_rate=1e-3, steps=1), folder, on_cpu=True
-    )
+    hyper = Hyperparameters(learning_rate=1e-3, steps=1)
+    training = training_in_rank(folder, layout, hyper, rank, store)
     for name, changes, step in (("full", False, 50), ("delta", True, 0), ("all", True, 1)):
         with torch.no_grad():
             for parameter in (p for chunk in training.chunks for p in chunk.parameters() if step):

@@ -13,7 +13,7 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.training_jobs import JobSpec, Layout, Lora
-from tests.support.trainers.forked_ranks import run_forked
+from tests.support.trainers.forked_ranks import run_forked, training_in_rank
 from tests.support.trainers.peft_training import Expected, by_peft, tensors_in
 
 pytestmark = pytest.mark.megatron
@@ -35,14 +35,8 @@ class Trained:
 
 def started(spec: JobSpec, rank: int, store: Any) -> Any:
     """A rank's training, before its first step."""
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
-
-    join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
-    model, hyper = read_architecture(Path(spec.parent)), spec.hyperparameters
-    folder = Path(spec.parent)
-    return RankTraining(model, spec.layout, hyper, folder, on_cpu=True, recompute=spec.recompute)
+    folder, how = Path(spec.parent), {"recompute": spec.recompute}
+    return training_in_rank(folder, spec.layout, spec.hyperparameters, rank, store, **how)
 
 
 def write(training: Any, folder: Path) -> None:
@@ -55,7 +49,7 @@ def write(training: Any, folder: Path) -> None:
 def train(spec: JobSpec, dataset: Path, out: Path, *place: Any) -> int:
     """One rank: take steps, and write all that they made."""
     from cray_agents.trainers.checkpointing import hf_export
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples, read_samples
     from cray_agents.trainers.models.lora import without_adapters
 

@@ -165,8 +165,7 @@ def measure(
     from safetensors.torch import save_file
 
     from cray_agents.trainers.checkpointing import hf_export
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
-    from cray_agents.trainers.data.packer import balance
+    from cray_agents.trainers.data.packer import BaselineLogprobs, balance
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.models.tensors import tensor_shapes

@@ -20,6 +20,7 @@ from cray_agents.trainers.planning.arithmetic import (
 )
 from cray_agents.trainers.planning.layouts import possible_layouts, why_unfit
 from cray_agents.training_jobs import JobSpec, Layout, Lora
+from tests.support.trainers.forked_ranks import run_forked
 from tests.support.trainers.model_configs import (
     LLAMA_2_7B,
     LLAMA_31_8B,
@@ -160,16 +161,11 @@ def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
 def test_megatron_holds_the_bytes_that_are_estimated(
     lab: Any, tmp_path: Path, kind: str, layout: dict[str, Any], sizes: dict[str, Any]
 ) -> None:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     lab.dataset()
     spec = lab.spec(kind, layout=layout, hyper=sizes)
-    place = find_placement(spec.layout.world, spec.id)
-    assert run_ranks(place, tmp_path / "logs", partial(buffers, spec, tmp_path)).code == 0
-    ranks = [json.loads((tmp_path / f"rank-{n}.json").read_bytes()) for n in range(place.world)]
+    world = spec.layout.world
+    assert run_forked(world, tmp_path / "logs", partial(buffers, spec, tmp_path)) is None
+    ranks = [json.loads((tmp_path / f"rank-{n}.json").read_bytes()) for n in range(world)]
     model = read_architecture(Path(spec.parent))
     fullest = asdict(estimate_memory(model, spec.layout, spec.hyperparameters, sequence_length=30))
     for name in ("weights", "gradients"):
@@ -221,7 +217,7 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
     """
     import torch
 
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.training.parallel_groups import join_ranks
     from cray_agents.trainers.training.train_step import RankTraining
@@ -260,15 +256,9 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
 
 @pytest.mark.megatron
 def test_a_layer_keeps_what_is_estimated(tmp_path: Path) -> None:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     shapes = write_shapes(tmp_path / "shapes")
     work = partial(kept_by_a_layer, shapes, tmp_path)
-    ended = run_ranks(find_placement(1, "kept"), tmp_path / "logs", work)
-    assert ended.code == 0, (tmp_path / "logs").read_text()
+    assert run_forked(1, tmp_path / "logs", work) is None
     found: dict[str, float] = json.loads((tmp_path / "found.json").read_bytes())
     for case, real in found.items():
         name, backend, dtype = case.split()

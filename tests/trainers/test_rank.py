@@ -22,6 +22,7 @@ from cray_agents.trainers.job.rank import RECENT, JobTotals
 from cray_agents.trainers.job.weights_check import FailedEverywhere
 from cray_agents.trainers.training.train_step import StepReport
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
+from tests.support.trainers.forked_ranks import run_forked, training_in_rank
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.megatron
@@ -378,15 +379,10 @@ Ship = tuple[Path, Path, Layout, Hyperparameters]
 def sail(ship: Ship, out: Path, overlap: bool, rank: int, store: Any, stop: Any) -> int:
     """One rank: score, train, evaluate, train, and write the weights right after a step."""
     from cray_agents.trainers.checkpointing.hf_export import export_weights
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
+    from cray_agents.trainers.data.packer import BaselineLogprobs
 
     folder, dataset, layout, hyper = ship
-    join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    model = read_architecture(folder)
-    training = RankTraining(model, layout, hyper, folder, on_cpu=True, overlap=overlap)
+    training = training_in_rank(folder, layout, hyper, rank, store, overlap=overlap)
     known = BaselineLogprobs(read_samples(dataset))
     losses = [float(training.score(known.samples, [0])[0].sum())]
     losses += [training.step(known).loss for _ in range(2)]
@@ -412,11 +408,6 @@ def test_what_travels_during_computation_arrives(
 ) -> None:
     from safetensors.torch import load_file
 
-    from cray_agents.trainers.checkpointing import hf_export  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-
-    load_megatron()
     lab.dataset()
     chosen = Hyperparameters(**{"steps": 4, "batch_size": 4, "learning_rate": 1e-3, **hyper})
     ship = lab.models(kind), lab.home.dataset("ds"), Layout(**layout), chosen
@@ -425,7 +416,7 @@ def test_what_travels_during_computation_arrives(
         out = tmp_path / str(overlap)
         out.mkdir()
         main = partial(sail, ship, out, overlap)
-        assert run_ranks(find_placement(2, "overlap"), out / "logs", main).code == 0
+        assert run_forked(2, out / "logs", main) is None
         weights = [load_file(path) for path in sorted(out.glob("*.safetensors"))]
         found.append((json.loads((out / "losses.json").read_bytes()), weights))
     (losses, plain), (overlapped, ours) = found

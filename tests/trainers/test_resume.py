@@ -15,7 +15,7 @@ import pytest
 from cray_agents.errors import Corrupt, JobError, NewerFormat
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import JobSpec, Layout
-from tests.support.trainers.forked_ranks import run_forked
+from tests.support.trainers.forked_ranks import run_forked, training_in_rank
 
 pytestmark = pytest.mark.megatron
 
@@ -35,22 +35,12 @@ class Course:
 
 
 def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int:
-    import torch
-
     from cray_agents.trainers.checkpointing import resume
     from cray_agents.trainers.checkpointing.save import Saver
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import read_samples
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
 
-    torch.set_num_threads(1)
-    join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
-    parent = Path(spec.parent)
-    training = RankTraining(
-        read_architecture(parent), spec.layout, spec.hyperparameters, parent, on_cpu=True
-    )
+    training = training_in_rank(Path(spec.parent), spec.layout, spec.hyperparameters, rank, store)
     known = BaselineLogprobs(read_samples(course.dataset))
     told: list[int] = []
     lasted: list[float] = []

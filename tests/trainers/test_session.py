@@ -249,9 +249,7 @@ def test_a_job_that_one_rank_refuses_ends_the_session_and_not_the_queue(
     assert status.error == "rank 1 alone cannot read it"
     assert session.journal.queue() == [waiting.job_id] and not waiting.ended
     again = RunningSession(lab.home, Layout(data=2))
-    while not waiting.ended:
-        again.check()
-        time.sleep(0.01)
+    again.until(lambda: waiting.ended)
     assert again.end() == 0 and waiting.status().state == "succeeded", again.log
 
 
@@ -259,26 +257,18 @@ def test_a_job_is_paused_and_cancelled_without_its_session(lab: Any) -> None:
     lab.dataset()
     session = RunningSession(lab.home, Layout())
     long = session.start(lab.spec("qwen3", hyper={"steps": 5000}))
-    while long.step < 5:
-        session.check()
-        time.sleep(0.005)
+    session.until(lambda: long.step >= 5)
     long.pause()
-    while session.journal.current is not None:
-        session.check()
-        time.sleep(0.005)
+    session.until(lambda: session.journal.current is None)
     assert long.status() is None and session.journal.queue() == []
     short = session.train(lab.spec("qwen3", hyper={"steps": 2}))
     assert short.status().state == "succeeded"
     paused_at = long.step
     long.resume()
     session.journal.hand_over(long.job_id)
-    while long.step < paused_at + 5:
-        session.check()
-        time.sleep(0.005)
+    session.until(lambda: long.step >= paused_at + 5)
     long.cancel()
-    while long.job_id in session.journal.queue():
-        session.check()
-        time.sleep(0.005)
+    session.until(lambda: long.job_id not in session.journal.queue())
     assert [e["from_step"] for e in long.events() if e["event"] == "started"] == [0, paused_at]
     assert session.end() == 0, session.log
 
@@ -291,16 +281,12 @@ def test_a_session_that_ended_in_a_job_goes_on_with_it(
     lab.dataset()
     first = RunningSession(lab.home, Layout())
     job = first.start(lab.spec("qwen3"))
-    while job.step < 4:
-        first.check()
-        time.sleep(0.002)
+    first.until(lambda: job.step >= 4)
     os.kill(first.pid, how)
     assert first.wait() == (-how if how == signal.SIGKILL else 75), first.log
     assert job.status() is None and first.journal.queue() == [job.job_id]
     second = RunningSession(lab.home, Layout())
-    while not job.ended:
-        second.check()
-        time.sleep(0.01)
+    second.until(lambda: job.ended)
     assert second.end() == 0
     assert outcome(lab.home, job) == outcome(calm.home, whole.journal)
     assert second.journal.attempts == 2 and job.attempts == 2
@@ -323,9 +309,7 @@ def test_jobs_that_leave_the_gpu_between_them_end_as_jobs_of_their_own(
         time.sleep(0.15)  # longer than the session's longest wait
         assert job.attempts == 0 and journal.current is None  # it waits for its turn
         journal.give_turn()
-        while journal.has_turn:
-            session.check()
-            time.sleep(0.01)
+        session.until(lambda: not journal.has_turn)
         assert job.ended
         spans.append(journal.turn_seconds)
         return job
@@ -334,9 +318,7 @@ def test_jobs_that_leave_the_gpu_between_them_end_as_jobs_of_their_own(
     assert bad.state == "failed" and spans.pop()["offload"] > 0
     in_session = chain(lab, layout, hyper, train)
     journal.give_turn()  # for a job that was taken back
-    while journal.has_turn:
-        session.check()
-        time.sleep(0.01)
+    session.until(lambda: not journal.has_turn)
     assert session.end() == 0, session.log
     assert [sorted(each) for each in spans] == [["offload", "onload"]] * 3
     assert all(each["offload"] > 0 for each in spans) and spans[2]["onload"] > 0

@@ -56,9 +56,7 @@ def test_a_job_that_one_rank_cannot_write_for_leaves_its_session_alive(
         shutil.copytree(undisturbed.folder / "megatron", points)
     resource.prlimit(ranks[rank], resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
     job = session.start(spec)
-    while spec.id in session.journal.queue():
-        session.check()
-        time.sleep(0.01)
+    session.until(lambda: spec.id not in session.journal.queue())
     assert why in read_end(job.folder).how and "File too large" in read_end(job.folder).how
     assert not job.ended and not list(lab.home.root.glob("checkpoints/.*"))
     assert not list(points.glob(".*"))
@@ -66,9 +64,7 @@ def test_a_job_that_one_rank_cannot_write_for_leaves_its_session_alive(
     other = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2})
     assert session.train(other).status().state == "succeeded", session.log
     session.journal.hand_over(spec.id)
-    while not job.ended:
-        session.check()
-        time.sleep(0.01)
+    session.until(lambda: job.ended)
     assert children_of(session.pid) == ranks and session.end() == 0, session.log
     assert outcome(lab.home, job)[:2] == outcome(alone.home, undisturbed)[:2]
 
@@ -128,18 +124,12 @@ def test_on_a_disk_without_a_byte_left(
         while len(ranks := children_of(session.pid)) < 2:
             session.check()
         job = session.start(spec)
-        while job.step < 7:
-            session.check()
-            time.sleep(0.002)
+        session.until(lambda: job.step >= 7)
         filler = fill(home)
-        while in_time and "point of step 40 could not be written" not in job.log_tail():
-            session.check()
-            time.sleep(0.01)
         if in_time:
+            session.until(lambda: "point of step 40 could not be written" in job.log_tail())
             filler.unlink()
-        while spec.id in session.journal.queue():
-            session.check()
-            time.sleep(0.01)
+        session.until(lambda: spec.id not in session.journal.queue())
         assert job.ended == in_time, job.log_tail()
         session.journal.hand_over(spec.id)  # without a pause: this start meets the full disk, too
         for _ in range(0 if in_time else 100):

@@ -24,8 +24,12 @@ from cray_agents.errors import FULL, NotFound
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, bfloat16_limits, measure
 from cray_agents.runtime.registry.checkpoints import manifest_of
-from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
-from cray_agents.trainers.data.packer import Rows, samples_to_train_on
+from cray_agents.trainers.data.packer import (
+    BaselineLogprobs,
+    Rows,
+    TrainedTokenRows,
+    samples_to_train_on,
+)
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_weights
 from cray_agents.trainers.models.tensors import read_parent

@@ -26,7 +26,7 @@ from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.checkpointing.state import allocate_moments
-from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+from cray_agents.trainers.data.packer import BaselineLogprobs
 from cray_agents.trainers.job import engine_agreement, master_weights
 from cray_agents.trainers.job.baselines import Baselines, LogprobsBySample
 from cray_agents.trainers.job.command_run import run_commands

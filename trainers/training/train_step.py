@@ -18,9 +18,14 @@ import numpy as np
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.data.context_parallel import ContextShard
-from cray_agents.trainers.data.packer import Columns, Packed, microbatches, step_units
+from cray_agents.trainers.data.packer import (
+    BaselineLogprobs,
+    Columns,
+    Packed,
+    microbatches,
+    step_units,
+)
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.learning_rate import learning_rate

@@ -150,7 +150,7 @@ def _begin(training: Any, method: MethodName = "sft", **hyper: Any) -> None:
 
 def _one_rank(parent: Path, out: Path, brief: bool, rank: int, store: Any, _: Any) -> int:
     """Export and losses, then gradients of methods, adapters, bfloat16."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
 
     layout = Layout()
@@ -176,7 +176,7 @@ def _one_rank(parent: Path, out: Path, brief: bool, rank: int, store: Any, _: An
 
 def _two_ranks(parent: Path, out: Path, rank: int, store: Any, _: Any) -> int:
     """Losses on two ranks with layers computed again, and without if that is refused."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
 
     layout = Layout(data=2)
@@ -277,7 +277,7 @@ def _near(logprobs: list[Any], seed: int, spread: float) -> list[Any]:
 
 
 def _column(samples: Any, values: list[Any]) -> Any:
-    from cray_agents.trainers.data.baseline_logprobs import TrainedTokenRows
+    from cray_agents.trainers.data.packer import TrainedTokenRows
 
     return TrainedTokenRows(samples.masks, dict(enumerate(values)))
 
@@ -329,7 +329,7 @@ def _gradient_step(
     """Take a step; return how far the gradient is from the plain one, as a share of its largest."""
     import torch
 
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from tests.support.trainers.plain_model import gradients_of, plain_network
 
     network = training.chunks[0].network

@@ -61,7 +61,7 @@ def trained(
 
     from cray_agents.trainers.checkpointing.hf_export import export_weights
     from cray_agents.trainers.checkpointing.state import allocate_moments
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks

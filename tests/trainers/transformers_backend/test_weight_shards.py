@@ -54,7 +54,7 @@ def both(parents: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> 
     from cray_agents.trainers.checkpointing.hf_export import export_weights
     from cray_agents.trainers.checkpointing.save import Saver
     from cray_agents.trainers.checkpointing.state import allocate_moments
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.training.offload import Offload, gradients, storages_of, trained
     from cray_agents.trainers.training.parallel_groups import join_ranks
