@@ -250,13 +250,6 @@ class RunningJob:
         return [e["loss"] for e in self.journal.events() if e["event"] == "step"]
 
 
-def run_job(home: Home, spec: JobSpec) -> RunningJob:
-    """Run a job to its end, which must be good."""
-    job = RunningJob(home, spec)
-    assert job.wait() == 0, job.log
-    return job
-
-
 class Lab:
     """A home with datasets and jobs. Tests get one as a fixture: they cannot import from here."""
 
