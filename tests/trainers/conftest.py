@@ -297,6 +297,23 @@ def shared_lab(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def undisturbed(shared_lab: Lab) -> tuple[Lab, RunningJob]:
-    """A finished job of eight steps that nothing happened to; do not change its files."""
-    return shared_lab, shared_lab.run(shared_lab.spec("qwen3"))
+def undisturbed_job(shared_lab: Lab) -> Callable[[JobSpec], RunningJob]:
+    """Train a job that nothing happens to, once for all tests; do not change its files."""
+    done: dict[str, RunningJob] = {}
+
+    def run(spec: JobSpec) -> RunningJob:
+        if spec.id not in done:
+            done[spec.id] = shared_lab.run(spec)
+        job = done[spec.id]
+        assert job.journal.spec().layout == spec.layout, "a layout is not part of the id"
+        return job
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    shared_lab: Lab, undisturbed_job: Callable[[JobSpec], RunningJob]
+) -> tuple[Lab, RunningJob]:
+    """Such a job of eight steps, and the lab that it was trained in."""
+    return shared_lab, undisturbed_job(shared_lab.spec("qwen3"))

@@ -270,7 +270,7 @@ def test_a_client_goes_on_from_memory_after_a_turn(lab: Any) -> None:
     assert differ(weights, alone(lab, [{}])[0]) == 0.0
 
 
-def test_numbers_of_adam_are_a_jobs_own(lab: Any, tmp_path: Path) -> None:
+def test_numbers_of_adam_are_a_jobs_own(lab: Any, undisturbed_job: Any) -> None:
     """A client's betas and clipping do not reach the next job in the same ranks."""
     lab.dataset()
     session = RunningSession(lab.home, LAYOUT)
@@ -280,8 +280,6 @@ def test_numbers_of_adam_are_a_jobs_own(lab: Any, tmp_path: Path) -> None:
     job = session.train(lab.spec("qwen3", hyper={"steps": 2}))
     assert session.end() == 0, session.log
     assert sources(job) == ["files"]
-    other = type(lab)(Home(tmp_path / "alone"), lab.models)
-    other.dataset()
-    itself = other.run(lab.spec("qwen3", hyper={"steps": 2}))
-    manifests = [read_manifest(each.home.checkpoint(job.job_id)) for each in (lab, other)]
+    itself = undisturbed_job(job.spec())
+    manifests = [read_manifest(each.home.checkpoint(job.job_id)) for each in (lab, itself.journal)]
     assert manifests[0].files == manifests[1].files and itself.losses

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandState, CommandStatus, Trainer
 from cray_agents.runtime.scheduler.choose import (
     SchedulerKind,
@@ -148,13 +147,11 @@ NO_SLURM = pytest.mark.skipif(bool(missing_programs()), reason="Slurm is not ins
     "kind", ["local", pytest.param("slurm", marks=[pytest.mark.slurm, NO_SLURM])]
 )
 def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
-    lab: Any, tmp_path: Path, kind: SchedulerKind
+    lab: Any, undisturbed_job: Any, kind: SchedulerKind
 ) -> None:
     lab.dataset()
     spec = lab.spec("qwen3", hyper={"steps": 60}, save_every=1000)
-    other = type(lab)(Home(tmp_path / "undisturbed"), lab.models)
-    other.dataset()
-    undisturbed = other.run(spec)
+    undisturbed = undisturbed_job(spec)
     journal = JobJournal(lab.home, spec.id)
     with open_scheduler(kind, lab.home.slurm) as scheduler:
         trainer = MegatronTrainer(lab.home, scheduler)
@@ -183,7 +180,7 @@ def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
     assert starts(journal) == [0, paused.step]
     losses = [e["loss"] for e in journal.events() if e["event"] == "step"]
     assert losses == undisturbed.losses and len(losses) == 60
-    ours, theirs = (x.home.checkpoint(spec.id) for x in (lab, other))
+    ours, theirs = (x.home.checkpoint(spec.id) for x in (lab, undisturbed.journal))
     assert weights_sha256(ours) == weights_sha256(theirs)
 
 
