@@ -95,8 +95,6 @@ def find_gpu(name: str) -> Gpu:
 
 NARROW = 1150.0  # a matrix so wide is multiplied at half that speed
 EXPOSED = 0.33  # share of a layer's messages that no computation hides
-EXPOSED_COPIES = 0.25  # the same of tokens' copies for experts, which travel in small pieces
-STALL = 3.1e-3  # seconds of a mixture's layer for a micro-batch: kernels to launch, loads to read
 EXPOSED_SUM = 0.15  # the same of the sum of gradients and the new weights, once a step
 FP8_GAIN = 1.82  # how much faster matrices are multiplied in eight bits
 
@@ -115,11 +113,10 @@ def slowdown(
 
     These count: narrow matrices, which FP8 does not mend; FP8; what is computed twice; messages
     within a layer, through the node's links or the network (tensor, context and expert
-    parallelism); a stall in each layer of a mixture; the pipeline's bubble of (p - 1) / (m v)
-    (arXiv 2104.04473, section 2.2) and its largest stage; ranks that idle if they do not divide
-    the batch; and the sum of gradients over data ranks, once a step, or with full sharding in each
-    micro-batch, as the weights are fetched twice in each. `gpu` None: an H100, to whose
-    links and speed most are alike in proportion.
+    parallelism); the pipeline's bubble of (p - 1) / (m v) (arXiv 2104.04473, section 2.2) and its
+    largest stage; ranks that idle if they do not divide the batch; and the sum of gradients over
+    data ranks, once a step, or with full sharding in each micro-batch, as the weights are fetched
+    twice in each. `gpu` None: an H100, to whose links and speed most are alike in proportion.
     """
     gpu = find_gpu("H100") if gpu is None else gpu
     step = _Step(model, layout, hyper, ranks_per_node, gpu, sequence_length)
@@ -127,9 +124,7 @@ def slowdown(
     # seconds of a rank for a token
     ideal = step.flops / ranks / (gpu.teraflops * 1e12 * gpu.reached)
     busy = ideal * step.matrices(recompute)
-    waits = EXPOSED * step.messages() + EXPOSED_COPIES * step.copies()
-    if model.experts:
-        waits += STALL * step.layers / hyper.max_tokens_per_microbatch
+    waits = EXPOSED * (step.messages() + step.copies())
     count = micro_batches(layout, hyper, sequence_length)
     bubble = 1 + (layout.pipeline - 1) / (count * layout.interleave)
     uneven = ceil(hyper.batch_size / layout.data) * layout.data / hyper.batch_size
