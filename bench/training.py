@@ -46,16 +46,16 @@ async def main(home: Path) -> None:
             sides = {"trainer, packed": ours.speed, "transformers, padded": theirs.speed}
             await side_by_side(f"the same, {lengths} tokens a sequence", "tokens/s", sides)
     with (
-        Side("universal-chats", home) as ours,
-        Side("trainer-chats", home) as native,
+        Side("transformers-chats", home) as ours,
+        Side("trainer-chats", home) as megatron,
         Side("transformers-chats", home) as theirs,
     ):
         sides = {
             "backend=transformers, packed": ours.speed,
-            "native, packed": native.speed,
+            "backend=megatron, packed": megatron.speed,
             "transformers, padded": theirs.speed,
         }
-        await side_by_side("the same, chats, both ways", "tokens/s", sides)
+        await side_by_side("the same, chats, both backends", "tokens/s", sides)
     with Side("trainer-two", home) as ours, Side("trainer", home) as theirs:
         sides = {"two data ranks": ours.speed, "one": theirs.speed}
         await side_by_side("the same, equal", "tokens/s", sides)
@@ -265,7 +265,7 @@ def write_job(home: Home, parent: Path) -> JobJournal:
 SIDES: dict[str, Callable[[Path], None]] = {
     "trainer": partial(trainer, ranks=1, shape="equal"),
     "trainer-two": partial(trainer, ranks=2, shape="equal"),
-    "universal-chats": partial(trainer, ranks=1, shape="chats", backend="transformers"),
+    "transformers-chats": partial(trainer, ranks=1, shape="chats", backend="transformers"),
     "transformers": partial(transformers, shape="equal"),
     **{
         f"trainer-{shape}": partial(trainer, ranks=1, shape=shape) for shape in ("uniform", "chats")
