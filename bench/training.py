@@ -46,7 +46,7 @@ async def main(home: Path) -> None:
             sides = {"trainer, packed": ours.speed, "transformers, padded": theirs.speed}
             await side_by_side(f"the same, {lengths} tokens a sequence", "tokens/s", sides)
     with (
-        Side("transformers-chats", home) as ours,
+        Side("backend-chats", home) as ours,
         Side("trainer-chats", home) as megatron,
         Side("transformers-chats", home) as theirs,
     ):
@@ -265,7 +265,7 @@ def write_job(home: Home, parent: Path) -> JobJournal:
 SIDES: dict[str, Callable[[Path], None]] = {
     "trainer": partial(trainer, ranks=1, shape="equal"),
     "trainer-two": partial(trainer, ranks=2, shape="equal"),
-    "transformers-chats": partial(trainer, ranks=1, shape="chats", backend="transformers"),
+    "backend-chats": partial(trainer, ranks=1, shape="chats", backend="transformers"),
     "transformers": partial(transformers, shape="equal"),
     **{
         f"trainer-{shape}": partial(trainer, ranks=1, shape=shape) for shape in ("uniform", "chats")

@@ -5,14 +5,14 @@ would go on without an error. So samples are checked against the model, its toke
 settings. Called by job.py. Read next: data/packer.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import orjson
 
-from cray_agents.errors import BadInput, CrayError, NotFound
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import LogprobDistance
 from cray_agents.runtime.accounting.ledger import LedgerFile
@@ -238,41 +238,6 @@ def choose_start(
     )
     print(f"attempt {work.attempt} starts at step {step}", flush=True)
     return work
-
-
-def check_start(work: JobInputs, choose: Callable[[JobInputs], JobInputs]) -> JobInputs:
-    """Verify the points to start from; set a damaged one aside, and `choose` again. Collective.
-
-    Raises FailedEverywhere if another job's point is damaged, or none can be chosen.
-    """
-    from cray_agents.trainers.checkpointing import resume
-    from cray_agents.trainers.job.weights_check import FailedEverywhere
-    from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
-
-    while True:
-        problems = (
-            (point, resume.verify_together(point))
-            for point in (work.optimizer_from, work.state_from, work.resume_from)
-            if point is not None
-        )
-        point, problem = next(((point, one) for point, one in problems if one), (None, ""))
-        if point is None:
-            return work
-        if point != work.resume_from:
-            raise FailedEverywhere(problem)
-        chosen, refusal = work.points, None
-        if is_rank0():
-            resume.set_aside(point)
-            print(f"{problem}; set aside, the one before it is used", flush=True)
-            work.journal.event("corrupt", message=problem)
-            try:
-                chosen = choose(work).points
-            except CrayError as error:
-                refusal = str(error)
-        chosen, refusal = broadcast_from_rank0((chosen, refusal))
-        if refusal is not None:
-            raise FailedEverywhere(refusal)
-        work = work.at(work.attempt, *chosen)
 
 
 # ---- samples against the model

@@ -32,9 +32,9 @@ from cray_agents.trainers.job.baselines import Baselines, LogprobsBySample
 from cray_agents.trainers.job.command_run import run_commands
 from cray_agents.trainers.job.failures.health_gate import check_ranks
 from cray_agents.trainers.job.failures.rank_monitor import node_name
-from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start
+from cray_agents.trainers.job.job_inputs import JobInputs, choose_start
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
-from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent, check_start
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.step_time import peak_flops
 from cray_agents.trainers.progress import CLOCK

@@ -41,7 +41,7 @@ from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.weight_sender import LINKS, WeightSender
 from cray_agents.trainers.job import rank as job_rank
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
-from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start, read_inputs
+from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.job_state import already_ended, record_failure, record_success
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
@@ -56,6 +56,7 @@ from cray_agents.trainers.job.weights_check import (
     FailedEverywhere,
     UnwrittenEverywhere,
     check_parent,
+    check_start,
 )
 from cray_agents.trainers.progress import CLOCK
 from cray_agents.trainers.session.parked_states import ParkedStates, StateOrigin, restore_parked
