@@ -120,6 +120,13 @@ def test_settings_of_the_first_version_are_read() -> None:
         ("method.3.group_size", 3, 4),
         ("sampling.max_staleness", 1, 2),
     ]
+    training = now["method"]["1"]["training"]
+    older = {name: value for name, value in training.items() if name != "backend"}
+    older |= {"way": "universal"}
+    recorded = {**now, "method": {**now["method"], "1": {**now["method"]["1"], "training": older}}}
+    assert differences(translated(recorded), now) == [
+        ("method.1.training.backend", "transformers", None)
+    ]
     with pytest.raises(BadInput, match="version 3"):
         translated(now | {"version": 3})
 

@@ -17,11 +17,11 @@ from cray_agents.cli.screen import console, print_json, settings, show
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.training_jobs import (
+    Backend,
     Fp8,
     Hyperparameters,
     Lora,
     MethodName,
-    Way,
     check_recompute,
 )
 
@@ -79,7 +79,7 @@ class MethodOptions:
     method: str
     teacher: str | None
     lora_rank: int | None
-    way: str | None
+    backend: str | None
     dtype: str
     batch_size: int
     microbatch_tokens: int | None
@@ -134,8 +134,9 @@ def plan(
     lora_rank: Annotated[
         int | None, _under(_HOW, "The rank of LoRA adapters to train.", min=1)
     ] = None,
-    way: Annotated[
-        str | None, _under(_HOW, "The backend: native or universal; default by the model's kind.")
+    backend: Annotated[
+        str | None,
+        _under(_HOW, "The backend: megatron or transformers; default by the model's kind."),
     ] = None,
     dtype: Annotated[str, _under(_HOW, "The precision: bfloat16 or float32.")] = "bfloat16",
     batch_size: Annotated[int, _under(_HOW, "The sequences of a step.", min=1)] = 128,
@@ -164,7 +165,7 @@ def plan(
         method,
         teacher,
         lora_rank,
-        way,
+        backend,
         dtype,
         batch_size,
         microbatch_tokens,
@@ -180,7 +181,7 @@ def plan(
         _check("fp8", how.fp8, get_args(Fp8))
     _check("dtype", how.dtype, ("bfloat16", "float32"))
     _check_models(model, how)
-    known = _size(model) or _architecture(root, model, how.way)
+    known = _size(model) or _architecture(root, model, how.backend)
     teaching = None if how.teacher is None else _architecture(root, how.teacher)
     length = how.sequence_length or _usual_length(root, amount.dataset, known)
     workload = Workload(
@@ -220,18 +221,18 @@ def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _check_models(model: str, how: MethodOptions) -> None:
-    """Raise BadInput for a way or a teacher that cannot be planned, or has no effect."""
-    if how.way == "bridge":
+    """Raise BadInput for a backend or a teacher that cannot be planned, or has no effect."""
+    if how.backend == "megatron-bridge":
         raise BadInput(
-            "--way bridge: layouts of Megatron-Bridge are not planned; plan native or universal",
-            param="way",
+            "--backend megatron-bridge: its layouts are not planned; plan megatron or transformers",
+            param="backend",
         )
-    if how.way is not None:
-        _check("way", how.way, get_args(Way))
+    if how.backend is not None:
+        _check("backend", how.backend, get_args(Backend))
     if how.teacher is not None and how.method != "distill":
         raise BadInput(f"--teacher has no effect with --method {how.method}", param="teacher")
-    if _size(model) is not None and (how.way or how.teacher):
-        name = "way" if how.way else "teacher"
+    if _size(model) is not None and (how.backend or how.teacher):
+        name = "backend" if how.backend else "teacher"
         raise BadInput(
             f"--{name} has no effect where only a size is known: give --model DIR", param=name
         )
@@ -257,13 +258,13 @@ def _size(model: str) -> float | None:
     return float(match[1]) * UNITS[match[2].upper()] if match else None
 
 
-def _architecture(root: Home, model: str, way: str | None = None) -> "Architecture":
+def _architecture(root: Home, model: str, backend: str | None = None) -> "Architecture":
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.trainers.models.architecture import read_architecture
 
     folder = Path(model).expanduser()
     directory = folder if folder.is_dir() else Registry(root).directory(model)
-    return read_architecture(directory, cast("Way | None", way))
+    return read_architecture(directory, cast("Backend | None", backend))
 
 
 def _usual_length(root: Home, dataset: str | None, known: "Architecture | float") -> int:
