@@ -135,7 +135,7 @@ def test_demo(undisturbed: tuple[Path, dict[str, Any]]) -> None:
     home, result = undisturbed
     check(home, result)
     log = (home.parent / "demo.log").read_text()
-    assert "chat cookbook" in log
+    assert "chat cray_agents/cli/calculator_loop.py" in log
     assert "export --home" in log
     if not missing_programs():
         ids = [g["job_id"] for g in result["generations"][1:]]

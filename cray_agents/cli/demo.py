@@ -1,9 +1,8 @@
 """`demo`: the built-in self-improving loop, end to end on real parts, with a report at the end.
 
-calculator_loop.py defines the agent, its tasks and its reward. It is a link to the cookbook's
-recipe 02, and a copy of it in the wheel. This command makes the seed model, starts a platform for
-as long as the demo, warms the model up, runs the loop, and prints the results. Everything is on
-disk under the home: after a kill, the same command goes on.
+calculator_loop.py defines the agent, its tasks, its reward and its loop. This command makes the
+seed model, starts a platform for as long as the demo, warms the model up, runs the loop, and prints
+the results. Everything is on disk under the home: after a kill, the same command goes on.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ def demo(
     ] = None,
     generations: Annotated[
         int | None,
-        typer.Option(min=1, help="The most generations \\[default: those of the cookbook]."),
+        typer.Option(min=1, help="The most generations \\[default: 12]."),
     ] = None,
     scheduler: Annotated[
         str | None,
