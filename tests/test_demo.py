@@ -96,8 +96,6 @@ def check(home: Path, result: dict[str, Any]) -> None:
     assert len(list((home / "datasets").glob("[!.]*"))) == JOBS  # a killed build leaves its draft
     versions = list((home / "models" / "calc").glob("*.json"))
     assert len(versions) == JOBS + 1  # and the untrained one
-    assert (home / "report" / "report.png").stat().st_size > 10_000
-    assert "<svg" in (home / "report" / "report.html").read_text()
 
 
 def left_behind(home: Path, result: dict[str, Any]) -> dict[str, Any]:
