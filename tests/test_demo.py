@@ -157,21 +157,6 @@ def test_a_finished_demo_is_not_done_again(undisturbed: tuple[Path, dict[str, An
     assert again["generations"] == result["generations"]
 
 
-def test_what_is_there_can_be_listed(undisturbed: tuple[Path, dict[str, Any]]) -> None:
-    home, _ = undisturbed
-
-    def listed(*words: str) -> Any:
-        argv = [sys.executable, "-m", "cray_agents", *words, "--home", str(home), "--json"]
-        return json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
-
-    assert len(listed("jobs", "list")) == JOBS
-    assert {job["state"] for job in listed("jobs", "list")} == {"succeeded"}
-    assert listed("models", "list")[0]["id"] == "calc@1"
-    assert listed("models", "show", "calc@2")["manifest"]["dataset"].startswith("ds-")
-    run = listed("runs", "list", "--limit", "1")[0]
-    assert listed("runs", "show", run["id"])["trajectory"]["turns"][0]["call"]["token_ids"]
-
-
 def children(pid: int) -> list[int]:
     """All descendants of a process, nearest first."""
     found, todo = [], [pid]

@@ -17,7 +17,7 @@ import typer
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import check_stored, errors, progress_bar, settings
+from cray_agents.cli.screen import check_stored, errors, progress_bar, settings, size
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
 from cray_agents.server.permissions import make_private
@@ -169,13 +169,13 @@ def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    counts, size = exporter.ExportCounts(rules), 0
+    counts, written = exporter.ExportCounts(rules), 0
     for data in exporter.stream(source, form, counts, on_progress):
         sys.stdout.buffer.write(data)
-        size += len(data)
+        written += len(data)
     sys.stdout.buffer.flush()
     losses = exporter.describe_losses(counts.losses)
-    summary: Summary = exporter.Summary(counts.records, counts.runs, 1, size, losses)
+    summary: Summary = exporter.Summary(counts.records, counts.runs, 1, written, losses)
     return summary
 
 
@@ -189,7 +189,7 @@ def _show_progress(quiet: bool) -> Iterator["OnProgress"]:
         with progress_bar(*counts) as bars:
             task = bars.add_task("exporting", total=None, size="")
             yield lambda now: bars.update(
-                task, completed=now.runs, total=now.total, size=megabytes(now.bytes)
+                task, completed=now.runs, total=now.total, size=size(now.bytes)
             )
     else:
         yield _Lines()
@@ -205,14 +205,14 @@ class _Lines:
         if time.monotonic() - self._last_print > SAY_EVERY:
             self._last_print = time.monotonic()
             total = f" of {now.total:,}" if now.total is not None else ""
-            errors.print(f"{now.runs:,}{total} runs, {megabytes(now.bytes)}", highlight=False)
+            errors.print(f"{now.runs:,}{total} runs, {size(now.bytes)}", highlight=False)
 
 
 def _print_summary(summary: "Summary", output: Path | None) -> None:
     """Print the counts of an export and its losses."""
     destination = f" to {output}" if output else ""
     errors.print(
-        f"{summary.records:,} records of {summary.runs:,} runs, {megabytes(summary.bytes)}"
+        f"{summary.records:,} records of {summary.runs:,} runs, {size(summary.bytes)}"
         f"{destination}",
         highlight=False, soft_wrap=True, markup=False,
     )  # fmt: skip
@@ -221,8 +221,3 @@ def _print_summary(summary: "Summary", output: Path | None) -> None:
             f"  {loss.count:,} times: {loss.sentence} ({code})", highlight=False, soft_wrap=True,
             markup=False,
         )  # fmt: skip
-
-
-def megabytes(size: int) -> str:
-    """Return a size in bytes as text in MB."""
-    return f"{size / 1e6:,.1f} MB"
