@@ -12,7 +12,7 @@ it is more polite to questions that nobody asked.
 `--seed N` is another model, other cities, other users; docs/cookbook.md has what was seen.
 `--quick` does little of everything, to see that it runs: too little to be polite by, and so every
 second thumb is up whatever was said. In a shop of yours the last lines are a command:
-`cray-agents loop 08_feedback.py --watch --quiet 08:00-18:00 --updates-per-day 3`.
+`cray-agents loop 08_feedback.py --watch`, and `Live(quiet="08:00-18:00")` keeps it to the night.
 """
 
 import argparse
