@@ -10,7 +10,7 @@ import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.runs import RunId, chunks, runs
-from cray_agents.cli.screen import console, open_root, print_json, settings
+from cray_agents.cli.screen import console, make_store, print_json, settings
 from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
@@ -63,12 +63,10 @@ def reward(
 
 async def _give(config: "Config", run_id: str, feedback: "Feedback") -> "Reward":
     from cray_agents.records import Reward
-    from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.feedback import check_feedback, check_rewards, give_feedback
-    from cray_agents.runtime.store.redaction import Redactor
 
     check_rewards([Reward(**feedback.model_dump())], config.reward_limit)
-    store = Store(open_root(config), redactor=Redactor.of(config))
+    store = make_store(config)
     try:
         check_feedback(store, run_id, feedback)
         return await give_feedback(store, run_id, feedback)
@@ -98,14 +96,10 @@ def rescore(
     All rewards of a run count in its sum; one of the same name, source and turn replaces the
     earlier one. Only a function that depends on nothing but the run can do this.
     """
-    from cray_agents.runtime.store import Store
-    from cray_agents.runtime.store.redaction import Redactor
-
     scorer = stateless_function(function)
     query = RunQuery(**parse_where(terms).model_dump(), order="id")
     config = settings()
-    store = Store(open_root(config), redactor=Redactor.of(config))
-    counts = asyncio.run(_rescore(store, query, scorer, source, dry_run, config))
+    counts = asyncio.run(_rescore(make_store(config), query, scorer, source, dry_run, config))
     if given().json:
         print_json(counts)
         return

@@ -13,7 +13,7 @@ import typer
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.runs import chunks
-from cray_agents.cli.screen import console, open_root, settings, show
+from cray_agents.cli.screen import console, make_store, settings, show
 from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.engines.openai_engine import OpenAIEngine
@@ -184,11 +184,7 @@ class RunScan:
 
     async def report(self) -> dict[str, Any]:
         """Scan, record the findings, and return the counts of each scanner."""
-        from cray_agents.runtime.store import Store
-        from cray_agents.runtime.store.redaction import Redactor
-
-        root = open_root(self._config)
-        info = running(root)
+        info = running(self._config.root)
         platform = None if info is None else client(info)
         engine = BatchEngine() if info is None else BatchEngine(info["url"], api_key=key(info))
         functions = self._with_engine(engine)
@@ -197,7 +193,7 @@ class RunScan:
             for name in functions
         }
         runs = left = 0
-        store = Store(root, redactor=Redactor.of(self._config))
+        store = make_store(self._config)
         try:
             for some in chunks(self._chosen(store)):
                 missing_of = {facts.run_id: self._missing(facts) for facts in some}

@@ -189,16 +189,20 @@ def open_root(config: Config, *, new: bool = False) -> Home:
     return config.root
 
 
-@contextmanager
-def open_store() -> "Iterator[Store]":
-    """Yield the store of the root, to read and append; close it at the end."""
+def make_store(config: Config, *, new: bool = False) -> "Store":
+    """Return the store of the root, which may be a `new` one; what is appended is redacted."""
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.redaction import Redactor
 
+    return Store(open_root(config, new=new), redactor=Redactor.of(config))
+
+
+@contextmanager
+def open_store() -> "Iterator[Store]":
+    """Yield the store of the root, to read and append; close it at the end."""
     config = settings()
-    checked_root = open_root(config)
     with errors.status("looking at what is stored"):
-        store = Store(checked_root, redactor=Redactor.of(config))
+        store = make_store(config)
     try:
         yield store
     finally:
