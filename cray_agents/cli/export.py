@@ -20,6 +20,7 @@ from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import check_stored, errors, progress_bar, settings, size
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
+from cray_agents.runtime.exports.formats.catalog import FORMATS
 from cray_agents.server.permissions import make_private
 
 if TYPE_CHECKING:
@@ -27,30 +28,13 @@ if TYPE_CHECKING:
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
-FORMATS = {  # as --help lists them; runtime/exports defines them
-    "jsonl": "the whole record, a run per line",
-    "openai": "chats for OpenAI's fine-tuning",
-    "openai-preference": "pairs for OpenAI's fine-tuning",
-    "trl": "chats for TRL's SFTTrainer",
-    "trl-prompt-completion": "the last answer and what came before it",
-    "trl-preference": "pairs for TRL's DPOTrainer",
-    "sharegpt": "chats of `from` and `value`",
-    "atif": "a trajectory document per run, with tokens",
-    "otel": "OpenTelemetry GenAI spans, a trace per run",
-    "openenv": "OpenEnv's TrainingTrace, a run per line, with tokens",
-    "eval": "a log of Inspect AI, a sample per run, for Inspect View",
-    "tokens": "Parquet: ids, labels, logprobs, advantages",
-    "verl": "Parquet: a task per row, for verl's RL trainers",
-    "huggingface": "a folder for datasets.load_dataset",
-    "html": "one page that shows the runs in a browser, without a platform",
-}
 HELP = """Write runs, or a dataset, in a format that other tools read.
 
 What a format leaves out is told at the end.
 
 \b
 Formats:
-""" + "\n".join(f"{name:<22} {about}" for name, about in FORMATS.items())
+""" + "\n".join(f"{each.name:<22} {each.title}" for each in FORMATS.values())
 
 RunsArgument = Annotated[
     list[str] | None,

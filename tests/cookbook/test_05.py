@@ -67,19 +67,6 @@ def test_each_run_has_a_shop_of_its_own() -> None:
     assert told(first) == told(second) == ["rows changed: 1", f"[[{TASK.target}]]"]
 
 
-def test_a_shop_alone_is_not_in_the_band_where_the_loop_begins() -> None:
-    """Else no run is right, and GRPO learns to put the shop right and to leave the rest."""
-    loop = book.make_loop()
-    assert loop.warm_up.band[0] > book.SHOP
-    assert loop.warm_up.band[1] < 1 - book.SHOP
-
-
-def test_a_seed_is_another_model_other_tasks_and_other_data() -> None:
-    first, second = book.make_loop(1), book.make_loop(2)
-    assert first.name != second.name and list(first.tasks) != list(second.tasks)
-    assert first.method.training.seed != second.method.training.seed
-
-
 @pytest.mark.usefixtures("forked_servers")
 @pytest.mark.vllm
 @pytest.mark.megatron

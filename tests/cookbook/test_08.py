@@ -22,23 +22,6 @@ def test_nothing_held_out_is_shown_or_trained_on() -> None:
         assert held | shown == set(book.QUESTIONS)
 
 
-def test_how_the_hotel_was_taught_depends_on_the_city() -> None:
-    """A greedy answer is then polite in some cities; of a coin, it would be so in all or none.
-
-    No letter is there twice: equal ones are one sample of the training set.
-    """
-    for seed in (0, 1):
-        shown = [conversation for conversation, _ in book.make_loop(seed).data.demonstrations]
-        letters = [(asked["content"], said["content"]) for asked, said in shown]
-        assert len(set(letters)) == len(letters)
-        usual = {}
-        for city in book.CITIES:
-            said = [answer for question, answer in letters if city in question]
-            usual[city] = said.count(book.POLITE) / len(said)
-        assert all(share < 0.4 or share > 0.6 for share in usual.values())
-        assert sum(share > 0.6 for share in usual.values()) == 3
-
-
 @pytest.mark.usefixtures("forked_servers")
 @pytest.mark.vllm
 @pytest.mark.megatron
