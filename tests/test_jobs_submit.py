@@ -263,18 +263,14 @@ def test_bad_input_is_told_before_anything_is_submitted(
     ("words", "environment"),
     [
         (("--layout", f"data={MORE}"), {}),
-        (("--set", f"batch_size={MORE}"), {"TRAIN_RANKS": str(MORE)}),
+        (("--set", f"batch_size={MORE}"), {"CRAY_AGENTS_TRAIN_RANKS": str(MORE)}),
     ],
 )
 def test_more_ranks_than_cores_are_refused(
-    site: Site,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    environment: dict[str, str],
+    site: Site, words: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    for name, value in ({"SCHEDULER": "local", "TRAIN_GPUS": "off"} | environment).items():
-        monkeypatch.setenv(f"CRAY_AGENTS_{name}", value)
-    done = here(site, "--parent", site.model, "--steps", 4, *words)
+    environment |= {"CRAY_AGENTS_SCHEDULER": "local", "CRAY_AGENTS_TRAIN_GPUS": "off"}
+    done = here(site, "--parent", site.model, "--steps", 4, *words, **environment)
     assert (done.returncode, done.stdout) == (2, ""), done
     said = " ".join(done.stderr.split())
     assert (
@@ -343,7 +339,7 @@ def test_the_same_files_are_the_same_job_over_http(site: Site, init: str) -> Non
         job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=hyper)
         there = JobJournal(site.home, asyncio.run(job).id).spec()
     assert there.parent_settings_sha256 == here.parent_settings_sha256 is not None
-    assert there.model_copy(update={"code": here.returncode}).id == here.id
+    assert there.model_copy(update={"code": here.code}).id == here.id
     usual = usual_learning_rate(read_architecture(site.model).hidden, "sft", hyper)
     assert there.hyperparameters.learning_rate == usual  # a number, which the id counts
 

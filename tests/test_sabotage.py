@@ -79,9 +79,8 @@ class Site:
 
     async def train(self, parent: ModelVersion, seed: int, **more: Any) -> ModelVersion:
         hyper = Hyperparameters(steps=4, learning_rate=5e-3, seed=seed, lora=more.pop("lora", None))
-        job = await self.platform.submit_job(
-            **{"dataset": self.dataset, "parent": parent.id, "hyperparameters": hyper} | more
-        )
+        given: dict[str, Any] = {"dataset": self.dataset, "hyperparameters": hyper}
+        job = await self.platform.submit_job(parent=parent.id, **given | more)
         job = await self.platform.wait_for(job, on_progress=lambda status: None)
         return await self.platform.register(parent.name, str(job.checkpoint))
 

@@ -37,8 +37,8 @@ def test_import_list_export_and_import_again(tmp_path: Path) -> None:
     for form in ("jsonl", "sharegpt", "atif", "openai"):
         file = tmp_path / f"{form}.jsonl.zst"
         assert cli("export", "-f", form, "-o", file, cwd=tmp_path).returncode == 0
-        words = ("import", file, "-f", form, "--home", f"home-{form}")
-        assert told(*words, cwd=tmp_path)["runs"] == 1
+        into = ("--home", f"home-{form}")
+        assert told("import", file, "-f", form, *into, cwd=tmp_path)["runs"] == 1
     (whole,) = told("runs", "list", "--home", "home-jsonl", cwd=tmp_path)
     assert whole == row
 

@@ -129,7 +129,8 @@ async def test_the_commands(gateway: Gateway) -> None:
         return await asyncio.to_thread(command, gateway, *words)
 
     said = await models("promote", "calc@2", "--who", "me", "--reason", "0.5 -> 0.9")
-    assert said == (0, "calc@2 promoted by me: 0.5 -> 0.9; calc means calc@2 now\n", "")
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout == "calc@2 promoted by me: 0.5 -> 0.9; calc means calc@2 now\n"
     assert (await gateway.ask("hi")).text == "calc@2"
     assert (await models("reject", "calc@3", "--who", "me")).stdout == "calc@3 rejected by me\n"
     said = await models("rollback", "calc", "--who", "me", "--reason", "slow")
