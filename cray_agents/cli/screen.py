@@ -6,6 +6,7 @@ where a command forgets to; before the layout, `disarm` and `one_line` do, so th
 """
 
 import asyncio
+import getpass
 import json
 import os
 import sys
@@ -141,6 +142,14 @@ def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
             rest = hanging if part and not number else 0
             piece.rstrip()
             console.print(Text(" " * (margin + rest)) + piece, soft_wrap=True, highlight=False)
+
+
+def user() -> str:
+    """Return the name of this shell's user."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return "somebody"
 
 
 def clock(seconds: float) -> str:
