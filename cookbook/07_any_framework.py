@@ -215,10 +215,11 @@ async def train(platform: Any, seed: int, iterations: int, count: int, steps: in
     before = await asked(platform.url, serving.id, held_out)
     for number in range(1, iterations + 1):
         tasks = {task.input: task for task in (question(draw, "train") for _ in range(count))}
+        since = time.time()
         await asked(platform.url, serving.id, list(tasks.values()))
         where = RunFilter(since=begun, model=MODEL)
         right = 0
-        async for run in platform.runs(since=begun, model=MODEL):
+        async for run in platform.runs(since=since, model=MODEL):
             if run.input in tasks:
                 value = float(run.output == tasks[run.input].target)
                 await platform.reward(run.id, value, name="right", who="recipe 07")
