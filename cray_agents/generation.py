@@ -1,6 +1,6 @@
 """Generation records: a loop's record per finished generation, and its progress.
 
-Made by loop/loop.py; rendered by cli/generation_table.py and cli/report.py.
+Made by loop/loop.py; rendered by cli/generation_table.py.
 """
 
 from collections.abc import Sequence

@@ -60,7 +60,6 @@ SOAKS = [
         {"FAMILIES": "qwen3,gpt_oss,qwen3_moe,gemma3_text,lfm2"},
     ),
     Soak("attacks", "tests/tools/test_verifier_attacks.py", {"ATTACKS": "all"}),
-    Soak("sabotage", "tests/cookbook/test_13.py", {"SABOTAGE": "all"}),
     Soak("environments", "tests/test_environments_learn.py", {"ENVIRONMENTS": "all"}),
     Soak("tinker", "tests/test_tinker_loops.py", {"TINKER": 1}),
     Soak(
@@ -69,7 +68,6 @@ SOAKS = [
         {"BRIDGE": 1},
     ),
     Soak("families", "tests/trainers/transformers_backend/test_families.py", {"FAMILIES": "all"}),
-    Soak("methods", "tests/cookbook/test_02.py", {"METHODS": "rft,grpo"}),
     Soak(
         "serving",
         "tests/trainers/transformers_backend/test_serving.py"

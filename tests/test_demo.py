@@ -96,8 +96,6 @@ def check(home: Path, result: dict[str, Any]) -> None:
     assert len(list((home / "datasets").glob("[!.]*"))) == JOBS  # a killed build leaves its draft
     versions = list((home / "models" / "calc").glob("*.json"))
     assert len(versions) == JOBS + 1  # and the untrained one
-    assert (home / "report" / "report.png").stat().st_size > 10_000
-    assert "<svg" in (home / "report" / "report.html").read_text()
 
 
 def left_behind(home: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +133,7 @@ def test_demo(undisturbed: tuple[Path, dict[str, Any]]) -> None:
     home, result = undisturbed
     check(home, result)
     log = (home.parent / "demo.log").read_text()
-    assert "chat cookbook" in log
+    assert "chat cray_agents/cli/calculator_loop.py" in log
     assert "export --home" in log
     if not missing_programs():
         ids = [g["job_id"] for g in result["generations"][1:]]
@@ -157,21 +155,6 @@ def test_a_finished_demo_is_not_done_again(undisturbed: tuple[Path, dict[str, An
     home, result = undisturbed
     again = finish(home, start(home))
     assert again["generations"] == result["generations"]
-
-
-def test_what_is_there_can_be_listed(undisturbed: tuple[Path, dict[str, Any]]) -> None:
-    home, _ = undisturbed
-
-    def listed(*words: str) -> Any:
-        argv = [sys.executable, "-m", "cray_agents", *words, "--home", str(home), "--json"]
-        return json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
-
-    assert len(listed("jobs", "list")) == JOBS
-    assert {job["state"] for job in listed("jobs", "list")} == {"succeeded"}
-    assert listed("models", "list")[0]["id"] == "calc@1"
-    assert listed("models", "show", "calc@2")["manifest"]["dataset"].startswith("ds-")
-    run = listed("runs", "list", "--limit", "1")[0]
-    assert listed("runs", "show", run["id"])["trajectory"]["turns"][0]["call"]["token_ids"]
 
 
 def children(pid: int) -> list[int]:

@@ -552,6 +552,7 @@ async def updates(loop: Loop, count: int) -> list[Generation]:
 
 FILE = """
 from cray_agents import KTO, Agent, Loop, PromotionTest, Run, Task, TaskSet, Training, reward
+from cray_agents.loop import Live
 
 @reward
 def right(run: Run) -> float:
@@ -560,7 +561,8 @@ def right(run: Run) -> float:
 tasks = [Task(input=f"say {n}", target=str(n), split="holdout") for n in range(100, 140)]
 tasks.append(Task(input="say 1000", target="1000"))
 loop = Loop(Agent(name="a", model="m"), TaskSet(tasks), rewards=[right], name="it",
-            method=KTO(training=Training(steps=1)), promotion=PromotionTest(hidden=0, batch=40))
+            method=KTO(training=Training(steps=1)), promotion=PromotionTest(hidden=0, batch=40),
+            live=Live(runs=2))
 """
 
 
@@ -574,16 +576,16 @@ def test_watch_at_the_command_line(tmp_path: Path) -> None:
     with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
         file = [tmp_path / "agent.py", "--url", where.url]
         Users(where).asked_and_judged([1, 2])
-        words = command(*file, "--watch", "--runs", 2, "--once", "--json")
+        words = command(*file, "--watch", "--once", "--json")
         once = subprocess.run(words, capture_output=True, text=True, check=True)
         assert [g["version"] for g in json.loads(once.stdout)] == ["m@1", "m@2"]
         assert Registry(Home(tmp_path / "home")).resolve("m").id == "m@2"
 
-        words = command(*file, "--watch", "--quiet", "00:00-12:00", "--updates-per-day", 9)
+        words = command(*file, "--watch")
         waiting = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert waiting.stderr is not None
         for line in waiting.stderr:
-            if "waiting for rewarded runs (64)" in line:
+            if "waiting for rewarded runs (2)" in line:
                 break
         waiting.send_signal(signal.SIGINT)
         out, rest = waiting.communicate(timeout=30)
@@ -591,5 +593,5 @@ def test_watch_at_the_command_line(tmp_path: Path) -> None:
         assert "the same command goes on" in rest
         assert "m@2" in out
 
-    wrong = subprocess.run(command(*file, "--runs", 2), capture_output=True, text=True)
-    assert (wrong.returncode, "--runs has no effect without --watch" in wrong.stderr) == (2, True)
+    wrong = subprocess.run(command(*file, "--once"), capture_output=True, text=True)
+    assert (wrong.returncode, "--once has no effect without --watch" in wrong.stderr) == (2, True)

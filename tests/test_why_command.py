@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cray_agents.cli import main
 from cray_agents.cli.why import explain
 from cray_agents.errors import NotFound
 from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.testing import ScriptedEngine
+from tests.support.command_line import cli
 from tests.support.scripted_platform import platform
 
 
@@ -26,9 +26,7 @@ def note(home: Home, loop: str, **values: Any) -> None:
     (folder / f"{record.generation}.json").write_bytes(text)
 
 
-def test_a_rejection_is_told_with_its_evidence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rejection_is_told_with_its_evidence(tmp_path: Path) -> None:
     home = Home(tmp_path)
     note(home, "sums", generation=0, version="calc@1")
     note(home, "sums", generation=2, version="calc@2")
@@ -50,10 +48,7 @@ def test_a_rejection_is_told_with_its_evidence(
     assert "Generation 10 of sums, calc@3, was not promoted." in text
     assert "better in 4, worse in 5 and equal in 11 pairs" in text and "is 1.25" in text
     assert "3 generations in a row brought nothing" in text
-    monkeypatch.setattr(sys, "argv", ["cray-agents", "why", "sums", "--home", str(tmp_path)])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    assert "Next: " in capsys.readouterr().out
+    assert "Next: " in cli("why", "sums", "--home", tmp_path, cwd=tmp_path).stdout
     note(home, "sums", generation=11, version="calc@4", stopped="its target is reached")
     assert explain(home, "sums")["next"] == "nothing: to go on, change the setting that ended it"
     with pytest.raises(NotFound, match=r"no job 'other'.*loops: sums; replicas: replica-0"):

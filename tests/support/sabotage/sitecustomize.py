@@ -2,7 +2,7 @@
 
 Python imports `sitecustomize` at its start, if it is on PYTHONPATH. This one waits for the modules
 below, and puts a broken function into each. A broken function does harm only while the file
-`switch` beside this one names it; run.py writes that file. Nobody needs this to use the platform.
+`switch` beside this one names it; tests/test_sabotage.py writes that file.
 """
 
 import importlib.util
@@ -61,15 +61,11 @@ def break_parser(module: Any) -> None:
 def break_training(module: Any) -> None:
     """Break the trainer's steps.
 
-    `nan`: a step's loss is not a number. `rate`: the learning rate's schedule begins anew.
-    `reference`: the reference's weights are not loaded, and the policy judges itself.
+    `rate`: the learning rate's schedule begins anew. `reference`: the reference's weights are not
+    loaded, and the policy judges itself.
     """
     training = module.RankTraining
-    means, rate_at, holding = training._means, training.rate_at, training.holding
-
-    def _means(self: Any, sums: Any) -> Any:
-        loss, measures = means(self, sums)
-        return (float("nan") if is_broken("nan") and self.done == 2 else loss), measures
+    rate_at, holding = training.rate_at, training.holding
 
     def new_rate_at(self: Any, step: int) -> float:
         return float(rate_at(self, 0 if is_broken("rate") else step))
@@ -77,8 +73,7 @@ def break_training(module: Any) -> None:
     def new_holding(self: Any, checkpoint: Path) -> Any:
         return nullcontext() if is_broken("reference") else holding(self, checkpoint)
 
-    training._means, training.rate_at = _means, new_rate_at
-    training.holding = new_holding
+    training.rate_at, training.holding = new_rate_at, new_holding
 
 
 BREAKERS = {

@@ -1,6 +1,6 @@
-"""06: an environment: a shop's database, which an agent keeps by SQL, with a reward for each turn.
+"""05: an environment: a shop's database, which an agent keeps by SQL, with a reward for each turn.
 
-    python cookbook/06_database.py [--seed N] [--quick]
+    python cookbook/05_database.py [--seed N] [--quick]
 
 "3 tea were sold. How many are there now?" The agent has one tool, `query`, and takes three turns:
 it changes the table, looks, and answers. Each run has a shop of its own (`reset`, `teardown`), and
@@ -13,7 +13,7 @@ the last turn. A run that did the first half well is taught that it did, though 
 
 The model is tiny, made here, and warmed up on demonstrations until it succeeds now and then. It
 learns this one pattern of SQL and no more; docs/cookbook.md has what was seen. For questions of
-many kinds take a model that has read some SQL: start a platform with it (10_cluster.py), and give
+many kinds take a model that has read some SQL: start a platform with it (docs/cluster.md), and give
 the loop no demonstrations. `--quick` does little of everything, in about a minute.
 """
 
@@ -237,7 +237,7 @@ def main() -> None:
     if not given.quick:
         print("some ten minutes on two cores, half of it the warm-up", file=sys.stderr)
     loop = make_loop(given.seed, given.quick)
-    home = Path(".cray-agents") / f"cookbook-06{'-quick' if given.quick else ''}-{given.seed}"
+    home = Path(".cray-agents") / f"cookbook-05{'-quick' if given.quick else ''}-{given.seed}"
     model = make_tiny_model(
         home / "seed-model", loop.data.demonstrations, tools=agent.tool_schemas, seed=given.seed
     )

@@ -1,8 +1,8 @@
-"""07: an agent that writes code, rewarded by unit tests that it never sees.
+"""06: an agent that writes code, rewarded by unit tests that it never sees.
 
-    python cookbook/07_code_writer.py --quick          one problem, the model's part from a script
+    python cookbook/06_code_writer.py --quick          one problem, the model's part from a script
     cray-agents up --model DIR --name coder --home H   then, with a model that can write Python:
-    cray-agents loop cookbook/07_code_writer.py --home H
+    cray-agents loop cookbook/06_code_writer.py --home H
 
 The agent may try its code with a tool, `python`, and answers with a fenced block. The reward is the
 share of the tests that this code passes. Both run in the sandbox. A model that is rewarded for
@@ -13,7 +13,7 @@ earns nothing; a run whose code does what no honest code does gets the tag `susp
 
 The problems below are there to be read and to be tested with. To get better a model needs some
 thousand, such as MBPP's, and has to solve a few of them before: a chat model of 1.5B parameters or
-more, on a GPU (10_cluster.py). The settings are meant for that. The tiny models that the other
+more, on a GPU (docs/cluster.md). The settings are meant for that. The tiny models that the other
 recipes make here cannot learn to program.
 
     TaskSet.from_jsonl("problems.jsonl")     lines: {"input": ..., "metadata": {"tests": [...]}},

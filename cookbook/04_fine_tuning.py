@@ -1,11 +1,12 @@
-"""05: the usual fine-tunes, one after the other: SFT, LoRA, DPO on pairs, KTO on thumbs.
+"""04: chats that you have, as training sets, and the usual fine-tunes: SFT, LoRA, DPO, KTO.
 
-    python cookbook/05_fine_tuning.py [FOLDER] [--seed N]    FOLDER: default ./tuning-demo
+    python cookbook/04_fine_tuning.py [FOLDER] [--seed N]    FOLDER: default ./tuning-demo
 
-No platform, no GPU, under a minute on two cores. A tiny model, made here, is to answer for a hotel.
+No platform, no GPU, about a minute on two cores. A tiny model, made here, is to answer for a hotel.
 It does what you would type: each command is shown before it runs, and with a model and files of
-yours the commands are the same. What is printed at the end was measured on conversations that were
-kept apart. Run it again: every job is found finished, and trains 0 steps.
+yours the commands are the same. One chat asks what a benchmark asks: it is left out of the training
+set, and counted. What is printed at the end was measured on conversations that were kept apart. Run
+it again: every job is found finished, and trains 0 steps.
 
 What needs the model's own samples (GRPO, rejection sampling) needs a platform that serves it: see
 02_calculator_loop.py.
@@ -14,6 +15,7 @@ What needs the model's own samples (GRPO, rejection sampling) needs a platform t
 import argparse
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -26,24 +28,9 @@ from cray_agents.testing import make_tiny_model
 CITIES = ["Oslo", "Bern", "Rome", "Lima", "Cairo", "Quito", "Tunis", "Seoul", "Riga", "Accra"]
 MONTHS = ["January", "February", "March", "April", "May", "June"]
 MONTHS += ["July", "August", "September", "October", "November", "December"]
+BENCHMARK = "A room in Lima in January?"
 
 STEPS = 32  # of each job
-
-# a fine-tune of Qwen3-8B is planned from this alone; of a checkpoint, name the directory
-EIGHT_BILLION = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
 
 
 # ---- the data: one JSON object a line, as OpenAI's fine-tuning takes them
@@ -110,9 +97,9 @@ class Shop:
     model: Path
     seed: int = 0
 
-    def dataset(self, loop: str, method: str) -> str:
+    def dataset(self, loop: str, method: str, *more: object) -> str:
         """A training set of what was imported, a quarter of the questions kept apart; its id."""
-        what = ("--where", f"loop={loop}", "--method", method, "--set", "validation=0.25")
+        what = ("--where", f"loop={loop}", "--method", method, "--set", "validation=0.25", *more)
         how = ("--set", "render=true", "--tokenizer", self.model, "--home", self.root)
         made = cray_agents("dataset", "build", *what, *how, "--json", answers=True)
         counts = {split: count["samples"] for split, count in made["splits"].items()}
@@ -157,8 +144,11 @@ def main(folder: Path, seed: int = 0) -> None:
     # SFT: conversations to imitate, all of them worth a reward of 1. The result becomes bot@1
     chats = write(folder / "chats.jsonl", [chat(q, polite(*of)) for q, of in first])
     cray_agents("import", chats, "--format", "openai", "--loop", "chats", "--reward", 1, *home)
+    cray_agents("runs", "stats", "--by", "agent,model", *home)
+    benchmark = folder / "benchmark.txt"
+    benchmark.write_text(BENCHMARK + "\n")
     fast = ("--set", "learning_rate=2e-3", "--name", "bot")
-    sft = shop.train(model, shop.dataset("chats", "sft"), *fast)
+    sft = shop.train(model, shop.dataset("chats", "sft", "--held-out", benchmark), *fast)
 
     # LoRA: adapters learn, the weights stay. The result is merged; adapter/ beside it is what PEFT
     # and vLLM load over bot@1
@@ -181,12 +171,12 @@ def main(folder: Path, seed: int = 0) -> None:
         cray_agents("import", thumbs, *form, *home)
     kto = shop.train("bot@1", shop.dataset("thumbs", "kto"), *gently)
 
-    # The same with a model of eight billion parameters, before you rent the GPUs for it
-    big = folder / "eight-billion"
-    big.mkdir(exist_ok=True)
-    write(big / "config.json", [EIGHT_BILLION])
-    where = ("--gpu", "H100", "--gpus", 8, "--samples", 20_000, "--sequence-length", 2048)
-    cray_agents("plan", "--model", big, *where, "--epochs", 3, "--limit", 4, *home)
+    # The same conversations in formats that other tools read; no folder is overwritten
+    what = ("--format", "trl", "--where", "loop=chats")
+    cray_agents("export", *what, "-o", folder / "chats.trl.jsonl", *home)
+    shutil.rmtree(folder / "huggingface", ignore_errors=True)
+    cray_agents("export", "--format", "huggingface", "-o", folder / "huggingface", *home)
+    cray_agents("maintain", "fsck", *home)
 
     tell([("sft", sft), ("lora", lora), ("dpo", dpo), ("kto", kto)])
 
@@ -214,5 +204,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", nargs="?", type=Path, default=Path("tuning-demo"))
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    print("on two cores that do nothing else: under a minute", file=sys.stderr)
+    print("on two cores that do nothing else: about a minute", file=sys.stderr)
     main(given.folder, given.seed)

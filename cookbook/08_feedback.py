@@ -1,6 +1,6 @@
-"""09: an agent that learns from what its users think of its answers.
+"""08: an agent that learns from what its users think of its answers.
 
-    python cookbook/09_feedback.py [--seed N] [--quick]
+    python cookbook/08_feedback.py [--seed N] [--quick]
 
 A hotel's agent learned from old letters. Those from three cities were polite, those from the other
 seven rude, and so are its answers. People ask it over the OpenAI endpoint, with no more than the
@@ -12,7 +12,7 @@ it is more polite to questions that nobody asked.
 `--seed N` is another model, other cities, other users; docs/cookbook.md has what was seen.
 `--quick` does little of everything, to see that it runs: too little to be polite by, and so every
 second thumb is up whatever was said. In a shop of yours the last lines are a command:
-`cray-agents loop 09_feedback.py --watch --quiet 08:00-18:00 --updates-per-day 3`.
+`cray-agents loop 08_feedback.py --watch`, and `Live(quiet="08:00-18:00")` keeps it to the night.
 """
 
 import argparse
@@ -168,7 +168,7 @@ def main() -> None:
     if not given.quick:
         print("some three minutes on two cores", file=sys.stderr)
     size, watching = QUICK if given.quick else FULL, make_loop(given.seed, given.quick)
-    home = Path(".cray-agents") / f"cookbook-09{'-quick' if given.quick else ''}-{given.seed}"
+    home = Path(".cray-agents") / f"cookbook-08{'-quick' if given.quick else ''}-{given.seed}"
     model = make_tiny_model(home / "seed-model", watching.data.demonstrations, seed=given.seed)
     held_out = {task.input for task in watching.tasks}
     asked = [question for question in QUESTIONS if question not in held_out]

@@ -1,6 +1,6 @@
-"""00: the whole loop by hand, in one file to be read from top to bottom.
+"""03: the whole loop by hand, in one file to be read from top to bottom.
 
-    python cookbook/00_the_loop_by_hand.py [--seed N] [--quick]
+    python cookbook/03_loop_by_hand.py [--seed N] [--quick]
 
 An agent has a calculator, and a tiny model that knows nothing: it is made here, and imitates a few
 demonstrations until it succeeds now and then. From there on it learns from its own runs:
@@ -70,7 +70,7 @@ async def sample(
     async def one(number: int, task: Task) -> Run:
         async with places:
             run = await able.run(task, loop="by-hand", seed=number, **labels)
-            await platform.reward(run.id, right(run), name="right", who="recipe 00")
+            await platform.reward(run.id, right(run), name="right", who="recipe 03")
             return run
 
     return await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
@@ -101,7 +101,7 @@ async def main(seed: int, quick: bool) -> None:
     draw = random.Random(seed)
     shown = [demonstration(question(draw, "train")) for _ in range(24 if quick else 72)]
     held_out = [question(draw, "holdout") for _ in range(8 if quick else 120)]
-    home = Path(".cray-agents") / f"cookbook-00-{seed}"
+    home = Path(".cray-agents") / f"cookbook-03-{seed}"
     shutil.rmtree(home, ignore_errors=True)  # an earlier start's
     words = [(messages, {}) for messages in shown]
     model = make_tiny_model(home / "model", words, tools=agent.tool_schemas, seed=seed)
@@ -109,7 +109,7 @@ async def main(seed: int, quick: bool) -> None:
         untrained = await platform.version(f"{agent.model}@1")
         serving = await train(platform, untrained, shown, 10 if quick else 150, 1000 * seed)
         async with platform.staged(serving, holder="by-hand"):
-            await platform.promote(serving, who="recipe 00", reason="it was shown what to do")
+            await platform.promote(serving, who="recipe 03", reason="it was shown what to do")
         before = await sample(platform, serving, held_out, temperature=0.0)
         print(f"{serving.id}: held out {sum(map(right, before)) / len(before):.3f}", flush=True)
         for generation in range(1, generations + 1):
@@ -124,7 +124,7 @@ async def main(seed: int, quick: bool) -> None:
                 decision = decide(pairs, test, planned=planned, exhausted=True)
                 better = decision.verdict == "promote"
                 settle = platform.promote if better else platform.reject
-                await settle(candidate, who="recipe 00", reason=decision.reason)
+                await settle(candidate, who="recipe 03", reason=decision.reason)
             print(f"{candidate.id}: {sum(map(right, runs)):.0f} of {count} runs were right")
             print(f"  held out {decision.candidate:.3f}: {decision.verdict}, {decision.reason}")
             serving, before = (candidate, after) if better else (serving, before)
