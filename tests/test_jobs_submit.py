@@ -25,19 +25,15 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
-from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.training_jobs import (
     Hyperparameters,
     JobSpec,
     JobStatus,
     usual_learning_rate,
-    with_dtype,
 )
 from tests.support.scripted_platform import platform
-from tests.support.waiting_scheduler import WaitingScheduler
 
 SAMPLES = 24
 CHATS = [
@@ -362,58 +358,10 @@ def test_the_same_files_are_the_same_job_over_http(site: Site, init: str) -> Non
     assert there.hyperparameters.learning_rate == usual  # a number, which the id counts
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_dtype_that_was_not_given_is_the_trainers(site: Site, dtype: str) -> None:
-    root, engine = site.home.root, ScriptedEngine(lambda request: "")
-    with platform(root, engine, model=site.model, name="m", dtype=dtype) as served:
-        for hyper in ({}, {"dtype": "float32"}):
-            given = Hyperparameters.model_validate({"steps": 4, **hyper})
-            job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=given)
-            spec = JobJournal(site.home, asyncio.run(job).id).spec()
-            assert spec.hyperparameters.dtype == hyper.get("dtype", dtype)
-
-
-def test_a_micro_batch_that_was_not_given_is_the_trainers(site: Site) -> None:
-    gpus = Resources(1, 1, Gpus("L4", 22, 1))
-    trainer = MegatronTrainer(site.home, WaitingScheduler(), gpus)
-    root, engine = site.home.root, ScriptedEngine(lambda request: "")
-    with platform(root, engine, model=site.model, name="m", trainer=trainer) as served:
-        for hyper in ({}, {"max_tokens_per_microbatch": 4096}):
-            given = Hyperparameters.model_validate({"steps": 4, **hyper})
-            job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=given)
-            spec = JobJournal(site.home, asyncio.run(job).id).spec()
-            assert spec.hyperparameters.max_tokens_per_microbatch == (4096 if hyper else 65536)
-
-
-def test_the_command_finds_the_job_of_its_trainers_dtype(
-    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
-    spec = with_dtype(build_spec(site.home, read_fields(None, fields, [])), "bfloat16")
-    journal = JobJournal(site.home, spec.id)
-    journal.write_spec(spec)
-    journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
-    monkeypatch.setenv("CRAY_AGENTS_TRAIN_GPU", "h100")
-    done = here(site, capsys, "--parent", site.model, "--steps", 4)
-    assert done.code == 1 and f"{spec.id} failed before" in done.err
-
-
 def test_a_job_from_before_settings_counted_keeps_its_id() -> None:
     hyper = {"steps": 1, "learning_rate": 1e-3}
     spec = {"dataset": "d", "parent": "p", "parent_sha256": "0", "hyperparameters": hyper}
     assert JobSpec.model_validate(spec).id == "job-a97b1c54ece06987"
-
-
-def test_what_failed_before_stays_failed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
-    spec = build_spec(site.home, read_fields(None, fields, []))
-    journal = JobJournal(site.home, spec.id)
-    journal.write_spec(spec)
-    journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
-    done = here(site, capsys, "--parent", site.model, "--steps", 4)
-    assert (done.code, done.out) == (1, "")
-    assert "failed before: trained 0 steps" in done.err and "the loss is nan" in done.err
-    assert "another layout" in done.err and "logprob_limit" in done.err
 
 
 def test_what_failed_is_tried_again_if_it_is_to_be_run_otherwise(

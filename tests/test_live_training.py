@@ -268,30 +268,6 @@ def test_rewards_count_of_givers_that_the_loop_names(tmp_path: Path) -> None:
         assert (run.loop, run.owner != "") == ("live", True)
 
 
-@pytest.mark.slow
-def test_it_says_whose_rewards_do_not_count(tmp_path: Path) -> None:
-    keys = Keys(Home(tmp_path))
-    secrets = {n: keys.create(n, r)[1] for n, r in (("ops", Role.admin), ("eve", Role.use))}
-    with platform(tmp_path, ScriptedEngine(answer)) as where:
-        eve, ops = Users(where, secrets["eve"]), Users(where, secrets["ops"])
-        eve.asked_and_judged([1, 2, 3, 4])
-        notes, told = list[str](), list[str]()
-
-        def progress(seen: Any) -> None:
-            notes.append(seen.note)
-            if "of eve" in seen.note and not told:
-                told.extend(ops.asked_and_judged([5, 6, 7, 8]))
-
-        loop = make_loop(
-            Platform(where.url, api_key=secrets["ops"]),
-            live=Live(runs=4, poll=POLL),
-            on_progress=progress,
-        )
-        done = list(loop.run(1))
-        assert trained_on(tmp_path, done[1]) == sorted(told)
-        assert any("4 of eve, whom Live(givers=[...]) does not name" in note for note in notes)
-
-
 async def _reward_on_host(root: Path, run_id: str, who: str) -> None:
     store = Store(Home(root))
     await give_feedback(store, run_id, Feedback(value=0.5, source=who))

@@ -27,8 +27,8 @@ from tests.support.strangers import (
     say,
     taker,
     tree,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PATHS = ("/v1/models", "/v1/pool", "/metrics", "/v1/trajectories", "/state", "/is_sleeping",

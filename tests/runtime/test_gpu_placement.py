@@ -58,23 +58,6 @@ def test_visible_gpus_are_those_that_the_platform_may_use() -> None:
     assert visible_gpus(named, 8) == ["7", "GPU-5f", "MIG-9a", "2", "1"]
 
 
-def test_serving_is_placed_first_and_training_gets_the_rest() -> None:
-    placed = place_gpus(EIGHT, replicas=2, each=2, spares=1, training=None)
-    assert placed.replicas == (("0", "1"), ("2", "3"))
-    assert placed.training == ("4", "5", "6", "7") and placed.spares == ()
-    named = place_gpus(["7", "GPU-5f", "2"], replicas=2, training=None)
-    assert named == GpuPlacement((("7",), ("GPU-5f",)), (), ("2",))
-    assert str(named) == "replica 0 has GPU 7, replica 1 has GPU GPU-5f, training jobs have GPU 2"
-
-
-def test_spare_replicas_get_what_neither_takes() -> None:
-    placed = place_gpus(EIGHT, replicas=1, each=2, spares=3, training=2)
-    assert placed.spares == (("2", "3"), ("4", "5")) and placed.training == ("6", "7")
-    alone = place_gpus(EIGHT[:3], replicas=1, spares=1)
-    assert alone == GpuPlacement((("0",),), (("1",),), ())
-    assert str(alone).endswith("a spare replica may have GPU 1, training jobs have no GPU")
-
-
 @pytest.mark.slow
 @given(
     total=st.integers(0, 17),

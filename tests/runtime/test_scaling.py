@@ -8,7 +8,7 @@ import pytest
 
 from bench.cluster.comparison import rules_for
 from bench.cluster.simulation import Simulation
-from bench.cluster.traces import Failure, JobTrace, ServingTrace, Trace, make_trace
+from bench.cluster.traces import Failure, JobTrace, make_trace
 from cray_agents.errors import BadInput
 from cray_agents.runtime.scaling.decision import (
     Observed,
@@ -288,16 +288,6 @@ def test_whatever_the_rules_no_node_is_held_twice(seed: int) -> None:
     assert 0 < result.goodput <= result.utilisation <= 1
 
 
-def test_failures_lose_steps_and_a_repaired_node_comes_back() -> None:
-    trace = make_trace("failures", 1, 40, hours=4)
-    often = tuple(Failure(120.0 * n, 7 * n % 40, 600.0) for n in range(1, 100))
-    result = Simulation(
-        replace(trace, failures=often), Scaler(rules_for(trace)), 60.0, watch=True
-    ).run()
-    assert result.lost_steps > 0
-    assert 40 * trace.seconds - result.node_seconds == pytest.approx(99 * 600.0)
-
-
 def test_a_class_goes_down_to_nothing_and_its_next_request_is_answered() -> None:
     trace = make_trace("bursty", 1, 16, hours=3)
     chat = trace.serving[0]
@@ -312,15 +302,3 @@ def test_a_class_goes_down_to_nothing_and_its_next_request_is_answered() -> None
     assert kinds == ["start", "sleep", "wake", "sleep"]
     assert sum(result.waits.values()) == 2 and result.unanswered == 0
     assert 0 < max(result.waits) <= 120
-
-
-def test_a_job_that_gives_way_goes_on_where_it_was() -> None:
-    """One node: 440 s of steps, the save, a request, some calm, and 1,975 s from there on."""
-    arrivals = [0] * 600
-    arrivals[100] = 1  # at 500 s
-    trace = Trace("bursty", 1, 1, 3000.0, 5.0, (ServingTrace("chat", arrivals),),
-                  (JobTrace("job", nodes=1, work=5000.0),), ())  # fmt: skip
-    rule = ServingRule("chat", slots=64, calm=300.0, empty=300.0)
-    result = Simulation(trace, Scaler(ScalingRules((rule,))), 200.0, watch=True).run()
-    assert (result.preemptions, result.starts, list(result.waits)) == (1, 1, [120.0])
-    assert result.trained_work == pytest.approx(440 + 1975, abs=15)

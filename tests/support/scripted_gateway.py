@@ -30,6 +30,7 @@ from cray_agents.runtime.store import Store
 from tests.support.bare_models import bare_model
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_trainer import ScriptedTrainer
+from tests.support.waiting import until as until
 
 CHAT = "/v1/chat/completions"
 TOOL: Any = {
@@ -156,13 +157,6 @@ class Gateway:
             content = await response.read()
             lower = {name.lower(): value for name, value in response.headers.items()}
             return Reply(response.status, lower, content)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for what has no event."""
-    async with asyncio.timeout(100):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

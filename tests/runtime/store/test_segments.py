@@ -3,7 +3,6 @@
 import io
 import os
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,16 +102,6 @@ def plain(path: Path) -> bytes:
     )
     with reader:
         return reader.read()
-
-
-def test_the_zstd_program_reads_a_sealed_segment(tmp_path: Path) -> None:
-    lines = [line(number, 5000) for number in range(100)]
-    target = seal(write_open(tmp_path, "s", lines))
-    try:
-        done = subprocess.run(["zstd", "-dcq", target], capture_output=True, check=True)
-    except FileNotFoundError:
-        pytest.skip("this machine has no zstd program")
-    assert done.stdout.splitlines() == lines
 
 
 def test_places_are_fetched_in_their_order(tmp_path: Path) -> None:
@@ -253,15 +242,6 @@ def test_a_listing_agrees_with_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     everything = [path.name for path in tmp_path.iterdir()]
     monkeypatch.setattr(os, "listdir", lambda path: next(real, everything))
     assert [(s.stem, s.sealed) for s in Segments(tmp_path).list()] == [("a", False), ("b", True)]
-
-
-def test_sealing_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="it is gone"):
-        seal(tmp_path / "s.jsonl")
-    with pytest.raises(ValueError, match="not a segment"):
-        seal(tmp_path / "s.txt")
-    path = write_open(tmp_path, "s", [line(1)])
-    assert seal(path) == seal(path) == sealed.seal(tmp_path / "s.left.jsonl")
 
 
 def test_facts_are_told_as_the_writer_told_them(tmp_path: Path) -> None:
