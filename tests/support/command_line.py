@@ -1,15 +1,18 @@
 """The `cray-agents` command, run in the tests' own process."""
 
 import io
+import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from cray_agents.cli import main
+from cray_agents.paths import Home
 
 
 def cli(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -29,3 +32,16 @@ def cli(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedPr
     code = ended.value.code
     assert code is None or isinstance(code, int)
     return subprocess.CompletedProcess(argv, code or 0, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def claimed(home: Home, url: str, name: str = "m") -> Iterator[None]:
+    """Let commands find a scripted platform: they look for its process by the file under a root."""
+    argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+        info = {"url": url, "name": name, "started": 0.0, "pid": process.pid}
+        home.platform.write_text(json.dumps(info))
+        try:
+            yield
+        finally:
+            process.kill()
