@@ -28,12 +28,6 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
 
 
-def test_the_readme_is_short() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
-    assert "```python" in "\n".join(text.splitlines()[:50])
-
-
 def answer(request: dict[str, object]) -> str:
     """Right for every other task of TASKS."""
     return "4"

@@ -47,7 +47,7 @@ class Visit:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(steps=st.lists(STEP, max_size=60))
 def test_slots_are_never_too_many_and_never_idle(
     steps: Sequence[tuple[str, str | int, bool]],

@@ -93,7 +93,7 @@ async def test_a_body_may_take_longer_than_a_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["gzip", "deflate, gzip", "br", "GZIP", "x-unheard-of"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate, GZIP", "x-unheard-of"])
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/files", "/v1/trajectories/events", "/v1/messages"]
 )

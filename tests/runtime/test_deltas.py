@@ -1,7 +1,6 @@
 """Delta checkpoints: exact, small, verified, made whole, served from a copy, and kept together."""
 
 import json
-import logging
 import shutil
 import subprocess
 import sys
@@ -352,27 +351,6 @@ async def test_a_delta_is_staged_from_a_copy_and_promoted_whole(
         assert_whole(child, after)
         assert (await gateway.ask("hi")).text == "calc@3"
     assert not at.exists(), "the copies go with the platform"
-
-
-async def test_a_broken_delta_leaves_the_replicas_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    caplog.set_level(logging.WARNING)
-    engine = ScriptedEngine(lambda request, version: version)
-    async with served(tmp_path, engine) as gateway:
-        home = Home(tmp_path / "home")
-        _, parent, _ = family(home)
-        made = {"checkpoint": "two"}
-        assert (await gateway.call("POST", "/v1/models/calc/versions", json=made))[0] == 200
-        shutil.rmtree(parent)
-        for path, body in {
-            "/v1/models/calc/versions/2/stage": {"force": True},
-            "/v1/models/calc/promote": {"version": 2},
-        }.items():
-            status, error = await gateway.call("POST", path, json=body)
-            assert status >= 400 and "two holds what changed in one alone" in json.dumps(error)
-        assert (await gateway.ask("hi")).text == "calc@1" and engine.loaded == ["calc@1"]
 
 
 async def test_a_job_gets_a_whole_parent_and_the_setting(tmp_path: Path) -> None:

@@ -196,18 +196,6 @@ def test_what_the_script_sets_is_no_sites_to_set() -> None:
     assert {option.partition("=")[0] for option in options} <= set(SLURM_OWN)
 
 
-def test_the_same_job_of_two_roots_has_two_names(tmp_path: Path) -> None:
-    names = {Slurm(tmp_path, root=root).job_name("job-1") for root in ("root_a", "root_b", "")}
-    assert len(names) == 3 and "job-1" in names
-    assert Slurm(tmp_path / "elsewhere", root="root_a").job_name("job-1") in names
-
-
-def test_options_that_nobody_takes_are_told(tmp_path: Path) -> None:
-    settings = {"home": tmp_path, "scheduler": "local", "slurm_options": ["--partition=gpu"]}
-    with configured_scheduler(Config.model_validate(settings)) as local:
-        assert "slurm_options are a site's and not used" in local.reason
-
-
 def test_the_script_outlives_sigterm_and_refuses_a_second_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,30 +387,6 @@ def test_gpus_are_divided_only_where_jobs_run_here(
     with pytest.raises(BadInput, match="a private Slurm starts jobs as soon as a GPU is free"):
         configured_scheduler(Config.model_validate(settings | {"scheduler": "slurm"}), replicas=2)
     assert Slurm(tmp_path).gpus is None  # a site's
-
-
-@slurm
-def test_polling_many_names_is_one_question(home: Path) -> None:
-    with open_scheduler("slurm", home) as scheduler:
-        assert isinstance(scheduler, Slurm)
-        assert scheduler.cluster
-
-        def count_requests() -> int:
-            assert scheduler.cluster
-            argv = ["sdiag"]
-            environment = scheduler.cluster.environment
-            report = subprocess.run(
-                argv, env=environment, capture_output=True, text=True, check=True
-            )
-            lines = [line for line in report.stdout.splitlines() if "REQUEST_JOB_INFO " in line]
-            return int(lines[0].split("count:")[1].split()[0]) if lines else 0
-
-        scheduler.status("job-0")
-        before = count_requests()
-        began = time.monotonic()
-        for number in range(300):
-            assert scheduler.status(f"job-{number}").state == "unknown"
-        assert 0 <= count_requests() - before <= 2 + (time.monotonic() - began) / 0.3
 
 
 @pytest.mark.slow

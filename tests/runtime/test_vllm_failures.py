@@ -57,14 +57,6 @@ async def test_a_model_that_cannot_produce_a_token_is_not_served(tmp_path: Path)
     assert not pool.ready and pool.status()[0]["pid"] is None
 
 
-async def test_a_stopped_replica_is_noticed_though_nobody_asks_it(serving: Serving) -> None:
-    before = serving.pool.status()[0]["restarts"]
-    os.kill(process_of(serving.pid), signal.SIGSTOP)
-    status = await until_restarted(serving, before + 1)
-    assert "said nothing for 20 s" in status["last_restart"]["why"]
-    await serving.chat("m@1", {"messages": CHAT, "max_tokens": 2})
-
-
 async def test_a_request_that_kills_its_engine_is_failed_and_others_are_answered(
     serving: Serving,
 ) -> None:
