@@ -40,7 +40,7 @@ SOAKS = [
     Soak("store", "tests/test_store_kills.py", {"KILLS": 220}),
     Soak("events", "tests/test_event_kills.py", {"KILLS": 60}),
     Soak("datasets", "tests/runtime/datasets/test_dataset_uses.py", {"KILLS": 60}),
-    Soak("exports", "tests/runtime/exports/test_export_resume.py", {"KILLS": 60}),
+    Soak("exports", "tests/runtime/exports/test_exporter.py", {"KILLS": 60}),
     Soak("deltas", "tests/runtime/test_delta_kills.py", {"KILLS": 60}),
     Soak("jobs", "tests/trainers/test_job_kills.py", {"KILLS": 200}),
     Soak("sessions", "tests/test_session_kills.py", {"KILLS": 100}),

@@ -23,6 +23,7 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry.checkpoints import MANIFEST
 from cray_agents.runtime.registry.deltas import Parent, Shadows
+from cray_agents.runtime.scheduler.supervisor import descendants
 from cray_agents.runtime.vllm_plugins.delta_codec import entries_of
 from cray_agents.runtime.vllm_plugins.wire import HEADER
 from cray_agents.trainers.checkpointing.weight_files import DeltaFile
@@ -35,7 +36,6 @@ from tests.support.vllm_pool import (
     Serving,
     at_replica,
     best_two,
-    children,
     distance,
     golden_probe,
     greedy,
@@ -356,7 +356,7 @@ async def test_a_killed_server_takes_its_engine_along_and_no_request_is_lost(
     await asyncio.sleep(0.4)
     assert not any(task.done() for task in traffic)
     pid, server = serving.pid, process_of(serving.pid)
-    engine = children(server)
+    engine = descendants(server)
     assert engine
     os.kill(server, signal.SIGKILL)
     answers = await asyncio.gather(*traffic)
@@ -388,7 +388,7 @@ async def test_a_killed_platform_leaves_no_vllm_behind(
     platform = await asyncio.create_subprocess_exec(*script, stdout=asyncio.subprocess.PIPE)
     assert platform.stdout is not None
     pid = int(await platform.stdout.readline())
-    everything = [pid, *children(pid)]
+    everything = [pid, *descendants(pid)]
     assert len(everything) >= 2 and all(map(alive, everything))
     platform.kill()
     async with asyncio.timeout(60):
