@@ -92,38 +92,6 @@ def test_each_gpu_has_one_use_and_all_that_is_asked_is_given_or_refused(
     assert idle < each or len(placed.spares) == spares  # no spare is left out that would fit
 
 
-@pytest.mark.parametrize(
-    ("total", "asked", "said"),
-    [
-        (
-            1,
-            {"replicas": 1, "training": None},
-            "1 replica of 1 GPU and training on at least 1 GPU need 2 GPUs, and this host has "
-            "GPU 0. What fits: train_gpus = 'off', which trains on CPU cores; or a site's Slurm, "
-            "which trains on other nodes; or a host with 2 GPUs that CUDA_VISIBLE_DEVICES, if set, "
-            "names; or share_gpus = 'turns', by which they take turns on the same GPUs",
-        ),
-        (
-            4,
-            {"replicas": 2, "each": 2, "training": None},
-            "--replicas 1; or engine_args for at most 1 GPU a replica; or train_gpus = 'off'",
-        ),
-        (8, {"replicas": 1, "training": 8}, "train_gpus_per_node = 7; or train_gpus = 'off'"),
-        (
-            3,
-            {"replicas": 2, "each": 2},
-            "2 replicas of 2 GPUs each need 4 GPUs, and this host has GPUs 0, 1, 2. What fits: "
-            "--replicas 1; or engine_args for at most 1 GPU a replica; or a host with 4 GPUs",
-        ),
-        (0, {"replicas": 1}, "this host has no GPU. What fits: a host with 1 GPU that CUDA_VIS"),
-    ],
-)
-def test_a_refusal_says_what_fits(total: int, asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput) as refused:
-        place_gpus(EIGHT[:total], **asked)
-    assert said in str(refused.value)
-
-
 @given(
     total=st.integers(0, 9),
     replicas=st.integers(1, 5),
