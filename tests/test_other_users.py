@@ -76,7 +76,8 @@ class Platform:
             if self.claim["pid"] != self.process.pid:
                 return False  # of the one before, whose port may be anybody's
             pool = self.call("/v1/pool")["data"]
-            return bool(pool[0]["state"] == "serving") and self.ask() == f"m@1: {PROMPT}"
+            served = pool[0]["state"] == "serving" and self.ask() == f"m@1: {PROMPT}"
+            return bool(served and self.serving()[0])  # further gateways are told a little later
         return False
 
     def call(self, path: str, body: Any = None) -> Any:
