@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
-from cray_agents.errors import EngineError, EngineUnavailable
+from cray_agents.errors import EngineError
 from cray_agents.exact_json import sendable
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import canonical
@@ -279,14 +279,6 @@ async def test_a_pool_that_is_down_is_unavailable(tmp_path: Path) -> None:
         assert (down.value.status_code, down.value.code) == (503, "engine_unavailable")
         assert (await gateway.call("GET", "/health/ready"))[0] == 503
         assert (await gateway.call("GET", "/health"))[0] == 200
-
-
-async def test_an_engine_that_is_gone_for_a_moment_is_asked_again(tmp_path: Path) -> None:
-    async with served(tmp_path, ScriptedEngine([EngineUnavailable("gone"), "back"])) as gateway:
-        reply = await gateway.ask("hi")
-        assert (reply.status, reply.text) == (200, "back")
-        (call,) = gateway.calls(reply.run_id)
-        assert bytes(call.token_ids) == b"back"
 
 
 class Otherwise(ScriptedEngine):

@@ -1,5 +1,4 @@
-"""OGX's client and the Open Responses specification, unmodified, against a platform with a real
-vLLM; Open Responses' own conformance suite, where there is a checkout of it."""
+"""OGX's client and the Open Responses specification, unmodified, against a real vLLM."""
 
 import asyncio
 import json

@@ -21,10 +21,8 @@ from cray_agents.records import Manifest, ProbePrompt, ProbeReport
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool import weight_transfer
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_process import EngineSettings, command
 from cray_agents.runtime.pool.weight_transfer import (
     OfferedTensor,
-    TransferSettings,
     check_transfer,
     in_chunks,
 )
@@ -499,13 +497,6 @@ def test_an_engine_that_cannot_work_here_is_refused(
     else:
         with pytest.raises(SetupError, match=why):
             check_transfer(wanted, **place)
-
-
-def test_vllm_is_started_with_the_engine() -> None:
-    settings = EngineSettings(transfer=TransferSettings("ipc", Path("/s")))
-    line = command(Path("/m"), ("m",), settings)
-    assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "ipc"}
-    assert "--weight-transfer-config" not in command(Path("/m"), ("m",), EngineSettings())
 
 
 # ---- inside vLLM
