@@ -166,42 +166,6 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     page.page.wait_for_selector(".token.selected")
 
 
-def test_two_datasets_are_compared(platform: Platform, watch: Any) -> None:
-    with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
-        sets = json.load(answer)["data"]
-    newer, older = (each for each in sets if each["method"] == "sft" and each["considered_runs"])
-    asked = f"{platform.url}/v1/datasets/diff?a={older['id']}&b={newer['id']}"
-    with urllib.request.urlopen(asked) as answer:
-        differences = json.load(answer)
-    assert differences["runs"]["removed"] > 0 == differences["runs"]["added"]
-    page = watch(platform.url)
-    page.open("#/dataset")
-    for made in (newer, older):
-        page.page.get_by_label(f"mark {made['id']}").check()
-    page.page.get_by_role("button", name="Compare the marked two").click()
-    page.page.wait_for_function("() => location.hash.includes('against=')")
-    page.wait_for("generations")
-    page.settle()
-    assert page.page.locator("svg.histogram rect.other").count() > 0
-    assert page.barriers() == []
-    page.page.get_by_role("button", name=f"removed: {differences['runs']['removed']}").click()
-    page.page.wait_for_function("() => location.hash.includes('change=removed')")
-    page.settle()
-    rows = page.page.get_by_role("region", name="Runs of either set").locator("tbody tr")
-    page.page.wait_for_function("() => document.body.innerText.includes('not considered')")
-    assert rows.count() == differences["runs"]["removed"]
-    address = page.page.url
-    narrow = watch(platform.url, viewport={"width": 390, "height": 800}, color_scheme="dark")
-    narrow.open(address.removeprefix(f"{platform.url}/"))
-    narrow.page.get_by_role("region", name="Runs of either set").wait_for()
-    assert narrow.page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert narrow.barriers() == []
-    page.page.keyboard.press("j")
-    page.page.wait_for_selector("tr.selected")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.startsWith('#/run/')")
-
-
 def test_batches_show_failed_lines_and_are_cancelled_and_saved(
     platform: Platform, watch: Any
 ) -> None:
