@@ -41,7 +41,7 @@ async def start_pool(pool: Pool, home: Home, registry: Registry, name: str = "m"
 @asynccontextmanager
 async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
     """Serve an application at a free port of this host; its URL. `options` are uvicorn's."""
-    usual = {"port": 0, "log_config": None, "log_level": "error", "lifespan": "off"}
+    usual: dict[str, Any] = {"port": 0, "log_config": None, "log_level": "error", "lifespan": "off"}
     server = uvicorn.Server(uvicorn.Config(app, **usual | options))
     task = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone
