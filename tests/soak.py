@@ -32,7 +32,6 @@ class Soak:
 
 SOAKS = [
     Soak("batches", "tests/test_batch_kills.py", {"KILLS": 100, "LINES": 20_000, "SEEDS": "1,2,3"}),
-    Soak("batches-vllm", "tests/test_up_batches.py", {"VLLM_KILLS": 4}),
     Soak(
         "replicas",
         "tests/test_up_replicas.py tests/runtime/test_slurm_replicas.py",

@@ -26,6 +26,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import missing_programs
+from cray_agents.runtime.scheduler.supervisor import descendants
 from cray_agents.runtime.store import Store
 from tests.support.import_server import forking
 
@@ -157,21 +158,6 @@ def test_a_finished_demo_is_not_done_again(undisturbed: tuple[Path, dict[str, An
     assert again["generations"] == result["generations"]
 
 
-def children(pid: int) -> list[int]:
-    """All descendants of a process, nearest first."""
-    found, todo = [], [pid]
-    while todo:
-        parent = todo.pop(0)
-        try:
-            tasks = Path(f"/proc/{parent}/task").iterdir()
-            own = [int(c) for t in tasks for c in (t / "children").read_text().split()]
-        except OSError:
-            continue
-        found += own
-        todo += own
-    return found
-
-
 def named(pid: int, words: str) -> bool:
     try:
         return words in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -187,7 +173,7 @@ def victim(demo: int, kind: str) -> int | None:
         "vllm": "cray_agents.runtime.vllm_plugins.server",
         "job": "cray_agents.trainers.job.job",
     }[kind]
-    found = [pid for pid in children(demo) if named(pid, words)]
+    found = [pid for pid in descendants(demo) if named(pid, words)]
     return random.choice(found) if found else None
 
 
@@ -211,7 +197,7 @@ def test_kills_at_random_moments(
         if process.poll() is not None:
             break
         assert pid is not None
-        family = [process.pid, *children(process.pid)]
+        family = [process.pid, *descendants(process.pid)]
         os.kill(pid, signal.SIGKILL)
         killed.append(kind)
         if kind == "demo":

@@ -65,9 +65,9 @@ def write_dataset(home: Home) -> None:
     (home.dataset("ds-1") / "manifest.json").write_text(json.dumps(DATASET))
 
 
-def command(*words: object) -> tuple[int, str]:
+def command(folder: Path, *words: object) -> tuple[int, str]:
     """A command in this process: its exit code, and what it said."""
-    done = cli(*words, cwd=Path.cwd())
+    done = cli(*words, cwd=folder)
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
@@ -81,7 +81,7 @@ def test_no_door_takes_it(site: Site, tmp_path: Path, name: str) -> None:
     write_dataset(home)
 
     if not case.only_training:
-        code, said = command("up", "--model", folder, "--home", home.root, "--port", 0)
+        code, said = command(tmp_path, "up", "--model", folder, "--home", home.root, "--port", 0)
         assert case.said in said and "Traceback" not in said
         assert code == (1 if name == "manifest of other weights" else 2), said
         status, refused = site.post("/v1/models/m/versions", checkpoint=str(folder))
@@ -89,7 +89,7 @@ def test_no_door_takes_it(site: Site, tmp_path: Path, name: str) -> None:
         assert case.said in refused["message"] and refused["param"] in ("checkpoint", None)
 
     words = ["jobs", "submit", "--home", home.root, "--dataset", "ds-1", "--parent", folder]
-    code, said = command(*words)
+    code, said = command(tmp_path, *words)
     assert code in (1, 2) and "Traceback" not in said
     assert case.said in said
     assert not home.checkpoint("x").parent.exists() and not home.jobs.exists()

@@ -24,20 +24,16 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
-from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.training_jobs import (
     Hyperparameters,
     JobSpec,
     JobStatus,
     usual_learning_rate,
-    with_dtype,
 )
-from tests.support.command_line import cli
+from tests.support.command_line import claimed, cli
 from tests.support.scripted_platform import platform
-from tests.support.waiting_scheduler import WaitingScheduler
 
 SAMPLES = 24
 CHATS = [
@@ -69,7 +65,7 @@ class Site(NamedTuple):
             finally:
                 process.kill()
 
-    def submit(self, *words: object) -> subprocess.CompletedProcess[str]:
+    def submit(self, *words: object) -> "subprocess.CompletedProcess[str]":
         with self.submitting(*words) as process:
             out, err = process.communicate(timeout=240)
             return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -175,21 +171,16 @@ def _read_until(stream: Any, text: str) -> None:
 @pytest.mark.slow
 def test_a_platform_is_asked(site: Site) -> None:
     engine, failures = ScriptedEngine([]), {2: "the loss is nan"}
-    with platform(site.home.root, engine, model=site.model, failures=failures) as where:
-        # a platform is looked for by its process
-        argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
-            info = {"url": where.url, "name": "m", "started": 0.0, "pid": process.pid}
-            site.home.platform.write_text(json.dumps(info))
-            try:
-                wanted = ["--parent", "m", "--steps", 3, "--set", "save_every=7", "--name", "tiny"]
-                done = here(site, *wanted)
-                many = ("--layout", "data=64", "--oversubscribe")
-                later = here(site, "--parent", "m@1", "--steps", 4, "--detach", *many)
-                failed = here(site, "--parent", "m@1", "--steps", 5, "--json")
-                refused = here(site, "--parent", "m@7")
-            finally:
-                process.kill()
+    with (
+        platform(site.home.root, engine, model=site.model, failures=failures) as where,
+        claimed(site.home, where.url),
+    ):
+        wanted = ["--parent", "m", "--steps", 3, "--set", "save_every=7", "--name", "tiny"]
+        done = here(site, *wanted)
+        many = ("--layout", "data=64", "--oversubscribe")
+        later = here(site, "--parent", "m@1", "--steps", 4, "--detach", *many)
+        failed = here(site, "--parent", "m@1", "--steps", 5, "--json")
+        refused = here(site, "--parent", "m@7")
     spec = next(s for s in map(_spec, site.home.jobs.iterdir()) if s["save_every"] == 7)
     assert (spec["hyperparameters"]["steps"], spec["layout"]["data"]) == (3, 1)
     [wide] = [s for s in map(_spec, site.home.jobs.iterdir()) if s["layout"]["data"] == 64]
@@ -212,9 +203,9 @@ def _spec(folder: Path) -> dict[str, Any]:
 MORE = len(os.sched_getaffinity(0)) + 1  # ranks than there are cores
 
 
-def here(site: Site, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def here(site: Site, *words: object, **environment: str) -> "subprocess.CompletedProcess[str]":
     """The command in this process."""
-    return cli(*site.argv(*words), cwd=Path.cwd(), **environment)
+    return cli(*site.argv(*words), cwd=site.home.root, **environment)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +260,9 @@ def test_bad_input_is_told_before_anything_is_submitted(
 def test_more_ranks_than_cores_are_refused(
     site: Site, words: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    environment |= {"CRAY_AGENTS_SCHEDULER": "local", "CRAY_AGENTS_TRAIN_GPUS": "off"}
-    done = here(site, "--parent", site.model, "--steps", 4, *words, **environment)
+    given = {"SCHEDULER": "local", "TRAIN_GPUS": "off"} | environment
+    variables = {f"CRAY_AGENTS_{name}": value for name, value in given.items()}
+    done = here(site, "--parent", site.model, "--steps", 4, *words, **variables)
     assert (done.returncode, done.stdout) == (2, ""), done
     said = " ".join(done.stderr.split())
     assert (
@@ -344,55 +336,10 @@ def test_the_same_files_are_the_same_job_over_http(site: Site, init: str) -> Non
     assert there.hyperparameters.learning_rate == usual  # a number, which the id counts
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_dtype_that_was_not_given_is_the_trainers(site: Site, dtype: str) -> None:
-    root, engine = site.home.root, ScriptedEngine(lambda request: "")
-    with platform(root, engine, model=site.model, name="m", dtype=dtype) as served:
-        for hyper in ({}, {"dtype": "float32"}):
-            given = Hyperparameters.model_validate({"steps": 4, **hyper})
-            job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=given)
-            spec = JobJournal(site.home, asyncio.run(job).id).spec()
-            assert spec.hyperparameters.dtype == hyper.get("dtype", dtype)
-
-
-def test_a_micro_batch_that_was_not_given_is_the_trainers(site: Site) -> None:
-    gpus = Resources(1, 1, Gpus("L4", 22, 1))
-    trainer = MegatronTrainer(site.home, WaitingScheduler(), gpus)
-    root, engine = site.home.root, ScriptedEngine(lambda request: "")
-    with platform(root, engine, model=site.model, name="m", trainer=trainer) as served:
-        for hyper in ({}, {"max_tokens_per_microbatch": 4096}):
-            given = Hyperparameters.model_validate({"steps": 4, **hyper})
-            job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=given)
-            spec = JobJournal(site.home, asyncio.run(job).id).spec()
-            assert spec.hyperparameters.max_tokens_per_microbatch == (4096 if hyper else 65536)
-
-
-def test_the_command_finds_the_job_of_its_trainers_dtype(site: Site) -> None:
-    fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
-    spec = with_dtype(build_spec(site.home, read_fields(None, fields, [])), "bfloat16")
-    journal = JobJournal(site.home, spec.id)
-    journal.write_spec(spec)
-    journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
-    done = here(site, "--parent", site.model, "--steps", 4, CRAY_AGENTS_TRAIN_GPU="h100")
-    assert done.returncode == 1 and f"{spec.id} failed before" in done.stderr
-
-
 def test_a_job_from_before_settings_counted_keeps_its_id() -> None:
     hyper = {"steps": 1, "learning_rate": 1e-3}
     spec = {"dataset": "d", "parent": "p", "parent_sha256": "0", "hyperparameters": hyper}
     assert JobSpec.model_validate(spec).id == "job-a97b1c54ece06987"
-
-
-def test_what_failed_before_stays_failed(site: Site) -> None:
-    fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
-    spec = build_spec(site.home, read_fields(None, fields, []))
-    journal = JobJournal(site.home, spec.id)
-    journal.write_spec(spec)
-    journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
-    done = here(site, "--parent", site.model, "--steps", 4)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "failed before: trained 0 steps" in done.stderr and "the loss is nan" in done.stderr
-    assert "another layout" in done.stderr and "logprob_limit" in done.stderr
 
 
 def test_what_failed_is_tried_again_if_it_is_to_be_run_otherwise(site: Site) -> None:

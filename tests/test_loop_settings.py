@@ -213,20 +213,6 @@ def test_the_body_of_rewards_tools_and_hooks_is_a_setting(
     assert {name for name in before if before[name] != after[name]} == changed
 
 
-def test_a_tool_with_an_attribute_of_that_name_is_no_agent() -> None:
-    class Lookup:
-        """Look something up."""
-
-        agent = "browser 1.0"
-        __name__ = "lookup"
-
-        def __call__(self, word: str) -> str:
-            return word
-
-    agent = Agent(name="a", model="m", tools=[Lookup()])
-    assert settings_record(site_loop(agent=agent).settings)["agent"]["agents"] == {}
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

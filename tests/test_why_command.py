@@ -1,8 +1,5 @@
 """`cray-agents why`: a loop's rejection, a replica's state, and what has no such name."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ from cray_agents.generation import Generation
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.testing import ScriptedEngine
-from tests.support.command_line import cli
+from tests.support.command_line import claimed, cli
 from tests.support.scripted_platform import platform
 
 
@@ -58,17 +55,8 @@ def test_a_rejection_is_told_with_its_evidence(tmp_path: Path) -> None:
 def test_a_replica_is_explained_by_the_platform(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     assert explain(home, "replica-0")["state"] == "none"
-    with platform(home.root, ScriptedEngine([])) as where:
-        waits = "import sys; print(flush=True); sys.stdin.read()"
-        argv, pipe = [sys.executable, "-c", waits, "cray"], subprocess.PIPE
-        with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as process:
-            assert process.stdout is not None and process.stdout.readline()
-            info = {"url": where.url, "name": "m", "started": 0.0, "pid": process.pid}
-            home.platform.write_text(json.dumps(info))
-            try:
-                told = explain(home, "replica-0")
-                with pytest.raises(NotFound, match="there are 1 replicas"):
-                    explain(home, "replica-1")
-            finally:
-                process.kill()
+    with platform(home.root, ScriptedEngine([])) as where, claimed(home, where.url):
+        told = explain(home, "replica-0")
+        with pytest.raises(NotFound, match="there are 1 replicas"):
+            explain(home, "replica-1")
     assert told["state"] == "serving" and "replica-0 is serving with m@1" in told["why"][0]

@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
-from tests.support.command_line import cli
+from tests.support.command_line import claimed, cli
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, checkpoint, served
 from tests.support.scripted_platform import PROBE
@@ -41,19 +40,6 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
             made = {"checkpoint": job["checkpoint"]}
             await gateway.call("POST", "/v1/models/calc/versions", json=made)
         yield gateway
-
-
-def command(gateway: Gateway, *words: str) -> subprocess.CompletedProcess[str]:
-    """A `models` command in this process; the platform is found by its file under the home."""
-    home = gateway.services.home
-    argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:  # it is looked for by this
-        info = {"url": gateway.url, "name": "calc", "started": 0.0, "pid": process.pid}
-        home.platform.write_text(json.dumps(info))
-        try:
-            return cli("models", *words, "--home", home.root, cwd=Path.cwd())
-        finally:
-            process.kill()
 
 
 async def test_a_rollback_serves_what_was_served_before(gateway: Gateway) -> None:
@@ -124,9 +110,15 @@ async def test_lineage_leads_both_ways(gateway: Gateway, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-async def test_the_commands(gateway: Gateway) -> None:
-    async def models(*words: str) -> subprocess.CompletedProcess[str]:
-        return await asyncio.to_thread(command, gateway, *words)
+async def test_the_commands(gateway: Gateway, tmp_path: Path) -> None:
+    home = gateway.services.home
+
+    async def models(*words: str) -> "subprocess.CompletedProcess[str]":
+        def run() -> "subprocess.CompletedProcess[str]":
+            with claimed(home, gateway.url, "calc"):
+                return cli("models", *words, "--home", home.root, cwd=tmp_path)
+
+        return await asyncio.to_thread(run)
 
     said = await models("promote", "calc@2", "--who", "me", "--reason", "0.5 -> 0.9")
     assert (said.returncode, said.stderr) == (0, "")

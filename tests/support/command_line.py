@@ -1,15 +1,18 @@
 """The `cray-agents` command, run in the tests' own process."""
 
 import io
+import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from cray_agents.cli import main
+from cray_agents.paths import Home
 
 
 def cli(
@@ -40,3 +43,16 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     said = " ".join(done.stderr.split())
     assert "Traceback" not in said
     assert [word for word in words if word not in said] == [], said
+
+
+@contextmanager
+def claimed(home: Home, url: str, name: str = "m") -> Iterator[None]:
+    """Let commands find a scripted platform: they look for its process by the file under a root."""
+    argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+        info = {"url": url, "name": name, "started": 0.0, "pid": process.pid}
+        home.platform.write_text(json.dumps(info))
+        try:
+            yield
+        finally:
+            process.kill()
