@@ -41,7 +41,7 @@ def measure(parent: Path, folder: Path, rank: int, store: Any, stop: Any) -> int
     import torch
 
     from cray_agents.trainers.checkpointing.save import Saver
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks

@@ -27,7 +27,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Way
+from cray_agents.training_jobs import Backend, Hyperparameters, JobSpec, Layout
 
 VOCAB, TOKENS, BATCH = 4096, 256, 8  # the vocabulary; of a sequence, in the mean; sequences a step
 STEPS = 3  # in a measurement
@@ -46,16 +46,16 @@ async def main(home: Path) -> None:
             sides = {"trainer, packed": ours.speed, "transformers, padded": theirs.speed}
             await side_by_side(f"the same, {lengths} tokens a sequence", "tokens/s", sides)
     with (
-        Side("universal-chats", home) as ours,
-        Side("trainer-chats", home) as native,
+        Side("backend-chats", home) as ours,
+        Side("trainer-chats", home) as megatron,
         Side("transformers-chats", home) as theirs,
     ):
         sides = {
-            "way=universal, packed": ours.speed,
-            "native, packed": native.speed,
+            "backend=transformers, packed": ours.speed,
+            "backend=megatron, packed": megatron.speed,
             "transformers, padded": theirs.speed,
         }
-        await side_by_side("the same, chats, both ways", "tokens/s", sides)
+        await side_by_side("the same, chats, both backends", "tokens/s", sides)
     with Side("trainer-two", home) as ours, Side("trainer", home) as theirs:
         sides = {"two data ranks": ours.speed, "one": theirs.speed}
         await side_by_side("the same, equal", "tokens/s", sides)
@@ -148,14 +148,14 @@ def serve(
         timed(STEPS)
 
 
-def trainer(home: Path, ranks: int, shape: str, way: Way = "native") -> None:
+def trainer(home: Path, ranks: int, shape: str, backend: Backend = "megatron") -> None:
     """Our side: ranks forked as a job forks them."""
     from cray_agents.trainers.job.launch import find_placement, run_ranks
     from cray_agents.trainers.models.megatron_fixes import load_megatron
     from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
 
     load_megatron()
-    work = partial(trainer_rank, home / "model", Layout(data=ranks), shape, way, os.dup(1))
+    work = partial(trainer_rank, home / "model", Layout(data=ranks), shape, backend, os.dup(1))
     run_ranks(find_placement(ranks, "bench"), home / "logs", work)
 
 
@@ -163,7 +163,7 @@ def trainer_rank(
     parent: Path,
     layout: Layout,
     shape: str,
-    way: Way,
+    backend: Backend,
     out: int,
     rank: int,
     store: Any,
@@ -172,7 +172,7 @@ def trainer_rank(
     """One of them."""
     import torch
 
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, join_ranks
@@ -180,8 +180,8 @@ def trainer_rank(
 
     torch.set_num_threads(1)
     join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    hyper = HYPER if way == "native" else HYPER.model_copy(update={"init": "parent"})
-    training = RankTraining(read_architecture(parent, way), layout, hyper, parent, on_cpu=True)
+    hyper = HYPER if backend == "megatron" else HYPER.model_copy(update={"init": "parent"})
+    training = RankTraining(read_architecture(parent, backend), layout, hyper, parent, on_cpu=True)
     known = BaselineLogprobs(Samples.of(sequences(shape)))
     serve(lambda: training.step(known).tokens, out, broadcast_from_rank0)
     return 0
@@ -265,7 +265,7 @@ def write_job(home: Home, parent: Path) -> JobJournal:
 SIDES: dict[str, Callable[[Path], None]] = {
     "trainer": partial(trainer, ranks=1, shape="equal"),
     "trainer-two": partial(trainer, ranks=2, shape="equal"),
-    "universal-chats": partial(trainer, ranks=1, shape="chats", way="universal"),
+    "backend-chats": partial(trainer, ranks=1, shape="chats", backend="transformers"),
     "transformers": partial(transformers, shape="equal"),
     **{
         f"trainer-{shape}": partial(trainer, ranks=1, shape=shape) for shape in ("uniform", "chats")

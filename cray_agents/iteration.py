@@ -1,6 +1,6 @@
 """Iteration: what a loop records of each finished iteration, and its progress until then.
 
-Made by loop/loop.py; rendered by cli/iteration_table.py and cli/report.py.
+Made by loop/loop.py; rendered by cli/iteration_table.py.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 A client numbers its commands from 1. Each is done once, in order, and has one result. Losses and
 their gradients are sums over tokens, never means: divide the weights to get a mean. Carried out by
-trainers/session/command_run.py.
+trainers/job/command_run.py.
 """
 
 from typing import Annotated, Any, Literal, Self

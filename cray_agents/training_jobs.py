@@ -8,7 +8,7 @@ only decide how the job is run stay out of the id. Read next: `trainers/job.py`.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from cray_agents.config.job_section import check_options_of_job
 from cray_agents.records import Record, StrictRecord, digest
@@ -39,7 +39,13 @@ def check_recompute(text: str) -> str:
 
 
 Recompute = Annotated[str, AfterValidator(check_recompute)]
-Way = Literal["native", "universal", "bridge"]
+Backend = Literal["megatron", "transformers", "megatron-bridge"]
+#: The names of backends until 0.1, in records on disk and in the ids of jobs.
+OLDER_BACKENDS: dict[str, Backend] = {
+    "native": "megatron",
+    "universal": "transformers",
+    "bridge": "megatron-bridge",
+}
 Sharding = Literal["optimizer", "full"]
 
 
@@ -146,12 +152,12 @@ class TrainingSettings(StrictRecord):
     `fp8` multiplies matrices in eight bits, with Transformer Engine's scaling of that name, and
     keeps weights and sums as `dtype` `bfloat16` has them. Other layers refuse it.
 
-    `way` `native` trains Megatron's layers, in every layout, for the kinds of model that have them.
-    `universal` trains transformers' own module, for every causal language model that it has, with
-    data parallelism alone. `bridge` trains Megatron's layers as Megatron-Bridge builds them, with
-    tensor, pipeline and expert parallelism; it needs the extra `bridge`. None: native for the kinds
-    that have native layers, else universal, or bridge where the layout splits the model and
-    Megatron-Bridge is installed.
+    The `backend` `megatron` trains Megatron's layers, in every layout, for the kinds of model that
+    it has layers for. `transformers` trains transformers' own module, for every causal language
+    model, with data parallelism alone. `megatron-bridge` trains Megatron's layers as
+    Megatron-Bridge builds them, with tensor, pipeline and expert parallelism; it needs the extra
+    `bridge`. None: `megatron` for its kinds, else `transformers`, or `megatron-bridge` where the
+    layout splits the model and Megatron-Bridge is installed.
     """
 
     batch_size: int = Field(16, gt=0)
@@ -172,8 +178,33 @@ class TrainingSettings(StrictRecord):
     dtype: Dtype = "float32"
     fp8: Fp8 | None = None
     init: Literal["parent", "random"] = "parent"
-    way: Way | None = None
+    backend: Backend | None = None
     lora: Lora | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older_backend(cls, values: Any, info: ValidationInfo) -> Any:
+        """Read `way`, as older records, which are JSON, name `backend`. Refuse a user's."""
+        if not isinstance(values, dict) or "way" not in values:
+            return values
+        if info.mode == "json":
+            return with_backend_of_older(values)
+        kept = {name: value for name, value in values.items() if name != "way"}
+        return {**kept, "backend": values["way"]} if values["way"] in OLDER_BACKENDS else values
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _refuse_older_backend(cls, name: Any) -> Any:
+        if isinstance(name, str) and name in OLDER_BACKENDS:
+            raise ValueError(f"{name!r} is called {OLDER_BACKENDS[name]!r} now: write that")
+        return name
+
+
+def with_backend_of_older(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded training settings with `backend`, where an older record calls it `way`."""
+    way = settings.get("way")
+    kept = {name: value for name, value in settings.items() if name != "way"}
+    return kept if way is None else {**kept, "backend": OLDER_BACKENDS.get(way, way)}
 
 
 class Hyperparameters(TrainingSettings):
@@ -229,7 +260,7 @@ class Layout(StrictRecord):
     ranks, neighbours, so that between parts only a sum of gradients travels (HSDP). It costs
     memory, and pays where the data ranks are on many nodes. `sharding` says what the data ranks
     divide: `optimizer`, its state alone (ZeRO-1, arXiv 1910.02054), or `full`, also weights and
-    gradients (ZeRO-3, by Megatron's FSDP), for models that are trained the universal way.
+    gradients (ZeRO-3, by Megatron's FSDP), for the backend `transformers`.
     """
 
     data: int = Field(1, gt=0)
@@ -395,8 +426,10 @@ class JobSpec(StrictRecord):
             del decisive["hyperparameters"]["policy"]["dual_clip"]
         if self.hyperparameters.fp8 is None:  # likewise
             del decisive["hyperparameters"]["fp8"]
-        if self.hyperparameters.way is None:  # likewise
-            del decisive["hyperparameters"]["way"]
+        backend = decisive["hyperparameters"].pop("backend")
+        if backend is not None:  # by its older name, likewise
+            older = {name: way for way, name in OLDER_BACKENDS.items()}
+            decisive["hyperparameters"]["way"] = older[backend]
         return f"job-{digest(decisive)}"
 
 
@@ -431,7 +464,7 @@ WeightsSource = Literal["memory", "parked", "files"]
 
 
 class TakenUp(Record):
-    """Place of the weights and optimizer that a session took a job up from, and the seconds."""
+    """Place that a session started a job from: of its weights and optimizer, and the seconds."""
 
     source: WeightsSource
     seconds: float
@@ -443,9 +476,9 @@ JobState = Literal["queued", "running", "paused", "succeeded", "failed", "cancel
 class JobStatus(Record):
     """The state of a training job. `metrics` are the newest step's, by name.
 
-    `taken_up`: by its training session, the last time; None for a job of its own processes.
-    `layers`: the layers and kernels that train it, with the reason, and how the universal way packs
-    sequences; "" before it starts. `offered`: its ranks send its weights to replicas while they
+    `taken_up`: its last start by a training session; None for a job of its own processes.
+    `layers`: the layers and kernels that train it, with the reason, and how sequences are
+    packed; "" before it starts. `offered`: its ranks send its weights to replicas while they
     write the files. `reason`: why a queued job waits, as the scheduler says it.
     `changed_share`: the share of the trained weights that the checkpoint's files changed in the
     parent's. `update_ratio`: the norm of that change, by that of the weights in float32; None where

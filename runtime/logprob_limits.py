@@ -4,7 +4,7 @@ Trainer and engine compute the same weights in different orders. In float32 ever
 In bfloat16 single tokens of good weights lie far apart by rounding alone, and with them the
 largest difference. There the distribution is judged: its mean, its 99th percentile, and the share
 of places where both name the same most likely token. Called by pool/golden_probe.py and
-trainers/job/checks/engine_agreement.py.
+trainers/job/engine_agreement.py.
 
 The limits in bfloat16 are from published figures and from small models on CPUs. No GPU was seen.
 """

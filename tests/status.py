@@ -31,9 +31,9 @@ training methods | trainers/methods/learning trainers/methods_in_layouts | train
 distillation | trainers/distillation | |
 LoRA | trainers/lora | | lora-8B
 layouts over ranks | trainers/numerics trainers/context | | parallel
-full sharding | trainers/universal/weight_shards | | sharding
-any model of transformers | trainers/universal/universal_jobs | | transformers
-Megatron-Bridge | trainers/bridge/bridge_choice | |
+full sharding | trainers/transformers_backend/weight_shards | | sharding
+any model of transformers | trainers/transformers_backend/transformers_jobs | | transformers
+Megatron-Bridge | trainers/megatron_bridge/bridge_choice | |
 fused kernels, Transformer Engine, FP8 | trainers/kernels trainers/layer_choice | | train-1B
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
 training sessions | trainers/session training_session | | session session-lora

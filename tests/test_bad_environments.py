@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from cray_agents import RFT, Agent, Loop, PromotionTest, Task, TaskSet, Training
+from cray_agents import Agent, Task
 from cray_agents.agent import WorkerEnvironment
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import EngineUnavailable
 from cray_agents.loop import rollouts
-from cray_agents.paths import Home
 from cray_agents.records import Run
-from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.testing import ScriptedEngine
 from tests.support.environments.pythons import venv
 from tests.support.environments.workers import HERE, openenv_server, worker
@@ -242,58 +240,3 @@ def readable(path: Path) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     return True
-
-
-def test_a_loop_goes_on_past_all_of_them(tmp_path: Path) -> None:
-    ways = {way: error for way, error in BAD["trl"].errors.items() if error is not None}
-    good = [Task(input=f"{n}", metadata={"environment": "nasty", "a": n}) for n in range(12)]
-    held_out = [
-        Task(
-            input=f"{n}",
-            metadata={"environment": "nasty", "a": n, "nasty": "reset" if n == 99 else ""},
-            split="holdout",
-        )
-        for n in range(80, 100)
-    ]
-    bad = [BAD["trl"].task(way) for way in [*ways, "leaks"]]
-    agent = Agent(name="a", model="m", timeout=30, environment=WorkerEnvironment("trl"))
-    loop = Loop(
-        agent,
-        TaskSet([*good, *bad, *held_out]),
-        rewards=[],
-        name="loop",
-        method=RFT(tasks_per_iteration=len(good) + len(bad), training=Training(steps=1)),
-        promotion=PromotionTest(hidden=0, batch=20),
-    )
-
-    def skilled(request: dict[str, Any], version: str) -> Any:
-        """As `submit`, with the sum; the first version adds wrongly from 7 on."""
-        if request["messages"][-1]["role"] == "tool":
-            return "done"
-        a, b = map(int, re.findall(r"\d+", request["messages"][-1]["content"])[-2:])
-        return tool_call("submit", number=a + b + (version == "m@1" and a % 10 > 6))
-
-    home = tmp_path / "home"
-    with (
-        platform(home, ScriptedEngine(skilled)) as where,
-        worker(where, "trl", f"{HERE / 'trl_nasty.py'}:nasties", "--slots", 4),
-    ):
-        loop.platform = where
-        done = list(loop.run(2))
-    assert [(g.version, g.promoted) for g in done[:2]] == [("m@1", True), ("m@2", True)]
-    counts = (len(good) + len(bad), len(ways))
-    assert [(g.runs, g.failed_runs) for g in done[1:]] == [counts, counts]
-    runs = stored(home)
-    failed = [run for run in runs if run.task in bad and run.task.input != "Work: leaks"]
-    assert len(failed) == 2 * len(ways)
-    for run in failed:
-        check(run, ways[run.task.input.removeprefix("Work: ")])
-    measured = [run for run in runs if run.task.split == "holdout"]
-    assert {run.error.type for run in measured if run.task.metadata["a"] == 99} == {OWN}
-    assert not [run for run in runs if run not in failed and run.error and run not in measured]
-    sets = [path.name for path in Home(home).datasets.glob("ds-*")]
-    trained = {
-        line["run"] for name in sets for line in dataset_runs(Home(home), name) if line["accepted"]
-    }
-    rewarded = {run.id for run in runs if run.iteration is not None and run.reward == 1.0}
-    assert trained and trained <= rewarded

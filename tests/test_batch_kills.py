@@ -185,4 +185,4 @@ def check(crowd: Crowd) -> None:
 
 
 def test_every_line_has_one_result(tmp_path: Path) -> None:
-    Campaign(crowd, hurt, check).run(tmp_path, kills(12))
+    Campaign(crowd, hurt, check).run(tmp_path, kills(8))

@@ -1,4 +1,4 @@
-"""`run`, `chat` and `loop` against a platform whose engine is scripted."""
+"""`run` and `loop` against a platform whose engine is scripted."""
 
 import json
 import os
@@ -11,47 +11,29 @@ from typing import Any
 
 import pytest
 
-from cray_agents.engines.scripted import tool_call
-from cray_agents.paths import Home
-from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
 
 pytestmark = pytest.mark.slow
 
 AGENT = """
-from cray_agents import RFT, Agent, Loop, Task, TaskSet, Training, reward, tool
-
-@tool
-def shout(text: str) -> str:
-    "Say it louder."
-    return text.upper()
+from cray_agents import RFT, Agent, Loop, Task, TaskSet, Training, reward
 
 @reward
 def right(run):
     return run.output == run.task.target
 
-agent = Agent(name="echo", model="m", tools=[shout])
+agent = Agent(name="echo", model="m")
 tasks = TaskSet([Task(input=str(n), target=str(n), split="train" if n < 5 else "holdout")
                  for n in range(65)])
 loop = Loop(agent, tasks, rewards=[right], method=RFT(training=Training(steps=1)))
 """
 
 
-def cli(*words: object, cwd: Path, typed: str = "") -> subprocess.CompletedProcess[str]:
+def cli(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     (cwd / "agent.py").write_text(AGENT)
     argv = [sys.executable, "-m", "cray_agents", *map(str, words)]
-    return subprocess.run(argv, cwd=cwd, input=typed, capture_output=True, text=True, timeout=60)
-
-
-def test_run(tmp_path: Path) -> None:
-    engine = ScriptedEngine([tool_call("shout", text="hi"), "it said HI"])
-    with platform(tmp_path / "home", engine) as where:
-        done = cli("run", "agent.py", "say hi", "--url", where.url, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "it said HI\n"), done.stderr
-    [run] = Store(Home(tmp_path / "home")).runs()
-    assert run.trajectory.turns[0].tool_calls[0].result == "HI"
-    assert run.calls[1].message["content"] == "it said HI"
+    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
 def test_run_says_why_it_failed(tmp_path: Path) -> None:
@@ -62,28 +44,6 @@ def test_run_says_why_it_failed(tmp_path: Path) -> None:
         done = cli("run", "other.py", "hi", "--url", where.url, cwd=tmp_path)
     assert done.returncode == 1
     assert "'nobody' does not exist" in " ".join(done.stderr.split())
-
-
-def test_chat_streams_shows_tools_and_remembers(tmp_path: Path) -> None:
-    engine = ScriptedEngine([tool_call("shout", text="hi"), "HI it is", "you said hi"])
-    with platform(tmp_path / "home", engine) as where:
-        done = cli("chat", "agent.py", "--url", where.url, cwd=tmp_path,
-                   typed="say hi\nwhat did I say?\n\n")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert 'shout({"text": "hi"}) shout -> HI' in " ".join(done.stdout.split())
-    assert "HI it is" in done.stdout
-    assert "you said hi" in done.stdout
-    heard = [message["content"] for message in engine.requests[2]["messages"]]
-    assert heard == ["say hi", None, "HI", "HI it is", "what did I say?"]
-
-
-def test_chat_can_forget(tmp_path: Path) -> None:
-    engine = ScriptedEngine(["one", "two"])
-    with platform(tmp_path / "home", engine) as where:
-        done = cli("chat", "agent.py", "--forget", "--url", where.url, cwd=tmp_path,
-                   typed="first\nsecond\n")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [len(request["messages"]) for request in engine.requests] == [1, 1]
 
 
 def test_loop(tmp_path: Path) -> None:

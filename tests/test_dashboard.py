@@ -6,7 +6,6 @@ another origin, or more than 3,000 nodes. Without Chromium or a build of the pag
 
 import gzip
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -24,11 +23,11 @@ from cray_agents.paths import Home
 from cray_agents.runtime.dashboard import static_files
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.telemetry.audit_log import read_audit
+from tests.support.campaign import free_port
 from tests.support.dashboard_site import (
     BAD_LINES,
     BATCH_LINES,
     HOSTILE,
-    IMPORTED,
     LONG_RUN,
     LONG_TURNS,
     LOOP,
@@ -100,28 +99,6 @@ def test_every_screen_shows_and_is_accessible(platform: Platform, watch: Any, na
     assert page.barriers() == []
 
 
-def test_a_job_shows_its_nodes_and_its_slowest_rank(platform: Platform, watch: Any) -> None:
-    with urllib.request.urlopen(f"{platform.url}/v1/jobs") as answer:
-        job = next(each for each in json.load(answer)["data"] if each["steps"] == 3)
-    page = watch(platform.url)
-    page.open(f"#/job/{job['id']}")
-    page.page.get_by_role("img", name="n1 gpu0.power_watts: 30 points from 512 to 541").wait_for()
-    text = page.text()
-    assert "rank 3 on n2" in text and "3 times the median" in text
-    titles = page.page.locator("figcaption b").all_inner_texts()
-    chief = ["loss", "gradient norm", "tokens/s", "MFU", "share of communication"]
-    assert titles[:5] == chief and titles.count("loss") == 1
-    assert page.page.get_by_role("img", name="MFU: no data").count() == 1
-    first, second = (page.page.get_by_role("row", name=name).inner_text() for name in ("n1", "n2"))
-    assert "1 × NVIDIA H100" in first and "75 %" in first and "541 W" in first
-    assert "1 of 1" in first and "58.0 KiB/s" in first and "<img src=x" in first
-    assert second.count("no data") == 6 and "0 W" not in second
-    page.page.get_by_role("button", name="n2").click()
-    page.page.get_by_role("img", name="n2 host.load: 30 points from 1 to 30").wait_for()
-    assert page.page.get_by_role("img", name="n1 gpu0").count() == 0
-    assert page.page.evaluate("location.hash").endswith("node=n2") and page.barriers() == []
-
-
 def test_a_job_shows_its_state_curves_and_log(platform: Platform, watch: Any) -> None:
     with urllib.request.urlopen(f"{platform.url}/v1/jobs") as answer:
         job = next(each for each in json.load(answer)["data"] if each["steps"] == 3)
@@ -189,54 +166,6 @@ def test_a_dataset_shows_its_funnel_runs_and_samples(platform: Platform, watch: 
     page.page.wait_for_selector(".token.selected")
 
 
-def test_a_demonstration_is_read_by_its_recipes_tokenizer(platform: Platform, watch: Any) -> None:
-    with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
-        made = next(each for each in json.load(answer)["data"] if not each["considered_runs"])
-    page = watch(platform.url)
-    page.open(f"#/dataset/{made['id']}")
-    page.page.wait_for_selector(".token.trained[data-n]")
-    assert "What is 2 + 2?" in "".join(page.page.locator(".token").all_inner_texts())
-    assert "no reward" in page.text() and "ids are shown" not in page.text()
-    assert page.page.get_by_role("link", name="demonstration").count() == 0
-    assert "all 21" in page.text()  # of the histogram: not 21 – 22
-
-
-def test_two_datasets_are_compared(platform: Platform, watch: Any) -> None:
-    with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
-        sets = json.load(answer)["data"]
-    newer, older = (each for each in sets if each["method"] == "sft" and each["considered_runs"])
-    asked = f"{platform.url}/v1/datasets/diff?a={older['id']}&b={newer['id']}"
-    with urllib.request.urlopen(asked) as answer:
-        differences = json.load(answer)
-    assert differences["runs"]["removed"] > 0 == differences["runs"]["added"]
-    page = watch(platform.url)
-    page.open("#/dataset")
-    for made in (newer, older):
-        page.page.get_by_label(f"mark {made['id']}").check()
-    page.page.get_by_role("button", name="Compare the marked two").click()
-    page.page.wait_for_function("() => location.hash.includes('against=')")
-    page.wait_for("iterations")
-    page.settle()
-    assert page.page.locator("svg.histogram rect.other").count() > 0
-    assert page.barriers() == []
-    page.page.get_by_role("button", name=f"removed: {differences['runs']['removed']}").click()
-    page.page.wait_for_function("() => location.hash.includes('change=removed')")
-    page.settle()
-    rows = page.page.get_by_role("region", name="Runs of either set").locator("tbody tr")
-    page.page.wait_for_function("() => document.body.innerText.includes('not considered')")
-    assert rows.count() == differences["runs"]["removed"]
-    address = page.page.url
-    narrow = watch(platform.url, viewport={"width": 390, "height": 800}, color_scheme="dark")
-    narrow.open(address.removeprefix(f"{platform.url}/"))
-    narrow.page.get_by_role("region", name="Runs of either set").wait_for()
-    assert narrow.page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert narrow.barriers() == []
-    page.page.keyboard.press("j")
-    page.page.wait_for_selector("tr.selected")
-    page.page.keyboard.press("Enter")
-    page.page.wait_for_function("() => location.hash.startsWith('#/run/')")
-
-
 def test_batches_show_failed_lines_and_are_cancelled_and_saved(
     platform: Platform, watch: Any
 ) -> None:
@@ -256,26 +185,6 @@ def test_batches_show_failed_lines_and_are_cancelled_and_saved(
     page.page.locator("dialog").get_by_role("button", name="Cancel the batch").click()
     page.wait_for("cancel")
     assert page.page.evaluate("window.broken") is None
-
-
-def test_usage_of_keys_has_curves_and_its_price(platform: Platform, watch: Any) -> None:
-    with urllib.request.urlopen(f"{platform.url}/v1/cost?by=key") as answer:
-        cost = json.load(answer)
-    (row,) = cost["data"]
-    assert cost["currency"] == "EUR" and 0 < row["spent"]["cost"] < cost["total"]["cost"]
-    page = watch(platform.url)
-    page.open("#/keys?span=day")
-    page.page.wait_for_selector("figure canvas")
-    for name in ("Tokens an hour", "Runs an hour", "core-seconds an hour", "EUR an hour"):
-        assert page.page.get_by_role("img", name=name).count() == 1
-    table = page.page.get_by_role("region", name="Keys")
-    assert "this host, without a key" in table.inner_text() and "EUR" in table.inner_text()
-    assert "answered requests" in page.text() and "All of it cost" in page.text()
-    page.page.keyboard.press("j")
-    page.page.wait_for_function("() => location.hash.includes('key=none')")
-    page.page.locator("select").select_option("week")
-    page.page.get_by_role("img", name="Runs a day").wait_for()
-    assert str(row["runs"]) in page.text().replace(",", "")
 
 
 def test_keys_are_made_and_revoked_with_a_reason(tmp_path: Path, watch: Any) -> None:
@@ -354,22 +263,6 @@ def _own_usage(page: Watched, secret: str) -> None:
     assert rows.count() == 1 and "zoe" in rows.inner_text() and "boss" not in page.text()
     assert page.page.get_by_role("button", name="Create a key").count() == 0
     assert page.page.get_by_role("button", name="Revoke").count() == 0
-
-
-@pytest.mark.parametrize("width", [1440, 1024, 390])
-def test_no_number_is_cut(platform: Platform, watch: Any, width: int) -> None:
-    """Also none of nine digits, which every cell of a table gets here."""
-    with urllib.request.urlopen(f"{platform.url}/v1/datasets") as answer:
-        one, other, *_ = (each["id"] for each in json.load(answer)["data"])
-    size = {"width": width, "height": 800}
-    page = watch(platform.url, viewport=size, is_mobile=True)  # which hides bars by itself
-    for place in (*SCREENS.values(), f"#/dataset/{one}", f"#/dataset/{one}?against={other}"):
-        page.open(place)
-        assert page.cut_numbers() == [], place
-        page.page.evaluate(
-            "document.querySelectorAll('td.number').forEach(e => e.textContent = '+123,456,789')"
-        )
-        assert page.cut_numbers() == [], place
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -512,32 +405,6 @@ def test_the_difference_under_another_version_is_scored_by_an_engine(
     page.wait_for("likeliest")
 
 
-def test_a_run_shows_its_target_its_metadata_and_why_it_was_rewarded(
-    platform: Platform, watch: Any
-) -> None:
-    page = watch(platform.url)
-    page.open("#/run/run-3-0")
-    page.page.wait_for_selector("article .message")
-    assert "target 7" in page.page.inner_text(".run > header")
-    details = page.page.get_by_label("Details").inner_text()
-    assert "level: 3" in details and "expected 7" in details
-
-
-def test_an_imported_run_shows_its_tool_calls_and_no_figure_that_it_lacks(
-    platform: Platform, watch: Any
-) -> None:
-    page = watch(platform.url)
-    page.open(f"#/run/{IMPORTED}")
-    page.page.locator(".message.assistant .call", has_text="lookup").wait_for()
-    assert '"key": "seven"' in page.text() or "key: seven" in page.text()
-    assert "0 tokens" not in page.page.inner_text(".run > header")
-    page.open("#/runs?agent=foreign")
-    page.wait_for("None has a reward.")
-    assert "all 0" in page.text()  # of the histograms: not 0 – 1
-    page.open("#/runs")
-    page.wait_for("with a reward succeed")
-
-
 def test_a_reward_is_given_by_keys_and_stored(platform: Platform, watch: Any) -> None:
     page = watch(platform.url)
     page.open("#/run/run-6-0")
@@ -610,8 +477,7 @@ def test_each_role_sees_what_it_may_and_a_link_signs_in_once(tmp_path: Path, wat
 
 
 def test_a_killed_gateway_is_followed_again(tmp_path: Path, watch: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with gateway(tmp_path / "home", port=port) as (url, process):
         page = watch(url)
         page.expected = GONE

@@ -26,6 +26,7 @@ from cray_agents.queries import RunQuery
 from cray_agents.runtime.datasets import dataset_runs
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.choose import missing_programs
+from cray_agents.runtime.scheduler.supervisor import descendants
 from cray_agents.runtime.store import Store
 from tests.support.import_server import forking
 
@@ -96,8 +97,6 @@ def check(home: Path, result: dict[str, Any]) -> None:
     assert len(list((home / "datasets").glob("[!.]*"))) == JOBS  # a killed build leaves its draft
     versions = list((home / "models" / "calc").glob("*.json"))
     assert len(versions) == JOBS + 1  # and the untrained one
-    assert (home / "report" / "report.png").stat().st_size > 10_000
-    assert "<svg" in (home / "report" / "report.html").read_text()
 
 
 def left_behind(home: Path, result: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def test_demo(undisturbed: tuple[Path, dict[str, Any]]) -> None:
     home, result = undisturbed
     check(home, result)
     log = (home.parent / "demo.log").read_text()
-    assert "chat cookbook" in log
+    assert "chat cray_agents/cli/calculator_loop.py" in log
     assert "export --home" in log
     if not missing_programs():
         ids = [g["job_id"] for g in result["iterations"][1:]]
@@ -159,36 +158,6 @@ def test_a_finished_demo_is_not_done_again(undisturbed: tuple[Path, dict[str, An
     assert again["iterations"] == result["iterations"]
 
 
-def test_what_is_there_can_be_listed(undisturbed: tuple[Path, dict[str, Any]]) -> None:
-    home, _ = undisturbed
-
-    def listed(*words: str) -> Any:
-        argv = [sys.executable, "-m", "cray_agents", *words, "--home", str(home), "--json"]
-        return json.loads(subprocess.run(argv, capture_output=True, check=True).stdout)
-
-    assert len(listed("jobs", "list")) == JOBS
-    assert {job["state"] for job in listed("jobs", "list")} == {"succeeded"}
-    assert listed("models", "list")[0]["id"] == "calc@1"
-    assert listed("models", "show", "calc@2")["manifest"]["dataset"].startswith("ds-")
-    run = listed("runs", "list", "--limit", "1")[0]
-    assert listed("runs", "show", run["id"])["trajectory"]["turns"][0]["call"]["token_ids"]
-
-
-def children(pid: int) -> list[int]:
-    """All descendants of a process, nearest first."""
-    found, todo = [], [pid]
-    while todo:
-        parent = todo.pop(0)
-        try:
-            tasks = Path(f"/proc/{parent}/task").iterdir()
-            own = [int(c) for t in tasks for c in (t / "children").read_text().split()]
-        except OSError:
-            continue
-        found += own
-        todo += own
-    return found
-
-
 def named(pid: int, words: str) -> bool:
     try:
         return words in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -204,7 +173,7 @@ def victim(demo: int, kind: str) -> int | None:
         "vllm": "cray_agents.runtime.vllm_plugins.server",
         "job": "cray_agents.trainers.job.job",
     }[kind]
-    found = [pid for pid in children(demo) if named(pid, words)]
+    found = [pid for pid in descendants(demo) if named(pid, words)]
     return random.choice(found) if found else None
 
 
@@ -228,7 +197,7 @@ def test_kills_at_random_moments(
         if process.poll() is not None:
             break
         assert pid is not None
-        family = [process.pid, *children(process.pid)]
+        family = [process.pid, *descendants(process.pid)]
         os.kill(pid, signal.SIGKILL)
         killed.append(kind)
         if kind == "demo":

@@ -5,8 +5,6 @@ import ctypes
 import re
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from cray_agents.testing import ScriptedEngine
 from tests.support.environments.trl_environments import rows
 from tests.support.environments.workers import TRL, worker
 from tests.support.scripted_platform import platform
+from tests.support.waiting import until
 
 SKILL = {"m@1": 1, "m@2": 6, "m@3": 1}  # of the first numbers 0 to 5, how many are added right
 
@@ -56,14 +55,6 @@ def tasks() -> TaskSet:
 
 def stored(root: Path) -> list[Run]:
     return Store(Home(root)).runs(RunQuery(loop="loop"))
-
-
-async def until(reached: Callable[[], Any]) -> None:
-    """Wait for an event, generously."""
-    deadline = time.monotonic() + 120
-    while not reached():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 async def carried_out(

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import stat
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cray_agents.cli import main
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets.demonstrations import Renderer
@@ -22,6 +20,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from tests.support.command_line import cli
 from tests.support.hostile_models import CASES, SECRET, Case, whole_model, with_manifest
 from tests.support.scripted_gateway import Gateway, served
 from tests.support.scripted_platform import platform
@@ -66,20 +65,15 @@ def write_dataset(home: Home) -> None:
     (home.dataset("ds-1") / "manifest.json").write_text(json.dumps(DATASET))
 
 
-def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+def command(folder: Path, *words: object) -> tuple[int, str]:
     """A command in this process: its exit code, and what it said."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(sys, "argv", ["cray-agents", *map(str, words)])
-        main()
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), " ".join((out + err).split())
+    done = cli(*words, cwd=folder)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_no_door_takes_it(
-    site: Site, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_door_takes_it(site: Site, tmp_path: Path, name: str) -> None:
     case: Case = CASES[name]
     folder = whole_model(tmp_path / "model")
     case.change(folder)
@@ -87,7 +81,7 @@ def test_no_door_takes_it(
     write_dataset(home)
 
     if not case.only_training:
-        code, said = command(capsys, "up", "--model", folder, "--home", home.root, "--port", 0)
+        code, said = command(tmp_path, "up", "--model", folder, "--home", home.root, "--port", 0)
         assert case.said in said and "Traceback" not in said
         assert code == (1 if name == "manifest of other weights" else 2), said
         status, refused = site.post("/v1/models/m/versions", checkpoint=str(folder))
@@ -95,7 +89,7 @@ def test_no_door_takes_it(
         assert case.said in refused["message"] and refused["param"] in ("checkpoint", None)
 
     words = ["jobs", "submit", "--home", home.root, "--dataset", "ds-1", "--parent", folder]
-    code, said = command(capsys, *words)
+    code, said = command(tmp_path, *words)
     assert code in (1, 2) and "Traceback" not in said
     assert case.said in said
     assert not home.checkpoint("x").parent.exists() and not home.jobs.exists()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cray_agents.cli import main
 from cray_agents.cli.spec_options import build_spec, read_fields
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
@@ -25,19 +24,16 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.models.architecture import read_architecture
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
-from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
 from cray_agents.training_jobs import (
     Hyperparameters,
     JobSpec,
     JobStatus,
     usual_learning_rate,
-    with_dtype,
 )
+from tests.support.command_line import claimed, cli
 from tests.support.scripted_platform import platform
-from tests.support.waiting_scheduler import WaitingScheduler
 
 SAMPLES = 24
 CHATS = [
@@ -45,14 +41,6 @@ CHATS = [
     for n in range(SAMPLES)
 ]
 SMALL = ModelShape(vocabulary=320, hidden=64, feed_forward=96, heads=2, kv_heads=2)
-
-
-class Done(NamedTuple):
-    """How a command ended, and what it printed."""
-
-    code: int
-    out: str
-    err: str
 
 
 class Site(NamedTuple):
@@ -77,10 +65,10 @@ class Site(NamedTuple):
             finally:
                 process.kill()
 
-    def submit(self, *words: object) -> Done:
+    def submit(self, *words: object) -> "subprocess.CompletedProcess[str]":
         with self.submitting(*words) as process:
             out, err = process.communicate(timeout=240)
-            return Done(process.returncode, out, err)
+            return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     @property
     def journal(self) -> JobJournal:
@@ -115,16 +103,16 @@ def site(made: Site, tmp_path: Path) -> Site:
 def test_it_trains_and_registers_and_the_second_time_trains_nothing(site: Site) -> None:
     wanted = ["--epochs", 1.5, "--set", "batch_size=8", "--set", "lora.alpha=8", "--lora-rank", 4]
     done = site.submit(*wanted, "--name", "tiny", "--json")
-    assert done.code == 0, done.err
-    status, spec = json.loads(done.out), site.journal.spec()
+    assert done.returncode == 0, done.stderr
+    status, spec = json.loads(done.stdout), site.journal.spec()
     steps = ceil(1.5 * SAMPLES / 8)
     assert (status["state"], status["step"], status["steps"]) == ("succeeded", steps, steps)
-    assert f"step {steps}/{steps}  loss" in done.err and "scheduler: " in done.err
+    assert f"step {steps}/{steps}  loss" in done.stderr and "scheduler: " in done.stderr
     hyper = spec.hyperparameters
     assert (spec.method, hyper.batch_size, hyper.learning_rate) == ("sft", 8, 1e-2)
     started = next(event for event in site.journal.events() if event["event"] == "started")
     assert started["learning_rate"].startswith("by the rule 0.01 for sft of adapters at width")
-    assert f"learning rate: {started['learning_rate']}" in done.err
+    assert f"learning rate: {started['learning_rate']}" in done.stderr
     assert hyper.lora is not None and (hyper.lora.rank, hyper.lora.alpha) == (4, 8)
     assert Path(spec.parent).parent == site.home.root / "checkpoints"  # taken in
     weights = site.home.checkpoint(status["checkpoint"])
@@ -135,8 +123,8 @@ def test_it_trains_and_registers_and_the_second_time_trains_nothing(site: Site) 
     assert registry.promoted("tiny") is None
 
     again = site.submit(*wanted)
-    assert (again.code, again.out) == (0, f"{weights}\n")
-    assert "succeeded before: trained 0 steps" in again.err
+    assert (again.returncode, again.stdout) == (0, f"{weights}\n")
+    assert "succeeded before: trained 0 steps" in again.stderr
     assert site.journal.attempts == 1
 
 
@@ -162,7 +150,7 @@ def test_what_dies_is_started_again_and_ctrl_c_saves(site: Site, monkeypatch: An
         assert process.stdout is not None
         _read_until(process.stdout, f"attempt 3 starts after step {stopped} ")
         refused = site.submit(*wanted)
-        assert refused.code == 2 and "another `jobs submit` trains on" in refused.err
+        assert refused.returncode == 2 and "another `jobs submit` trains on" in refused.stderr
         out, err = process.communicate()
     assert process.returncode == 0, err
     assert "step 400/400" in out and f"step {stopped:>3}/400" not in out
@@ -181,34 +169,29 @@ def _read_until(stream: Any, text: str) -> None:
 
 # ---- trained by a platform
 @pytest.mark.slow
-def test_a_platform_is_asked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_platform_is_asked(site: Site) -> None:
     engine, failures = ScriptedEngine([]), {2: "the loss is nan"}
-    with platform(site.home.root, engine, model=site.model, failures=failures) as where:
-        # a platform is looked for by its process
-        argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
-        with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
-            info = {"url": where.url, "name": "m", "started": 0.0, "pid": process.pid}
-            site.home.platform.write_text(json.dumps(info))
-            try:
-                wanted = ["--parent", "m", "--steps", 3, "--set", "save_every=7", "--name", "tiny"]
-                done = here(site, capsys, *wanted)
-                many = ("--layout", "data=64", "--oversubscribe")
-                later = here(site, capsys, "--parent", "m@1", "--steps", 4, "--detach", *many)
-                failed = here(site, capsys, "--parent", "m@1", "--steps", 5, "--json")
-                refused = here(site, capsys, "--parent", "m@7")
-            finally:
-                process.kill()
+    with (
+        platform(site.home.root, engine, model=site.model, failures=failures) as where,
+        claimed(site.home, where.url),
+    ):
+        wanted = ["--parent", "m", "--steps", 3, "--set", "save_every=7", "--name", "tiny"]
+        done = here(site, *wanted)
+        many = ("--layout", "data=64", "--oversubscribe")
+        later = here(site, "--parent", "m@1", "--steps", 4, "--detach", *many)
+        failed = here(site, "--parent", "m@1", "--steps", 5, "--json")
+        refused = here(site, "--parent", "m@7")
     spec = next(s for s in map(_spec, site.home.jobs.iterdir()) if s["save_every"] == 7)
     assert (spec["hyperparameters"]["steps"], spec["layout"]["data"]) == (3, 1)
     [wide] = [s for s in map(_spec, site.home.jobs.iterdir()) if s["layout"]["data"] == 64]
     assert wide["oversubscribe"] is True
     [version] = Registry(site.home).versions("tiny")
-    assert done.code == 0 and "step 3/3" in done.out
-    assert done.out.endswith(f"{site.home.checkpoint(version.checkpoint)}\n")
-    assert later.code == 0 and "jobs logs -f job-" in later.err
-    assert (failed.code, json.loads(failed.out)["state"]) == (1, "failed")
-    assert "the loss is nan" in failed.err
-    assert refused.code == 2 and "m@7" in refused.err
+    assert done.returncode == 0 and "step 3/3" in done.stdout
+    assert done.stdout.endswith(f"{site.home.checkpoint(version.checkpoint)}\n")
+    assert later.returncode == 0 and "jobs logs -f job-" in later.stderr
+    assert (failed.returncode, json.loads(failed.stdout)["state"]) == (1, "failed")
+    assert "the loss is nan" in failed.stderr
+    assert refused.returncode == 2 and "m@7" in refused.stderr
 
 
 def _spec(folder: Path) -> dict[str, Any]:
@@ -220,14 +203,9 @@ def _spec(folder: Path) -> dict[str, Any]:
 MORE = len(os.sched_getaffinity(0)) + 1  # ranks than there are cores
 
 
-def here(site: Site, screen: pytest.CaptureFixture[str], *words: object) -> Done:
+def here(site: Site, *words: object, **environment: str) -> "subprocess.CompletedProcess[str]":
     """The command in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["cray-agents", *site.argv(*words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    out, err = screen.readouterr()
-    return Done(int(ended.value.code or 0), out, err)
+    return cli(*site.argv(*words), cwd=site.home.root, **environment)
 
 
 @pytest.mark.parametrize(
@@ -263,12 +241,12 @@ def here(site: Site, screen: pytest.CaptureFixture[str], *words: object) -> Done
     ],
 )
 def test_bad_input_is_told_before_anything_is_submitted(
-    made: Site, capsys: pytest.CaptureFixture[str], words: list[object], why: str
+    made: Site, words: list[object], why: str
 ) -> None:
     parent = [] if "--parent" in words else ["--parent", made.model]
-    done = here(made, capsys, *parent, *words)
-    assert (done.code, done.out) == (2, ""), done
-    assert why in " ".join(done.err.split())
+    done = here(made, *parent, *words)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert why in " ".join(done.stderr.split())
     assert not made.home.jobs.exists()
 
 
@@ -276,21 +254,17 @@ def test_bad_input_is_told_before_anything_is_submitted(
     ("words", "environment"),
     [
         (("--layout", f"data={MORE}"), {}),
-        (("--set", f"batch_size={MORE}"), {"TRAIN_RANKS": str(MORE)}),
+        (("--set", f"batch_size={MORE}"), {"CRAY_AGENTS_TRAIN_RANKS": str(MORE)}),
     ],
 )
 def test_more_ranks_than_cores_are_refused(
-    site: Site,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    environment: dict[str, str],
+    site: Site, words: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    for name, value in ({"SCHEDULER": "local", "TRAIN_GPUS": "off"} | environment).items():
-        monkeypatch.setenv(f"CRAY_AGENTS_{name}", value)
-    done = here(site, capsys, "--parent", site.model, "--steps", 4, *words)
-    assert (done.code, done.out) == (2, ""), done
-    said = " ".join(done.err.split())
+    given = {"SCHEDULER": "local", "TRAIN_GPUS": "off"} | environment
+    variables = {f"CRAY_AGENTS_{name}": value for name, value in given.items()}
+    done = here(site, "--parent", site.model, "--steps", 4, *words, **variables)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    said = " ".join(done.stderr.split())
     assert (
         f"layout data={MORE} takes a core for each of its {MORE} ranks, and this host has" in said
     )
@@ -362,65 +336,14 @@ def test_the_same_files_are_the_same_job_over_http(site: Site, init: str) -> Non
     assert there.hyperparameters.learning_rate == usual  # a number, which the id counts
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_dtype_that_was_not_given_is_the_trainers(site: Site, dtype: str) -> None:
-    root, engine = site.home.root, ScriptedEngine(lambda request: "")
-    with platform(root, engine, model=site.model, name="m", dtype=dtype) as served:
-        for hyper in ({}, {"dtype": "float32"}):
-            given = Hyperparameters.model_validate({"steps": 4, **hyper})
-            job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=given)
-            spec = JobJournal(site.home, asyncio.run(job).id).spec()
-            assert spec.hyperparameters.dtype == hyper.get("dtype", dtype)
-
-
-def test_a_micro_batch_that_was_not_given_is_the_trainers(site: Site) -> None:
-    gpus = Resources(1, 1, Gpus("L4", 22, 1))
-    trainer = MegatronTrainer(site.home, WaitingScheduler(), gpus)
-    root, engine = site.home.root, ScriptedEngine(lambda request: "")
-    with platform(root, engine, model=site.model, name="m", trainer=trainer) as served:
-        for hyper in ({}, {"max_tokens_per_microbatch": 4096}):
-            given = Hyperparameters.model_validate({"steps": 4, **hyper})
-            job = served.submit_job(dataset=site.dataset, parent="m@1", hyperparameters=given)
-            spec = JobJournal(site.home, asyncio.run(job).id).spec()
-            assert spec.hyperparameters.max_tokens_per_microbatch == (4096 if hyper else 65536)
-
-
-def test_the_command_finds_the_job_of_its_trainers_dtype(
-    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
-    spec = with_dtype(build_spec(site.home, read_fields(None, fields, [])), "bfloat16")
-    journal = JobJournal(site.home, spec.id)
-    journal.write_spec(spec)
-    journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
-    monkeypatch.setenv("CRAY_AGENTS_TRAIN_GPU", "h100")
-    done = here(site, capsys, "--parent", site.model, "--steps", 4)
-    assert done.code == 1 and f"{spec.id} failed before" in done.err
-
-
 def test_a_job_from_before_settings_counted_keeps_its_id() -> None:
     hyper = {"steps": 1, "learning_rate": 1e-3}
     spec = {"dataset": "d", "parent": "p", "parent_sha256": "0", "hyperparameters": hyper}
     assert JobSpec.model_validate(spec).id == "job-a97b1c54ece06987"
 
 
-def test_what_failed_before_stays_failed(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
-    spec = build_spec(site.home, read_fields(None, fields, []))
-    journal = JobJournal(site.home, spec.id)
-    journal.write_spec(spec)
-    journal.write_status(JobStatus(id=spec.id, state="failed", error="the loss is nan"))
-    done = here(site, capsys, "--parent", site.model, "--steps", 4)
-    assert (done.code, done.out) == (1, "")
-    assert "failed before: trained 0 steps" in done.err and "the loss is nan" in done.err
-    assert "another layout" in done.err and "logprob_limit" in done.err
-
-
-def test_what_failed_is_tried_again_if_it_is_to_be_run_otherwise(
-    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_failed_is_tried_again_if_it_is_to_be_run_otherwise(site: Site) -> None:
     """Here only to fail for another reason, which is found before anything is trained."""
-    monkeypatch.setenv("CRAY_AGENTS_SCHEDULER", "local")
     fields = {"dataset": site.dataset, "parent": str(site.model), "steps": 4}
     spec = build_spec(site.home, read_fields(None, fields, []))
     journal = JobJournal(site.home, spec.id)
@@ -428,9 +351,9 @@ def test_what_failed_is_tried_again_if_it_is_to_be_run_otherwise(
     journal.write_status(JobStatus(id=spec.id, state="failed", error="the limit is too low"))
     words = ["--parent", site.model, "--steps", 4, "--set", "evaluate_every=2"]
     for _ in range(2):
-        done = here(site, capsys, *words)
-        assert done.code == 1 and "leave evaluate_every out" in done.err
-    assert "failed before" in done.err
+        done = here(site, *words, CRAY_AGENTS_SCHEDULER="local")
+        assert done.returncode == 1 and "leave evaluate_every out" in done.stderr
+    assert "failed before" in done.stderr
     assert (journal.attempts, journal.spec().evaluate_every) == (1, 2)
     before = JobStatus.model_validate_json((journal.folder / "status.1.json").read_bytes())
     assert before.error == "the limit is too low"

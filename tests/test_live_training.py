@@ -36,7 +36,6 @@ from cray_agents.iteration import Iteration
 from cray_agents.loop.live.schedule import Daily, Live, Update, held_back, is_due, quiet_until
 from cray_agents.loop.live.traffic import mixed
 from cray_agents.paths import Home
-from cray_agents.platform.transport import Transport
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.records import Run, StopReason
 from cray_agents.runtime.datasets import dataset_runs
@@ -268,30 +267,6 @@ def test_rewards_count_of_givers_that_the_loop_names(tmp_path: Path) -> None:
         assert (run.loop, run.owner != "") == ("live", True)
 
 
-@pytest.mark.slow
-def test_it_says_whose_rewards_do_not_count(tmp_path: Path) -> None:
-    keys = Keys(Home(tmp_path))
-    secrets = {n: keys.create(n, r)[1] for n, r in (("ops", Role.admin), ("eve", Role.use))}
-    with platform(tmp_path, ScriptedEngine(answer)) as where:
-        eve, ops = Users(where, secrets["eve"]), Users(where, secrets["ops"])
-        eve.asked_and_judged([1, 2, 3, 4])
-        notes, told = list[str](), list[str]()
-
-        def progress(seen: Any) -> None:
-            notes.append(seen.note)
-            if "of eve" in seen.note and not told:
-                told.extend(ops.asked_and_judged([5, 6, 7, 8]))
-
-        loop = make_loop(
-            Platform(where.url, api_key=secrets["ops"]),
-            live=Live(runs=4, poll=POLL),
-            on_progress=progress,
-        )
-        done = list(loop.run(1))
-        assert trained_on(tmp_path, done[1]) == sorted(told)
-        assert any("4 of eve, whom Live(givers=[...]) does not name" in note for note in notes)
-
-
 async def _reward_on_host(root: Path, run_id: str, who: str) -> None:
     store = Store(Home(root))
     await give_feedback(store, run_id, Feedback(value=0.5, source=who))
@@ -390,76 +365,6 @@ def test_kto_wants_good_runs_and_bad_ones() -> None:
 # ---- killed
 
 
-class Killed(BaseException):
-    pass
-
-
-class Dying(Transport):
-    """Dies before or after its `fatal`-th word to the platform."""
-
-    def __init__(self, url: str, fatal: int, *, after: bool) -> None:
-        super().__init__(url, None)
-        self.said, self.fatal, self.after = 0, fatal, after
-
-    async def post(
-        self, path: str, body: dict[str, Any], *, patient: bool = False, once: str = ""
-    ) -> dict[str, Any]:
-        self.said += 1
-        last = self.said == self.fatal
-        if last and not self.after:
-            raise Killed
-        answered = await super().post(path, body, patient=patient, once=once)
-        if last:
-            raise Killed
-        return answered
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [False, True])
-def test_a_kill_trains_on_no_run_twice_and_skips_none(tmp_path: Path, after: bool) -> None:
-    """Killed at one moment after the other, and run again each time, it ends as if calm."""
-
-    def shape(root: Path, done: list[Iteration], names: dict[str, int]) -> list[Any]:
-        told = {"seconds", "wall", "idle_share", "dataset", "job", "job_id"}
-        return [(g.model_dump(exclude=told), sorted(names[r] for r in trained_on(root, g)))
-                for g in done[1:]]  # fmt: skip
-
-    numbers = list(range(1, 5)), list(range(5, 9))
-    few = TaskSet(list(held_out())[:1])
-    states = []
-    for name in ("calm", "killed"):
-        root = tmp_path / name
-        deaths = 0
-        with platform(root, ScriptedEngine(answer)) as where:
-            users, names, done = Users(where), dict[str, int](), list[Iteration]()
-            for update, asked in enumerate(numbers, 1):
-                names |= dict(zip(users.asked_and_judged(asked), asked, strict=True))
-                fatal = 1
-                while True:
-                    last = fatal if name == "killed" else 0
-                    dying = Platform(where.url)
-                    dying._http = Dying(where.url, last, after=after)
-                    try:
-                        done = list(make_loop(dying, tasks=few).run(update))
-                        break
-                    except BaseException as death:
-                        if not _killed(death):
-                            raise
-                        deaths += 1
-                        fatal += 1
-            states.append(shape(root, done, names))
-        jobs = list(Home(root).jobs.iterdir())
-        assert len(jobs) == 2
-    assert deaths > 5
-    assert states[0] == states[1]
-    assert [used for _, used in states[0]] == [list(each) for each in numbers]
-
-
-def _killed(death: BaseException) -> bool:
-    inner = death.exceptions if isinstance(death, BaseExceptionGroup) else ()
-    return isinstance(death, Killed) or any(map(_killed, inner))
-
-
 # ---- without held-out tasks
 
 
@@ -552,6 +457,7 @@ async def updates(loop: Loop, count: int) -> list[Iteration]:
 
 FILE = """
 from cray_agents import KTO, Agent, Loop, PromotionTest, Run, Task, TaskSet, Training, reward
+from cray_agents.loop import Live
 
 @reward
 def right(run: Run) -> float:
@@ -560,7 +466,8 @@ def right(run: Run) -> float:
 tasks = [Task(input=f"say {n}", target=str(n), split="holdout") for n in range(100, 140)]
 tasks.append(Task(input="say 1000", target="1000"))
 loop = Loop(Agent(name="a", model="m"), TaskSet(tasks), rewards=[right], name="it",
-            method=KTO(training=Training(steps=1)), promotion=PromotionTest(hidden=0, batch=40))
+            method=KTO(training=Training(steps=1)), promotion=PromotionTest(hidden=0, batch=40),
+            live=Live(runs=2))
 """
 
 
@@ -574,16 +481,16 @@ def test_watch_at_the_command_line(tmp_path: Path) -> None:
     with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
         file = [tmp_path / "agent.py", "--url", where.url]
         Users(where).asked_and_judged([1, 2])
-        words = command(*file, "--watch", "--runs", 2, "--once", "--json")
+        words = command(*file, "--watch", "--once", "--json")
         once = subprocess.run(words, capture_output=True, text=True, check=True)
         assert [g["version"] for g in json.loads(once.stdout)] == ["m@1", "m@2"]
         assert Registry(Home(tmp_path / "home")).resolve("m").id == "m@2"
 
-        words = command(*file, "--watch", "--quiet", "00:00-12:00", "--updates-per-day", 9)
+        words = command(*file, "--watch")
         waiting = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert waiting.stderr is not None
         for line in waiting.stderr:
-            if "waiting for rewarded runs (64)" in line:
+            if "waiting for rewarded runs (2)" in line:
                 break
         waiting.send_signal(signal.SIGINT)
         out, rest = waiting.communicate(timeout=30)
@@ -591,5 +498,5 @@ def test_watch_at_the_command_line(tmp_path: Path) -> None:
         assert "the same command goes on" in rest
         assert "m@2" in out
 
-    wrong = subprocess.run(command(*file, "--runs", 2), capture_output=True, text=True)
-    assert (wrong.returncode, "--runs has no effect without --watch" in wrong.stderr) == (2, True)
+    wrong = subprocess.run(command(*file, "--once"), capture_output=True, text=True)
+    assert (wrong.returncode, "--once has no effect without --watch" in wrong.stderr) == (2, True)

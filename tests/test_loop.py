@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +26,9 @@ from cray_agents import (
     Training,
     reward,
 )
-from cray_agents.errors import BadInput, JobError, SwapError
-from cray_agents.iteration import Iteration, LoopProgress
+from cray_agents.errors import BadInput, JobError
 from cray_agents.loop import Budget
-from cray_agents.loop.rollouts import RolloutRequest, Rollouts, success
-from cray_agents.loop.version_gate import VersionGate
+from cray_agents.loop.rollouts import success
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Run
@@ -79,11 +76,6 @@ def make_loop(**changes: Any) -> Loop:
     return Loop(Agent(name="a", model="m"), tasks(), **settings)
 
 
-def shape(iterations: list[Iteration]) -> list[dict[str, Any]]:
-    """Everything but what depends on the clock."""
-    return [g.model_dump(exclude={"seconds", "wall", "idle_share"}) for g in iterations]
-
-
 def stored_runs(root: Path) -> list[Run]:
     return Store(Home(root)).runs(RunQuery(loop="loop"))
 
@@ -105,14 +97,6 @@ def test_promotes_what_is_better_and_nothing_else(tmp_path: Path) -> None:
     versions = {run.iteration: run.model for run in runs if run.iteration is not None}
     assert versions == {1: "m@1", 2: "m@2", 3: "m@2"}
     assert all(call.token_ids for run in runs for call in run.calls)
-
-
-def test_an_iteration_tells_why_weights_were_read_from_files(tmp_path: Path) -> None:
-    engine = ScriptedEngine(answer)
-    engine.load_note = "weights did not come by nccl: gone"
-    with platform(tmp_path, engine) as where:
-        done = list(make_loop(platform=where).run(1))
-    assert [g.load_note for g in done] == ["", "weights did not come by nccl: gone"]
 
 
 @pytest.mark.parametrize("seeded", [True, False])
@@ -139,57 +123,6 @@ def test_training_never_sees_a_held_out_task(tmp_path: Path) -> None:
             used = [line["run"] for line in lines if line["accepted"]]
             assert used
             assert {splits[run] for run in used} == {"train"}
-
-
-@pytest.mark.parametrize("moment", [3, 25, 40, 48, 60, 90, 110])
-def test_goes_on_where_it_was_stopped(tmp_path: Path, moment: int) -> None:
-    """A loop that dies at any progress report goes on, and nothing is done twice."""
-    with platform(tmp_path / "calm", ScriptedEngine(answer)) as where:
-        calm = list(make_loop(platform=where).run(2))
-
-    class Killed(BaseException):
-        pass
-
-    seen = 0
-
-    def kill(progress: LoopProgress) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == moment:
-            raise Killed
-
-    engine = ScriptedEngine(answer)
-    with platform(tmp_path / "killed", engine) as where:
-        with pytest.raises(BaseException) as death:  # a TaskGroup wraps what its tasks raise
-            list(make_loop(platform=where, on_progress=kill).run(2))
-        assert "Killed" in repr(death.value)
-        time.sleep(0.3)  # what was in flight is dropped by now
-        again = list(make_loop(platform=where).run(2))
-        assert shape(again) == shape(calm)
-        assert shape(list(make_loop(platform=where).run(2))) == shape(calm)  # a third time: nothing
-    runs = Counter(run.id for run in stored_runs(tmp_path / "killed"))
-    assert set(runs.values()) == {1}
-    finished = {run.id for run in stored_runs(tmp_path / "killed") if run.task}
-    assert finished == {run.id for run in stored_runs(tmp_path / "calm")}
-    assert len(list((tmp_path / "killed" / "jobs").iterdir())) == 2
-
-
-def test_target_stops_it(tmp_path: Path) -> None:
-    with platform(tmp_path, ScriptedEngine(answer)) as where:
-        done = list(make_loop(platform=where, target=0.6).run(5))
-    assert [g.iteration for g in done] == [0, 1]
-    assert done[-1].test_success == 0.6
-
-
-def test_patience_stops_it(tmp_path: Path) -> None:
-    def never_better(request: dict[str, Any], version: str) -> str:
-        return answer(request, "m@1")
-
-    with platform(tmp_path, ScriptedEngine(never_better)) as where:
-        done = list(make_loop(platform=where, patience=2).run(5))
-        assert [g.promoted for g in done] == [True, False, False]
-        assert (done[-1].test_success, done[-1].test_version) == (0.3, "m@1")
-        assert len(list(make_loop(platform=where, patience=2).run(5))) == 3
 
 
 def test_shuffled_rewards_keep_the_count_and_lose_the_meaning(tmp_path: Path) -> None:
@@ -264,26 +197,6 @@ async def measure(loop: Loop) -> list[Run]:
     return runs
 
 
-def test_runs_that_the_infrastructure_failed_are_done_again_beside(tmp_path: Path) -> None:
-    failing = ["say 100"]
-
-    def broken(request: dict[str, Any], version: str) -> Any:
-        asked = request["messages"][-1]["content"]
-        if asked in failing:
-            failing.remove(asked)
-            return SwapError("it will not")  # which no client asks again by itself
-        return answer(request, version)
-
-    with platform(tmp_path, ScriptedEngine(broken)) as where:
-        (first,) = list(make_loop(platform=where, target=0.0).run(1))
-    assert first.holdout_success == 0.3
-    runs = [run for run in stored_runs(tmp_path) if run.input == "say 100"]
-    assert sorted((run.id.endswith("-retry1"), run.reward) for run in runs) == [
-        (False, None),
-        (True, 1.0),
-    ]
-
-
 def test_a_candidate_that_is_not_proven_is_not_promoted(tmp_path: Path) -> None:
     engine = ScriptedEngine(answer)
     with platform(tmp_path, engine) as where:
@@ -301,14 +214,6 @@ def test_a_failed_job_says_why(tmp_path: Path) -> None:
     with (
         platform(tmp_path, ScriptedEngine(answer), failures={0: "the loss is NaN"}) as where,
         pytest.raises(JobError, match="the loss is NaN"),
-    ):
-        list(make_loop(platform=where).run(1))
-
-
-def test_no_success_at_all_is_an_error_that_counts(tmp_path: Path) -> None:
-    with (
-        platform(tmp_path, ScriptedEngine(lambda request: "wrong")) as where,
-        pytest.raises(BadInput, match="low_reward 30"),
     ):
         list(make_loop(platform=where).run(1))
 
@@ -347,31 +252,6 @@ def test_bad_arguments_are_refused() -> None:
         make_loop(rewards=[])
     with pytest.raises(BadInput, match="holdout"):
         Loop(Agent(name="a"), TaskSet([Task(input="x")]), rewards=[right])
-
-
-async def test_a_reward_that_failed_is_asked_again_and_the_run_is_not(tmp_path: Path) -> None:
-    down = True
-
-    @reward
-    def checked(run: Run) -> float:
-        if down:
-            raise ConnectionError("the checker is down")
-        return right(run)
-
-    engine = ScriptedEngine(answer)
-    with platform(tmp_path, engine) as where:
-        version = await where.promoted("m")
-        assert version is not None
-        agent = Agent(name="a", model="m")
-        wanted = [RolloutRequest(Task(input="say 1", target="1"), "g1", iteration=1)]
-        for down in (True, False, False):
-            rollouts = Rollouts(where, VersionGate(where), agent, "loop", [checked], concurrency=1)
-            (run,) = await rollouts.run(wanted, version, 1.0, lambda done: None)
-            assert run.reward == (None if down else 1.0)
-            stored = await where.run(run.id)
-            assert stored.reward == run.reward and stored.calls[0].token_ids
-        await where.close()
-    assert len(engine.requests) == 1
 
 
 async def test_it_runs_where_an_event_loop_runs(tmp_path: Path) -> None:

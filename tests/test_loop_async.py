@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -143,35 +142,6 @@ def test_a_version_that_cannot_be_proven_is_an_error_and_others_go_on(tmp_path: 
         with pytest.raises((SwapError, LookupError)):
             await gate.stage(missing.model_copy(update={"number": 99}))
         assert await ask(1) == "m@1"
-
-    with_two_versions(tmp_path, work)
-
-
-class Counting(VersionGate):
-    """Counts how often it is asked whether a call may pass."""
-
-    asked = 0
-
-    def _passes(self, version: str) -> bool:
-        self.asked += 1
-        return super()._passes(version)
-
-
-def test_a_call_that_may_not_displace_a_candidate_sleeps(tmp_path: Path) -> None:
-    async def work(gate: VersionGate, ask: Any) -> None:
-        counting = Counting(gate._platform)
-        await counting.look()
-        old, new = [await gate._platform.version(f"m@{number}") for number in (1, 2)]
-
-        async def enter() -> None:
-            async with counting.passing(old, nullcontext()):
-                pass
-
-        async with counting.only(new):
-            held_back = asyncio.create_task(enter())
-            await asyncio.sleep(0.5)  # longer than any turn
-            assert not held_back.done() and counting.asked < 10
-        await held_back
 
     with_two_versions(tmp_path, work)
 

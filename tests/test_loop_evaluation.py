@@ -171,14 +171,6 @@ def test_a_loop_ends_with_its_schedule(tmp_path: Path) -> None:
     assert more[:5] == done and len(more) == 7
 
 
-def test_the_last_iteration_that_is_asked_for_is_judged(tmp_path: Path) -> None:
-    with platform(tmp_path, ScriptedEngine(echo)) as where:
-        few = list(site_loop(platform=where, evaluate_every=2, **ON_POLICY).run(1))
-        done = list(site_loop(platform=where, evaluate_every=2, **ON_POLICY).run(3))
-    assert done[:2] == few
-    assert [g.evidence is not None for g in done[1:]] == [True, True, True]
-
-
 def test_the_curriculum_knows_the_range_of_rewards(tmp_path: Path) -> None:
     def of_five(run: Run) -> float:
         return 1.0 + 4.0 * lucky(run)

@@ -145,7 +145,7 @@ def test_a_killed_loop_ends_as_a_calm_one(tmp_path: Path, kind: str) -> None:
         lambda root, chance: site(root, kind),
         lambda killed, chance, enough: hurt(killed, chance, enough, seconds / 2),
         check,
-    ).run(tmp_path, -(-kills(2) // len(KINDS)))
+    ).run(tmp_path, -(-kills(8) // len(KINDS)))
     if kind == "watch":  # the others may go back to earlier iterations' runs
         used = [run for runs in expected["trained on"] for run in runs]
         assert used and len(used) == len(set(used))

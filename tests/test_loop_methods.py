@@ -279,16 +279,6 @@ def test_no_optimizer_goes_on_that_another_root_has_or_another_loops_adapters(
     assert second.optimizer_from == first.id
 
 
-def test_a_tie_is_passed_on_by_grpo_and_not_promoted(tmp_path: Path) -> None:
-    """A step too small to be told from chance is not lost, and nobody is served it."""
-    with platform(tmp_path, ScriptedEngine(echo)) as where:
-        loop = site_loop(method=GRPO, group_size=3, rewards=[even], platform=where)
-        done = list(loop.run(2))
-    assert [(g.promoted, g.onward) for g in done[1:]] == [(False, "m@2"), (False, "m@3")]
-    assert {g.ties for g in done[1:]} == {done[1].holdout_tasks}
-    assert "not shown to be better" in done[1].note or "futile" in done[1].note
-
-
 def even(run: Run) -> float:
     """The same for every version: attempts differ, versions do not."""
     return float((run.attempt or 0) % 2)

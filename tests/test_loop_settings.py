@@ -125,6 +125,13 @@ def test_settings_of_the_first_version_are_read() -> None:
         ("method.3.group_size", 3, 4),
         ("sampling.max_staleness", 1, 2),
     ]
+    training = now["method"]["1"]["training"]
+    older = {name: value for name, value in training.items() if name != "backend"}
+    older |= {"way": "universal"}
+    recorded = {**now, "method": {**now["method"], "1": {**now["method"]["1"], "training": older}}}
+    assert differences(translated(recorded), now) == [
+        ("method.1.training.backend", "transformers", None)
+    ]
     with pytest.raises(BadInput, match="version 3"):
         translated(now | {"version": 3})
 
@@ -240,20 +247,6 @@ def test_the_body_of_rewards_tools_and_hooks_is_a_setting(
     assert was in CODE and before == again  # no address, and no count of calls
     after = coded(tmp_path / "c" / "code.py", CODE.replace(was, now))
     assert {name for name in before if before[name] != after[name]} == changed
-
-
-def test_a_tool_with_an_attribute_of_that_name_is_no_agent() -> None:
-    class Lookup:
-        """Look something up."""
-
-        agent = "browser 1.0"
-        __name__ = "lookup"
-
-        def __call__(self, word: str) -> str:
-            return word
-
-    agent = Agent(name="a", model="m", tools=[Lookup()])
-    assert settings_record(site_loop(agent=agent).settings)["agent"]["agents"] == {}
 
 
 @pytest.mark.parametrize(

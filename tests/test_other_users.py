@@ -27,8 +27,8 @@ from tests.support.strangers import (
     say,
     taker,
     tree,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PATHS = ("/v1/models", "/v1/pool", "/metrics", "/v1/trajectories", "/state", "/is_sleeping",
@@ -76,7 +76,8 @@ class Platform:
             if self.claim["pid"] != self.process.pid:
                 return False  # of the one before, whose port may be anybody's
             pool = self.call("/v1/pool")["data"]
-            return bool(pool[0]["state"] == "serving") and self.ask() == f"m@1: {PROMPT}"
+            served = pool[0]["state"] == "serving" and self.ask() == f"m@1: {PROMPT}"
+            return bool(served and self.serving()[0])  # further gateways are told a little later
         return False
 
     def call(self, path: str, body: Any = None) -> Any:

@@ -12,50 +12,9 @@ from typing import Any
 import pytest
 
 from bench.rivals import held_out, skyrl_side
-from bench.rivals.training import area, cells, reached
-from bench.rivals.training_sides import Learned, Point, exact, trl_trainer
+from bench.rivals.training_sides import exact, trl_trainer
 from bench.rivals.trl_settings import load
 from cray_agents.cli import calculator_loop
-
-
-def way(*points: tuple[float, int, float]) -> Learned:
-    made = [Point(seconds=s, tokens=t, success=reached) for s, t, reached in points]
-    return Learned(points=made, limit=100, starting=1, evaluating=5, load=0)
-
-
-def test_the_area_holds_each_success_until_the_next() -> None:
-    assert area(way((0, 0, 0.5), (50, 10, 0.75), (90, 20, 0.95)).points, 100) == pytest.approx(
-        0.5 * 0.5 + 0.4 * 0.75 + 0.1 * 0.95
-    )
-    late = way((0, 0, 0.5), (150, 10, 0.9)).points
-    assert area(late, 100) == 0.5
-
-
-def test_who_never_gets_there_is_slower_than_all_who_do() -> None:
-    quick, slow = way((0, 0, 0.5), (10, 100, 0.9)), way((0, 0, 0.5), (30, 300, 0.91))
-    never = way((0, 0, 0.5), (90, 900, 0.8))
-    assert reached(never.points) is None
-    assert [*cells([quick, slow, never])][:2] == ["30", "300"]
-    assert [*cells([never])][:2] == ["not reached", "not reached"]
-
-
-@pytest.mark.parametrize(
-    ("text", "result"),
-    [
-        ('<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*3"}}\n</tool_call>',
-         "6"),
-        ('<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*"}}\n</tool_call>',
-         "error: "),
-        ('<tool_call>\n{"name": "calculator", "arguments": "2*3"}\n</tool_call>', None),
-        ('<tool_call>\n{"name": "calculator", "argu', None),
-        ("6", None),
-    ],
-)  # fmt: skip
-def test_calls_are_carried_out_as_the_agent_does(text: str, result: str | None) -> None:
-    call = held_out.call_in(text)
-    assert (call is None) == (result is None)
-    if call is not None and result is not None:
-        assert call[1].startswith(result)
 
 
 @pytest.mark.slow
@@ -140,14 +99,3 @@ def adapter(folder: Path, tensors: dict[str, Any], config: dict[str, float]) -> 
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
     return folder / "000001.tar.gz"
-
-
-def test_adapters_come_in_the_order_of_their_iterations(tmp_path: Path) -> None:
-    home = tmp_path / "skyrl" / "checkpoints" / "model_1"
-    names = ["000010", "000002", "ss0_seq1", "final"]
-    for place in [*(f"sampler_weights/{name}" for name in names), "000002"]:
-        path = home / f"{place}.tar.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    found = [path.name for path in skyrl_side.adapters(tmp_path)]
-    assert found == ["000002.tar.gz", "000010.tar.gz"]

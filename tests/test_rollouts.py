@@ -1,7 +1,6 @@
 """Runs of a loop: whose fault it is that one failed, and what is done again."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +28,6 @@ from tests.support.scripted_pool import Mortal
 pytestmark = pytest.mark.slow
 
 TARGET = "yes"
-HERMES = '<tool_call>\n{"name": "ask", "arguments": {"input": "?"}}\n</tool_call>'
 
 
 def right(run: Run) -> float:
@@ -289,14 +287,3 @@ def test_an_iteration_keeps_what_its_training_set_was_made_of(
 
 
 # ---- what is found out about the server
-
-
-async def test_all_runs_of_a_loop_share_what_was_found_out_about_the_server(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    agent = Agent("a", model="m", tools=[Agent("ask").as_tool()])
-    with platform(tmp_path, ScriptedEngine(lambda request: HERMES)) as where:
-        with caplog.at_level(logging.WARNING, "cray_agents.engines.tool_calls"):
-            await carried_out(where, agent, *"abcde")
-        assert agent.parser is not None and agent.parser.failures == 5
-        assert sum("not understood" in record.getMessage() for record in caplog.records) == 1

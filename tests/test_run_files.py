@@ -167,15 +167,6 @@ def test_tokens_are_those_that_the_gateway_shows(home: Path, everything: Path) -
     assert set(map(str, call["prompt_token_ids"])) <= set(table["texts"])
 
 
-def test_a_long_run_is_walked_and_linked_by_turn_and_token(everything: Path, watch: Watch) -> None:
-    page = opened(watch, everything, f"#/run/{LONG_RUN}?t=60")
-    page.wait_for("turn 60: word")
-    page.page.keyboard.press("J")
-    page.wait_for(f"turn {LONG_TURNS - 1}: word")
-    page.page.keyboard.press("m")
-    page.page.wait_for_selector(".token.heat2, .token.heat1, .token.heat0")
-
-
 @pytest.mark.parametrize("mode", ["text", "tokens", "raw"])
 def test_hostile_texts_neither_run_nor_break_the_page(
     everything: Path, watch: Watch, mode: str

@@ -24,9 +24,9 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.job.job_state import read_status
+from cray_agents.trainers.job.journal import CommandJournal
+from cray_agents.trainers.job.session_journal import sessions
 from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.trainers.session.command_journal import CommandJournal
-from cray_agents.trainers.session.session_journal import sessions
 from tests.support.campaign import Campaign, Children, free_port, kills
 from tests.support.killable_session import ONE_STEP, STEPS
 

@@ -155,7 +155,7 @@ def hurt(root: Root, chance: random.Random, enough: int) -> Counter[str]:
     while len(builder.finished) < STEPS:  # from runs that are written meanwhile
         builder.look()
         time.sleep(0.01)
-    wait_until(lambda: sum(len(one.acknowledged) for one in writers) > 10 * KILLS, 3600)
+    wait_until(lambda: sum(len(one.acknowledged) for one in writers) > 10 * KILLS, seconds=3600)
     root.stop()
     export = ["-m", "cray_agents", "export", "--home", "{root}", "--format", "jsonl"]
     argv = [*export, "-o", str(root.out)]

@@ -16,7 +16,7 @@ from cray_agents import Platform
 from cray_agents.paths import Home
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.trainers.job.journal import CommandJournal
 from cray_agents.training import Hyperparameters
 from cray_agents.training_commands import Datum, ForwardBackward
 from tests.support.tinker import hub

@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import select
-import socket
 import struct
 import subprocess
 import sys
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from cray_agents.cli.overview import BARS, curve
 from cray_agents.paths import Home
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
+from tests.support.campaign import free_port
 from tests.support.command_line import cli
 from tests.support.gateway_process import gateway
 
@@ -68,8 +67,7 @@ def terminal(*words: str, columns: int, key: str) -> Iterator[Terminal]:
 @pytest.mark.slow
 def test_it_follows_until_q_and_through_a_restart(tmp_path: Path) -> None:
     secret = Keys(Home(tmp_path / "home")).create("ops", Role.admin)[1]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     watched = terminal("--url", url, columns=60, key=secret)
     with gateway(tmp_path / "home", port=port) as (_, process), watched as top:
@@ -120,11 +118,3 @@ def test_there_must_be_a_platform(tmp_path: Path) -> None:
     assert done.returncode == 2 and "start one with `cray-agents up --home home" in words
     gone = cli("status", "--watch", "--url", "http://127.0.0.1:9", cwd=tmp_path)
     assert gone.returncode == 1 and "no platform answers" in " ".join(gone.stderr.split())
-
-
-@pytest.mark.parametrize(
-    ("values", "bars"),
-    [([], ""), ([0.0, 0.5, 1.0], "▁▅█"), ([-1.0, 2.0], "▁█"), ([0.2] * 99, BARS[1] * 24)],
-)
-def test_a_curve_is_drawn_in_bars(values: list[float], bars: str) -> None:
-    assert curve(values) == bars

@@ -7,7 +7,6 @@ them over HTTP, and the checkpoints are loaded into the pool. One platform for a
 import asyncio
 import json
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from cray_agents import Agent, Task
-from cray_agents.cli import main
 from cray_agents.config import load_config
 from cray_agents.loop.rollouts import RolloutRequest, Rollouts
 from cray_agents.loop.version_gate import VersionGate
@@ -27,6 +25,7 @@ from cray_agents.server.platform_process import client, fetch, serving
 from cray_agents.trainers.models.seed_model import ModelShape, make_seed_model
 from cray_agents.training import Hyperparameters
 from cray_agents.training_jobs import JobStatus, Layout, Lora, MethodName, Policy
+from tests.support.command_line import cli
 
 pytestmark = [
     pytest.mark.vllm,
@@ -182,17 +181,11 @@ def test_an_adapter_lies_beside_the_merged_weights(site: Site) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_command_line_tells_of_them(
-    site: Site, method: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_tells_of_them(site: Site, method: str) -> None:
     def jobs(*words: str) -> str:
-        with pytest.MonkeyPatch.context() as patch:
-            argv = ["cray-agents", "jobs", *words, "--home", str(site.home.root)]
-            patch.setattr(sys, "argv", argv)
-            with pytest.raises(SystemExit) as ended:
-                main()
-        assert not ended.value.code
-        return capsys.readouterr().out
+        done = cli("jobs", *words, "--home", site.home.root, cwd=site.home.root)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     name = site.jobs[method].id
     page = jobs("show", name)

@@ -21,9 +21,9 @@ from cray_agents.server.gpu_turns import TrainingSide, take_turns
 from cray_agents.testing import ScriptedEngine
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
+from cray_agents.trainers.job.session_journal import sessions
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
-from cray_agents.trainers.session.session_journal import sessions
 from cray_agents.training import Hyperparameters
 from cray_agents.training_commands import Datum, OptimStep
 from cray_agents.training_jobs import JobSpec, JobStatus

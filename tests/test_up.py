@@ -99,39 +99,6 @@ def test_a_second_platform_on_the_root_is_refused(site: Site) -> None:
     assert "cray-agents down" in done.stderr
 
 
-def test_openai_client_with_a_run_in_its_url(site: Site) -> None:
-    url = site.status()["url"]
-    client = openai.OpenAI(base_url=f"{url}/runs/run_of_mine/v1", api_key="none")
-    asked: Any = [{"role": "user", "content": "hello"}]
-    answer = client.chat.completions.create(model="tiny", messages=asked, max_tokens=5)
-    assert answer.model == "tiny@1"
-    assert getattr(answer.choices[0], "token_ids", None) is None
-    chunks = client.chat.completions.create(
-        model="tiny@1", messages=asked, max_tokens=5, stream=True, temperature=0.0
-    )
-    assert {chunk.model for chunk in chunks} == {"tiny@1"}
-    run = Store(Home(site.home)).run("run_of_mine")
-    assert [len(call.token_ids) for call in run.calls] == [len(c.logprobs) for c in run.calls]
-    assert all(call.model == "tiny@1" and call.prompt_token_ids for call in run.calls)
-    with pytest.raises(openai.NotFoundError) as unknown:
-        client.chat.completions.create(model="tiny@9", messages=asked)
-    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError) as long:
-        client.chat.completions.create(model="tiny", messages=asked, max_tokens=5000)
-    assert long.value.body is not None
-
-
-def test_run_uses_the_platform_that_runs(site: Site) -> None:
-    before = site.status()["pid"]
-    done = site.cli("run", "agent.py", "hello", "--json")
-    assert done.returncode == 0, done.stderr
-    run = json.loads(done.stdout)
-    assert run["model"] == "tiny@1"
-    assert run["trajectory"]["turns"][0]["call"]["token_ids"]
-    assert site.status()["pid"] == before
-    assert site.cli("runs", "show", run["id"]).returncode == 0
-
-
 def gateways(url: str, count: int) -> set[int]:
     """The pids of so many processes at one port: the kernel chooses one for each connection."""
     found: set[int] = set()

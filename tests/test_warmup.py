@@ -25,7 +25,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.testing import ScriptedEngine, make_tiny_model
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Lora
+from cray_agents.training_jobs import Hyperparameters, JobSpec
 from tests.support.loops import grouped
 from tests.support.scripted_platform import platform
 
@@ -92,34 +92,6 @@ def test_goes_on_with_more_until_the_band_and_is_found_done(tmp_path: Path, mode
         assert len(script.requests) == asked
     assert len(specs(tmp_path)) == 3 + 1
     assert len({spec.dataset for spec in specs(tmp_path)}) == 3 + 1
-
-
-@pytest.mark.slow
-def test_the_optimizer_goes_on_where_this_root_trained_all_the_parents_weights(
-    tmp_path: Path, model: Path
-) -> None:
-    there, here = tmp_path / "there", tmp_path / "here"
-    with platform(there, engine({"m@2": 3}), model=model) as where:
-        warm_up(make_loop(platform=where), PLAN)
-    (job,) = specs(there)
-    plan = replace(PLAN, first=STEPS.model_copy(update={"lora": Lora()}))
-    trained = Home(there).checkpoint(job.id)
-    with platform(here, engine({"m@2": 1, "m@4": 3}), model=trained) as where:
-        assert warm_up(make_loop(platform=where), plan).id == "m@4"
-    third, second, first = specs(here)  # the seeds go down
-    assert first.hyperparameters.lora is not None and second.hyperparameters.lora is None
-    found = [first.optimizer_from, second.optimizer_from, third.optimizer_from]
-    assert found == [None, None, second.id]
-
-
-@pytest.mark.slow
-def test_what_is_held_out_is_not_shown_even_at_first(tmp_path: Path, model: Path) -> None:
-    taken: list[Any] = [(talk(n), {}) for n in (0, 15, 1, 2)]
-    with platform(tmp_path, engine({"m@2": 3}), model=model) as where:
-        warm_up(make_loop(platform=where, demonstrations=taken), PLAN)
-    (job,) = specs(tmp_path)
-    lines = dataset_runs(Home(tmp_path), job.dataset)
-    assert [line["reason"] for line in lines] == [None, "contaminated", None, None]
 
 
 @pytest.mark.slow

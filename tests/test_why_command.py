@@ -1,20 +1,17 @@
 """`cray-agents why`: a loop's rejection, a replica's state, and what has no such name."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cray_agents.cli import main
 from cray_agents.cli.why import explain
 from cray_agents.errors import NotFound
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.testing import ScriptedEngine
+from tests.support.command_line import claimed, cli
 from tests.support.scripted_platform import platform
 
 
@@ -26,9 +23,7 @@ def note(home: Home, loop: str, **values: Any) -> None:
     (folder / f"{record.iteration}.json").write_bytes(text)
 
 
-def test_a_rejection_is_told_with_its_evidence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rejection_is_told_with_its_evidence(tmp_path: Path) -> None:
     home = Home(tmp_path)
     note(home, "sums", iteration=0, version="calc@1")
     note(home, "sums", iteration=2, version="calc@2")
@@ -50,10 +45,7 @@ def test_a_rejection_is_told_with_its_evidence(
     assert "Iteration 10 of sums, calc@3, was not promoted." in text
     assert "better in 4, worse in 5 and equal in 11 pairs" in text and "is 1.25" in text
     assert "3 iterations in a row brought nothing" in text
-    monkeypatch.setattr(sys, "argv", ["cray-agents", "why", "sums", "--home", str(tmp_path)])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    assert "Next: " in capsys.readouterr().out
+    assert "Next: " in cli("why", "sums", "--home", tmp_path, cwd=tmp_path).stdout
     note(home, "sums", iteration=11, version="calc@4", stopped="its target is reached")
     assert explain(home, "sums")["next"] == "nothing: to go on, change the setting that ended it"
     with pytest.raises(NotFound, match=r"no job 'other'.*loops: sums; replicas: replica-0"):
@@ -63,17 +55,8 @@ def test_a_rejection_is_told_with_its_evidence(
 def test_a_replica_is_explained_by_the_platform(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     assert explain(home, "replica-0")["state"] == "none"
-    with platform(home.root, ScriptedEngine([])) as where:
-        waits = "import sys; print(flush=True); sys.stdin.read()"
-        argv, pipe = [sys.executable, "-c", waits, "cray"], subprocess.PIPE
-        with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as process:
-            assert process.stdout is not None and process.stdout.readline()
-            info = {"url": where.url, "name": "m", "started": 0.0, "pid": process.pid}
-            home.platform.write_text(json.dumps(info))
-            try:
-                told = explain(home, "replica-0")
-                with pytest.raises(NotFound, match="there are 1 replicas"):
-                    explain(home, "replica-1")
-            finally:
-                process.kill()
+    with platform(home.root, ScriptedEngine([])) as where, claimed(home, where.url):
+        told = explain(home, "replica-0")
+        with pytest.raises(NotFound, match="there are 1 replicas"):
+            explain(home, "replica-1")
     assert told["state"] == "serving" and "replica-0 is serving with m@1" in told["why"][0]

@@ -1,9 +1,9 @@
 """Progress: whether a rank gets on, and the seconds of a step that it computes by itself.
 
-By the clock a hang is told from work. The rank's loops tick it: a micro-batch begins, a tensor of a
-checkpoint is read (which maps files, and no system call tells of that), or the rank asks whether it
+The clock distinguishes a hang from work. The rank's loops tick it: a micro-batch begins, a tensor
+of a checkpoint is read (which maps files, without a system call), or the rank asks whether it
 should stop. What else reads or writes files, and on CPUs what computes, moves without ticks.
-job/failures/rank_monitor.py tells the launcher whether it moved.
+job/failures/rank_monitor.py reports to the launcher whether it moved.
 
 By a rank's own work stragglers are found. It ends where gradients are added up over the data ranks,
 as there all ranks wait for the slowest. Ranks of one pipeline or tensor group wait for each other

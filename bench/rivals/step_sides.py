@@ -90,7 +90,7 @@ def _our_rank(
     torch.set_num_threads(1)
     layout = Layout()
     join_ranks(layout, rank, 1, store, on_cpu=True)
-    architecture = read_architecture(model, "native")
+    architecture = read_architecture(model, "megatron")
     training = RankTraining(architecture, layout, HYPER, model, on_cpu=True, method=method)
     answers, number = Answers(out, CLOCK.tick), 0
     while answers.wait():
@@ -103,7 +103,7 @@ def _our_rank(
 
 def _baseline(training: Any, completions: list[Completion]) -> Any:
     """A round as our trainer takes it: for grpo with the log-probabilities before its steps."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
+    from cray_agents.trainers.data.packer import BaselineLogprobs, TrainedTokenRows
     from cray_agents.trainers.data.samples import Samples
 
     masks = [

@@ -24,7 +24,7 @@ from cray_agents.runtime.vllm_plugins.wire import HEADER
 from tests.support.unix_servers import socket_of
 from tests.support.vllm_pool import secret_of
 
-BOOK = ROOT / "cookbook" / "02_calculator_loop.py"
+BOOK = ROOT / "cray_agents" / "cli" / "calculator_loop.py"
 LOCKED = "a replica of ours answers only who knows its secret, also about its health"
 MISSING = dict.fromkeys(("vllm-router", "sglang-router"), LOCKED)
 

@@ -1,13 +1,10 @@
-"""`demo`: the built-in self-improving loop, end to end on real parts, with a report at the end.
+"""`demo`: the built-in self-improving loop, end to end on real parts.
 
-calculator_loop.py defines the agent, its tasks and its reward. It is a link to the cookbook's
-recipe 02, and a copy of it in the wheel. This command makes the seed model, starts a platform for
-as long as the demo, warms the model up, runs the loop, and prints the results. Everything is on
-disk under the home: after a kill, the same command goes on.
+calculator_loop.py defines the agent, its tasks, its reward and its loop. This command makes the
+seed model, starts a platform for as long as the demo, warms the model up, runs the loop, and prints
+the results. Everything is on disk under the home: after a kill, the same command goes on.
 """
 
-import asyncio
-import importlib.util
 import json
 import sys
 import time
@@ -21,17 +18,14 @@ from rich.console import Console
 from cray_agents.cli import calculator_loop
 from cray_agents.cli.iteration_table import LEGEND, LoopScreen, iterations_table
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.report import write_report
 from cray_agents.cli.screen import clock, console, errors, print_json
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.iteration import Iteration
 from cray_agents.loop.loop import Loop
-from cray_agents.platform.client import Platform
-from cray_agents.records import Run
 from cray_agents.runtime.disk import checksums
 from cray_agents.server.permissions import make_private
-from cray_agents.server.platform_process import client, serving, shown_path
+from cray_agents.server.platform_process import ask_once, client, serving, shown_path
 
 CONTROLS = ("shuffled-rewards",)
 
@@ -50,7 +44,7 @@ def demo(
     ] = None,
     iterations: Annotated[
         int | None,
-        typer.Option(min=1, help="The most iterations \\[default: those of the cookbook]."),
+        typer.Option(min=1, help="The most iterations \\[default: 12]."),
     ] = None,
     scheduler: Annotated[
         str | None,
@@ -79,9 +73,9 @@ def demo(
     most = iterations or calculator_loop.size_of("rft", quick).iterations
     with LoopScreen(f"demo, seed {seed}", most) as screen:
         loop.on_progress = screen.progress
-        done, info, examples = run_demo(config, loop, most, seed, quick, screen)
+        done, info = run_demo(config, loop, most, seed, quick, screen)
     result = summary(seed, control, info, time.monotonic() - started, done)
-    print_results(errors if given().json else console, config, loop, result, done, examples)
+    print_results(errors if given().json else console, config, result, done)
     if given().json:
         print_json(result)
 
@@ -104,7 +98,7 @@ def claim(path: Path, settings: dict[str, Any]) -> None:
 
 def run_demo(
     config: Config, loop: Loop, most: int, seed: int, quick: bool, screen: LoopScreen
-) -> tuple[list[Iteration], dict[str, Any], list[tuple[str, Run]]]:
+) -> tuple[list[Iteration], dict[str, Any]]:
     """Run seed model, platform, warm-up and loop; steps that are done are not repeated."""
     model = config.root.root / "seed-model"
     if not model.exists():
@@ -118,38 +112,8 @@ def run_demo(
         for iteration in loop.run(most):
             screen.iteration(iteration)
             done.append(iteration)
-        info, examples = asyncio.run(report_facts(client(process), loop, done))
-    return done, info, examples
-
-
-async def report_facts(
-    platform: Platform, loop: Loop, done: list[Iteration]
-) -> tuple[dict[str, Any], list[tuple[str, Run]]]:
-    """Return the platform's info and the examples of `before_and_after`; close the client."""
-    try:
-        return await platform.info(), await before_and_after(platform, loop, done)
-    finally:
-        await platform.close()
-
-
-async def before_and_after(
-    platform: Platform, loop: Loop, done: list[Iteration], count: int = 4
-) -> list[tuple[str, Run]]:
-    """Return runs of the same test questions, before and after; most improved first."""
-    ends = []
-    for version in (done[0].test_version, done[-1].test_version):
-        runs = [run async for run in platform.runs(loop=loop.name, split="test", model=version)]
-        ends.append({run.task.id: run for run in runs if run.task})
-    first, last = ends
-    changed = sorted(
-        first.keys() & last.keys(),
-        key=lambda task: ((first[task].reward or 0) - (last[task].reward or 0), task),
-    )
-    return [
-        (f"{caption}: {runs[task].input}", runs[task])
-        for task in changed[:count]
-        for caption, runs in (("before", first), ("after", last))
-    ]
+        info = ask_once(client(process), lambda platform: platform.info())
+    return done, info
 
 
 def summary(
@@ -172,25 +136,9 @@ def summary(
 
 
 def print_results(
-    screen: Console,
-    config: Config,
-    loop: Loop,
-    result: dict[str, Any],
-    done: list[Iteration],
-    examples: list[tuple[str, Run]],
+    screen: Console, config: Config, result: dict[str, Any], done: list[Iteration]
 ) -> None:
-    """Print the table, the report's path, and commands to try next."""
-    title = f"An agent trains itself: seed {result['seed']}"
-    title += f", control {result['control']}" if result["control"] else ""
-    facts = {
-        "engine": f"{result['engine']['name']} {result['engine']['version']}",
-        "trainer": f"{result['trainer']['name']} {result['trainer']['version']}",
-        "scheduler": f"{result['scheduler']['name']}: jobs "
-        + ", ".join(g.job_id for g in done if g.job_id),
-        "time": f"{clock(result['seconds'])} (this invocation)",
-        "loop": loop.name,
-        "home": str(config.root.root),
-    }
+    """Print the table, the success before and after, and commands to try next."""
     screen.print(iterations_table(done))
     screen.print(LEGEND, style="dim")
     first, last = done[0], done[-1]
@@ -198,16 +146,10 @@ def print_results(
         f"\ntest success {first.test_success:.1%} → [bold]{last.test_success:.1%}[/] on "
         f"{last.test_tasks} tasks that nothing was decided on, in {clock(result['seconds'])}"
     )
-    if importlib.util.find_spec("matplotlib") is None:
-        lines = ["report: needs matplotlib: pip install 'cray-agents[export]', and the same again"]
-    else:
-        png, page = write_report(config.root.root / "report", title, done, facts, examples)
-        lines = [f"report: {page}", f"plot:   {png}"]
     command = shown_path(Path(sys.executable).with_name("cray-agents"))
     recipe = shown_path(Path(calculator_loop.__file__).resolve())
     root = shown_path(config.root.root)
-    lines += [
-        "",
+    lines = [
         "See every run and decision in a browser, chat with the trained agent (ask: What is "
         "472 * 385?), export its runs:",
         f"  {command} dashboard --home {root}",

@@ -17,9 +17,10 @@ import typer
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import check_stored, errors, progress_bar, settings
+from cray_agents.cli.screen import check_stored, errors, progress_bar, settings, size
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
+from cray_agents.runtime.exports.formats.catalog import FORMATS
 from cray_agents.server.permissions import make_private
 
 if TYPE_CHECKING:
@@ -27,30 +28,13 @@ if TYPE_CHECKING:
 
 SAY_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
-FORMATS = {  # as --help lists them; runtime/exports defines them
-    "jsonl": "the whole record, a run per line",
-    "openai": "chats for OpenAI's fine-tuning",
-    "openai-preference": "pairs for OpenAI's fine-tuning",
-    "trl": "chats for TRL's SFTTrainer",
-    "trl-prompt-completion": "the last answer and what came before it",
-    "trl-preference": "pairs for TRL's DPOTrainer",
-    "sharegpt": "chats of `from` and `value`",
-    "atif": "a trajectory document per run, with tokens",
-    "otel": "OpenTelemetry GenAI spans, a trace per run",
-    "openenv": "OpenEnv's TrainingTrace, a run per line, with tokens",
-    "eval": "a log of Inspect AI, a sample per run, for Inspect View",
-    "tokens": "Parquet: ids, labels, logprobs, advantages",
-    "verl": "Parquet: a task per row, for verl's RL trainers",
-    "huggingface": "a folder for datasets.load_dataset",
-    "html": "one page that shows the runs in a browser, without a platform",
-}
 HELP = """Write runs, or a dataset, in a format that other tools read.
 
 What a format leaves out is told at the end.
 
 \b
 Formats:
-""" + "\n".join(f"{name:<22} {about}" for name, about in FORMATS.items())
+""" + "\n".join(f"{each.name:<22} {each.title}" for each in FORMATS.values())
 
 RunsArgument = Annotated[
     list[str] | None,
@@ -169,13 +153,13 @@ def _to_stdout(source: Any, form: Any, rules: Any, on_progress: Any) -> "Summary
 
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    counts, size = exporter.ExportCounts(rules), 0
+    counts, written = exporter.ExportCounts(rules), 0
     for data in exporter.stream(source, form, counts, on_progress):
         sys.stdout.buffer.write(data)
-        size += len(data)
+        written += len(data)
     sys.stdout.buffer.flush()
     losses = exporter.describe_losses(counts.losses)
-    summary: Summary = exporter.Summary(counts.records, counts.runs, 1, size, losses)
+    summary: Summary = exporter.Summary(counts.records, counts.runs, 1, written, losses)
     return summary
 
 
@@ -189,7 +173,7 @@ def _show_progress(quiet: bool) -> Iterator["OnProgress"]:
         with progress_bar(*counts) as bars:
             task = bars.add_task("exporting", total=None, size="")
             yield lambda now: bars.update(
-                task, completed=now.runs, total=now.total, size=megabytes(now.bytes)
+                task, completed=now.runs, total=now.total, size=size(now.bytes)
             )
     else:
         yield _Lines()
@@ -205,14 +189,14 @@ class _Lines:
         if time.monotonic() - self._last_print > SAY_EVERY:
             self._last_print = time.monotonic()
             total = f" of {now.total:,}" if now.total is not None else ""
-            errors.print(f"{now.runs:,}{total} runs, {megabytes(now.bytes)}", highlight=False)
+            errors.print(f"{now.runs:,}{total} runs, {size(now.bytes)}", highlight=False)
 
 
 def _print_summary(summary: "Summary", output: Path | None) -> None:
     """Print the counts of an export and its losses."""
     destination = f" to {output}" if output else ""
     errors.print(
-        f"{summary.records:,} records of {summary.runs:,} runs, {megabytes(summary.bytes)}"
+        f"{summary.records:,} records of {summary.runs:,} runs, {size(summary.bytes)}"
         f"{destination}",
         highlight=False, soft_wrap=True, markup=False,
     )  # fmt: skip
@@ -221,8 +205,3 @@ def _print_summary(summary: "Summary", output: Path | None) -> None:
             f"  {loss.count:,} times: {loss.sentence} ({code})", highlight=False, soft_wrap=True,
             markup=False,
         )  # fmt: skip
-
-
-def megabytes(size: int) -> str:
-    """Return a size in bytes as text in MB."""
-    return f"{size / 1e6:,.1f} MB"

@@ -9,7 +9,7 @@ import typer
 from rich.progress import DownloadColumn
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, errors, open_root, print_json, progress_bar, settings
+from cray_agents.cli.screen import console, errors, make_store, print_json, progress_bar, settings
 from cray_agents.errors import BadInput
 from cray_agents.records import Split
 
@@ -73,12 +73,10 @@ def import_runs(
 
 async def _import(file: Path, form: str, options: "Importing") -> "Imported":
     from cray_agents.runtime.imports import import_file
-    from cray_agents.runtime.store import Store
-    from cray_agents.runtime.store.redaction import Redactor
 
     config = settings()
     options = replace(options, reward_limit=config.reward_limit)
-    store = Store(open_root(config, new=True), redactor=Redactor.of(config))
+    store = make_store(config, new=True)
     try:
         with progress_bar(DownloadColumn()) as bar:
             task = bar.add_task("importing", total=None)

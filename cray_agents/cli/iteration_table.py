@@ -16,30 +16,8 @@ from rich.text import Text
 from cray_agents.cli.screen import clock, errors
 from cray_agents.iteration import Iteration, LoopProgress
 
-#: The columns of an iteration, each with its meaning; the report shows all of them.
-COLUMNS = {
-    "iter": "The iteration; 0 is the model before this training.",
-    "method": "How it was trained.",
-    "held-out": "Mean reward on held-out tasks, which no training sees. It decides promotion.",
-    "test": "Mean reward on test tasks, which decide nothing.",
-    "runs": "Training runs sampled.",
-    "good": "The share of these runs with the reward of a good one: min_reward, else 1.",
-    "set": "Samples in the training set, and how often the job saw each. Some runs are left out, "
-    "such as duplicates; demonstrations and runs of earlier iterations may be in it.",
-    "tokens": "Tokens trained on, each counted as often as it was.",
-    "loss": "Of the first and the last step, in nats per token. Falling, it says that the job fits "
-    "its data; it does not say that the agent became better.",
-    "probe": "The largest difference between the log-probabilities that vLLM and the trainer give "
-    "to the same tokens after the weights were swapped. Rounding stays far below 0.001: the "
-    "weights that serve are the weights that were trained.",
-    "seconds": "From the end of the iteration before.",
-    "idle": "The share of that time in which vLLM had no request.",
-    "version": "The candidate.",
-    "job": "The training job, as the scheduler numbers it.",
-    "outcome": "What became of the candidate.",
-}
-#: The columns on a terminal, which need no knowledge of training.
-TERMINAL_COLUMNS = (
+#: The columns, which need no knowledge of training.
+COLUMNS = (
     "iter", "method", "held-out", "test", "runs", "good", "set", "seconds", "version", "outcome",
 )  # fmt: skip
 LEGEND = (
@@ -106,7 +84,7 @@ class LoopScreen:
         self._done.append(iteration)
         if self._enabled and not self._in_place:
             cells = row(iteration)
-            columns = [name for name in TERMINAL_COLUMNS[:-1] if cells[name] != "-"]
+            columns = [name for name in COLUMNS[:-1] if cells[name] != "-"]
             text = "  ".join([*(f"{name} {cells[name]}" for name in columns), cells["outcome"]])
             errors.print(f"{clock(self.elapsed)} {text}", highlight=False, soft_wrap=True)
 
@@ -136,20 +114,17 @@ class LoopScreen:
 def iterations_table(iterations: Sequence[Iteration]) -> Table:
     """Return iterations as a table: a row each, with its results and its outcome."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in TERMINAL_COLUMNS:
+    for heading in COLUMNS:
         table.add_column(heading, justify="left" if heading in ("version", "outcome") else "right")
     for iteration in iterations:
         cells = row(iteration)
         style = None if iteration.promoted else "dim"
-        table.add_row(*(cells[name] for name in TERMINAL_COLUMNS), style=style)
+        table.add_row(*(cells[name] for name in COLUMNS), style=style)
     return table
 
 
 def row(g: Iteration) -> dict[str, str]:
     """Return an iteration as a cell for each of COLUMNS."""
-    loss = (
-        f"{g.loss_first:.3f}→{g.loss_last:.3f}" if g.loss_last is not None and g.loss_first else "-"
-    )
     return {
         "iter": str(g.iteration),
         "method": g.method if g.iteration else "-",
@@ -160,13 +135,8 @@ def row(g: Iteration) -> dict[str, str]:
         if g.runs
         else "-",
         "set": f"{g.samples:,} ×{g.epochs:.3g}" if g.samples else "-",
-        "tokens": f"{g.trained_tokens:,}" if g.trained_tokens else "-",
-        "loss": loss,
-        "probe": "-" if g.probe_max_logprob_diff is None else f"{g.probe_max_logprob_diff:.0e}",
         "seconds": f"{g.wall or sum(g.seconds.values()):.0f}",  # asynchronous phases overlap
-        "idle": "-" if g.idle_share is None else f"{g.idle_share:.0%}",
         "version": g.version,
-        "job": g.job_id or "-",
         "outcome": outcome(g),
     }
 

@@ -285,8 +285,7 @@ def job_ids(home: Home) -> list[str]:
 def job_row(home: Home, name: str) -> dict[str, Any]:
     """Return a job's status, method, dataset, parent and submission time. Raises Corrupt."""
     from cray_agents.trainers.job.job_state import read_status
-    from cray_agents.trainers.job.journal import JobJournal
-    from cray_agents.trainers.session.command_journal import CommandJournal
+    from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 
     status, journal = read_status(home, name), JobJournal(home, name)
     spec = journal.spec()

@@ -4,7 +4,6 @@ The commands work on the shared root and need no platform. A running platform se
 a second.
 """
 
-import getpass
 import json
 import socket
 from typing import Annotated
@@ -13,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, errors, open_root, root, settings, show, when
+from cray_agents.cli.screen import console, errors, open_root, root, settings, show, user, when
 from cray_agents.paths import Home
 
 ReasonOption = Annotated[str, typer.Option(help="The reason, for the audit log.")]
@@ -94,6 +93,7 @@ def _note(home: Home, action: str, key: str, name: str, reason: str) -> None:
     from cray_agents.runtime.telemetry.audit_log import AuditLog
 
     log = AuditLog(home.audit)
-    who = f"{getpass.getuser()}@{socket.gethostname()}"
-    log.note(who=who, action=action, path=f"{key} {name}", reason=reason)
+    log.note(
+        who=f"{user()}@{socket.gethostname()}", action=action, path=f"{key} {name}", reason=reason
+    )
     log.close()

@@ -6,13 +6,12 @@ With --watch the same file's loop trains on live traffic instead, without end.
 import asyncio
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
 from cray_agents.agent.agent import Agent
 from cray_agents.cli.agents import platform_for
@@ -20,48 +19,12 @@ from cray_agents.cli.iteration_table import LEGEND, LoopScreen, iterations_table
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import console, errors, print_json, settings
 from cray_agents.cli.user_files import find, load
-from cray_agents.cli.where import duration
 from cray_agents.errors import BadInput
 from cray_agents.iteration import Iteration, promoted_version
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.loop import Loop
 from cray_agents.platform.client import Platform
 from cray_agents.server.platform_process import running
-
-
-@dataclass(frozen=True)
-class WatchOptions:
-    """The options of live traffic, as they were given."""
-
-    watch: bool = False
-    runs: int | None = None
-    every: str | None = None
-    quiet: str | None = None
-    updates_per_day: int | None = None
-    giver: list[str] | None = None
-    once: bool = False
-
-
-def with_watch(loop: Loop, options: WatchOptions) -> Loop:
-    """Return the loop with its Live changed by the options; without --watch, the loop itself.
-
-    A loop that had no Live is renamed to `<name>-live`, so that its offline iterations stay those
-    of another loop. Raises BadInput.
-    """
-    if not options.watch:
-        names = [name for name, value in asdict(options).items() if value]
-        if names:
-            option = names[0].replace("_", "-")
-            raise BadInput(f"--{option} has no effect without --watch", param=option)
-        return loop
-    known = loop.live.model_dump() if loop.live is not None else {}
-    name = loop.name if loop.live is not None else f"{loop.name}-live"
-    try:
-        live = Live(**{**known, **_watch_changes(options, known)})
-    except ValidationError as error:
-        message = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
-        raise BadInput(f"--watch: {message}", param="watch") from error
-    return replace(loop, live=live, name=name)
 
 
 async def next_update(platform: Platform, loop: str) -> int:
@@ -71,32 +34,12 @@ async def next_update(platform: Platform, loop: str) -> int:
     return max(1, len(recorded))
 
 
-def _watch_changes(options: WatchOptions, known: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a Live that the options change."""
-    changes: dict[str, Any] = {}
-    if options.every is not None:
-        changes |= {"every": duration(options.every, "every"), "runs": None}
-    if options.runs is not None:
-        changes["runs"] = options.runs
-    if options.quiet is not None:
-        changes["quiet"] = options.quiet
-    if options.giver:
-        changes["givers"] = options.giver
-    if options.updates_per_day is not None:
-        changes["per_day"] = {**known.get("per_day", {}), "updates": options.updates_per_day}
-    return changes
-
-
 LoopFile = Annotated[Path, typer.Argument(help="A Python file that defines `loop`.")]
 
 
 def add_to(app: Commands) -> None:
     """Register the command."""
     app.command("loop", takes="json url")(loop)
-
-
-def _live(text: str, *names: str, **limits: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel="Live traffic", **limits)
 
 
 def loop(
@@ -114,24 +57,24 @@ def loop(
         bool,
         typer.Option("--accept-changes", help="Go on with other settings than it began with."),
     ] = False,
-    watch: Annotated[bool, _live("Train on live runs that people rewarded.", "--watch")] = False,
-    runs: Annotated[int | None, _live("Update after so many new runs.", min=1)] = None,
-    every: Annotated[
-        str | None, _live("Update every 6h, 30m, …; with --runs whichever is first.")
-    ] = None,
-    quiet: Annotated[
-        str | None, _live("The hours in which no update begins, as 22:00-06:00.")
-    ] = None,
-    updates_per_day: Annotated[int | None, _live("The most updates in a day.", min=1)] = None,
-    giver: Annotated[
-        list[str] | None, _live("The name of an API key whose rewards count; repeatable.")
-    ] = None,
-    once: Annotated[bool, _live("End after the next update.", "--once")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Train on live runs that people rewarded.")
+    ] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="With --watch: end after the next update.")
+    ] = False,
 ) -> None:
-    """Run a self-improving loop; the same command goes on where it stopped."""
-    options = WatchOptions(watch, runs, every, quiet, updates_per_day, giver, once)
+    """Run a self-improving loop; the same command goes on where it stopped.
+
+    With --watch a loop without `live=Live(...)` gets one, and the name `<name>-live`, so that its
+    own iterations stay those of another loop.
+    """
     module = load(file)
-    chosen = with_watch(find(module, "loop", Loop, file), options)
+    chosen = find(module, "loop", Loop, file)
+    if watch and chosen.live is None:
+        chosen = replace(chosen, live=Live(), name=f"{chosen.name}-live")
+    if once and not watch:
+        raise BadInput("--once has no effect without --watch", param="once")
     if accept_changes:
         chosen = replace(chosen, changed="accept")
     if iterations is None:
@@ -141,7 +84,7 @@ def loop(
         chosen.platform = platform
         with LoopScreen(enabled=not given().json) as screen:
             chosen.on_progress = screen.progress
-            if options.once:
+            if once:
                 iterations = asyncio.run(next_update(platform, chosen.name))
             for iteration in _until_interrupted(chosen, iterations):
                 screen.iteration(iteration)

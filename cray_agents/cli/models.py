@@ -6,7 +6,6 @@ serves. A canary needs a platform. Read next: runtime/registry/registry.py,
 runtime/registry/canary.py.
 """
 
-import getpass
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +16,7 @@ from rich.tree import Tree
 
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform_access import ask_root
-from cray_agents.cli.screen import console, errors, print_json, print_table, root, show, when
+from cray_agents.cli.screen import console, errors, print_json, print_table, root, show, user, when
 from cray_agents.errors import BadInput, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
@@ -265,14 +264,6 @@ def print_event(event: dict[str, Any]) -> None:
     if event["kind"] in ("promoted", "rolled_back"):
         text += f"; {event['name']} means {event['name']}@{event['version']} now"
     console.print(escape(text), soft_wrap=True)
-
-
-def user() -> str:
-    """Return the name of this shell's user."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return "somebody"
 
 
 def lineage_trees(kin: list[dict[str, Any]]) -> list[Tree]:

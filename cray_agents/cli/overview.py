@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cray_agents.cli.options import given
+from cray_agents.cli.runs import age
 from cray_agents.cli.screen import console, one_line, print_json
 from cray_agents.errors import AccessDenied, EngineError
 from cray_agents.platform.client import Platform
@@ -192,7 +193,7 @@ def _loops(loops: Sequence[dict[str, Any]] | None, now: float) -> RenderableType
             "-" if success is None else f"{success:.1%}",
             curve([point["success"] for point in loop["holdout"]]),
             decision if last else "-",
-            f"{_age(now - loop['updated'])} ago",
+            f"{age(now - loop['updated'])} ago",
         )
     return table
 
@@ -244,10 +245,3 @@ def _state(state: Any) -> Text:
 
 def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

@@ -6,7 +6,6 @@ trainers/planning/.
 
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -17,11 +16,11 @@ from cray_agents.cli.screen import console, print_json, settings, show
 from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.training_jobs import (
+    Backend,
     Fp8,
     Hyperparameters,
     Lora,
     MethodName,
-    Way,
     check_recompute,
 )
 
@@ -45,46 +44,6 @@ COLUMNS = [
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 LENGTH = 4096  # default tokens of a sequence
-
-
-@dataclass(frozen=True)
-class AmountOptions:
-    """The text to train on, by one of these measures."""
-
-    dataset: str | None
-    tokens: float | None
-    samples: int | None
-    size: float | None
-    bytes_per_token: float
-
-
-@dataclass(frozen=True)
-class ClusterOptions:
-    """The GPUs to train on."""
-
-    gpu: str
-    gpus: int | None
-    nodes: int | None
-    gpus_per_node: int
-    mfu: float | None
-    price: float | None
-
-
-@dataclass(frozen=True)
-class MethodOptions:
-    """The method and its hyperparameters."""
-
-    sequence_length: int | None
-    epochs: float
-    method: str
-    teacher: str | None
-    lora_rank: int | None
-    way: str | None
-    dtype: str
-    batch_size: int
-    microbatch_tokens: int | None
-    fp8: str | None
-    recompute: str
 
 
 def _under(heading: str, text: str, *names: str, **limits: Any) -> Any:
@@ -134,8 +93,9 @@ def plan(
     lora_rank: Annotated[
         int | None, _under(_HOW, "The rank of LoRA adapters to train.", min=1)
     ] = None,
-    way: Annotated[
-        str | None, _under(_HOW, "The backend: native or universal; default by the model's kind.")
+    backend: Annotated[
+        str | None,
+        _under(_HOW, "The backend: megatron or transformers; default by the model's kind."),
     ] = None,
     dtype: Annotated[str, _under(_HOW, "The precision: bfloat16 or float32.")] = "bfloat16",
     batch_size: Annotated[int, _under(_HOW, "The sequences of a step.", min=1)] = 128,
@@ -156,54 +116,54 @@ def plan(
     limit: Annotated[int, typer.Option(min=0, help="The number of layouts to list.")] = 12,
 ) -> None:
     """Estimate memory, time and cost of a training run, and choose its layout."""
-    amount = AmountOptions(dataset, tokens, samples, size, bytes_per_token)
-    hardware = ClusterOptions(gpu, gpus, nodes, gpus_per_node, mfu, price)
-    how = MethodOptions(
-        sequence_length,
-        epochs,
-        method,
-        teacher,
-        lora_rank,
-        way,
-        dtype,
-        batch_size,
-        microbatch_tokens,
-        fp8,
-        recompute,
-    )
-    from cray_agents.trainers.planning.plan import Workload, make_plan, plan_by_size
+    from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan, plan_by_size
+    from cray_agents.trainers.planning.step_time import find_gpu
 
     root = settings().root
-    _check("method", how.method, get_args(MethodName))
-    policy = None if how.recompute == "auto" else _recompute(how.recompute)
-    if how.fp8 is not None:
-        _check("fp8", how.fp8, get_args(Fp8))
-    _check("dtype", how.dtype, ("bfloat16", "float32"))
-    _check_models(model, how)
-    known = _size(model) or _architecture(root, model, how.way)
-    teaching = None if how.teacher is None else _architecture(root, how.teacher)
-    length = how.sequence_length or _usual_length(root, amount.dataset, known)
+    if sum(value is not None for value in (dataset, tokens, samples, size)) != 1:
+        raise BadInput(
+            "say how much is to be trained on, once: --dataset, --tokens, --samples or --bytes",
+            param="tokens",
+        )
+    _check("method", method, get_args(MethodName))
+    policy = None if recompute == "auto" else _recompute(recompute)
+    if fp8 is not None:
+        _check("fp8", fp8, get_args(Fp8))
+    _check("dtype", dtype, ("bfloat16", "float32"))
+    _check_models(model, backend, teacher, method)
+    known = _size(model) or _architecture(root, model, backend)
+    teaching = None if teacher is None else _architecture(root, teacher)
+    length = sequence_length or _usual_length(root, dataset, known)
+    if dataset is not None:
+        tokens = float(_counts(root, dataset)["tokens"])
+    elif samples is not None:
+        tokens = float(samples * length)
+    per_epoch = (size or 0) / bytes_per_token if tokens is None else tokens
     workload = Workload(
-        _positive("tokens", _tokens(root, amount, length)),
+        _positive("tokens", per_epoch),
         length,
-        _positive("epochs", how.epochs),
-        cast(MethodName, how.method),
-        amount.size,
+        _positive("epochs", epochs),
+        cast(MethodName, method),
+        size,
     )
-    cluster = _chosen_cluster(hardware)
+    cluster = Cluster(
+        find_gpu(gpu),
+        _all_gpus(gpus, nodes, gpus_per_node),
+        gpus_per_node,
+        None if mfu is None else _positive("mfu", mfu, 1.0),
+        price,
+    )
     if isinstance(known, float):
-        estimate = plan_by_size(known, workload, cluster, lora=how.lora_rank is not None)
+        estimate = plan_by_size(known, workload, cluster, lora=lora_rank is not None)
     else:
         hyper = Hyperparameters(
             steps=1,
-            batch_size=how.batch_size,
-            dtype=how.dtype,
-            fp8=cast("Fp8 | None", how.fp8),
-            lora=Lora(rank=how.lora_rank) if how.lora_rank else None,
+            batch_size=batch_size,
+            dtype=dtype,
+            fp8=cast("Fp8 | None", fp8),
+            lora=Lora(rank=lora_rank) if lora_rank else None,
         )
-        at_once = how.microbatch_tokens or _microbatch(
-            known, hyper, cluster, length, policy, teaching
-        )
+        at_once = microbatch_tokens or _microbatch(known, hyper, cluster, length, policy, teaching)
         _check_length(length, known, at_once)
         hyper = hyper.model_copy(update={"max_tokens_per_microbatch": at_once})
         estimate = make_plan(known, workload, cluster, hyper, policy, teaching)
@@ -219,19 +179,19 @@ def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise BadInput(f"--{name} {value!r}: choose one of {', '.join(allowed)}", param=name)
 
 
-def _check_models(model: str, how: MethodOptions) -> None:
-    """Raise BadInput for a way or a teacher that cannot be planned, or has no effect."""
-    if how.way == "bridge":
+def _check_models(model: str, backend: str | None, teacher: str | None, method: str) -> None:
+    """Raise BadInput for a backend or a teacher that cannot be planned, or has no effect."""
+    if backend == "megatron-bridge":
         raise BadInput(
-            "--way bridge: layouts of Megatron-Bridge are not planned; plan native or universal",
-            param="way",
+            "--backend megatron-bridge: its layouts are not planned; plan megatron or transformers",
+            param="backend",
         )
-    if how.way is not None:
-        _check("way", how.way, get_args(Way))
-    if how.teacher is not None and how.method != "distill":
-        raise BadInput(f"--teacher has no effect with --method {how.method}", param="teacher")
-    if _size(model) is not None and (how.way or how.teacher):
-        name = "way" if how.way else "teacher"
+    if backend is not None:
+        _check("backend", backend, get_args(Backend))
+    if teacher is not None and method != "distill":
+        raise BadInput(f"--teacher has no effect with --method {method}", param="teacher")
+    if _size(model) is not None and (backend or teacher):
+        name = "backend" if backend else "teacher"
         raise BadInput(
             f"--{name} has no effect where only a size is known: give --model DIR", param=name
         )
@@ -257,13 +217,13 @@ def _size(model: str) -> float | None:
     return float(match[1]) * UNITS[match[2].upper()] if match else None
 
 
-def _architecture(root: Home, model: str, way: str | None = None) -> "Architecture":
+def _architecture(root: Home, model: str, backend: str | None = None) -> "Architecture":
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.trainers.models.architecture import read_architecture
 
     folder = Path(model).expanduser()
     directory = folder if folder.is_dir() else Registry(root).directory(model)
-    return read_architecture(directory, cast("Way | None", way))
+    return read_architecture(directory, cast("Backend | None", backend))
 
 
 def _usual_length(root: Home, dataset: str | None, known: "Architecture | float") -> int:
@@ -284,38 +244,16 @@ def _counts(root: Home, dataset: str) -> dict[str, int]:
     return counts
 
 
-def _tokens(root: Home, amount: AmountOptions, length: int) -> float:
-    """Return the tokens of an epoch, from the one measure given. Raises BadInput."""
-    measures = (amount.dataset, amount.tokens, amount.samples, amount.size)
-    if sum(value is not None for value in measures) != 1:
-        raise BadInput(
-            "say how much is to be trained on, once: --dataset, --tokens, --samples or --bytes",
-            param="tokens",
-        )
-    if amount.dataset is not None:
-        return float(_counts(root, amount.dataset)["tokens"])
-    if amount.samples is not None:
-        return float(amount.samples * length)
-    if amount.tokens is not None:
-        return amount.tokens
-    return (amount.size or 0) / amount.bytes_per_token
-
-
-def _chosen_cluster(options: ClusterOptions) -> "Cluster":
-    """Return the cluster of the options. Raises BadInput."""
-    from cray_agents.trainers.planning.plan import Cluster
-    from cray_agents.trainers.planning.step_time import find_gpu
-
-    gpus, nodes, each = options.gpus, options.nodes, options.gpus_per_node
-    all_gpus = gpus or (nodes or 1) * each
-    if nodes is not None and all_gpus != nodes * each:
+def _all_gpus(gpus: int | None, nodes: int | None, each: int) -> int:
+    """Return the number of GPUs. Raises BadInput."""
+    count = gpus or (nodes or 1) * each
+    if nodes is not None and count != nodes * each:
         raise BadInput(
             f"--gpus {gpus} are not --nodes {nodes} of --gpus-per-node {each}: leave one"
             " of them out",
             param="gpus",
         )
-    mfu = None if options.mfu is None else _positive("mfu", options.mfu, 1.0)
-    return Cluster(find_gpu(options.gpu), all_gpus, each, mfu, options.price)
+    return count
 
 
 def _microbatch(

@@ -28,11 +28,6 @@ def platform_client() -> Platform:
     return client(found_platform())
 
 
-def ask(request: Callable[[Platform], Awaitable[T]]) -> T:
-    """Return the answer of the platform that this command means to one request."""
-    return ask_once(platform_client(), request)
-
-
 def ask_root(request: Callable[[Platform], Awaitable[T]]) -> T:
     """Return the answer of the platform on the root to one request. Raises SetupError for none."""
     home = root()

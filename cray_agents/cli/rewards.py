@@ -4,15 +4,13 @@ import asyncio
 import inspect
 import math
 import types
-from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.runs import RunId, runs
-from cray_agents.cli.screen import console, open_root, print_json, settings
+from cray_agents.cli.runs import RunId, chunks, runs
+from cray_agents.cli.screen import console, make_store, print_json, settings
 from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.errors import BadInput
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.feedback import Feedback
 
-TOGETHER = 64  # runs that are scored at once
 SHOWN_FAILURES = 3
 
 
@@ -66,12 +63,10 @@ def reward(
 
 async def _give(config: "Config", run_id: str, feedback: "Feedback") -> "Reward":
     from cray_agents.records import Reward
-    from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.feedback import check_feedback, check_rewards, give_feedback
-    from cray_agents.runtime.store.redaction import Redactor
 
     check_rewards([Reward(**feedback.model_dump())], config.reward_limit)
-    store = Store(open_root(config), redactor=Redactor.of(config))
+    store = make_store(config)
     try:
         check_feedback(store, run_id, feedback)
         return await give_feedback(store, run_id, feedback)
@@ -101,14 +96,10 @@ def rescore(
     All rewards of a run count in its sum; one of the same name, source and turn replaces the
     earlier one. Only a function that depends on nothing but the run can do this.
     """
-    from cray_agents.runtime.store import Store
-    from cray_agents.runtime.store.redaction import Redactor
-
     scorer = stateless_function(function)
     query = RunQuery(**parse_where(terms).model_dump(), order="id")
     config = settings()
-    store = Store(open_root(config), redactor=Redactor.of(config))
-    counts = asyncio.run(_rescore(store, query, scorer, source, dry_run, config))
+    counts = asyncio.run(_rescore(make_store(config), query, scorer, source, dry_run, config))
     if given().json:
         print_json(counts)
         return
@@ -180,7 +171,7 @@ async def _rescore(
     report |= {"name": "", "failures": [], "mean_before": None, "mean_after": None}
     sums = {"before": [0.0, 0], "after": [0.0, 0]}
     try:
-        for some in _chunks(store.stream(query)):
+        for some in chunks(store.stream(query)):
             scored = await asyncio.gather(*(_score(run, function, source) for run in some))
             for run, (outcome, rewards) in zip(some, scored, strict=True):
                 report["runs"] += 1
@@ -208,8 +199,7 @@ async def _take(
     config: "Config",
 ) -> None:
     """Count the new rewards of a run, and record those that differ."""
-    from cray_agents.records import Event, new_id
-    from cray_agents.runtime.store.feedback import check_rewards
+    from cray_agents.runtime.store.feedback import check_rewards, reward_event
 
     check_rewards(rewards, config.reward_limit, "--reward")
     known = {(r.name, r.source, r.turn): r.value for r in run.rewards}
@@ -220,9 +210,7 @@ async def _take(
             report["same"] += 1
             continue
         report["changed"] += 1
-        body = reward.model_dump(mode="json")
-        name = new_id("reward")
-        events.append(Event(id=name, run_id=run.id, kind="reward", body=body, time=reward.time))
+        events.append(reward_event(run.id, reward))
     before = [r.value for r in run.rewards if r.name == report["name"]]
     for when, values in (("before", before), ("after", [r.value for r in rewards])):
         if values:
@@ -244,8 +232,3 @@ async def _score(run: "Run", function: "RewardFunction", source: str) -> "tuple[
     if error is not None:
         return error.message, []
     return "", [reward.model_copy(update={"source": source}) for reward in rewards]
-
-
-def _chunks(stored: "Iterator[Run]") -> "Iterator[Sequence[Run]]":
-    while some := list(islice(stored, TOGETHER)):
-        yield some

@@ -4,8 +4,9 @@ run_text.py prints one run. rewards.py adds its commands to this group.
 """
 
 import time
+from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 from rich.cells import cell_len
@@ -42,6 +43,8 @@ GAP = 2  # between columns
 AGES = ((86_400 * 2, 86_400, "d"), (3600 * 2, 3600, "h"), (120, 60, "m"), (0, 1, "s"))
 TURNS = ["turn", "seconds", "bytes", "prompt", "sampled", "tools", "errors", "reward", "finish"]
 MOST_TURNS = 100_000  # of an outline
+TOGETHER = 64  # runs that are scored or scanned at once
+T = TypeVar("T")
 
 runs = Commands(no_args_is_help=True, help="Runs of agents: list, show, stats, reward, rescore.")
 
@@ -183,3 +186,9 @@ def age(seconds: float) -> str:
         if seconds >= least:
             return f"{int(seconds // unit)}{name}"
     return "0s"
+
+
+def chunks(stored: Iterator[T]) -> Iterator[list[T]]:
+    """Yield runs, or what is known of them, some at a time."""
+    while some := list(islice(stored, TOGETHER)):
+        yield some

@@ -6,14 +6,14 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, open_root, settings, show
+from cray_agents.cli.runs import chunks
+from cray_agents.cli.screen import console, make_store, settings, show
 from cray_agents.cli.user_files import find_function
 from cray_agents.cli.where import WhereOption, parse_where
 from cray_agents.engines.openai_engine import OpenAIEngine
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.index import RunFacts
 
-TOGETHER = 64  # runs that are scanned at once
 SHOWN_FAILURES = 3
 
 
@@ -185,11 +184,7 @@ class RunScan:
 
     async def report(self) -> dict[str, Any]:
         """Scan, record the findings, and return the counts of each scanner."""
-        from cray_agents.runtime.store import Store
-        from cray_agents.runtime.store.redaction import Redactor
-
-        root = open_root(self._config)
-        info = running(root)
+        info = running(self._config.root)
         platform = None if info is None else client(info)
         engine = BatchEngine() if info is None else BatchEngine(info["url"], api_key=key(info))
         functions = self._with_engine(engine)
@@ -198,9 +193,9 @@ class RunScan:
             for name in functions
         }
         runs = left = 0
-        store = Store(root, redactor=Redactor.of(self._config))
+        store = make_store(self._config)
         try:
-            for some in _chunks(self._chosen(store)):
+            for some in chunks(self._chosen(store)):
                 missing_of = {facts.run_id: self._missing(facts) for facts in some}
                 stored = list(
                     store.runs_by_id(name for name, missing in missing_of.items() if missing)
@@ -264,8 +259,7 @@ class RunScan:
         self, store: "Store", platform: "Platform | None", findings: "Iterable[tuple[str, Reward]]"
     ) -> None:
         """Record findings through the platform that runs, whose canaries then count them."""
-        from cray_agents.records import Event, new_id
-        from cray_agents.runtime.store.feedback import check_rewards
+        from cray_agents.runtime.store.feedback import check_rewards, reward_event
 
         given = list(findings)
         for run_id, finding in given:
@@ -285,28 +279,13 @@ class RunScan:
                 )
             )
             return
-        events = [
-            Event(
-                id=new_id("reward"),
-                run_id=run_id,
-                kind="reward",
-                body=each.model_dump(mode="json"),
-                time=each.time,
-            )
-            for run_id, each in given
-        ]
-        if events:
-            await store.append(events, new=True)
+        if given:
+            await store.append([reward_event(*one) for one in given], new=True)
 
 
 def _fraction(run_id: str) -> float:
     """Return a number in [0, 1) that is always the same for a run."""
     return int.from_bytes(hashlib.blake2b(run_id.encode(), digest_size=8).digest()) / 2**64
-
-
-def _chunks(facts: "Iterator[RunFacts]") -> "Iterator[Sequence[RunFacts]]":
-    while some := list(islice(facts, TOGETHER)):
-        yield some
 
 
 def _print(report: dict[str, Any], dry_run: bool) -> None:

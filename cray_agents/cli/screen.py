@@ -6,6 +6,7 @@ where a command forgets to; before the layout, `disarm` and `one_line` do, so th
 """
 
 import asyncio
+import getpass
 import json
 import os
 import sys
@@ -143,6 +144,14 @@ def line(text: str, indent: int = 0, style: str = "", hanging: int = 0) -> None:
             console.print(Text(" " * (margin + rest)) + piece, soft_wrap=True, highlight=False)
 
 
+def user() -> str:
+    """Return the name of this shell's user."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return "somebody"
+
+
 def clock(seconds: float) -> str:
     """Return seconds as m:ss."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
@@ -189,16 +198,20 @@ def open_root(config: Config, *, new: bool = False) -> Home:
     return config.root
 
 
-@contextmanager
-def open_store() -> "Iterator[Store]":
-    """Yield the store of the root, to read and append; close it at the end."""
+def make_store(config: Config, *, new: bool = False) -> "Store":
+    """Return the store of the root, which may be a `new` one; what is appended is redacted."""
     from cray_agents.runtime.store import Store
     from cray_agents.runtime.store.redaction import Redactor
 
+    return Store(open_root(config, new=new), redactor=Redactor.of(config))
+
+
+@contextmanager
+def open_store() -> "Iterator[Store]":
+    """Yield the store of the root, to read and append; close it at the end."""
     config = settings()
-    checked_root = open_root(config)
     with errors.status("looking at what is stored"):
-        store = Store(checked_root, redactor=Redactor.of(config))
+        store = make_store(config)
     try:
         yield store
     finally:

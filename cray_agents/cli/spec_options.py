@@ -17,7 +17,7 @@ from cray_agents.exact_json import parse_json
 from cray_agents.paths import Home
 from cray_agents.records import StrictRecord
 from cray_agents.tasks.record_source import read_whole
-from cray_agents.training_jobs import Hyperparameters, JobSpec, Way
+from cray_agents.training_jobs import Backend, Hyperparameters, JobSpec
 
 HYPER = "hyperparameters"
 COMPARED = ("reference", "teacher")  # models that a job reads beside its parent
@@ -77,7 +77,7 @@ def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSp
     from cray_agents.runtime.datasets.reader import read_dataset
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.trainers.job.job_command import code_version
-    from cray_agents.trainers.models.architecture import with_learning_rate, with_way
+    from cray_agents.trainers.models.architecture import with_backend, with_learning_rate
     from cray_agents.trainers.planning.layouts import check_layout
 
     for name in ("parent", "dataset"):
@@ -106,12 +106,12 @@ def build_spec(home: Home, fields: Fields, epochs: float | None = None) -> JobSp
         spec = spec.model_copy(update={HYPER: spec.hyperparameters.model_copy(update=steps)})
     registry = Registry(home)
     directory = _directory(registry, spec.parent)
-    spec = with_learning_rate(with_way(spec, directory), directory)
-    init, way = spec.hyperparameters.init, spec.hyperparameters.way
-    model = _trainable(directory, "parent", init, way)
+    spec = with_learning_rate(with_backend(spec, directory), directory)
+    init, backend = spec.hyperparameters.init, spec.hyperparameters.backend
+    model = _trainable(directory, "parent", init, backend)
     compared = [role for role in COMPARED if getattr(spec, role) is not None]
     for role in compared:
-        _trainable(_directory(registry, getattr(spec, role)), role, "parent", way)
+        _trainable(_directory(registry, getattr(spec, role)), role, "parent", backend)
     if "layout" in spec.model_fields_set:
         check_layout(model, spec.layout)
     places = _checkpoint(registry, spec, "parent", afresh=spec.hyperparameters.init == "random")
@@ -141,12 +141,12 @@ def _directory(registry: Any, model: str) -> Path:
     return materialize(registry.home, directory)
 
 
-def _trainable(directory: Path, param: str, init: str, way: Way | None) -> Any:
+def _trainable(directory: Path, param: str, init: str, backend: Backend | None) -> Any:
     """Read the model in a directory, before its files are copied. Raises BadInput, NotFound."""
     from cray_agents.trainers.models.tensors import read_parent
 
     try:
-        return read_parent(directory, init, way)
+        return read_parent(directory, init, backend)
     except (BadInput, NotFound) as error:
         raise type(error)(str(error), param=param) from error
 

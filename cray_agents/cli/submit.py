@@ -141,7 +141,7 @@ def _print_spec(spec: JobSpec) -> None:
     hyper = spec.hyperparameters
     start = "from scratch, by the config of" if hyper.init == "random" else "from"
     lora = f", LoRA of rank {hyper.lora.rank}" if hyper.lora is not None else ""
-    width = read_architecture(Path(spec.parent), hyper.way).hidden
+    width = read_architecture(Path(spec.parent), hyper.backend).hidden
     size = f"{hyper.dtype}{lora}, micro-batches of {hyper.max_tokens_per_microbatch:,} tokens"
     say(f"{spec.method} on {spec.dataset} {start} {spec.parent}")
     say(f"{hyper.steps} steps of {hyper.batch_size}, {size}")

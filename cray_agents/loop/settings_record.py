@@ -24,6 +24,7 @@ from cray_agents.platform.client import Platform
 from cray_agents.records import Task, canonical, digest
 from cray_agents.rewards.llm_judge import LLMJudge
 from cray_agents.rewards.reward import RewardFunction, name_of, options_of
+from cray_agents.training_jobs import with_backend_of_older
 
 #: Agent fields recorded verbatim. Temperature is missing because the loop sets it.
 VERBATIM = ("max_turns", "max_total_tokens", "on_limit", "max_tokens", "tool_calls", "retries",
@@ -89,7 +90,11 @@ def translated(record: dict[str, Any]) -> dict[str, Any]:
             f"{VERSION}: use the version of cray-agents that wrote it, or a newer one"
         )
     if version == VERSION:
-        return record
+        methods = {
+            first: {**method, "training": with_backend_of_older(method["training"])}
+            for first, method in record["method"].items()
+        }
+        return {**record, "method": methods}
     moved: dict[str, Any] = {"sampling": {}, "data": {}, "method": {}}
     for old, value in record.items():
         group, name = MOVED.get(old, (None, old))
@@ -104,7 +109,7 @@ def translated(record: dict[str, Any]) -> dict[str, Any]:
             "iterations": None if last is None else last - int(first) + 1,
             "group_size": stage["attempts"],
             "tasks_per_iteration": stage["tasks_per_generation"],
-            "training": hyper,
+            "training": with_backend_of_older(hyper),
             **{
                 name: stage[name]
                 for name in ("parent", "evaluate_every", "teacher")

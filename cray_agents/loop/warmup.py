@@ -11,7 +11,7 @@ a version below the band is kept, and the search goes on from it.
 
 The loop's journal has an entry `warm-up` with the demonstrations and the version. A loop that is
 started afterwards, in any process, trains on those demonstrations and no others. Like the loop,
-a warm-up is resumed by running it again. Called by loop.py. Read next: cookbook/06_database.py.
+a warm-up is resumed by running it again. Called by loop.py. Read next: cookbook/05_database.py.
 """
 
 import logging

@@ -22,8 +22,8 @@ from cray_agents.runtime.pool.job_lease import JOB_PREFIX
 from cray_agents.runtime.scaling.decision import TrainingView
 from cray_agents.runtime.scheduler.slurm import Job, NodeRoom, Slurm, node_names
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.session_journal import SessionJournal
 from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.trainers.session.session_journal import SessionJournal
 from cray_agents.training_jobs import JobSpec, Layout
 
 LEAVE_SECONDS = 600.0  # that a job may take to save before Slurm ends it

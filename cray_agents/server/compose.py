@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -85,9 +85,6 @@ from cray_agents.trainers.job.job_command import code_version
 from cray_agents.trainers.job.job_state import restart_unfinished_jobs
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.trainers.planning.cluster_resources import Resources, resources_of
-
-if TYPE_CHECKING:
-    pass
 
 WORKER_STOP, GATEWAY_STOP = 5.0, 10.0  # seconds between SIGTERM and SIGKILL
 

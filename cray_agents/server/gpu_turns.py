@@ -19,7 +19,7 @@ from cray_agents.errors import CrayError, Overtaken, PoolBusy
 from cray_agents.paths import Home
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scheduler.local import LocalProcesses
-from cray_agents.trainers.session.session_journal import sessions
+from cray_agents.trainers.job.session_journal import sessions
 
 LEAST, MOST = 2.0, 60.0  # seconds of the replicas' turn: at least, and at most while they are asked
 EVERY = 0.2  # seconds between two looks for a job that waits, or at the job that trains

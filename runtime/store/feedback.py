@@ -77,7 +77,11 @@ def check_feedback(store: Store, run_id: str, feedback: Feedback) -> RunFacts:
 async def give_feedback(store: Store, run_id: str, feedback: Feedback, giver: str = "") -> Reward:
     """Record feedback as a reward; it is durable when this returns. For `giver` see Reward."""
     reward = Reward(**feedback.model_dump(), giver=giver)
-    body = reward.model_dump(mode="json")
-    event = Event(id=new_id("reward"), run_id=run_id, kind="reward", body=body, time=reward.time)
-    await store.append([event], new=True)
+    await store.append([reward_event(run_id, reward)], new=True)
     return reward
+
+
+def reward_event(run_id: str, reward: Reward) -> Event:
+    """Return the event that records a new reward of a run."""
+    body = reward.model_dump(mode="json")
+    return Event(id=new_id("reward"), run_id=run_id, kind="reward", body=body, time=reward.time)

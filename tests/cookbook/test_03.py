@@ -1,164 +1,44 @@
-"""03_any_framework: agents of three foreign frameworks, captured whole; what they connect to.
+"""03_loop_by_hand.py: its questions; and the whole of it, small."""
 
-The frameworks live in .venv-foreign, which is made here when it is missing (half a minute).
-"""
-
-import json
-import os
-import subprocess
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import random
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cray_agents.engines.scripted import tool_call
-from cray_agents.paths import Home
-from cray_agents.records import ModelCall, Run
-from cray_agents.runtime.store import Store
+from cray_agents import Run
+from cray_agents.cli.user_files import load
 from cray_agents.testing import ScriptedEngine
-from tests.support.scripted_platform import platform
+from tests.support.quick_recipe import quick_lines
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
-FRAMEWORKS = ["openai_agents", "pydantic_ai", "smolagents"]
-CALL = {"name": "calculator", "arguments": '{"expression":"47 + 385"}'}
-QUESTION = "What is 47 + 385?"
-
-# what a recipe's interpreter runs first: notes every host that is looked up or connected to
-WATCH = """
-import os, sys
-def watch(event, arguments):
-    if event == "socket.connect":
-        note(*arguments[1][:2])
-    elif event == "socket.getaddrinfo":
-        note(*arguments[:2])
-def note(host, port):
-    with open(os.environ["WATCH"], "a") as file:
-        print(host.decode() if isinstance(host, bytes) else host, port, file=file)
-sys.addaudithook(watch)
-"""
+FILE = Path(__file__).parents[2] / "cookbook" / "03_loop_by_hand.py"
+book = load(FILE)
 
 
-@pytest.fixture(scope="session")
-def python() -> Path:
-    """The interpreter of the frameworks' own environment."""
-    script = ROOT / "requirements" / "environment.sh"
-    done = subprocess.run([script, "foreign"], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return ROOT / ".venv-foreign" / "bin" / "python"
+def test_no_held_out_question_is_trained_on() -> None:
+    draw = random.Random(0)
+    train = {book.question(draw, "train").input for _ in range(500)}
+    held_out = [book.question(draw, "holdout") for _ in range(500)]
+    assert not train & {task.input for task in held_out}
+    assert {task.split for task in held_out} == {"holdout"}
 
 
-def say(request: dict[str, Any]) -> Any:
-    """Call the calculator, then say what it said, the way the framework wants it."""
-    if "432" not in str(request["messages"][-1]["content"]):
-        return CALL
-    if "final_answer" in [tool["function"]["name"] for tool in request["tools"]]:
-        return tool_call("final_answer", answer="432")
-    return "It is 432 ✓"
+def test_demonstrations_are_what_a_perfect_run_says() -> None:
+    task = book.question(random.Random(0), "train")
+    shown = book.demonstration(task)
+    says = ScriptedEngine([shown[2]["tool_calls"][0]["function"], task.target])
+    done: Run = book.agent.override(engine=says).run_sync(task)
+    assert done.error is None and book.right(done) == 1
+    assert [(m["role"], m.get("content") or "") for m in done.trajectory.messages] == [
+        (m["role"], m.get("content") or "") for m in shown
+    ]
 
 
-class Recipe:
-    """Runs the recipes against one gateway, and sees where they connect to."""
-
-    def __init__(self, python: Path, url: str, directory: Path) -> None:
-        self.python, self.url, self.directory = python, url, directory
-        (directory / "sitecustomize.py").write_text(WATCH)
-        self.connected = directory / "connected"
-
-    def run(self, framework: str, *arguments: str) -> str:
-        """What the recipe prints."""
-        done = subprocess.run(
-            [self.python, ROOT / f"cookbook/03_any_framework/with_{framework}.py", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={
-                **os.environ,
-                "CRAY_AGENTS_URL": self.url,
-                "PYTHONPATH": str(self.directory),
-                "WATCH": str(self.connected),
-            },
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-
-@contextmanager
-def gateway(python: Path, engine: ScriptedEngine, root: Path) -> Iterator[Recipe]:
-    """A gateway with its home in `root`/home; the recipes connect to nothing else."""
-    (root / "watch").mkdir()
-    with platform(root / "home", engine, name="calc") as where:
-        recipe = Recipe(python, where.url, root / "watch")
-        yield recipe
-    port = where.url.rpartition(":")[2]
-    assert set(recipe.connected.read_text().splitlines()) == {f"127.0.0.1 {port}"}
-
-
-def captured(root: Path) -> list[Run]:
-    return Store(Home(root / "home")).runs()
-
-
-def check(run: Run) -> None:
-    """Both turns are there, with the exact tokens, and the second goes on where the first was."""
-    first, second = run.calls
-    assert [call.model for call in run.calls] == ["calc@1", "calc@1"]
-    assert run.input.removeprefix("New task:\n") == QUESTION  # smolagents' own words before it
-    for call in run.calls:
-        check_tokens(call)
-    [called] = first.message["tool_calls"]
-    assert called["function"] == CALL
-    assert second.messages[: len(first.messages)] == first.messages
-    assert called["id"] in str(second.messages[len(first.messages) :])
-    assert "432" in str(second.messages[-1]["content"])
-    # smolagents' last word is a call of its tool `final_answer`, of which no model hears a result
-    end = "unanswered" if second.message.get("tool_calls") else "completed"
-    assert (first.finish_reason, run.stop_reason) == ("tool_calls", end)
-
-
-def check_tokens(call: ModelCall) -> None:
-    """The scripted engine's tokens are the bytes of what it read and said."""
-    said = call.message.get("content")
-    calls = [called["function"] for called in call.message.get("tool_calls", [])]
-    sampled = bytes(call.token_ids).decode()
-    assert (json.loads(sampled) == calls) if calls else (sampled == said)
-    assert len(call.logprobs) == len(call.token_ids) > 0
-    assert json.loads(bytes(call.prompt_token_ids)) == call.messages
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--run", "mine"], ["--stream"]],
-    ids=["whole, named", "streaming, found by its prefix"],
-)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_captured(python: Path, tmp_path: Path, framework: str, arguments: list[str]) -> None:
-    engine = ScriptedEngine(say)
-    with gateway(python, engine, tmp_path) as recipe:
-        printed = recipe.run(framework, *arguments)
-    streams = [bool(request.get("stream")) for request in engine.requests]
-    assert streams == ["--stream" in arguments] * 2
-    [run] = captured(tmp_path)
-    assert (run.id == "mine") == ("mine" in arguments)
-    check(run)
-    first, second = run.calls
-    assert [call.messages for call in run.calls] == [r["messages"] for r in engine.requests]
-    assert f"run {run.id}: 2 turns, {run.usage.completion_tokens} tokens sampled" in printed
-    called = f"calculator({CALL['arguments']})"
-    assert f"calc@1: {len(first.prompt_token_ids)} tokens read, " in printed
-    assert f"{len(first.token_ids)} sampled: {called}" in printed
-    assert f"{len(second.token_ids)} sampled: " in printed
-    assert "432" in printed.splitlines()[0]
-
-
-def test_the_same_question_at_once_is_as_many_runs(python: Path, tmp_path: Path) -> None:
-    ways = [(framework, *way) for framework in FRAMEWORKS for way in ([], ["--stream"])]
-    with gateway(python, ScriptedEngine(say), tmp_path) as recipe, ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda way: recipe.run(*way), ways))
-    runs = captured(tmp_path)
-    assert len(runs) == len(ways)
-    for run in runs:
-        check(run)
+@pytest.mark.usefixtures("forked_servers")
+@pytest.mark.vllm
+@pytest.mark.megatron
+def test_quick(tmp_path: Path) -> None:
+    warmed, sampled, decided = quick_lines(FILE, tmp_path)
+    assert re.fullmatch(r"calc@2: held out [01]\.\d{3}", warmed)
+    assert re.fullmatch(r"calc@3: \d+ of 16 runs were right", sampled)
+    assert re.fullmatch(r"  held out [01]\.\d{3}: (promote|reject), .+", decided)

@@ -1,6 +1,7 @@
-"""04_datasets.py, run as its docstring says."""
+"""04_fine_tuning.py, run as its docstring says."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,22 +10,40 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.runtime.datasets import dataset_runs, list_datasets
+from cray_agents.runtime.registry.registry import Registry
 
-pytestmark = pytest.mark.slow
+FILE = Path(__file__).parents[2] / "cookbook" / "04_fine_tuning.py"
+ROW = re.compile(r"^(\w+) +(loss|margin) +([\d.]+) +([\d.]+)  (\S+)$", re.MULTILINE)
 
-FILE = Path(__file__).parents[2] / "cookbook" / "04_datasets.py"
+
+def run(folder: Path) -> tuple[str, str]:
+    argv = [sys.executable, str(FILE), str(folder)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, done.stderr
 
 
-def test_conversations_become_a_training_set_and_other_formats(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, FILE, tmp_path], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.slurm
+@pytest.mark.megatron
+def test_every_fine_tune_learns(tmp_path: Path) -> None:
+    out, progress = run(tmp_path)
+    table = {job: (what, float(a), float(b), Path(to)) for job, what, a, b, to in ROW.findall(out)}
+    assert list(table) == ["sft", "lora", "dpo", "kto"]
+    for what, first, last, weights in table.values():
+        assert last < 0.8 * first if what == "loss" else last > 0.1 > first == 0
+        assert (weights / "model.safetensors").is_file()
+    assert table["sft"][2] < 0.5  # of 6.2 for a model that knows nothing
+    assert (table["lora"][3] / "adapter" / "adapter_model.safetensors").is_file()
+    assert len(re.findall(r"step 32/32 ", progress)) == 4
     home = Home(tmp_path / "root")
-    (made,) = list_datasets(home).rows
-    assert (made["samples"], made["rejected"]) == (9, {"contaminated": 1})
-    (left_out,) = [row for row in dataset_runs(home, made["id"]) if not row["accepted"]]
+    of = {made["id"]: made for made in list_datasets(home).rows}
+    assert [made["rejected"] for made in of.values() if made["rejected"]] == [{"contaminated": 1}]
+    (left_out,) = [row for made in of for row in dataset_runs(home, made) if not row["accepted"]]
     assert "benchmark.txt:1" in left_out["detail"]
     lines = (tmp_path / "chats.trl.jsonl").read_text().splitlines()
-    assert len(lines) == 10 and json.loads(lines[0])["messages"][1]["role"] == "user"
+    assert len(lines) == 40 and json.loads(lines[0])["messages"][0]["role"] == "user"
     assert (tmp_path / "huggingface" / "README.md").exists()
+    [bot] = Registry(home).versions("bot")
+    assert home.checkpoint(bot.checkpoint) == table["sft"][3]
+    specs = [json.loads(path.read_text()) for path in home.jobs.glob("*/spec.json")]
+    assert sorted(spec["method"] for spec in specs) == ["dpo", "kto", "sft", "sft"]

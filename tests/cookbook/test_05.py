@@ -1,42 +1,76 @@
-"""05_fine_tuning.py, run as its docstring says."""
+"""05_database.py: its shop, turn by turn; and the whole of it, small, as its docstring says."""
 
-import json
-import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cray_agents.paths import Home
-from cray_agents.runtime.registry.registry import Registry
+from cray_agents import Run, Task
+from cray_agents.cli.user_files import load
+from cray_agents.engines.scripted import tool_call
+from cray_agents.testing import ScriptedEngine
+from tests.support.quick_recipe import quick_lines
 
-FILE = Path(__file__).parents[2] / "cookbook" / "05_fine_tuning.py"
-ROW = re.compile(r"^(\w+) +(loss|margin) +([\d.]+) +([\d.]+)  (\S+)$", re.MULTILINE)
-
-
-def run(folder: Path) -> tuple[str, str]:
-    argv = [sys.executable, str(FILE), str(folder)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, done.stderr
+FILE = Path(__file__).parents[2] / "cookbook" / "05_database.py"
+book = load(FILE)
+TASK = next(iter(book.make_loop(quick=True).tasks))
+UPDATE, SELECT = book.solution(TASK)
 
 
-@pytest.mark.slurm
+def run(*replies: Any, task: Task = TASK) -> Run:
+    says = [reply if isinstance(reply, dict) else tool_call("query", sql=reply)
+            for reply in replies[:-1]]  # fmt: skip
+    done: Run = book.agent.override(engine=ScriptedEngine([*says, replies[-1]])).run_sync(task)
+    assert done.error is None
+    return done
+
+
+def shop(done: Run) -> list[tuple[int | None, float]]:
+    """What the environment gave, by turn."""
+    return [(reward.turn, reward.value) for reward in done.rewards]
+
+
+def told(done: Run) -> list[Any]:
+    return [call.error or call.result for turn in done.trajectory.turns for call in turn.tool_calls]
+
+
+def test_demonstrations_are_what_a_perfect_run_says() -> None:
+    done = run(UPDATE, SELECT, TASK.target)
+    assert shop(done) == [(0, book.SHOP)] and book.answer(done) == 1 - book.SHOP
+    shown = [(m["role"], m.get("content") or "") for m in book.demonstration(TASK)]
+    assert [(m["role"], m.get("content") or "") for m in done.trajectory.messages] == shown
+
+
+def test_what_puts_the_shop_wrong_again_loses_what_was_earned() -> None:
+    done = run(UPDATE, UPDATE, SELECT, "many")
+    assert shop(done) == [(0, book.SHOP), (1, -book.SHOP)] and book.answer(done) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sql", "error"),
+    [
+        ("SELEC stock", "syntax error"),
+        ("DROP TABLE items", "no such table"),
+        ("SELECT 1; SELECT 2", "one statement"),
+        ("COMMIT", "no transaction"),
+    ],
+)
+def test_what_sqlite_refuses_is_told_and_changes_nothing(sql: str, error: str) -> None:
+    done = run(sql, UPDATE, SELECT, TASK.target)
+    assert error in told(done)[0]
+    assert shop(done) == [(1, book.SHOP)] and told(done)[2] == f"[[{TASK.target}]]"
+
+
+def test_each_run_has_a_shop_of_its_own() -> None:
+    first, second = run(UPDATE, SELECT, "1"), run(UPDATE, SELECT, "1")
+    assert told(first) == told(second) == ["rows changed: 1", f"[[{TASK.target}]]"]
+
+
+@pytest.mark.usefixtures("forked_servers")
+@pytest.mark.vllm
 @pytest.mark.megatron
-def test_every_fine_tune_learns(tmp_path: Path) -> None:
-    out, progress = run(tmp_path)
-    table = {job: (what, float(a), float(b), Path(to)) for job, what, a, b, to in ROW.findall(out)}
-    assert list(table) == ["sft", "lora", "dpo", "kto"]
-    for what, first, last, weights in table.values():
-        assert last < 0.8 * first if what == "loss" else last > 0.1 > first == 0
-        assert (weights / "model.safetensors").is_file()
-    assert table["sft"][2] < 0.5  # of 6.2 for a model that knows nothing
-    assert (table["lora"][3] / "adapter" / "adapter_model.safetensors").is_file()
-    assert len(re.findall(r"step 32/32 ", progress)) == 4
-    assert "8,190,735,360 parameters" in out and "layout   data=" in out
-    home = Home(tmp_path / "root")
-    [bot] = Registry(home).versions("bot")
-    assert home.checkpoint(bot.checkpoint) == table["sft"][3]
-    specs = [json.loads(path.read_text()) for path in home.jobs.glob("*/spec.json")]
-    assert sorted(spec["method"] for spec in specs) == ["dpo", "kto", "sft", "sft"]
+def test_quick(tmp_path: Path) -> None:
+    lines = [line.split() for line in quick_lines(FILE, tmp_path)]
+    assert [line[0] for line in lines] == ["0", "1"]
+    assert all(line[1].startswith("shop@") for line in lines)

@@ -1,89 +1,80 @@
-"""06_database.py: its shop, turn by turn; and the whole of it, small, as its docstring says."""
+"""06_code_writer.py: what its tests say of good, bad and sly code; its loop; its --quick."""
 
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cray_agents import Run, Task
+from cray_agents import RFT, PromotionTest, Run, Sampling, Task, Training
 from cray_agents.cli.user_files import load
-from cray_agents.engines.scripted import tool_call
 from cray_agents.testing import ScriptedEngine
-from tests.support.quick_recipe import quick_lines
+from tests.support.scripted_platform import platform
 
-FILE = Path(__file__).parents[2] / "cookbook" / "06_database.py"
+pytestmark = pytest.mark.slow
+
+FILE = Path(__file__).parents[2] / "cookbook" / "06_code_writer.py"
 book = load(FILE)
-TASK = next(iter(book.make_loop(quick=True).tasks))
-UPDATE, SELECT = book.solution(TASK)
+SQUARE = next(task for task in book.tasks if task.input.startswith("square"))
+PREFIX = "def square(x):\n    return "
 
 
-def run(*replies: Any, task: Task = TASK) -> Run:
-    says = [reply if isinstance(reply, dict) else tool_call("query", sql=reply)
-            for reply in replies[:-1]]  # fmt: skip
-    done: Run = book.agent.override(engine=ScriptedEngine([*says, replies[-1]])).run_sync(task)
-    assert done.error is None
-    return done
+def answered(code: str, task: Task = SQUARE) -> Run:
+    engine = ScriptedEngine([f"Here it is:\n```python\n{code}\n```"])
+    run: Run = book.agent.override(engine=engine).run_sync(task)
+    return run
 
 
-def shop(done: Run) -> list[tuple[int | None, float]]:
-    """What the environment gave, by turn."""
-    return [(reward.turn, reward.value) for reward in done.rewards]
-
-
-def told(done: Run) -> list[Any]:
-    return [call.error or call.result for turn in done.trajectory.turns for call in turn.tool_calls]
-
-
-def test_demonstrations_are_what_a_perfect_run_says() -> None:
-    done = run(UPDATE, SELECT, TASK.target)
-    assert shop(done) == [(0, book.SHOP)] and book.answer(done) == 1 - book.SHOP
-    shown = [(m["role"], m.get("content") or "") for m in book.demonstration(TASK)]
-    assert [(m["role"], m.get("content") or "") for m in done.trajectory.messages] == shown
-
-
-def test_what_puts_the_shop_wrong_again_loses_what_was_earned() -> None:
-    done = run(UPDATE, UPDATE, SELECT, "many")
-    assert shop(done) == [(0, book.SHOP), (1, -book.SHOP)] and book.answer(done) == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sql", "error"),
+    ("code", "reward"),
     [
-        ("SELEC stock", "syntax error"),
-        ("DROP TABLE items", "no such table"),
-        ("SELECT 1; SELECT 2", "one statement"),
-        ("COMMIT", "no transaction"),
+        (PREFIX + "x * x", 1.0),
+        (PREFIX + "x * abs(x)", 0.5),
+        ("import json\ntests = json.load(open('tests.json'))\n" + PREFIX + "tests[0][1]", 0.0),
     ],
 )
-def test_what_sqlite_refuses_is_told_and_changes_nothing(sql: str, error: str) -> None:
-    done = run(sql, UPDATE, SELECT, TASK.target)
-    assert error in told(done)[0]
-    assert shop(done) == [(1, book.SHOP)] and told(done)[2] == f"[[{TASK.target}]]"
+def test_reward(code: str, reward: float) -> None:
+    assert asyncio.run(book.passes(answered(code))) == reward
 
 
-def test_each_run_has_a_shop_of_its_own() -> None:
-    first, second = run(UPDATE, SELECT, "1"), run(UPDATE, SELECT, "1")
-    assert told(first) == told(second) == ["rows changed: 1", f"[[{TASK.target}]]"]
+def test_our_own_solutions_pass() -> None:
+    runs = [answered(task.metadata["solution"], task) for task in book.tasks]
+
+    async def values() -> list[float]:
+        return [await book.passes(run) for run in runs]
+
+    assert asyncio.run(values()) == [1.0] * len(book.tasks)
 
 
-def test_a_shop_alone_is_not_in_the_band_where_the_loop_begins() -> None:
-    """Else no run is right, and GRPO learns to put the shop right and to leave the rest."""
-    loop = book.make_loop()
-    assert loop.warm_up.band[0] > book.SHOP
-    assert loop.warm_up.band[1] < 1 - book.SHOP
+def test_a_better_writer_is_promoted(tmp_path: Path) -> None:
+    solutions = {task.input: task.metadata["solution"] for task in book.tasks}
+
+    def say(request: dict[str, Any], version: str) -> str:
+        """From the second version on it can; before, it can when its question is short."""
+        question = request["messages"][1]["content"]
+        able = version != "coder@1" or len(question) % 2
+        return f"```python\n{solutions[question]}\n```" if able else "I cannot."
+
+    with platform(tmp_path, ScriptedEngine(say), name="coder") as where:
+        loop = replace(
+            book.loop,
+            platform=where,
+            method=RFT(tasks_per_iteration=8, training=Training(steps=1)),
+            sampling=Sampling(),
+            promotion=PromotionTest(alpha=0.2),
+        )
+        first, second = loop.run(1)
+    assert first.holdout_success < 1 and second.holdout_success == 1
+    assert second.promoted and second.version == "coder@2"
+    assert 0 < second.accepted_runs < second.runs == 8
 
 
-def test_a_seed_is_another_model_other_tasks_and_other_data() -> None:
-    first, second = book.make_loop(1), book.make_loop(2)
-    assert first.name != second.name and list(first.tasks) != list(second.tasks)
-    assert first.method.training.seed != second.method.training.seed
-
-
-@pytest.mark.usefixtures("forked_servers")
-@pytest.mark.vllm
-@pytest.mark.megatron
-def test_quick(tmp_path: Path) -> None:
-    lines = [line.split() for line in quick_lines(FILE, tmp_path)]
-    assert [line[0] for line in lines] == ["0", "1"]
-    assert all(line[1].startswith("shop@") for line in lines)
+def test_quick() -> None:
+    argv = [sys.executable, str(FILE), "--quick"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "python: 5" and lines[-1] == "passes: 1.0"

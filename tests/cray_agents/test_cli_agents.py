@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from cray_agents import Platform
-from cray_agents.cli import app
 from cray_agents.cli.agents import load_agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
 from cray_agents.testing import ScriptedEngine
+from tests.support.command_line import cli as command
+from tests.support.command_line import refused
 from tests.support.scripted_platform import platform
 
 AGENT = """
@@ -63,13 +63,13 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "code/agent.py"
 
 
-def cli(*words: object, said: str = "") -> Result:
-    return CliRunner().invoke(app, [*map(str, words)], input=said)
+def cli(*words: object, said: str = "") -> subprocess.CompletedProcess[str]:
+    return command(*words, cwd=Path.cwd(), typed=said)
 
 
 def test_run_prints_the_answer_and_the_platform_has_the_run(file: str, site: Platform) -> None:
     done = cli("run", file, "40 + 2", "--url", site.url)
-    assert (done.exit_code, done.stdout) == (0, "It is 42.\n")
+    assert (done.returncode, done.stdout) == (0, "It is 42.\n")
     told = json.loads(cli("run", file, "-", "--json", "--url", site.url, said="1 + 1\n").stdout)
     assert (told["input"], told["output"], told["model"]) == ("1 + 1", "It is 2.", "m@1")
     assert told["trajectory"]["messages"][0] == {"role": "system", "content": "Do sums."}
@@ -101,14 +101,14 @@ def test_a_stream_shows_what_happens(file: str, site: Platform) -> None:
 
 
 @pytest.mark.slow
-def test_the_exit_code_says_whether_it_came_to_an_answer(file: str) -> None:
+def test_the_returncode_says_whether_it_came_to_an_answer(file: str) -> None:
     fine = cli("run", f"{file}:brief", "hello")
-    assert (fine.exit_code, fine.stdout, fine.stderr) == (0, "brief\n", "")
+    assert (fine.returncode, fine.stdout, fine.stderr) == (0, "brief\n", "")
     for stream in ((), ("--stream",)):
         wrong = cli("run", f"{file}:whole", "hello", *stream)
-        assert wrong.exit_code == 1 and "error: The answer is not of type int" in wrong.stderr
+        assert wrong.returncode == 1 and "error: The answer is not of type int" in wrong.stderr
         limit = cli("run", f"{file}:short", "hello", *stream)
-        assert limit.exit_code == 1 and "max_turns" in limit.stderr
+        assert limit.returncode == 1 and "max_turns" in limit.stderr
     assert cli("run", f"{file}:short", "hello").stdout == ""
 
 
@@ -125,7 +125,7 @@ def test_a_conversation(file: str, site: Platform, tmp_path: Path) -> None:
             "/what", " /etc", "/reset", "two", "/history", "/help", "/quit",
             "too late"]  # fmt: skip
     done = cli("chat", file, "--url", site.url, said="\n".join(said))
-    assert done.exit_code == 0, done.output
+    assert done.returncode == 0, done.stdout + done.stderr
     first, second = done.stdout.split("(a new conversation)")
     # a model's words do not drive the screen
     assert "question 1: \N{SYMBOL FOR ESCAPE}[31mone[/red]" in first
@@ -148,7 +148,7 @@ def test_without_memory(file: str, site: Platform) -> None:
 
 def test_an_error_does_not_end_a_chat(file: str) -> None:
     done = cli("chat", f"{file}:short", said="hello\nagain\n")
-    assert done.exit_code == 0
+    assert done.returncode == 0
     assert "max_turns" in done.stderr and "the script holds 1 replies" in done.stderr
 
 
@@ -219,10 +219,6 @@ tasks = TaskSet.from_list(rows, identity=["thing"])
 """
 
 
-def said(*words: str, typed: str = "") -> Result:
-    return CliRunner().invoke(app, [*words], input=typed, catch_exceptions=False)
-
-
 @pytest.mark.slow
 def test_an_environment_that_reads_metadata_is_run_and_chatted_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,13 +226,13 @@ def test_an_environment_that_reads_metadata_is_run_and_chatted_with(
     monkeypatch.chdir(tmp_path)
     Path("room.py").write_text(WORLD)
     run = ("run", "room.py")
-    assert said(*run, "--task", "t3").output == "Look.\n\nYou see 3, 3.\n"
-    assert "Again.\n\nYou see 3, 3." in said(*run, "Again.", "--task", "t3").output
-    assert "You see 'key', None." in said(*run, "Hm", "--metadata", "thing=key").output
-    assert "You see [1], None." in said(*run, "Hm", "--metadata", '{"thing": [1]}').output
-    assert "You see 8, 3." in said(*run, "--task", "t3", "--metadata", "thing=8").output
-    talk = said("chat", "room.py", "--metadata", "thing=key", typed="Hello.\nAnd now?\n")
-    assert talk.output.count("You see 'key', None.") == 2
+    assert cli(*run, "--task", "t3").stdout == "Look.\n\nYou see 3, 3.\n"
+    assert "Again.\n\nYou see 3, 3." in cli(*run, "Again.", "--task", "t3").stdout
+    assert "You see 'key', None." in cli(*run, "Hm", "--metadata", "thing=key").stdout
+    assert "You see [1], None." in cli(*run, "Hm", "--metadata", '{"thing": [1]}').stdout
+    assert "You see 8, 3." in cli(*run, "--task", "t3", "--metadata", "thing=8").stdout
+    talk = cli("chat", "room.py", "--metadata", "thing=key", said="Hello.\nAnd now?\n")
+    assert talk.stdout.count("You see 'key', None.") == 2
 
 
 @pytest.mark.parametrize(
@@ -254,9 +250,7 @@ def test_what_names_no_task(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("room.py").write_text(WORLD)
-    with pytest.raises(BadInput) as error:
-        said("run", "room.py", *words)
-    assert told in str(error.value)
+    refused(cli("run", "room.py", *words), told)
 
 
 BROKEN = {

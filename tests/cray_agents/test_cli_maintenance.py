@@ -2,16 +2,16 @@
 
 import asyncio
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from cray_agents.cli import app
-from cray_agents.errors import BadInput
 from cray_agents.paths import Home
 from cray_agents.runtime.store import Store
+from tests.support.command_line import cli as command
+from tests.support.command_line import refused
 from tests.support.store.plain_reader import events_of as stored
 from tests.support.store.writer_process import events_of
 
@@ -31,17 +31,17 @@ def home(tmp_path: Path) -> Home:
     return home
 
 
-def cli(home: Home, *argv: str) -> Result:
-    return CliRunner().invoke(app, [*argv, "--home", str(home.root)], catch_exceptions=False)
+def cli(home: Home, *words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    return command(*words, "--home", home.root, cwd=home.root.parent, typed=typed)
 
 
-def told(result: Result) -> Any:
+def told(result: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(result.stdout)
 
 
 def test_a_store_that_is_whole(home: Home) -> None:
     result = cli(home, "maintain", "fsck", "--json")
-    assert result.exit_code == 0 and told(result) == []
+    assert result.returncode == 0 and told(result) == []
 
 
 def test_damage_is_told_with_its_place_and_mended(home: Home) -> None:
@@ -49,12 +49,12 @@ def test_damage_is_told_with_its_place_and_mended(home: Home) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:100] + bytes([whole[100] ^ 8]) + whole[101:])
     result = cli(home, "maintain", "fsck", "--json")
-    assert result.exit_code == 1
+    assert result.returncode == 1
     finding = told(result)[0]
     assert (finding["path"], finding["kind"]) == (str(path), "lost")
     assert finding["repairable"] and finding["lost"] == 3
     result = cli(home, "maintain", "fsck", "--repair", "--json")
-    assert result.exit_code == 1, "lines were lost"
+    assert result.returncode == 1, "lines were lost"
     assert told(cli(home, "maintain", "fsck", "--json")) == []
     kept = [file.read_bytes() for file in (home.segments / "damaged").iterdir()]
     assert any(len(data) == len(whole) for data in kept), "no byte is destroyed"
@@ -81,8 +81,8 @@ def test_pruning_and_its_dry_run(home: Home) -> None:
     about = told(cli(home, *asked, "--dry-run", "--json"))
     assert about["runs"] == 10 - len(good) and about["loops"] == {"faults": about["runs"]}
     assert "forgotten" not in about and len(told(cli(home, "runs", "list", "--json"))) == 10
-    refused = CliRunner().invoke(app, [*asked, "--home", str(home.root)], input="n\n")
-    assert refused.exit_code == 1 and len(told(cli(home, "runs", "list", "--json"))) == 10
+    assert cli(home, *asked, typed="n\n").returncode == 1
+    assert len(told(cli(home, "runs", "list", "--json"))) == 10
     about = told(cli(home, *asked, "--yes", "--json"))
     assert about["forgotten"] == 10 - len(good)
     assert {row["id"] for row in told(cli(home, "runs", "list", "--json"))} == good
@@ -91,5 +91,4 @@ def test_pruning_and_its_dry_run(home: Home) -> None:
 
 
 def test_pruning_everything_by_mistake_is_refused(home: Home) -> None:
-    with pytest.raises(BadInput, match="which runs"):
-        cli(home, "maintain", "prune", "runs", "--yes")
+    refused(cli(home, "maintain", "prune", "runs", "--yes"), "which runs")

@@ -1,15 +1,12 @@
-"""Root options, the grammar of `--where`, and where old commands and options went."""
+"""Root options, and the grammar of `--where`."""
 
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.main
 
-from cray_agents.cli import app
-from cray_agents.cli.options import MOVED, split_root_options
+from cray_agents.cli.options import split_root_options
 from cray_agents.cli.where import FIELDS, parse_where
 from cray_agents.errors import BadInput
 from tests.support.command_line import cli
@@ -33,36 +30,6 @@ def test_root_options_without_an_effect_are_refused(tmp_path: Path) -> None:
         done = cli(*words, cwd=tmp_path)
         assert done.returncode == 2 and option in done.stderr
     assert "--home needs a value" in cli("status", "--home", cwd=tmp_path).stderr
-
-
-def test_old_names_are_refused_with_their_new_place(tmp_path: Path) -> None:
-    for old, now in MOVED.items():
-        done = cli(*old.split(), "x", cwd=tmp_path)
-        assert done.returncode == 2 and now.split()[0] in done.stderr, old
-    for words, now in (
-        ("runs list --min-reward 1", '--where "reward>=N"'),
-        ("scan secrets --tag=a", '--where "tag=NAME"'),
-        ("dataset build --min-reward 1", "--set min_reward=VALUE"),
-        ("dataset build --loop l", '--where "loop=NAME"'),
-        ("loop loop.py --generations 2", "--iterations"),
-        ("runs list --where generation=2", "it is iteration now"),
-    ):
-        done = cli(*words.split(), cwd=tmp_path)
-        assert done.returncode == 2 and now in " ".join(done.stderr.split())
-
-
-def test_new_places_exist() -> None:
-    def commands(command: Any, path: str = "") -> set[str]:
-        inner = getattr(command, "commands", {})
-        found = {path} if not inner else set()
-        return found.union(*(commands(each, f"{path} {name}") for name, each in inner.items()))
-
-    known = commands(typer.main.get_command(app))
-    assert len(known) <= 48
-    for now in MOVED.values():
-        words = now.split()
-        if words[0] in ("status", "up", "usage", "doctor", "scan", "models", "maintain"):
-            assert {f" {words[0]}", " " + " ".join(words[:2])} & known, now
 
 
 def test_terms_choose_runs() -> None:
@@ -96,6 +63,7 @@ def test_terms_choose_runs() -> None:
         ("reward>2 reward<1", "no reward can match"),
         ("split=dev", "split must be one of train, holdout, test"),
         ("iteration=x", "iteration takes numbers"),
+        ("generation=2", "no field 'generation' (it is iteration now)"),
         ("since=soon", "since must be a date"),
         ('text="open', "no term at"),
     ],

@@ -18,7 +18,7 @@ from cray_agents.rewards.scanner import scan, scanner_name
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.index.run_merge import RunFacts
 from cray_agents.testing import ScriptedEngine
-from tests.support.command_line import cli
+from tests.support.command_line import cli, refused
 from tests.support.datasets.dataset_runs import call, made, reasons, run_events, several, stored
 from tests.support.scripted_platform import platform
 
@@ -173,7 +173,7 @@ def test_a_judge_of_the_platform_scans(tmp_path: Path) -> None:
 )
 def test_what_is_no_scan(home: Home, words: list[str], message: str) -> None:
     done = cli("scan", *words, "--home", home.root, cwd=home.root.parent)
-    assert done.returncode == 2 and message in " ".join(done.stderr.split())
+    refused(done, message)
     assert facts(home)["a"].tags == ()
 
 

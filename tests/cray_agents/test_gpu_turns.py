@@ -27,8 +27,8 @@ from cray_agents.runtime.scheduler.gpu_placement import place_on_host
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.server import compose
 from cray_agents.server.gpu_turns import TrainingSide, take_turns
+from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.trainers.planning.cluster_resources import Gpus, Resources
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import platform
 from tests.support.scripted_pool import ask, says_version, serving, until

@@ -42,7 +42,7 @@ OTHER_USES = {
     "trainers/job/launch.py": "the file of a command line that the helper makes",
     "tools/python.py": "the sandboxed program",
     "tools/verifier/__init__.py": "the sandboxed program",
-    "cookbook/06_database.py": "the sandboxed program",
+    "cookbook/05_database.py": "the sandboxed program",
 }
 
 

@@ -71,7 +71,7 @@ def last_line(death: JobError) -> str:
 
 def train(bench: Bench, name: str, dtype: str, path: str, out: Path) -> None:
     """In a rank: train some steps; write the losses, and the first step's gradients."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.models.tensors import tensor_shapes
     from cray_agents.trainers.models.weights import export_tensors, plan_export

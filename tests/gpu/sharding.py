@@ -1,7 +1,7 @@
 """Sharding stage: Megatron's FSDP (ZeRO-3) beside the distributed optimizer, on all GPUs.
 
-The same random weights and data, the universal way: losses must agree, and memory is compared with
-the plan's. With one GPU there is nothing to divide, and the first of the two is run alone.
+The same random weights and data in the transformers backend: losses must agree, and memory is
+compared with the plan's. With one GPU there is nothing to divide, and the first is run alone.
 """
 
 import json
@@ -55,11 +55,11 @@ def measure(bench: Bench, name: str, parent: Path, layout: Layout, out: Path) ->
     from cray_agents.trainers.training.parallel_groups import is_rank0
     from cray_agents.trainers.training.train_step import RankTraining
 
-    model = read_architecture(parent, "universal")
+    model = read_architecture(parent, "transformers")
     known = data(bench, model.vocab, "equal")
     tokens = bench.scale.microbatches[0]
     hyper = hyperparameters(len(known.samples), tokens).model_copy(
-        update={"init": "parent", "way": "universal"}
+        update={"init": "parent", "backend": "transformers"}
     )
     free_memory(bench)
     training = RankTraining(model, layout, hyper, parent, bench.on_cpu)

@@ -70,7 +70,7 @@ def measure(bench: Bench, stage: str, name: str, path: str, lora: Lora | None) -
                 with layers_of(path):
                     training = bench.build(name, hyper, choice.recompute)
             else:
-                training.take_up(training.parent, hyper, "sft", lambda: False)
+                training.switch_job(training.parent, hyper, "sft", lambda: False)
                 training.start_from_weights()
             row |= take_steps(bench, training, known)
         except torch.OutOfMemoryError:
@@ -83,7 +83,7 @@ def measure(bench: Bench, stage: str, name: str, path: str, lora: Lora | None) -
 
 def data(bench: Bench, vocab: int, shape: str) -> Any:
     """Return a step's samples."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
 
     return BaselineLogprobs(Samples.of(sequences(bench.scale, vocab, shape)))

@@ -10,7 +10,6 @@ import pytest
 
 from cray_agents.errors import SwapError
 from cray_agents.records import new_id
-from cray_agents.runtime import background
 from cray_agents.runtime.background import FAILURES, BackgroundTasks
 from cray_agents.runtime.store import Store
 from cray_agents.runtime.views.change_feed import ChangeFeed
@@ -118,11 +117,6 @@ async def test_an_end_by_a_cancellation_of_something_else_is_a_failure() -> None
     async with asyncio.timeout(60):
         await tasks.keep("watch", work)
     assert (starts, FAILURES.by_task["watch"].number) == (2, 1)
-
-
-async def test_the_pause_grows_to_a_bound() -> None:
-    least, most = background.PAUSE
-    assert 0 < least < most <= 60
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from cray_agents.runtime.gateway.http.protocol import protocol
 from tests.support.gateway_with_keys import Site, site_at
 from tests.support.odd_heads import ODD_HEADS, odd_request
+from tests.support.scripted_services import listening
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
 
@@ -20,24 +20,9 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
 @asynccontextmanager
 async def hurried(site: Site, seconds: float) -> AsyncIterator[int]:
     """The same application behind a server that waits so long for a head; its port."""
-    config = uvicorn.Config(
-        site.app,
-        port=0,
-        http=protocol(seconds),
-        log_config=None,
-        log_level="critical",
-        lifespan="off",
-        timeout_keep_alive=60,
-    )
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone
-        await asyncio.sleep(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
+    options = {"log_level": "critical", "timeout_keep_alive": 60}
+    async with listening(site.app, http=protocol(seconds), **options) as url:
+        yield int(url.rpartition(":")[2])
 
 
 async def answer_to(port: int, sent: bytes) -> bytes:
@@ -93,7 +78,7 @@ async def test_a_body_may_take_longer_than_a_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["gzip", "deflate, gzip", "br", "GZIP", "x-unheard-of"])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate, GZIP", "x-unheard-of"])
 @pytest.mark.parametrize(
     "path", ["/v1/chat/completions", "/v1/files", "/v1/trajectories/events", "/v1/messages"]
 )

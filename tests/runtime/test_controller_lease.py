@@ -5,10 +5,8 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -26,16 +24,9 @@ from cray_agents.runtime.registry.registry import ModelEvent, Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from tests.support.bare_models import bare_model
 from tests.support.deciding_controller import claim_of, controller
+from tests.support.waiting import wait_until
 
 SHORT = 4.0  # seconds of a lease in processes: its holder has 2.7 for a heartbeat on a busy machine
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 120
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
-    return found
 
 
 def with_versions(folder: Path) -> Home:
@@ -123,48 +114,48 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def test_of_two_standbys_one_follows_who_was_killed_and_the_other_the_next(site: Site) -> None:
     first = site.start("a")
-    until(lambda: claim_of(site.home.root) and site.decides(first))
+    wait_until(lambda: claim_of(site.home.root) and site.decides(first))
     others = [site.start("b"), site.start("c")]
-    until(lambda: len(list((site.home.controller / "standbys").glob("standby_*.json"))) == 2)
+    wait_until(lambda: len(list((site.home.controller / "standbys").glob("standby_*.json"))) == 2)
     first.kill()  # on another host than theirs, so only its silence tells
-    second = until(lambda: next((one for one in others if site.decides(one)), None))
+    second = wait_until(lambda: next((one for one in others if site.decides(one)), None))
     (third,) = (one for one in others if one is not second)
     assert third.poll() is None
     assert claim_of(site.home.root)["term"] > site.events()[0].term
     second.kill()
-    until(lambda: site.decides(third))
+    wait_until(lambda: site.decides(third))
     site.check()
 
 
 def test_one_that_was_stopped_decides_no_more(site: Site) -> None:
     first, second = site.start("a"), site.start("b")
-    until(lambda: claim_of(site.home.root) and any(map(site.decides, (first, second))))
+    wait_until(lambda: claim_of(site.home.root) and any(map(site.decides, (first, second))))
     holder, other = (first, second) if site.decides(first) else (second, first)
     holder.send_signal(signal.SIGSTOP)
-    until(lambda: site.decides(other))
+    wait_until(lambda: site.decides(other))
     holder.send_signal(signal.SIGCONT)
     assert holder.wait() == os.EX_UNAVAILABLE
     assert holder.stderr is not None
     assert "another one has term" in holder.stderr.read()
     before = len(site.events())
-    until(lambda: site.decides(other, before))
+    wait_until(lambda: site.decides(other, before))
     site.check()
 
 
 def test_a_standby_of_the_same_host_need_not_wait_and_ends_who_is_silent(site: Site) -> None:
     first = site.start("a")
-    until(lambda: claim_of(site.home.root) and site.decides(first))
+    wait_until(lambda: claim_of(site.home.root) and site.decides(first))
     second = site.start("a")
-    until(lambda: list((site.home.controller / "standbys").glob("standby_*.json")))
+    wait_until(lambda: list((site.home.controller / "standbys").glob("standby_*.json")))
     first.send_signal(signal.SIGSTOP)
-    until(lambda: site.decides(second))
+    wait_until(lambda: site.decides(second))
     assert first.wait() == -signal.SIGKILL
     token = claim_of(site.home.root)["token"]
     third = site.start("a")
-    until(lambda: len(list((site.home.controller / "standbys").glob("standby_*.json"))) == 1)
+    wait_until(lambda: len(list((site.home.controller / "standbys").glob("standby_*.json"))) == 1)
     second.kill()
     second.wait()
-    until(lambda: site.decides(third))
+    wait_until(lambda: site.decides(third))
     assert claim_of(site.home.root)["token"] != token  # who has the port of the dead may know that
     site.check()
 
@@ -373,5 +364,5 @@ def test_a_heartbeat_that_ends_by_an_error_ends_the_process(tmp_path: Path) -> N
     def write() -> None:  # between two heartbeats
         host.home.platform.write_bytes(checksums.with_crc(b'{"term":"one"}'))
 
-    until(lambda: write() or ends)
+    wait_until(lambda: write() or ends)
     assert "is renewed no more" in ends[0]

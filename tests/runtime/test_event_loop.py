@@ -312,17 +312,3 @@ async def test_searches_end_when_their_clients_leave(gateway: TimedGateway) -> N
     answered = sum(not task.cancelled() for task in many)
     await works(gateway, lambda begun, waiting: begun == waiting == 0)
     assert answered < 30
-
-
-async def test_what_a_client_left_is_recorded_however_large(gateway: TimedGateway) -> None:
-    body = chat([{"role": "user", "content": "b"}] * 20_000, stream=True, max_tokens=3000)
-    for number in range(5):
-        path = f"/runs/left-{number}{CHAT}"
-        async with gateway.session("one") as http, http.post(path, data=body) as response:
-            await response.content.readany()
-            response.close()
-    for number in range(5):
-        async with asyncio.timeout(300):
-            path = f"/v1/trajectories/left-{number}"
-            while "id" not in await gateway.ask("one", path):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)

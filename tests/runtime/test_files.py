@@ -1,6 +1,5 @@
 """Files as OpenAI's client and plain HTTP see them, and the blobs below."""
 
-import asyncio
 import hashlib
 import json
 import os
@@ -69,11 +68,6 @@ def test_a_file_comes_back_as_it_was(client: openai.OpenAI) -> None:
     assert answer.response.headers["content-length"] == str(len(data))
     assert "attachment" in answer.response.headers["content-disposition"]
     assert client.files.retrieve(file.id) == file
-
-
-def test_an_empty_file(client: openai.OpenAI) -> None:
-    file = put(client, b"")
-    assert (file.bytes, client.files.content(file.id).read()) == (0, b"")
 
 
 def test_a_deleted_file_is_gone(client: openai.OpenAI, home: Home) -> None:
@@ -412,14 +406,3 @@ def test_drafts_of_the_killed_are_removed(tmp_path: Path) -> None:
     age(draft.path, 90000)
     Blobs(Home(tmp_path))
     assert not draft.path.exists()
-
-
-async def test_many_at_once(url: str) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-
-        async def one(number: int) -> None:
-            data = bytes([number]) * (number * 10_000)
-            file = await client.files.create(file=("a", data), purpose="user_data")
-            assert (await client.files.content(file.id)).content == data
-
-        await asyncio.gather(*(one(number) for number in range(24)))

@@ -8,8 +8,6 @@ import csv
 import io
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -438,33 +436,3 @@ def test_lists_are_paged_and_filtered(site: Site) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             jobs.list(extra_query=query)
         assert refused.value.param == next(iter(query))
-
-
-@pytest.mark.slow
-def test_jobs_are_paused_and_resumed_by_route_and_command_too(site: Site) -> None:
-    job = site.submitted()
-    training = job.metadata["job"]
-    site.trainer.advance(training, 1)
-    assert asyncio.run(site.platform.pause_job(training)).state == "paused"
-    assert site.retrieve(job.id).metadata["paused"] == "true"
-    result = cli("jobs", "resume", training, "--home", site.root)
-    assert result.returncode != 0 and "no platform runs" in result.stderr
-    info = {"url": site.platform.url, "name": "m", "started": 0.0}
-    owner = [sys.executable, "-c", "import time; time.sleep(60)", "cray"]
-    with subprocess.Popen(owner) as process:  # a platform is looked for by its process
-        site.home.platform.write_text(json.dumps(info | {"pid": process.pid}))
-        try:
-            result = cli("jobs", "resume", training, "--home", site.root)
-            assert f"{training} is running at step 1 of 9" in result.stdout, result.stderr
-            result = cli("jobs", "resume", training, "--home", site.root)
-            assert result.returncode == 2 and "not paused" in result.stderr
-            assert "is paused" in cli("jobs", "pause", training, "--home", site.root).stdout
-        finally:
-            process.kill()
-    with pytest.raises(NotFound):
-        asyncio.run(site.platform.pause_job("job-none"))
-
-
-def cli(*words: Any) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-m", "cray_agents", *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)

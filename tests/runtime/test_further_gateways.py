@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -16,30 +13,13 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from cray_agents.config import Config
-from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.gateway.controller_link import ControllerLink
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.pool.pool import SwapMode
-from cray_agents.runtime.pool.published_replicas import (
-    FollowedPool,
-    PublishedPool,
-    PublishedReplica,
-    ServingLimits,
-)
-from cray_agents.runtime.pool.vllm_engine import VllmEngine
-from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry.canary import Canary
-from cray_agents.runtime.store import Store
 from cray_agents.runtime.vllm_plugins.proof import proof_of
-from cray_agents.server.further_process import further_services
-from cray_agents.server.gateway_parts import admitted_each, outage_seconds
 from tests.support.odd_heads import ODD_HEADS, odd_request
 from tests.support.scripted_gateway import CHAT, Gateway, Reply, says, until
-from tests.support.scripted_pool import checkpoint
-from tests.support.scripted_server import PROGRAM
 from tests.support.shared_gateways import TOKEN, FurtherGateway, SharedSite, shared_site
-from tests.support.slurm_pool import ask
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -325,18 +305,6 @@ def canary_of(site: SharedSite) -> Canary:
     return canary
 
 
-async def test_a_killed_engine_loses_no_request_that_was_accepted(site: SharedSite) -> None:
-    asked = [asyncio.create_task(gateway.ask("a slow answer")) for gateway in site.gateways * 4]
-    pids = [replica.pid for replica in site.replicas]
-    await until(lambda: site.replicas[0].pid is not None)
-    await asyncio.sleep(0.3)
-    assert pids[0] is not None
-    os.kill(pids[0], signal.SIGKILL)
-    replies = await asyncio.gather(*asked)
-    assert [reply.status for reply in replies] == [200] * 8
-    await until(lambda: site.controller.pool.serving == 2)
-
-
 async def test_without_a_controller_models_are_asked_on_and_nothing_is_decided(
     site: SharedSite,
 ) -> None:
@@ -417,64 +385,3 @@ async def name_of(http: aiohttp.ClientSession, url: str) -> str:
     async with http.get(f"{url}/metrics") as response:
         text = await response.text()
     return text.partition('gateway="')[2].partition('"')[0]
-
-
-async def test_a_first_replica_is_waited_for_as_long_as_by_the_controller(tmp_path: Path) -> None:
-    """By the controller's claim, also after a takeover by one whose replicas all stay."""
-    config = Config(home=tmp_path)
-    limits = ServingLimits(max_num_seqs=16, swap_timeout=100.0, start_timeout=500.0)
-    told_pool = checksums.with_crc(PublishedPool(limits=limits).model_dump_json().encode())
-    config.root.serving.parent.mkdir(parents=True, exist_ok=True)
-    durable.replace_file(config.root.serving, told_pool)
-    claim = {"url": "http://127.0.0.1:1", "elsewhere": None, "host": socket.gethostname(),
-             "token": "t", "term": 1}  # fmt: skip
-    link, store = ControllerLink(config.root), Store(config.root)
-    services = further_services(config, link, store)
-    await services.pool.look()
-    try:
-        for replicas, seconds in (("slurm:0-4", 600), ("2", 100), ("slurm:4", 100), (None, 100)):
-            told = claim if replicas is None else claim | {"replicas": replicas}
-            text = checksums.with_crc(json.dumps(told).encode())
-            durable.replace_file(config.root.platform, text)
-            await link.look()
-            assert services.admission._outage == seconds, replicas
-        assert outage_seconds(limits, scales=True) == 600 and admitted_each(limits) == 18
-    finally:
-        await services.close()
-        await store.close()
-
-
-async def test_what_a_lost_node_was_asked_is_asked_of_another_replica(tmp_path: Path) -> None:
-    """Nothing comes from the node, not even the end of a connection."""
-    settings = EngineSettings(program=PROGRAM, dtype="float32", start_timeout=100)
-    lost, other = (VllmProcess("m", settings, tmp_path / f"log-{n}") for n in (1, 2))
-    path = tmp_path / "serving.json"
-
-    def publish(server: VllmEngine, losses: int) -> None:
-        replica = PublishedReplica(
-            url=server.url, secret=server.secret, names={"m@1": server.model}, expected=["m@1"],
-            state="serving", losses=losses,
-        )  # fmt: skip
-        content = PublishedPool(replicas=[replica], incumbent="m@1").model_dump_json().encode()
-        durable.replace_file(path, checksums.with_crc(content))
-
-    pool = FollowedPool(path, answer_timeout=600, on_failure=lambda place, losses, why: None)
-    try:
-        for replica in (lost, other):
-            await replica.start(checkpoint(tmp_path, 1), "m@1")
-            await replica.engine.resume()
-            await replica.engine.admit("m@1")
-        assert lost.pid is not None
-        publish(lost.engine, 0)
-        await pool.look()
-        assert await ask(pool, "m@1") == "m@1: hello"
-        os.kill(lost.pid, signal.SIGSTOP)
-        asked = asyncio.create_task(ask(pool, "m@1"))
-        await until(lambda: pool.status()[0]["in_flight"] == 1)
-        publish(other.engine, 1)
-        await pool.look()
-        assert await asyncio.wait_for(asked, 60) == "m@1: hello"
-    finally:
-        await pool.close()
-        for replica in (lost, other):
-            await replica.stop()

@@ -40,9 +40,9 @@ from tests.support.store.plain_reader import events_of
 
 TIMES = int(os.environ.get("CRAY_TEST_FUZZ", "1"))
 SEED = 7
-CASES = 12_000 * TIMES
+CASES = 5_000 * TIMES
 CONNECTIONS = 24
-EXAMPLES = 12 * TIMES  # for each operation
+EXAMPLES = 6 * TIMES  # for each operation
 #: Refusals that no field is to blame for.
 NO_FIELD = {
     "unknown_url",

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from functools import partial
@@ -11,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.records import ProbePrompt
-from tests.support.scripted_gateway import CHAT, TOOL, Gateway, checkpoint, says, served
+from tests.support.scripted_gateway import CHAT, Gateway, checkpoint, says, served
 from tests.support.scripted_trainer import ScriptedTrainer
 
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
@@ -85,13 +83,6 @@ async def test_a_chunked_body_has_the_same_limit(gateway: Gateway) -> None:
 
     status, answer = await gateway.call("POST", CHAT, data=endless())
     assert (status, answer["error"]["code"]) == (413, "body_too_large")
-
-
-async def test_request_ids(gateway: Gateway) -> None:
-    for given, kept in (("my-id-1", True), ("bad id \t<x>", False)):
-        url = f"{gateway.url}/health"
-        async with gateway.http.get(url, headers={"x-request-id": given}) as response:
-            assert (response.headers["x-request-id"] == given) is kept
 
 
 async def test_a_run_id_must_be_plain(gateway: Gateway) -> None:
@@ -273,25 +264,6 @@ async def test_jobs(gateway: Gateway) -> None:
     assert (status, answer["error"]["param"]) == (400, "hyperparameters.bach_size")
 
 
-async def test_jobs_are_listed_in_pages(gateway: Gateway) -> None:
-    gateway.services.home.dataset("ds-1").mkdir(parents=True)
-    made = []
-    for seed in range(3):
-        hyper = {"steps": 1, "seed": seed}
-        body = {"dataset": "ds-1", "parent": "calc", "hyperparameters": hyper}
-        made.append((await gateway.call("POST", "/v1/jobs", json=body))[1]["id"])
-        os.utime(gateway.services.home.job(made[-1]) / "spec.json", (seed, seed))
-    seen, after = [], ""
-    for more in (True, False):
-        _, page = await gateway.call("GET", f"/v1/jobs?limit=2{after}")
-        assert page["has_more"] is more
-        seen += [job["id"] for job in page["data"]]
-        after = f"&after={page['last_id']}"
-    assert seen == made[::-1]
-    status, answer = await gateway.call("GET", "/v1/jobs?after=job-none")
-    assert (status, answer["error"]["param"]) == (400, "after")
-
-
 async def test_a_job_can_be_asked_for_whole(gateway: Gateway) -> None:
     home, trainer = gateway.services.home, gateway.services.trainer
     home.dataset("ds-1").mkdir(parents=True)
@@ -370,46 +342,3 @@ async def test_loops_keep_the_first_record(gateway: Gateway) -> None:
         assert (await gateway.call("POST", path, json={"value": value}))[0] == 200
     _, answer = await gateway.call("GET", "/v1/loops/l/iterations")
     assert answer == {"data": [{"value": "b"}, {"value": "a"}]}
-
-
-async def test_platform_and_pool(gateway: Gateway) -> None:
-    assert (await gateway.call("GET", "/v1/platform"))[1] == {"version": "0.1.0"}
-    _, pool = await gateway.call("GET", "/v1/pool")
-    assert pool == {"data": gateway.pool.status(), "spares": [], "lease": None}
-    assert (pool["data"][0]["version"], pool["data"][0]["state"]) == ("calc@1", "serving")
-
-
-@pytest.mark.slow
-async def test_from_a_run_to_a_version_through_the_shipped_parts(tmp_path: Path) -> None:
-    engine = ScriptedEngine([tool_call("calculator", expression="2 + 2"), "The result is 4."])
-    async with served(tmp_path, engine) as gateway:
-        await _talk(gateway)
-        reward = {"kind": "reward", "body": {"name": "correct", "value": 1.0}}
-        await gateway.call("POST", "/v1/trajectories/run_x/events", json={"events": [reward]})
-        _, made = await gateway.call("POST", "/v1/datasets", json={})
-        calls = gateway.calls("run_x")
-        assert made["trained_tokens"] == sum(len(call.token_ids) for call in calls) > 20
-        job = {"dataset": made["id"], "parent": "calc@1", "hyperparameters": {"steps": 1}}
-        _, done = await gateway.call("POST", "/v1/jobs", json=job)
-        body = {"checkpoint": done["checkpoint"]}
-        _, version = await gateway.call("POST", "/v1/models/calc/versions", json=body)
-        assert (version["id"], version["job"]) == ("calc@2", done["id"])
-        status, report = await gateway.call(
-            "POST", "/v1/models/calc/versions/2/stage", json={"force": True}
-        )
-        assert (status, report["error"]["code"]) == (409, "swap_failed")  # it has no probe
-        assert (await gateway.call("GET", "/v1/pool"))[1]["data"][0]["version"] == "calc@1"
-
-
-async def _talk(gateway: Gateway) -> None:
-    """Ask twice in a run: a tool call, then a streamed answer to its result."""
-    client = gateway.client("/runs/run_x/v1")
-    chat = await client.chat.completions.create(model="calc", messages=says("2 + 2?"), tools=[TOOL])
-    assert (chat.choices[0].finish_reason, chat.model) == ("tool_calls", "calc@1")
-    messages: Any = [*says("2 + 2?"), chat.choices[0].message.model_dump(exclude_none=True)]
-    messages.append({"role": "tool", "content": "4", "tool_call_id": "call"})
-    stream = await client.chat.completions.create(
-        model="calc", messages=messages, tools=[TOOL], stream=True
-    )
-    text = [chunk.choices[0].delta.content or "" async for chunk in stream]
-    assert "".join(text) == "The result is 4."

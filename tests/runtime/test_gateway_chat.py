@@ -12,9 +12,8 @@ import orjson
 import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
-from cray_agents.errors import EngineError, EngineUnavailable
+from cray_agents.errors import EngineError
 from cray_agents.exact_json import sendable
-from cray_agents.messages import text_of
 from cray_agents.ports import EngineCall, SampledSequence
 from cray_agents.records import canonical
 from cray_agents.runtime.gateway.model_calls.admission import Admission
@@ -240,10 +239,6 @@ def test_the_record_holds_what_the_engine_is_sent(
         assert "{x" not in [item.get("arguments") for item in body["input"]]
 
 
-def test_parts_are_lines_wherever_they_become_a_text() -> None:
-    assert text_of({"content": PARTS}) == "A\nB"  # as vLLM joins them for a template of texts
-
-
 async def test_a_list_tells_what_a_foreign_client_asked_and_was_answered(
     gateway: Gateway,
 ) -> None:
@@ -284,14 +279,6 @@ async def test_a_pool_that_is_down_is_unavailable(tmp_path: Path) -> None:
         assert (down.value.status_code, down.value.code) == (503, "engine_unavailable")
         assert (await gateway.call("GET", "/health/ready"))[0] == 503
         assert (await gateway.call("GET", "/health"))[0] == 200
-
-
-async def test_an_engine_that_is_gone_for_a_moment_is_asked_again(tmp_path: Path) -> None:
-    async with served(tmp_path, ScriptedEngine([EngineUnavailable("gone"), "back"])) as gateway:
-        reply = await gateway.ask("hi")
-        assert (reply.status, reply.text) == (200, "back")
-        (call,) = gateway.calls(reply.run_id)
-        assert bytes(call.token_ids) == b"back"
 
 
 class Otherwise(ScriptedEngine):
@@ -374,49 +361,6 @@ async def test_a_client_that_leaves_ends_its_request(tmp_path: Path) -> None:
         assert gateway.store.runs() == []  # no token came
 
 
-async def test_a_client_that_leaves_the_queue_never_asks_the_engine(tmp_path: Path) -> None:
-    engine = Paced(lambda request: request["messages"][-1]["content"], pause=0.02)
-    async with served(tmp_path, engine, admission=Admission(1)) as gateway:
-        first = asyncio.create_task(gateway.ask("word " * 40, stream=True))
-        await until(lambda: engine.active)
-        waiting = [
-            asyncio.create_task(gateway.ask("never", stream=stream)) for stream in (False, True)
-        ]
-        await until(lambda: gateway.services.admission.waiting() == 2)
-        for task in waiting:
-            task.cancel()
-        await until(lambda: gateway.services.admission.waiting() == 0)
-        assert (await first).body.endswith(b"data: [DONE]\n\n")
-        assert len(engine.requests) == 1
-
-
-async def test_a_request_that_waits_through_a_promotion_gets_the_new_version(
-    tmp_path: Path,
-) -> None:
-    gate = asyncio.Event()
-
-    async def version_of(request: dict[str, Any], version: str) -> str:
-        await gate.wait()
-        return version
-
-    async with served(tmp_path, ScriptedEngine(version_of)) as gateway:
-        new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
-        await gateway.call("POST", "/v1/models/calc/versions", json=new)
-        first = asyncio.create_task(gateway.ask("first"))
-        await until(lambda: gateway.engine.requests)
-        body = {"version": 2}
-        promotion = asyncio.create_task(gateway.call("POST", "/v1/models/calc/promote", json=body))
-        await until(lambda: gateway.pool.status()[0]["state"] == "swapping")
-        waiting = asyncio.create_task(gateway.ask("waits"))
-        await until(lambda: gateway.services.admission.inside() == 2)
-        gate.set()
-        replies = [await first, await waiting]
-        assert (await promotion)[0] == 200
-        assert [reply.json["model"] for reply in replies] == ["calc@1", "calc@2"]
-        assert [reply.text for reply in replies] == ["calc@1", "calc@2"]
-        assert gateway.calls(replies[1].run_id)[0].model == "calc@2"
-
-
 async def test_a_swap_under_load_refuses_nobody(tmp_path: Path) -> None:
     engine = Paced(lambda request, version: version, pause=0.002, delay=0.02)
     admission = Admission(4, 4, swapping=lambda: gateway.pool.swapping)
@@ -446,31 +390,6 @@ async def test_a_swap_under_load_refuses_nobody(tmp_path: Path) -> None:
         assert {call.model for call in calls} == {"calc@1", "calc@2"}
         assert all(bytes(call.token_ids).decode() == call.model for call in calls)
         assert len(calls) == len(replies)
-
-
-async def test_who_comes_during_a_swap_waits_however_many_they_are(tmp_path: Path) -> None:
-    gate = asyncio.Event()
-
-    async def slow(request: dict[str, Any], version: str) -> str:
-        await gate.wait()
-        return version
-
-    admission = Admission(2, 2, swapping=lambda: gateway.pool.swapping)
-    async with served(tmp_path, ScriptedEngine(slow), admission=admission) as gateway:
-        new = {"checkpoint": str(checkpoint(tmp_path / "new", b"better"))}
-        await gateway.call("POST", "/v1/models/calc/versions", json=new)
-        first = asyncio.create_task(gateway.ask("who?"))
-        await until(lambda: gateway.engine.requests)
-        promote = gateway.call("POST", "/v1/models/calc/promote", json={"version": 2})
-        promotion = asyncio.create_task(promote)
-        await until(lambda: gateway.pool.swapping)
-        requests = [asyncio.create_task(gateway.ask("who?", stream=n % 2 == 0)) for n in range(12)]
-        await until(lambda: admission.waiting() == 11 or any(task.done() for task in requests))
-        gate.set()
-        replies = await asyncio.gather(*requests)
-        assert [reply.status for reply in replies] == [200] * 12
-        assert all(b'"calc@2"' in reply.body for reply in replies)
-        assert (await first).text == "calc@1" and (await promotion)[0] == 200
 
 
 async def test_the_queue_is_bounded_when_nothing_is_swapped(tmp_path: Path) -> None:

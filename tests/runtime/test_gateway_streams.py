@@ -1,7 +1,6 @@
 """Streams: the client's view, the record, and all ways to end."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -274,20 +273,6 @@ async def test_a_store_that_fails_in_mid_stream_ends_it_with_an_error(tmp_path: 
         assert b"one two " in b"".join(chunks) and DONE not in reply.body
         assert b'"finish_reason":"stop"' not in reply.body
         assert b'"code":"store_error"' in last and b"cannot write" in last
-
-
-@pytest.mark.slow
-async def test_hundreds_of_streams_and_answers_at_once(gateway: Gateway) -> None:
-    async def one(number: int) -> bytes:
-        path = f"/runs/run_{number}{CHAT}"
-        return (await gateway.ask(f"q {number}", path=path, stream=number % 2 == 0)).body
-
-    started = time.monotonic()
-    texts = await asyncio.gather(*(one(number) for number in range(400)))
-    assert time.monotonic() - started < 60
-    assert all(f"q {number}".encode() in text for number, text in enumerate(texts))
-    assert all(text.endswith(DONE) == (n % 2 == 0) for n, text in enumerate(texts))
-    assert len(gateway.store.runs()) == 400
 
 
 async def test_a_client_that_reads_slowly_holds_up_nobody(tmp_path: Path) -> None:

@@ -58,23 +58,6 @@ def test_visible_gpus_are_those_that_the_platform_may_use() -> None:
     assert visible_gpus(named, 8) == ["7", "GPU-5f", "MIG-9a", "2", "1"]
 
 
-def test_serving_is_placed_first_and_training_gets_the_rest() -> None:
-    placed = place_gpus(EIGHT, replicas=2, each=2, spares=1, training=None)
-    assert placed.replicas == (("0", "1"), ("2", "3"))
-    assert placed.training == ("4", "5", "6", "7") and placed.spares == ()
-    named = place_gpus(["7", "GPU-5f", "2"], replicas=2, training=None)
-    assert named == GpuPlacement((("7",), ("GPU-5f",)), (), ("2",))
-    assert str(named) == "replica 0 has GPU 7, replica 1 has GPU GPU-5f, training jobs have GPU 2"
-
-
-def test_spare_replicas_get_what_neither_takes() -> None:
-    placed = place_gpus(EIGHT, replicas=1, each=2, spares=3, training=2)
-    assert placed.spares == (("2", "3"), ("4", "5")) and placed.training == ("6", "7")
-    alone = place_gpus(EIGHT[:3], replicas=1, spares=1)
-    assert alone == GpuPlacement((("0",),), (("1",),), ())
-    assert str(alone).endswith("a spare replica may have GPU 1, training jobs have no GPU")
-
-
 @pytest.mark.slow
 @given(
     total=st.integers(0, 17),
@@ -107,38 +90,6 @@ def test_each_gpu_has_one_use_and_all_that_is_asked_is_given_or_refused(
     assert len(placed.training) == (left if training is None else training)
     idle = total - len(used)
     assert idle < each or len(placed.spares) == spares  # no spare is left out that would fit
-
-
-@pytest.mark.parametrize(
-    ("total", "asked", "said"),
-    [
-        (
-            1,
-            {"replicas": 1, "training": None},
-            "1 replica of 1 GPU and training on at least 1 GPU need 2 GPUs, and this host has "
-            "GPU 0. What fits: train_gpus = 'off', which trains on CPU cores; or a site's Slurm, "
-            "which trains on other nodes; or a host with 2 GPUs that CUDA_VISIBLE_DEVICES, if set, "
-            "names; or share_gpus = 'turns', by which they take turns on the same GPUs",
-        ),
-        (
-            4,
-            {"replicas": 2, "each": 2, "training": None},
-            "--replicas 1; or engine_args for at most 1 GPU a replica; or train_gpus = 'off'",
-        ),
-        (8, {"replicas": 1, "training": 8}, "train_gpus_per_node = 7; or train_gpus = 'off'"),
-        (
-            3,
-            {"replicas": 2, "each": 2},
-            "2 replicas of 2 GPUs each need 4 GPUs, and this host has GPUs 0, 1, 2. What fits: "
-            "--replicas 1; or engine_args for at most 1 GPU a replica; or a host with 4 GPUs",
-        ),
-        (0, {"replicas": 1}, "this host has no GPU. What fits: a host with 1 GPU that CUDA_VIS"),
-    ],
-)
-def test_a_refusal_says_what_fits(total: int, asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput) as refused:
-        place_gpus(EIGHT[:total], **asked)
-    assert said in str(refused.value)
 
 
 @given(

@@ -54,20 +54,6 @@ async def test_a_repeat_is_the_same_answer_byte_for_byte(
         assert sampled(gateway) == 1 and other.run_id != first.run_id
 
 
-async def test_a_client_reads_a_repeated_stream_as_the_first(tmp_path: Path) -> None:
-    async with served(tmp_path, counting()) as gateway:
-        streams = []
-        for _ in range(2):
-            stream = await gateway.client().chat.completions.create(
-                model="calc",
-                messages=[{"role": "user", "content": "hi"}],
-                stream=True,
-                extra_headers=KEY,
-            )
-            streams.append([chunk.model_dump() async for chunk in stream])
-        assert streams[0] == streams[1] and len(streams[0]) > 2
-
-
 async def test_another_request_under_the_same_key_is_refused(gateway: Gateway) -> None:
     await gateway.ask("hi", headers=KEY, temperature=0.5)
     different: list[tuple[str, Any]]

@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from cray_agents.cli import app
-from cray_agents.config import Config
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.paths import Home
 from cray_agents.runtime import fsck
@@ -25,9 +24,7 @@ from cray_agents.runtime.accounting.ledger import (
     keep_ledger,
     read_ledger,
 )
-from cray_agents.runtime.scheduler.gpu_placement import GpuPlacement, gpu_type
-from cray_agents.server.replica_devices import devices_of_replicas
-from cray_agents.trainers.job.launch import held_cores, holding_node
+from cray_agents.trainers.job.launch import holding_node
 from tests.support.scripted_pool import Mortal, ask, says_version, serving
 
 T = 1_000_000.0
@@ -176,28 +173,6 @@ def test_of_a_nodes_launchers_the_first_one_writes(
     (lines,) = read_ledger(home.ledger)
     assert [(each.event, each.node, each.attempt, each.cores) for each in lines] == [
         ("hold", "n7", 2, 6), ("leave", "n7", 2, 6)]  # fmt: skip
-
-
-def test_without_slurm_a_jobs_cores_are_its_ranks_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert held_cores(2) == 6
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert held_cores(2) == 2
-
-
-def test_replicas_on_the_cpu_have_their_threads_and_jobs_their_cores(tmp_path: Path) -> None:
-    config = Config(home=tmp_path, replica_cpus=6)
-    devices = devices_of_replicas(config, GpuPlacement(), 1, [3, 3])
-    assert [(each.gpus, each.cores) for each in devices] == [((), 3), ((), 3), ((), 6)]
-
-
-def test_the_type_of_a_gpu_is_slurms_name_of_its_model(tmp_path: Path) -> None:
-    assert gpu_type(tmp_path) == ""
-    about = tmp_path / "0000:01:00.0" / "information"
-    about.parent.mkdir()
-    about.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 1\n")
-    assert gpu_type(tmp_path) == "nvidia_h100_80gb_hbm3"
 
 
 def test_what_came_of_the_hours_adds_up_to_them(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ import pytest
 from cray_agents.errors import SchedulerError, SetupError
 from cray_agents.ports import Command
 from cray_agents.processes import start_time
-from cray_agents.runtime.scheduler.choose import open_scheduler
 from cray_agents.runtime.scheduler.local import LocalProcesses
+from tests.support.waiting import wait_until
 
 
 def command(folder: Path, script: str, name: str = "job") -> Command:
@@ -22,18 +21,14 @@ def command(folder: Path, script: str, name: str = "job") -> Command:
 
 
 def settle(scheduler: LocalProcesses, name: str = "job") -> str:
-    deadline = time.monotonic() + 60
-    while scheduler.status(name).state == "running" and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: scheduler.status(name).state != "running")
     return scheduler.status(name).state
 
 
 def started(folder: Path) -> int:
-    deadline = time.monotonic() + 60
-    while not (folder / "log").exists() or not (folder / "log").read_text().endswith("\n"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return int((folder / "log").read_text().split()[0])
+    log = folder / "log"
+    wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
+    return int(log.read_text().split()[0])
 
 
 def test_a_command_that_will_not_stop_is_killed(tmp_path: Path) -> None:
@@ -83,13 +78,6 @@ def test_a_directory_has_one_owner(tmp_path: Path) -> None:
         assert local.status("job").state == "unknown"
 
 
-def test_open_local_states_its_reason(tmp_path: Path) -> None:
-    with open_scheduler("local", tmp_path) as local:
-        assert isinstance(local, LocalProcesses)
-        assert (local.name, local.reason) == ("local", "local processes, as asked for")
-        assert os.getpgid(local.pid) != os.getpgid(0)  # out of a terminal's Ctrl-C
-
-
 # ---- GPUs: their number is told, and the commands print CUDA_VISIBLE_DEVICES
 SHOW = 'echo "$CUDA_VISIBLE_DEVICES" > {0}.gpus; while [ ! -e {0}.stop ]; do sleep 0.02; done'
 
@@ -102,11 +90,8 @@ def job(folder: Path, name: str, ranks: int) -> Command:
 
 def gpus_of(folder: Path, name: str) -> str:
     """The GPUs that a job sees, as soon as it has begun."""
-    deadline = time.monotonic() + 60
-    while not (folder / f"{name}.gpus").exists() or not (folder / f"{name}.gpus").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return (folder / f"{name}.gpus").read_text().strip()
+    seen = folder / f"{name}.gpus"
+    return wait_until(lambda: seen.exists() and seen.read_text()).strip()
 
 
 def stop(local: LocalProcesses, folder: Path, name: str) -> None:
@@ -154,17 +139,6 @@ def test_a_waiting_command_is_cancelled_at_once(tmp_path: Path) -> None:
         assert again.status("second").state == "cancelled"
 
 
-def test_without_gpus_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # the platform's own is not a job's
-    with LocalProcesses(tmp_path) as local:
-        for name in ("first", "second"):
-            local.submit(job(tmp_path, name, 2))
-            assert local.status(name).state == "running"
-        (tmp_path / "first.stop").touch()
-        assert settle(local, "first") == "succeeded"
-        assert (tmp_path / "first.gpus").read_text() == "\n"
-
-
 OWNER = """
 import sys, time
 from pathlib import Path
@@ -210,9 +184,7 @@ def test_a_killed_supervisor_frees_its_gpus(tmp_path: Path) -> None:
         local.submit(job(tmp_path, "second", 1))
         assert gpus_of(tmp_path, "first") == "0,1"
         os.kill(local.pid, 9)
-        deadline = time.monotonic() + 60
-        while local.status("second").state == "queued" and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: local.status("second").state != "queued")
         assert gpus_of(tmp_path, "second") == "0"
         assert local.status("first").state == "failed"
 

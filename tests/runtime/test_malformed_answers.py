@@ -281,29 +281,6 @@ async def test_a_request_goes_to_another_replica_where_one_takes_no_connection(
             await pool.stop()
 
 
-class Remote(InProcessEngine):
-    """An engine that may be gone."""
-
-    async def check_alive(self) -> None:
-        await self.engine.check_alive()  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow
-async def test_a_replica_that_takes_no_connection_is_silent(tmp_path: Path) -> None:
-    model = bare_model(tmp_path / "model")
-    async with answering(b'{"success": true}') as url:
-        host = Remote(VllmEngine(url, "m", "secret", timeout=600))
-        pool = Pool([host], silence_timeout=10)
-        await pool.start(model, "m@1", [])
-        with taking_no_connection() as gone:
-            host.engine, former = VllmEngine(gone, "m", "secret", timeout=600), host.engine
-            await until(lambda: pool.serving == 0)
-            assert "silence_timeout" in str(pool.status()[0])
-            host.engine = former
-            await until(lambda: pool.serving == 1)
-        await pool.stop()
-
-
 @pytest.mark.slow
 async def test_a_controller_that_takes_no_connection_is_none(tmp_path: Path) -> None:
     async with shared_site(tmp_path, gateways=0, replicas=1) as site:

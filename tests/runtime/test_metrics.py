@@ -13,7 +13,7 @@ from starlette.routing import Route
 from cray_agents.runtime.gateway.http.metrics import GONE, MOST_CODES, Metrics
 from cray_agents.runtime.gateway.model_calls.admission import Admission
 from cray_agents.runtime.telemetry.call_metrics import OTHER
-from tests.support.gateway_with_keys import TOKEN, Site, site_at
+from tests.support.gateway_with_keys import Site, site_at
 
 
 async def broken(request: Request) -> Response:
@@ -102,22 +102,6 @@ async def test_how_things_stand(tmp_path: Path) -> None:
         assert (await scrape(site))[("cray_admission_requests", "batch", "waiting")] == 0
 
 
-async def test_what_others_tell(site: Site) -> None:
-    metrics = site.services.metrics
-    metrics.recorded(prompt=10, sampled=4)
-    metrics.recorded(prompt=5, sampled=0, calls=2)
-    metrics.swapped(0.2, True)
-    metrics.swapped(7.0, False)
-    metrics.error("engine_unavailable")
-    found = await scrape(site)
-    assert found[("cray_calls_recorded_total",)] == 3
-    assert found[("cray_tokens_total", "prompt")] == 15
-    assert found[("cray_tokens_total", "sampled")] == 4
-    assert found[("cray_swap_seconds_count", "done")] == 1
-    assert found[("cray_swap_seconds_sum", "failed")] == 7
-    assert found[("cray_errors_total", "engine_unavailable")] == 1
-
-
 async def test_error_codes_are_bounded() -> None:
     metrics = Metrics()
     for number in range(3 * MOST_CODES):
@@ -129,14 +113,6 @@ async def test_error_codes_are_bounded() -> None:
     assert totals["code-0"] == 2 and totals[OTHER] == 2 * MOST_CODES
 
 
-async def test_two_gateways_count_apart(site: Site, tmp_path: Path) -> None:
-    async with site_at(tmp_path / "other") as other:
-        await site.call("GET", "/v1/models")
-        key = ("cray_requests_total", "GET", "/v1/models", "2xx")
-        assert key in await scrape(site)
-        assert key not in await scrape(other)
-
-
 async def test_formats(site: Site) -> None:
     for accept, kind in (
         ("*/*", "text/plain"),
@@ -145,12 +121,6 @@ async def test_formats(site: Site) -> None:
         async with site.http.get(f"{site.url}/metrics", headers={"accept": accept}) as response:
             assert response.headers["content-type"].startswith(kind.partition(";")[0])
             assert ("# EOF" in await response.text()) is ("openmetrics" in kind)
-
-
-async def test_a_key_is_needed_where_keys_are(tmp_path: Path) -> None:
-    async with site_at(tmp_path, api_keys="required") as site:
-        assert (await site.call("GET", "/metrics"))[0] == 401
-        assert await scrape(site, authorization=f"Bearer {TOKEN}")
 
 
 async def test_a_client_that_leaves_is_counted(tmp_path: Path) -> None:

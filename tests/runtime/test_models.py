@@ -4,28 +4,19 @@ import asyncio
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from cray_agents.cli import main
 from cray_agents.engines.scripted import ScriptedEngine
+from tests.support.command_line import claimed, cli
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Gateway, checkpoint, served
 from tests.support.scripted_platform import PROBE
 from tests.support.scripted_trainer import ScriptedTrainer
-
-
-class Done(NamedTuple):
-    """How a command ended, and what it printed."""
-
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture
@@ -49,24 +40,6 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
             made = {"checkpoint": job["checkpoint"]}
             await gateway.call("POST", "/v1/models/calc/versions", json=made)
         yield gateway
-
-
-def command(gateway: Gateway, screen: pytest.CaptureFixture[str], *words: str) -> Done:
-    """A `models` command in this process; the platform is found by its file under the home."""
-    home = gateway.services.home
-    argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
-    words = ("cray-agents", "models", *words, "--home", str(home.root))
-    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:  # it is looked for by this
-        info = {"url": gateway.url, "name": "calc", "started": 0.0, "pid": process.pid}
-        home.platform.write_text(json.dumps(info))
-        try:
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-                patch.setattr(sys, "argv", list(words))
-                main()
-        finally:
-            process.kill()
-    out, err = screen.readouterr()
-    return Done(int(ended.value.code or 0), out, err)
 
 
 async def test_a_rollback_serves_what_was_served_before(gateway: Gateway) -> None:
@@ -137,27 +110,34 @@ async def test_lineage_leads_both_ways(gateway: Gateway, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-async def test_the_commands(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
-    async def models(*words: str) -> Done:
-        return await asyncio.to_thread(command, gateway, capsys, *words)
+async def test_the_commands(gateway: Gateway, tmp_path: Path) -> None:
+    home = gateway.services.home
+
+    async def models(*words: str) -> "subprocess.CompletedProcess[str]":
+        def run() -> "subprocess.CompletedProcess[str]":
+            with claimed(home, gateway.url, "calc"):
+                return cli("models", *words, "--home", home.root, cwd=tmp_path)
+
+        return await asyncio.to_thread(run)
 
     said = await models("promote", "calc@2", "--who", "me", "--reason", "0.5 -> 0.9")
-    assert said == (0, "calc@2 promoted by me: 0.5 -> 0.9; calc means calc@2 now\n", "")
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout == "calc@2 promoted by me: 0.5 -> 0.9; calc means calc@2 now\n"
     assert (await gateway.ask("hi")).text == "calc@2"
-    assert (await models("reject", "calc@3", "--who", "me")).out == "calc@3 rejected by me\n"
+    assert (await models("reject", "calc@3", "--who", "me")).stdout == "calc@3 rejected by me\n"
     said = await models("rollback", "calc", "--who", "me", "--reason", "slow")
-    assert said.out == "calc rolled back by me: slow; calc means calc@1 now\n"
+    assert said.stdout == "calc rolled back by me: slow; calc means calc@1 now\n"
     said = await models("rollback", "calc", "--to", "3")
-    assert said.code == 2 and "never was promoted" in said.err
-    assert (await models("promote", "calc")).code == 2
+    assert said.returncode == 2 and "never was promoted" in said.stderr
+    assert (await models("promote", "calc")).returncode == 2
     said = await models("canary", "calc@3", "--share", "0.3", "--who", "me")
-    assert said.out == "calc@3 canary started by me\n"
-    shown = json.loads((await models("canary", "calc")).out)
+    assert said.stdout == "calc@3 canary started by me\n"
+    shown = json.loads((await models("canary", "calc")).stdout)
     assert (shown["version"], shown["numbers"]["share"], shown["seen"]["limit"]) == (3, 0.3, 40)
     said = await models("canary", "calc", "--stop", "--who", "me", "--reason", "enough")
-    assert said.out == "calc@3 canary ended by me: enough\n"
+    assert said.stdout == "calc@3 canary ended by me: enough\n"
 
-    rows = json.loads((await models("list", "--json")).out)
+    rows = json.loads((await models("list", "--json")).stdout)
     assert [(row["id"], row["promoted"], row["last"]) for row in rows] == [
         ("calc@1", True, "rolled_back_to"),
         ("calc@2", False, "rolled_back_from"),
@@ -165,11 +145,11 @@ async def test_the_commands(gateway: Gateway, capsys: pytest.CaptureFixture[str]
     ]
     held = {row["id"]: row["replicas"] for row in rows}
     assert held["calc@1"] == len(gateway.services.pool.status()) and sum(held.values()) >= 1
-    events = json.loads((await models("show", "calc", "--json")).out)["history"]
+    events = json.loads((await models("show", "calc", "--json")).stdout)["history"]
     assert [event["number"] for event in events] == [1, 2, 3, 4, 5, 6]
-    tree = (await models("show", "calc")).out.splitlines()
+    tree = (await models("show", "calc")).stdout.splitlines()
     assert [line.split("calc@")[0] for line in tree[:3]] == ["", "└── ", "    └── "]
     assert "canary ended" in tree[-1] or "enough" in tree[-1]
     assert "promoted" in tree[0] and "ds-2 of 7 runs" in tree[2]
-    kin = json.loads((await models("show", "calc@3", "--json")).out)["lineage"]
+    kin = json.loads((await models("show", "calc@3", "--json")).stdout)["lineage"]
     assert [one["id"] for one in kin] == ["calc@1", "calc@2", "calc@3"]

@@ -287,27 +287,6 @@ async def test_a_stream_is_asked_for_again_only_before_its_first_event(
         assert pool.status()[0]["in_flight"] == 0
 
 
-async def test_who_stops_reading_ends_the_request_and_gives_the_place_back(tmp_path: Path) -> None:
-    async with serving(tmp_path, InProcessEngine(ScriptedEngine(["one two three four"]))) as pool:
-        stream = exchange(stream=True)
-        async with aclosing(pool.answer("m@1", stream)) as pieces:
-            async for _ in pieces:
-                assert pool.status()[0]["in_flight"] == 1
-                if stream.samples[0].token_ids:
-                    break
-        assert pool.status()[0]["in_flight"] == 0
-        assert 0 < len(stream.samples[0].token_ids) < 18
-
-
-async def test_an_engine_error_goes_through_as_it_is(tmp_path: Path) -> None:
-    engine = ScriptedEngine([EngineError("too hot", status=400, param="temperature")])
-    async with serving(tmp_path, InProcessEngine(engine)) as pool:
-        with pytest.raises(EngineError, match="too hot") as caught:
-            await ask(pool, "m@1")
-        assert (caught.value.status, caught.value.param) == (400, "temperature")
-        assert pool.status()[0]["in_flight"] == 0
-
-
 async def test_a_swap_outlives_its_caller(tmp_path: Path) -> None:
     go = asyncio.Event()
 
@@ -346,12 +325,6 @@ async def test_a_replica_killed_in_its_first_start_is_started_again(tmp_path: Pa
         assert pool.ready
         assert await ask(pool, "m@1") == "m@1"
     assert host.starts == 3
-
-
-async def test_a_replica_that_never_comes_up_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(EngineUnavailable, match="ended while starting"):
-        async with serving(tmp_path, Stillborn(ScriptedEngine(says_version), deaths=9)):
-            pass
 
 
 class Fatal(Mortal):

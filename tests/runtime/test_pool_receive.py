@@ -62,12 +62,6 @@ async def test_what_is_staged_takes_no_other_replica(tmp_path: Path) -> None:
         assert one.loaded == ["m@1", "m@3"] and states(pool) == ["serving"] * 3
 
 
-async def test_a_job_that_offers_nothing_changes_nothing(tmp_path: Path) -> None:
-    async with serving(tmp_path, one := host()) as pool:
-        assert not await pool.receive("another", displace=True)
-        assert states(pool) == ["serving"] and one.engine.received == []
-
-
 async def test_the_last_replica_of_a_version_is_taken_by_displacing_alone(tmp_path: Path) -> None:
     async with serving(tmp_path, host()) as pool:
         with pytest.raises(PoolBusy, match="no replica can be spared"):
@@ -141,17 +135,3 @@ async def test_weights_that_are_not_proven_are_never_served(tmp_path: Path) -> N
         with pytest.raises(SwapError, match=r"m@2 could not be proven in 3 tries.*m@1"):
             await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(3))
         assert await ask(pool, "m@1") == "m@1" and not pool.serves("m@2")
-
-
-async def test_a_transfer_that_fails_half_way_leaves_the_former_version(tmp_path: Path) -> None:
-    class Torn(ScriptedEngine):
-        async def receive(self, job: str, like: Path) -> None:
-            await super().receive(job, like)
-            raise SwapError("rank 1 hung up")
-
-    one = Mortal(Torn(says_version))
-    one.engine.offered = {JOB}
-    async with serving(tmp_path, one) as pool:
-        with pytest.raises(SwapError, match=r"rank 1 hung up. m@1 was loaded again"):
-            await pool.receive(JOB, displace=True)
-        assert states(pool) == ["serving"] and await ask(pool, "m@1") == "m@1"

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from cray_agents.ports import EngineCall
 from cray_agents.records import ProbePrompt, ProbeReport
 from cray_agents.runtime.pool import upkeep
 from cray_agents.runtime.pool.pool import Pool, SwapMode
-from cray_agents.runtime.pool.rolling_swap import most_away
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_gateway import Paced, echo, served
 from tests.support.scripted_pool import (
@@ -132,32 +130,6 @@ async def test_a_spare_that_is_broken_is_passed_over(tmp_path: Path) -> None:
         assert pool.serves("m@1") and pool.serves("m@2")
 
 
-async def test_one_replica_serves_at_any_time_of_a_roll(tmp_path: Path) -> None:
-    hosts = residents(3)
-    async with serving(tmp_path, *hosts) as pool:
-        seen = []
-
-        def watched(engine: ScriptedEngine) -> Any:
-            load = engine.load
-
-            async def watch(
-                directory: Path, version: str, *, keep: bool = False
-            ) -> dict[str, float]:
-                seen.append([state for _, state in versions_and_states(pool)].count("serving"))
-                return await load(directory, version, keep=keep)
-
-            return watch
-
-        for host in hosts:
-            host.engine.load = watched(host.engine)  # type: ignore[method-assign, arg-type]
-        # a promotion: staged, then the name means it, then the rest
-        await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(2))
-        assert pool.serves("m@2") and pool.serves("m@1")
-        report = await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
-        assert report.passed and versions_and_states(pool) == [("m@2", "serving")] * 3
-        assert seen == [2, 2, 2], "the one that held it was left alone"
-
-
 class Held(Mortal):
     """Waits in its engine's load of a later version, until it is let go."""
 
@@ -212,21 +184,6 @@ async def test_a_share_of_the_replicas_changes_at_once_after_a_first_proof(tmp_p
             host.go.set()
         assert (await swap).passed
         assert began == list("abcdefgh") and versions_and_states(pool) == [("m@2", "serving")] * 8
-
-
-@pytest.mark.parametrize(
-    ("replicas", "share", "keep", "most"),
-    [
-        (1, 1.0, False, 1),
-        (3, 0.25, False, 1),
-        (4, 1.0, False, 3),
-        (4, 1.0, True, 4),
-        (8, 0.25, False, 2),
-        (100, 0.29, True, 29),
-    ],
-)
-def test_how_many_may_be_away(replicas: int, share: float, keep: bool, most: int) -> None:
-    assert most_away(replicas, share, keep=keep) == most
 
 
 async def test_the_last_replica_that_serves_stays_until_another_is_back(tmp_path: Path) -> None:
@@ -327,17 +284,6 @@ async def test_if_none_can_prove_it_all_serve_what_they_served(tmp_path: Path) -
             await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert versions_and_states(pool) == [("m@1", "serving")] * 2
         assert all(host.engine.loaded.count("m@2") == 3 for host in hosts)
-
-
-async def test_busy_seconds_count_time_with_a_request_in_flight(tmp_path: Path) -> None:
-    async with serving(tmp_path, *residents(1, delay=0.02)) as pool:
-        assert pool.status()[0]["busy_seconds"] == 0.0
-        begun = time.monotonic()
-        await asyncio.gather(*(ask(pool, "m@1") for _ in range(8)))
-        wall = time.monotonic() - begun
-        busy = pool.status()[0]["busy_seconds"]
-        assert 0 < busy <= wall, "what goes on side by side is counted once"
-        assert pool.status()[0]["busy_seconds"] == busy
 
 
 class Spoken(ScriptedEngine):

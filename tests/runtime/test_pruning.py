@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.retention import Prunable, find_set_aside, prune
 from cray_agents.training_commands import Publish, Save, TrainingCommand
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
-from tests.support.command_line import cli
+from tests.support.command_line import claimed, cli
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.killable_loop import KINDS, echo, shape, site_loop
 from tests.support.scripted_gateway import checkpoint, served
@@ -411,23 +411,8 @@ def test_a_loop_beside_which_it_is_pruned_all_the_while_ends_the_same(
     assert any(each.weights for each in found) and any(each.points for each in found)
 
 
-@pytest.fixture
-def claimed(tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """Writes down where the platform of the home is, under the pid of a process that lives."""
-    argv = [sys.executable, "-c", "import sys; sys.stdin.read()", "cray"]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
-
-        def write(url: str) -> None:
-            info = {"url": url, "name": "calc", "started": 0.0, "pid": process.pid}
-            Home(tmp_path / "home").platform.write_text(json.dumps(info))
-
-        yield write
-
-
 @pytest.mark.slow
-async def test_the_command_beside_a_platform(
-    tmp_path: Path, claimed: Callable[[str], None]
-) -> None:
+async def test_the_command_beside_a_platform(tmp_path: Path) -> None:
     site = Site(tmp_path)
     row(site, 5)
     engines = [ScriptedEngine(lambda request, version: version) for _ in range(2)]
@@ -436,34 +421,35 @@ async def test_the_command_beside_a_platform(
         home = str(site.home.root)
         return await asyncio.to_thread(partial(cli, *words, "--home", home, cwd=tmp_path))
 
-    async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
-        claimed(gateway.url)
-        assert (await gateway.call("POST", "/v1/models/calc/versions/3/stage"))[0] == 200
-        dry = json.loads(
-            (await command("maintain", "prune", "models", "calc", "--dry-run", "--json")).stdout
-        )
-        assert dry["weights"].keys() == {"calc@2", "calc@4"} and dry["dry_run"]
-        assert dry["kept"]["calc@3"] == "a replica holds it"
-        done = await command("maintain", "prune", "models", "calc")
-        assert done.returncode == 0 and "calc@3 stays: a replica holds it" in done.stdout
-        assert "given back" in done.stdout and site.left == [1, 3, 5]
-        reason = "removed by `cray-agents maintain prune models`"
-        for path, body in (
-            ("calc/versions/2/stage", {}),
-            ("calc/promote", {"version": 2}),
-            ("calc/rollback", {"to": 2, "force": True}),
-        ):
-            status, refused = await gateway.call("POST", f"/v1/models/{path}", json=body)
-            assert status == 404 and reason in refused["error"]["message"], path
-        site.home.dataset("ds").mkdir()
-        job = {"dataset": "ds", "parent": "calc@2", "hyperparameters": {"steps": 1}}
-        status, refused = await gateway.call("POST", "/v1/jobs", json=job)
-        assert (status, refused["error"]["param"]) == (404, "parent")
-        assert reason in refused["error"]["message"]
-        assert (await gateway.ask("hi")).text == "calc@1"
-        rows = json.loads((await command("models", "list", "--json")).stdout)
-        assert [row["id"] for row in rows if not row["weights"]] == ["calc@2", "calc@4"]
-        shown = json.loads((await command("models", "show", "calc@2", "--json")).stdout)
-        assert shown["manifest"]["metrics"]["steps"] == 2 and not shown["weights"]
-    done = await command("maintain", "prune", "models")
-    assert done.returncode == 2 and "try again in a moment" in " ".join(done.stderr.split())
+    with ExitStack() as stack:
+        async with served(tmp_path, engines[0], others=[InProcessEngine(engines[1])]) as gateway:
+            stack.enter_context(claimed(site.home, gateway.url, "calc"))
+            assert (await gateway.call("POST", "/v1/models/calc/versions/3/stage"))[0] == 200
+            dry = json.loads(
+                (await command("maintain", "prune", "models", "calc", "--dry-run", "--json")).stdout
+            )
+            assert dry["weights"].keys() == {"calc@2", "calc@4"} and dry["dry_run"]
+            assert dry["kept"]["calc@3"] == "a replica holds it"
+            done = await command("maintain", "prune", "models", "calc")
+            assert done.returncode == 0 and "calc@3 stays: a replica holds it" in done.stdout
+            assert "given back" in done.stdout and site.left == [1, 3, 5]
+            reason = "removed by `cray-agents maintain prune models`"
+            for path, body in (
+                ("calc/versions/2/stage", {}),
+                ("calc/promote", {"version": 2}),
+                ("calc/rollback", {"to": 2, "force": True}),
+            ):
+                status, refused = await gateway.call("POST", f"/v1/models/{path}", json=body)
+                assert status == 404 and reason in refused["error"]["message"], path
+            site.home.dataset("ds").mkdir()
+            job = {"dataset": "ds", "parent": "calc@2", "hyperparameters": {"steps": 1}}
+            status, refused = await gateway.call("POST", "/v1/jobs", json=job)
+            assert (status, refused["error"]["param"]) == (404, "parent")
+            assert reason in refused["error"]["message"]
+            assert (await gateway.ask("hi")).text == "calc@1"
+            rows = json.loads((await command("models", "list", "--json")).stdout)
+            assert [row["id"] for row in rows if not row["weights"]] == ["calc@2", "calc@4"]
+            shown = json.loads((await command("models", "show", "calc@2", "--json")).stdout)
+            assert shown["manifest"]["metrics"]["steps"] == 2 and not shown["weights"]
+        done = await command("maintain", "prune", "models")
+        assert done.returncode == 2 and "try again in a moment" in " ".join(done.stderr.split())

@@ -117,17 +117,6 @@ async def test_a_replica_receives_weights_for_a_holder_until_a_request_needs_it(
         assert made.received == ["job-1"] and versions_on(gateway) == ["calc@1"]
 
 
-async def test_received_weights_give_way_when_their_holder_dies(tmp_path: Path) -> None:
-    async with served(tmp_path, made := engine()) as gateway:
-        made.offered = {"job-1"}
-        gateway.services.home.job("job-1").mkdir(parents=True)
-        dying = {**FORCED, "seconds": 0.2}
-        status, _ = await gateway.call("POST", "/v1/jobs/job-1/receive", json=dying)
-        assert status == 200
-        await until(lambda: gateway.pool.serves("calc@1"))
-        assert made.loaded == ["calc@1", "calc@1"]
-
-
 @pytest.mark.slow
 async def test_a_holder_that_says_it_lives_keeps_what_it_staged(tmp_path: Path) -> None:
     async with served(tmp_path, engine()) as gateway:

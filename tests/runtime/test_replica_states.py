@@ -10,7 +10,6 @@ import pytest
 from cray_agents.engines.scripted import ScriptedEngine
 from cray_agents.errors import CrayError, EngineUnavailable, PoolBusy
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
-from cray_agents.runtime.pool import replica
 from cray_agents.runtime.pool.golden_probe import LoadedVersion
 from cray_agents.runtime.pool.pool import PoolReplica
 from cray_agents.runtime.pool.published_replicas import State
@@ -217,14 +216,3 @@ async def test_no_other_transition_is_taken(site: Site) -> None:
         with pytest.raises(RuntimeError, match=f"{state}' cannot take '{event}"):
             site.take(event)
         assert site.state == state
-
-
-def test_the_table_of_the_docstring_is_that_of_the_code() -> None:
-    table: dict[str, tuple[list[str], str]] = {}
-    event = ""
-    for line in str(replica.__doc__).partition("because\n")[2].partition("\n\n")[0].splitlines():
-        event = line[4:15].strip() or event
-        states, new = table.get(event, ([], line[58:68].strip()))
-        table[event] = [*states, *line[15:58].split()], new
-    table["close"] = [*get_args(State)], table["close"][1]
-    assert table == {event: (s.split(), new) for event, (s, new) in TRANSITIONS.items()}

@@ -4,8 +4,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
@@ -72,21 +70,6 @@ async def test_a_run_is_leased_once_and_its_end_recorded_once(tmp_path: Path) ->
     assert [len(call.token_ids) > 0 for call in run.calls] == [True]
     assert run.output == "1 + 1" and run.rewards[0].source == "environment"
     assert {row["environment"]: row["queued"] for row in rows} == {"sums": 0, "x": 0}
-
-
-@pytest.mark.slow
-async def test_a_worker_that_is_silent_has_failed_its_run(tmp_path: Path) -> None:
-    async with served(tmp_path) as gateway:
-        await post(gateway, "", SPEC)
-        leased = (await post(gateway, "/lease", {**WORKER, "seconds": 1}))["rollout"]
-        await ask_model(gateway)
-        status, answer = await gateway.call("GET", f"{PATH}/run_1?wait=60")
-        assert (status, answer["state"]) == (200, "done")
-        late = {"lease": leased["lease"], "rewards": [{"name": "right", "value": 1}]}
-        assert (await refused(gateway, "/run_1/result", late))[1] == "lease_lost"
-        run = stored(gateway)
-    assert (run.error.type, run.error.infrastructure, run.reward) == ("WorkerLost", True, None)
-    assert len(run.calls) == 1
 
 
 async def test_a_lease_ends_though_nobody_waits_for_its_run(tmp_path: Path) -> None:

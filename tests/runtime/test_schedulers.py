@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from cray_agents.ports import Command, CommandStatus, Scheduler
 from cray_agents.processes import start_time
 from cray_agents.runtime.scheduler.choose import missing_programs, open_scheduler
 from cray_agents.runtime.scheduler.supervisor import descendants
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -26,15 +26,8 @@ def need(kind: str) -> None:
         pytest.skip(f"Slurm is not installed: {missing}")
 
 
-def until(ready: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def end_of(scheduler: Scheduler, name: str) -> CommandStatus:
-    until(lambda: scheduler.status(name).state not in ("queued", "running"))
+    wait_until(lambda: scheduler.status(name).state not in ("queued", "running"))
     return scheduler.status(name)
 
 
@@ -91,7 +84,7 @@ def test_failure_has_its_exit_code_and_the_name_can_be_queued_anew(scheduler, sh
 def test_a_live_name_is_not_queued_twice(scheduler, shell) -> None:
     command = shell("echo once; sleep 1")
     assert scheduler.submit(command) == scheduler.submit(command)
-    until(lambda: "once" in text_of(command))
+    wait_until(lambda: "once" in text_of(command))
     assert scheduler.submit(command) == scheduler.status(command.name).id
     assert end_of(scheduler, command.name).state == "succeeded"
     assert text_of(command) == "once\n"
@@ -101,7 +94,7 @@ def test_cancel_asks_first_and_stays_cancelled(scheduler, shell) -> None:
     script = "trap 'echo asked; exit 0' TERM; echo $$; while :; do sleep 0.05; done"
     command = shell(script)
     scheduler.submit(command)
-    until(lambda: bool(text_of(command)))
+    wait_until(lambda: bool(text_of(command)))
     scheduler.cancel(command.name)
     assert end_of(scheduler, command.name).state == "cancelled"
     assert "asked" in text_of(command)
@@ -113,7 +106,7 @@ def test_cancel_asks_first_and_stays_cancelled(scheduler, shell) -> None:
 def test_a_killed_process_is_a_failed_command(scheduler, shell) -> None:
     command = shell("echo $$; exec sleep 60")
     scheduler.submit(command)
-    until(lambda: bool(text_of(command)))
+    wait_until(lambda: bool(text_of(command)))
     os.kill(int(text_of(command)), 9)
     status = end_of(scheduler, command.name)
     assert (status.state, status.exit_code) == ("failed", 137)
@@ -158,11 +151,11 @@ def test_nothing_outlives_a_killed_owner(kind: Any, tmp_path: Path, shell) -> No
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout
         first, supervisor = owner.stdout.readline().split()
-        until(lambda: "up" in text_of(command))
+        wait_until(lambda: "up" in text_of(command))
         kept = [int(supervisor), *descendants(int(supervisor))]
         assert len(kept) >= (7 if kind == "slurm" else 3)
         owner.kill()
-    until(lambda: all(start_time(pid) is None for pid in kept), 2.0)
+    wait_until(lambda: all(start_time(pid) is None for pid in kept), seconds=2.0)
     with open_scheduler(kind, home) as again:
         # Known as failed; or, where the controller had not saved that it ran, tried once more
         # and refused by its claim. Either way it never runs a second time by itself.
@@ -181,7 +174,7 @@ def test_a_killed_supervisor_takes_no_job_into_limbo(kind: Any, tmp_path: Path, 
     with open_scheduler(kind, tmp_path / "slurm") as opened:
         command = shell("setsid sleep 61 & echo up $$; sleep 60", name="job")
         first = opened.submit(command)
-        until(lambda: "up" in text_of(command))
+        wait_until(lambda: "up" in text_of(command))
         supervisor = opened.cluster.pid if kind == "slurm" else opened.pid
         kept = descendants(supervisor)
         os.kill(supervisor, 9)
@@ -190,4 +183,4 @@ def test_a_killed_supervisor_takes_no_job_into_limbo(kind: Any, tmp_path: Path, 
         assert second != first
         assert end_of(opened, "job").state == "succeeded"
         assert text_of(command).count("up") == 1
-        until(lambda: all(start_time(pid) is None for pid in kept), 10.0)
+        wait_until(lambda: all(start_time(pid) is None for pid in kept), seconds=10.0)

@@ -9,7 +9,7 @@ import pytest
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, ConfigError
 from cray_agents.runtime.pool.serving_plan import ServedModel, ServingDevice, plan_serving
-from cray_agents.runtime.pool.vllm_process import EngineSettings, command
+from cray_agents.runtime.pool.vllm_process import EngineSettings
 from cray_agents.server.platform_process import ReplicaCount
 from cray_agents.server.replica_devices import cpu_has_bfloat16, serving_device
 
@@ -83,11 +83,6 @@ def test_what_is_set_is_taken_and_said() -> None:
     assert "threads has no effect" in on_gpu and "kv_cache_gib" not in on_gpu
 
 
-def test_weights_stored_in_float32_are_not_rounded_on_a_cpu() -> None:
-    exact = ServedModel("exact", 400_000_000, "float32", 2048, 1000)
-    assert plan_serving(Config(), exact, LAPTOP)[0].dtype == "float32"
-
-
 def test_a_model_is_read_as_far_as_its_config_says(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
     assert ServedModel.of("m", tmp_path) == ServedModel("m", 1000)
@@ -116,14 +111,6 @@ def test_replicas_of_a_host_share_its_cores_and_memory(tmp_path: Path) -> None:
     for flags, fast in (("avx2 avx512_bf16", True), ("fpu amx_bf16 x", True), ("avx2", False)):
         cpuinfo.write_text(f"model name\t: x\nflags\t\t: {flags}\n")
         assert cpu_has_bfloat16(cpuinfo) is fast
-
-
-def test_vllm_gets_what_was_chosen() -> None:
-    def line(**settings: Any) -> str:
-        return " ".join(command(Path("/m"), ("m",), EngineSettings(**settings)))
-
-    assert "--max-model-len auto --max-num-seqs 7" in line(max_model_len=0, max_num_seqs=7)
-    assert "--dtype bfloat16 --max-model-len 99" in line(dtype="bfloat16", max_model_len=99)
 
 
 @pytest.mark.parametrize(

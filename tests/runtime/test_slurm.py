@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,65 +28,9 @@ from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.site_environment import with_shared_root
 from cray_agents.runtime.scheduler.slurm import NodeRoom, Slurm, read_node
 from cray_agents.runtime.scheduler.supervisor import descendants
+from tests.support.waiting import wait_until
 
 slurm = pytest.mark.slurm
-GOLDEN = """\
-#!/bin/bash
-#SBATCH --job-name=train-1
-#SBATCH --nodes=2
-#SBATCH --ntasks=4
-#SBATCH --ntasks-per-node=2
-#SBATCH --cpus-per-task=3
-#SBATCH --gpus-per-node=2
-#SBATCH --time=90
-#SBATCH --signal=TERM@60
-#SBATCH --chdir="/home/me/my work"
-#SBATCH --output="/logs/50%%.txt"
-#SBATCH --open-mode=append
-#SBATCH --no-requeue
-#SBATCH --partition=gpu
-#SBATCH --comment="a b"
-
-export A='it'"'"'s'
-export B=2
-export NCCL_DEBUG=WARN
-ledger=/home/ledger/train-1
-claim="$ledger/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
-if ! (set -o noclobber; : > "$claim.started") 2> /dev/null; then
-    echo "job $SLURM_JOB_ID was started before: refused" >&2
-    exit 75
-fi
-end() {
-    echo "$1" > "$claim.draft" && mv "$claim.draft" "$claim.ended"
-    exit "$1"
-}
-export RANKS_START="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$(date +%s%N)"
-again=
-trap again=1 TERM
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=6 --cpu-bind=cores \
---quiet --kill-on-bad-exit=1 --export=ALL python -m train 'a b' &
-child=$!
-wait "$child"
-code=$?
-while [ -n "$again" ]; do
-    again=
-    wait "$child"
-    code=$?
-done
-[ "$code" -ge 0 ] || code=143  # bash forgets the code of a child that the same SIGTERM ended
-end "$code"
-"""
-#: A private cluster's: each task takes the lock, and names its GPUs by their ids.
-GOLDEN_TASK = """\
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=6 --quiet --kill-on-bad-exit=1 \
---export=ALL /bin/bash -c 'exec 9> /run/train-1.lock
-flock --shared --timeout 20 9 || exit 75
-gpus=(0 GPU-5)
-ids=()
-for number in ${CUDA_VISIBLE_DEVICES//,/ }; do ids+=("${gpus[number]}"); done
-export CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${ids[*]}")"
-exec "$@"' task python -m train 'a b' &
-"""
 BARE = JobSettings(inherit=[])
 
 
@@ -109,15 +52,8 @@ def command(folder: Path, script: str, name: str = "job", **options: object) -> 
     )
 
 
-def until(ready: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def end_of(scheduler: Slurm | LocalProcesses, name: str = "job") -> CommandStatus:
-    until(lambda: scheduler.status(name).state not in ("queued", "running"))
+    wait_until(lambda: scheduler.status(name).state not in ("queued", "running"))
     return scheduler.status(name)
 
 
@@ -135,23 +71,17 @@ TRAIN = Command(
 )
 
 
-def test_the_batch_script_is_golden() -> None:
-    own = TRAIN.model_copy(update={"slurm_options": ["--comment=a b"]})
-    ledger, options = Path("/home/ledger/train-1"), ["--partition=gpu"]
-    assert batch_script(own, ledger, settings=BARE, options=options) == GOLDEN
-    private = batch_script(own, ledger, Path("/run/train-1.lock"), ["0", "GPU-5"], BARE)
-    assert GOLDEN_TASK in private and "flock --shared 9\n" in private
-    plain = batch_script(TRAIN.model_copy(update={"nodes": 1, "minutes": None}), Path("/l"))
-    assert "\nsrun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=12 " in plain
-    assert "--signal=TERM@60\n" in plain  # the partition may have a limit
-    assert not any(word in plain for word in ("--time", "flock", "module"))
-    for wrong, said in (
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
         ({"ranks": 3}, "divide"),
         ({"environment": {"A;B": "1"}}, "environment"),
         ({"log": "/a\nb"}, "line break"),
-    ):
-        with pytest.raises(SchedulerError, match=said):
-            batch_script(TRAIN.model_copy(update=wrong), Path("/l"))
+    ],
+)
+def test_what_no_script_can_say_is_refused(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(SchedulerError, match=said):
+        batch_script(TRAIN.model_copy(update=wrong), Path("/l"))
 
 
 @pytest.mark.parametrize(
@@ -266,18 +196,6 @@ def test_what_the_script_sets_is_no_sites_to_set() -> None:
     assert {option.partition("=")[0] for option in options} <= set(SLURM_OWN)
 
 
-def test_the_same_job_of_two_roots_has_two_names(tmp_path: Path) -> None:
-    names = {Slurm(tmp_path, root=root).job_name("job-1") for root in ("root_a", "root_b", "")}
-    assert len(names) == 3 and "job-1" in names
-    assert Slurm(tmp_path / "elsewhere", root="root_a").job_name("job-1") in names
-
-
-def test_options_that_nobody_takes_are_told(tmp_path: Path) -> None:
-    settings = {"home": tmp_path, "scheduler": "local", "slurm_options": ["--partition=gpu"]}
-    with configured_scheduler(Config.model_validate(settings)) as local:
-        assert "slurm_options are a site's and not used" in local.reason
-
-
 def test_the_script_outlives_sigterm_and_refuses_a_second_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,7 +230,7 @@ def test_tasks_get_slurms_early_signal_and_have_time(home: Path, nodes: int) -> 
         wanted = command(home, script, nodes=nodes, ranks=nodes)
         job = scheduler.submit(wanted)
         log = Path(wanted.log)
-        until(lambda: log.exists() and log.read_text().count("up") == nodes)
+        wait_until(lambda: log.exists() and log.read_text().count("up") == nodes)
         signal_tasks = ["scancel", "--signal=TERM", job]  # as --signal=TERM@60 does
         subprocess.run(signal_tasks, env=cluster.environment, check=True)
         assert end_of(scheduler).exit_code == 9
@@ -392,7 +310,7 @@ def test_excluded_nodes_are_left_out_as_far_as_others_are_left(home: Path) -> No
 
         scheduler.submit(command(home, "echo up; sleep 60", "lost", exclude=[first]))
         log = home / "lost.log"
-        until(lambda: log.exists() and "up" in log.read_text())
+        wait_until(lambda: log.exists() and "up" in log.read_text())
         environment = cluster.environment
         down = ["scontrol", "update", f"nodename={second}", "state=down", "reason=test"]
         subprocess.run(down, env=environment, check=True)
@@ -402,7 +320,7 @@ def test_excluded_nodes_are_left_out_as_far_as_others_are_left(home: Path) -> No
         assert end_of(scheduler, "after").state == "succeeded"
         for name in ("long", "next"):
             scheduler.submit(command(home, "sleep 60", name, nodes=2, ranks=2, cpus_per_rank=2))
-        until(lambda: bool(scheduler.status("next").reason))
+        wait_until(lambda: bool(scheduler.status("next").reason))
         assert scheduler.status("next").state == "queued"
 
 
@@ -416,7 +334,7 @@ def test_a_job_that_waits_may_begin_on_a_node_that_is_no_longer_left_out(home: P
         scheduler.submit(command(home, "sleep 60", "full", exclude=[first], cpus_per_rank=2))
         waits = command(home, "echo $SLURMD_NODENAME", exclude=[first])
         number = scheduler.submit(waits)
-        until(lambda: bool(scheduler.status(waits.name).reason))
+        wait_until(lambda: bool(scheduler.status(waits.name).reason))
         assert scheduler.submit(waits) == number  # leaves it out still
         time.sleep(3)  # Slurm looks every two seconds
         assert scheduler.status(waits.name).state == "queued"
@@ -438,7 +356,7 @@ def test_a_private_cluster_gives_each_gpu_to_one_job_by_its_id(home: Path) -> No
         for each in jobs:
             scheduler.submit(each)
         begun = [Path(each.log) for each in jobs[:2]]
-        until(lambda: all(log.exists() and log.read_text() for log in begun))
+        wait_until(lambda: all(log.exists() and log.read_text() for log in begun))
         assert scheduler.status("third").state == "queued"
         (home / "stop").touch()
         assert [end_of(scheduler, name).state for name in sizes] == ["succeeded"] * 3
@@ -471,30 +389,6 @@ def test_gpus_are_divided_only_where_jobs_run_here(
     assert Slurm(tmp_path).gpus is None  # a site's
 
 
-@slurm
-def test_polling_many_names_is_one_question(home: Path) -> None:
-    with open_scheduler("slurm", home) as scheduler:
-        assert isinstance(scheduler, Slurm)
-        assert scheduler.cluster
-
-        def count_requests() -> int:
-            assert scheduler.cluster
-            argv = ["sdiag"]
-            environment = scheduler.cluster.environment
-            report = subprocess.run(
-                argv, env=environment, capture_output=True, text=True, check=True
-            )
-            lines = [line for line in report.stdout.splitlines() if "REQUEST_JOB_INFO " in line]
-            return int(lines[0].split("count:")[1].split()[0]) if lines else 0
-
-        scheduler.status("job-0")
-        before = count_requests()
-        began = time.monotonic()
-        for number in range(300):
-            assert scheduler.status(f"job-{number}").state == "unknown"
-        assert 0 <= count_requests() - before <= 2 + (time.monotonic() - began) / 0.3
-
-
 @pytest.mark.slow
 @slurm
 def test_a_killed_controller_comes_back_and_loses_no_running_job(home: Path) -> None:
@@ -502,7 +396,7 @@ def test_a_killed_controller_comes_back_and_loses_no_running_job(home: Path) -> 
         assert isinstance(scheduler, Slurm)
         assert scheduler.cluster
         scheduler.submit(command(home, "echo up; sleep 2; echo down"))
-        until(lambda: (home / "job.log").exists() and "up" in (home / "job.log").read_text())
+        wait_until(lambda: (home / "job.log").exists() and "up" in (home / "job.log").read_text())
         (controller,) = [
             pid
             for pid in descendants(scheduler.cluster.pid)

@@ -33,6 +33,7 @@ from cray_agents.trainers.checkpointing.weight_sender import WeightSender
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.slurm_pool import Callers, Site, ask
 from tests.support.strangers import ONLY_ASKED, listeners, needs_root, taker
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slurm
 
@@ -52,12 +53,6 @@ async def site(cluster: PrivateCluster, tmp_path: Path) -> AsyncIterator[Site]:
     site = Site(cluster, tmp_path)
     yield site
     await site.close()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 - there is no event for what the tests look at
-            await asyncio.sleep(0.04)
 
 
 def first(folder: Path) -> tuple[Path, str, list[ProbePrompt]]:

@@ -21,8 +21,7 @@ from cray_agents.runtime.gateway.tinker.protobuf import (
 )
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
-from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.training_commands import ForwardBackward, OptimStep, Publish, Save
 from tests.support.bare_models import bare_model
 from tests.support.scripted_gateway import Gateway, Reply, served

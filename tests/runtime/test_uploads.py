@@ -2,8 +2,6 @@
 
 import hashlib
 import os
-import random
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from cray_agents.paths import Home
 from cray_agents.runtime.files.blobs import Blobs
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.files.uploads import PART_BYTES, UploadEnd, UploadRequest, Uploads, sweep
+from tests.support.campaign import free_port
 from tests.support.gateway_process import gateway
 
 ABC = [b"aaaa", b"bb", b"cccccc"]
@@ -65,18 +64,6 @@ def test_the_clients_own_chunking(client: openai.OpenAI, tmp_path: Path) -> None
     assert upload.file is not None
     assert (upload.file.filename, upload.file.bytes) == ("big.bin", len(data))
     assert client.files.content(upload.file.id).read() == data
-
-
-def test_parts_in_parallel_in_any_order(client: openai.OpenAI) -> None:
-    chunks = [bytes([n]) * (1000 + n) for n in range(40)]
-    upload = begin(client, sum(map(len, chunks)))
-    with ThreadPoolExecutor(8) as pool:
-        shuffled = random.sample(chunks, len(chunks))
-        ids = list(pool.map(lambda chunk: send(client, upload["id"], chunk), shuffled))
-    ordered = [ids[shuffled.index(chunk)] for chunk in chunks]
-    done = client.uploads.complete(upload["id"], part_ids=ordered)
-    assert done.file is not None
-    assert client.files.content(done.file.id).read() == b"".join(chunks)
 
 
 def test_the_same_chunk_may_come_twice_in_a_file(client: openai.OpenAI) -> None:
@@ -287,8 +274,7 @@ class Sender:
 def test_no_acknowledged_part_is_lost(tmp_path: Path) -> None:
     chunks = [os.urandom(200_000) for _ in range(60)]
     whole = b"".join(chunks)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with gateway(tmp_path / "home", port) as (url, process):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             upload = begin(client, len(whole))

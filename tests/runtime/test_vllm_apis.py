@@ -43,7 +43,6 @@ pytestmark = [
 
 ASK: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
 USER: Any = ASK[1:]
-DONE = b"data: [DONE]\n\n"
 # more than 64 tokens: their logprobs leave the engine core in pieces of so many
 LONG = {"max_tokens": 150, "ignore_eos": True, "seed": 11}
 # a random model would fill all its JSON with blanks
@@ -150,14 +149,6 @@ async def test_chat_is_recorded_as_vllm_says_it_was(
             assert again.token_ids == call.token_ids
             assert again.logprobs == pytest.approx(call.logprobs, abs=1e-4)
             assert again.finish_reason == call.finish_reason
-
-
-async def test_samples_come_with_the_answer_to_who_asks(gateway: Gateway) -> None:
-    for path, asked in ((CHAT, USER), ("/v1/messages", USER)):
-        reply = await gateway.ask(asked, path=path, max_tokens=70, return_samples=True)
-        (call,) = gateway.calls(reply.run_id)
-        (sample,) = reply.json["samples"]
-        check(call, sample["prompt_token_ids"], sample["token_ids"], sample["logprobs"])
 
 
 async def test_many_at_once_are_not_mixed_up(gateway: Gateway) -> None:
@@ -299,57 +290,6 @@ async def test_anthropics_messages(gateway: Gateway) -> None:
     assert again.run_id == reply.run_id  # it goes on with the conversation
     counted = await gateway.ask(USER, path="/v1/messages/count_tokens", system=SYSTEM, tools=[tool])
     assert counted.json["input_tokens"] == len(call.prompt_token_ids)
-
-
-async def test_tools_as_the_official_client_asks_for_them(
-    client: openai.AsyncOpenAI, gateway: Gateway
-) -> None:
-    raw = await client.chat.completions.with_raw_response.create(
-        model="calc",
-        messages=ASK,
-        tools=[TOOL],  # type: ignore[list-item]
-        tool_choice={"type": "function", "function": {"name": "calculator"}},
-        parallel_tool_calls=False,
-        max_tokens=60,
-        seed=1,
-    )
-    answer = raw.parse().choices[0]
-    call: Any = (answer.message.tool_calls or [])[0]
-    assert call.function.name == "calculator" and json.loads(call.function.arguments)
-    (recorded,) = gateway.calls(raw.headers["x-run-id"])
-    assert recorded.message["tool_calls"][0]["id"] == call.id
-    assert recorded.sampling["parallel_tool_calls"] is False
-    assert recorded.sampling["tool_choice"]["function"] == {"name": "calculator"}
-    assert recorded.tools == [TOOL]
-    assert recorded.finish_reason == answer.finish_reason == "stop"  # of a call that was named
-    none = await gateway.ask(ASK, tools=[TOOL], tool_choice="none", temperature=0)
-    assert not none.json["choices"][0]["message"].get("tool_calls")
-
-
-async def test_a_json_schema_is_kept_to(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"sum": {"type": "boolean"}},
-        "required": ["sum"],
-        "additionalProperties": False,
-    }
-    raw = await client.chat.completions.with_raw_response.create(
-        model="calc",
-        messages=USER,
-        seed=1,
-        max_tokens=200,
-        response_format={
-            "type": "json_schema",
-            "json_schema": {"name": "s", "schema": schema, "strict": True},
-        },
-    )
-    content = raw.parse().choices[0].message.content or ""
-    (call,) = gateway.calls(raw.headers["x-run-id"])
-    assert len(call.logprobs) == len(call.token_ids) and call.message["content"] == content
-    if call.finish_reason == "stop":  # a random model may never close the object
-        assert isinstance(json.loads(content)["sum"], bool)
-    else:
-        assert content.lstrip().startswith("{")
 
 
 class Leg(BaseModel):
@@ -612,12 +552,6 @@ async def test_models_tell_the_length_of_their_context(client: openai.AsyncOpenA
         ("calc", "calc@1", 1024),
         ("calc@1", "calc@1", 1024),
     }
-
-
-async def test_what_is_refused_by_vllm_names_the_parameter(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="temperature") as caught:
-        await client.chat.completions.create(model="calc", messages=USER, temperature=-1)
-    assert caught.value.param == "temperature"
 
 
 async def test_what_samples_nothing_is_passed_on(

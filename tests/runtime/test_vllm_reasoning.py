@@ -1,8 +1,6 @@
 """Thoughts over a real vLLM with a reasoning parser: apart from answers, in every record."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from cray_agents.env_worker.chat import ModelConversation
 from cray_agents.runtime.exports.chat_messages import chats_of
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from tests.runtime.conftest import memorise
-from tests.support.import_server import process_of
 from tests.support.scripted_gateway import Gateway, served
 
 pytestmark = [
@@ -125,22 +122,3 @@ async def test_an_environments_conversation_keeps_thoughts_and_tells_cut_answers
     assert stop == "completed"
     assert (message["content"], message["reasoning"]) == (ANSWER, THOUGHT)
     assert (await asyncio.to_thread(talk, 3))[0] == "max_tokens"
-
-
-async def test_a_stream_whose_server_is_killed_can_be_found(gateway: Gateway) -> None:
-    """With what its client has read; it was sampled by nobody who can say with which tokens."""
-    asked = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 900}
-    body = {"model": "calc", "stream": True, "ignore_eos": True, **asked}
-    address, headers = f"{gateway.url}/v1/chat/completions", {"x-run-id": "killed"}
-    async with gateway.http.post(address, json=body, headers=headers) as response:
-        first = b""
-        while not first.startswith(b"data: "):  # comments keep a slow stream alive
-            first = await response.content.readline()
-        os.kill(process_of(gateway.pool.status()[0]["pid"]), signal.SIGKILL)
-        rest = (await response.content.read()).decode()
-    assert '"error"' in rest and "127.0.0.1" not in rest
-    status, run = await gateway.call("GET", "/v1/trajectories/killed")
-    (call,) = gateway.calls("killed")
-    assert (status, run["stop_reason"], call.finish_reason) == (200, "error", "error")
-    assert call.messages[0]["content"] == QUESTION and call.error in rest
-    assert call.token_ids == call.logprobs == []

@@ -115,37 +115,6 @@ async def test_the_metrics_of_both_engines_in_one_text(two: Gateway) -> None:
                 assert used.labels <= scraped[used.name], place
 
 
-async def test_a_canarys_sessions_are_answered_by_its_weights_until_it_is_rolled_back(
-    two: Gateway, truth: Truth
-) -> None:
-    body = {"version": 2, "who": "me", "share": 0.5}
-    status, event = await two.call("POST", "/v1/models/calc/canary", json=body)
-    assert status == 200, event
-    assert loaded_versions(two) == ["calc@1", "calc@2"]
-    (proof,) = [r["probe"] for r in two.pool.status() if r["version"] == "calc@2"]
-    assert proof["prompts"] == 2
-    first = dict[str, str]()
-    for batch in range(20):
-        sessions = [f"{batch}-{n}" for n in range(STREAMS)]
-        replies = await asyncio.gather(*(ask(two, session) for session in sessions))
-        for session, reply in zip(sessions, replies, strict=True):
-            first[session] = truth.check(reply.run_id)
-            worth = {"value": {"calc@1": 0.9, "calc@2": 0.1}[first[session]], "source": "human"}
-            path = f"/v1/trajectories/{reply.run_id}/rewards"
-            assert (await two.call("POST", path, json=worth))[0] == 200
-        if batch == 0:
-            again = await asyncio.gather(*(ask(two, session) for session in sessions))
-            assert [truth.check(reply.run_id) for reply in again] == list(first.values())
-        _, history = await two.call("GET", "/v1/models/calc/history")
-        if history["data"][-1]["kind"] == "canary_ended":
-            break
-    assert set(first.values()) == {"calc@1", "calc@2"}
-    assert history["data"][-1]["reason"].startswith("rolled back: worse rewards")
-    await until(lambda: loaded_versions(two) == ["calc@1", "calc@1"])
-    after = await asyncio.gather(*(ask(two, session) for session in first))
-    assert {truth.check(reply.run_id) for reply in after} == {"calc@1"}
-
-
 async def test_a_roll_there_and_back_under_streams(two: Gateway, truth: Truth) -> None:
     ended, seen, serving = False, list[str](), set[int]()
 

@@ -11,7 +11,7 @@ import pytest
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.scheduler.private_cluster import PrivateCluster
 from cray_agents.runtime.scheduler.slurm import node_names
-from tests.runtime.test_pool_sleep import Sleeper, fails
+from tests.runtime.test_pool_sleep import Sleeper
 from tests.support import slurm_pool
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_pool import ask, checkpoint, probe, serving, until
@@ -72,29 +72,6 @@ async def test_one_that_dies_asleep_stays_away_and_is_started_when_needed(tmp_pa
         assert pool.call_back()
         await until(both_serve(pool))
         assert host.starts == 2 and of(pool, "restarts") == [0, 0]
-
-
-async def test_one_that_does_not_wake_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosts = [Sleeper(), Sleeper()]
-    async with serving(tmp_path, *hosts) as pool:
-        host = await sleeping(pool, hosts)
-        monkeypatch.setattr(host.engine, "wake", fails("wake"))
-        assert pool.call_back()
-        await until(both_serve(pool))
-        assert host.starts == 2 and await ask(pool, "m@1") == "m@1"
-
-
-async def test_one_that_cannot_sleep_gives_its_place_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = Sleeper()
-    async with serving(tmp_path, host) as pool:
-        monkeypatch.setattr(host.engine, "sleep", fails("sleep"))
-        assert pool.give_back(sleep=True)
-        await until(lambda: host.stops == 1)
-        assert of(pool, "state") == ["away"] and of(pool, "asleep") == [0]
 
 
 async def test_sleeping_ones_come_back_first(tmp_path: Path) -> None:

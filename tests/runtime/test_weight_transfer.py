@@ -15,28 +15,22 @@ import torch
 from safetensors.torch import save
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from cray_agents.config import Config
 from cray_agents.errors import EngineError, SetupError, SwapError
 from cray_agents.paths import Home
 from cray_agents.records import Manifest, ProbePrompt, ProbeReport
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.pool import weight_transfer
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.vllm_process import EngineSettings, command
 from cray_agents.runtime.pool.weight_transfer import (
     OfferedTensor,
-    TransferSettings,
     check_transfer,
     in_chunks,
 )
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.runtime.vllm_plugins.worker import Extension
-from cray_agents.server.compose import serve
-from cray_agents.server.platform_process import ReplicaCount
 from cray_agents.trainers.checkpointing import weight_sender
 from cray_agents.trainers.checkpointing.weight_sender import NcclLink, WeightSender
-from cray_agents.trainers.models.seed_model import make_seed_model
 from tests.support.scripted_pool import until
 from tests.support.scripted_vllm import (
     ScriptedVllm,
@@ -171,17 +165,6 @@ async def test_without_an_offer_files_are_read_and_that_is_no_failure(tmp_path: 
         assert "reload_weights" in host.vllm.calls and "gpu_uuid" not in host.vllm.calls
 
 
-async def test_a_fresh_start_reads_files(tmp_path: Path) -> None:
-    home, weights = Home(tmp_path), tensors(1)
-    directory = checkpoint(home, "c1", weights)
-    async with scripted_host(home.sessions) as host:
-        with offered(home, directory, weights):
-            pool = Pool([host])
-            await pool.start(directory, "m@1", checkpoints.read_manifest(directory).probe)
-            assert host.vllm.came == []
-            await pool.stop()
-
-
 # ---- failures
 async def test_a_tensor_that_the_replica_lost_is_found_by_the_probe(tmp_path: Path) -> None:
     report, vllm, after = await swap(tmp_path, faults={"drop"})
@@ -309,11 +292,6 @@ async def test_other_tensors_than_the_checkpoint_has_are_refused(tmp_path: Path)
     report, vllm, _ = await swap(tmp_path, weights=lie)
     assert "layers.3.q, layers.5.up" in report.load_note
     assert vllm.came == [] and "start_weight_update" not in vllm.calls
-
-
-async def test_other_values_than_the_checkpoint_has_are_not_proven(tmp_path: Path) -> None:
-    report, vllm, after = await swap(tmp_path, weights=tensors(3))
-    assert len(vllm.came) == len(after) and "were not proven" in report.load_note
 
 
 async def test_an_offer_whose_rank_is_gone_costs_nothing_but_a_look(tmp_path: Path) -> None:
@@ -521,20 +499,6 @@ def test_an_engine_that_cannot_work_here_is_refused(
             check_transfer(wanted, **place)
 
 
-def test_up_refuses_to_send_weights_between_cpus(tmp_path: Path) -> None:
-    make_seed_model(tmp_path / "model", seed=1, corpus=["one and two"])
-    config = Config(home=tmp_path / "home", scheduler="local", port=0, weight_transfer="nccl")
-    with pytest.raises(SetupError, match=r"computes on the CPU: set 'files'$"):
-        serve(config, tmp_path / "model", "m", ReplicaCount(1))
-
-
-def test_vllm_is_started_with_the_engine() -> None:
-    settings = EngineSettings(transfer=TransferSettings("ipc", Path("/s")))
-    line = command(Path("/m"), ("m",), settings)
-    assert json.loads(line[line.index("--weight-transfer-config") + 1]) == {"backend": "ipc"}
-    assert "--weight-transfer-config" not in command(Path("/m"), ("m",), EngineSettings())
-
-
 # ---- inside vLLM
 def test_handles_are_plain_numbers_until_they_are_in_the_replica() -> None:
     """In the order in which torch takes them; it was read from torch, and not run on a GPU."""
@@ -566,28 +530,3 @@ def test_handles_are_plain_numbers_until_they_are_in_the_replica() -> None:
         "event_handle": b"\x03",
         "event_sync_required": True,
     }
-
-
-def test_the_groups_of_several_ranks_are_used_in_turn() -> None:
-    worker = Extension()
-    left: list[str] = []
-
-    class Engine:
-        model_update_group: str | None = None
-
-        def shutdown(self) -> None:
-            left.append(str(self.model_update_group))
-            self.model_update_group = None
-
-    engine = worker.weight_transfer_engine = Engine()
-    for number, group in enumerate("ab"):
-        engine.model_update_group = group
-        worker.hold_sender(number)
-        assert engine.model_update_group is None
-    for number, group in ((1, "b"), (0, "a")):
-        worker.use_sender(number)
-        assert engine.model_update_group == group
-    worker.release_senders()
-    assert left == ["a", "b"]
-    worker.release_senders()
-    assert left == ["a", "b"]

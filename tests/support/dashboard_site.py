@@ -7,7 +7,6 @@ import asyncio
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Any
 
 import openai
 
-from cray_agents import GRPO, Agent, Platform, PromotionTest, Run, Task
+from cray_agents import GRPO, Agent, Platform, PromotionTest, Task
 from cray_agents.config.price_section import PriceSettings
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
-from cray_agents.records import Trajectory
 from cray_agents.runtime.accounting.ledger import HeldDevices, LedgerFile, keep_ledger
 from cray_agents.runtime.batches.worker import run_worker
 from cray_agents.runtime.disk import checksums
@@ -47,7 +45,6 @@ HOSTILE = {
     "prototype": '{"__proto__": {"broken": 1}, "constructor": null, "toString": []}',
 }
 LONG_RUN, LONG_TURNS = "run-long", 120
-IMPORTED = "run-imported"  # without a recorded call, with tool calls, without a reward
 LOOP = "lucky"  # of two iterations: the first promotes, the second does not
 BATCH_LINES, BAD_LINES = 12, 2
 
@@ -65,7 +62,7 @@ def answer(request: dict[str, Any]) -> Any:
 
 
 async def _fill(site: Platform, home: Path) -> None:
-    await asyncio.gather(_agents(site), _hostile(site), _long(site), _import(site))
+    await asyncio.gather(_agents(site), _hostile(site), _long(site))
     await _demonstrations(site, home.parent / "seed")
     await _train(site, Home(home))
     await _batch(site, home)
@@ -111,29 +108,6 @@ async def _agents(site: Platform) -> None:
             value = float(right and attempt == 0)
             why = f"expected {task.target}"
             await site.reward(run.id, value, name="correct", comment=why)
-
-
-async def _import(site: Platform) -> None:
-    """A conversation that was recorded elsewhere."""
-    call = {"name": "lookup", "arguments": '{"key": "seven"}'}
-    said: list[Any] = [
-        {"role": "user", "content": "Look up seven."},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": call}]},
-        {"role": "tool", "tool_call_id": "a", "content": "found"},
-        {"role": "assistant", "content": "It is found."},
-    ]
-    run = Run(
-        id=IMPORTED,
-        agent="foreign",
-        model="foreign",
-        input="Look up seven.",
-        output="It is found.",
-        stop_reason="completed",
-        imported="openai",
-        started=time.time(),
-        trajectory=Trajectory(messages=said),
-    )
-    await site.record([run])
 
 
 async def _demonstrations(site: Platform, tokenizer: Path) -> None:

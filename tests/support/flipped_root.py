@@ -73,7 +73,7 @@ from cray_agents.trainers.data.samples import read_samples
 from cray_agents.trainers.job import baselines
 from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Hyperparameters, JobSpec
 from tests.support.scripted_platform import PROBE, bare_model
 from tests.support.scripted_trainer import ScriptedTrainer

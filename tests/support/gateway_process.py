@@ -20,17 +20,17 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from cray_agents.errors import NotFound
 from cray_agents.paths import Home
 from cray_agents.processes import die_with_parent
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from tests.support.in_process_engine import InProcessEngine
-from tests.support.scripted_platform import PROBE, bare_model
+from tests.support.scripted_platform import PROBE
+from tests.support.scripted_services import first_version as first_version
+from tests.support.scripted_services import start_pool
 from tests.support.scripted_trainer import ScriptedTrainer
 
 ROOT = Path(__file__).parents[2]
@@ -51,27 +51,13 @@ class FreshWords(ScriptedEngine):
         return answer
 
 
-def first_version(home: Home) -> Registry:
-    """The home's registry, with something that NAME means."""
-    registry = Registry(home)
-    try:
-        promoted = registry.promoted(NAME)
-    except NotFound:
-        promoted = None
-    if promoted is None:  # also after a start that was killed in between
-        checkpoint, manifest = registry.import_checkpoint(bare_model(home.root / "first"))
-        registry.promote(NAME, registry.register(NAME, checkpoint, manifest).number)
-    return registry
-
-
 async def serve(home: Home, port: int, hold: float) -> None:
     """Serve until SIGINT or SIGTERM, or for ever."""
     registry = first_version(home)
     pool = Pool([InProcessEngine(FreshWords(fresh_words, delay=hold))])
     trainer = ScriptedTrainer(home, probe=PROBE)
     services = Services(home, Store(home), registry, trainer, pool)
-    version = registry.resolve(NAME)
-    await pool.start(home.checkpoint(version.checkpoint), version.id, [])
+    await start_pool(pool, home, registry)
     with socket.create_server(("127.0.0.1", port), backlog=1024) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         config = uvicorn.Config(

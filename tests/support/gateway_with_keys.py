@@ -10,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import openai
-import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Route
 
@@ -20,10 +19,10 @@ from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from tests.support.in_process_engine import InProcessEngine
-from tests.support.scripted_platform import PROBE, bare_model
+from tests.support.scripted_platform import PROBE
+from tests.support.scripted_services import first_version, listening, start_pool
 from tests.support.scripted_trainer import ScriptedTrainer
 
 TOKEN = "sk-platform-of-this-test"
@@ -72,12 +71,9 @@ class Site:
 @asynccontextmanager
 async def site_at(directory: Path, *more: Route, **options: Any) -> AsyncIterator[Site]:
     home = Home(directory / "home")
-    registry = Registry(home)
-    registry.register("m", *registry.import_checkpoint(bare_model(directory / "model")))
-    version = registry.resolve("m@1")
-    registry.promote("m", 1)
+    registry = first_version(home)
     pool = Pool([InProcessEngine(ScriptedEngine(lambda request: "hi"))])
-    await pool.start(home.checkpoint(version.checkpoint), version.id, [])
+    await start_pool(pool, home, registry)
     services = Services(
         home=home,
         store=Store(home),
@@ -90,16 +86,11 @@ async def site_at(directory: Path, *more: Route, **options: Any) -> AsyncIterato
     )
     app = create_app(services)
     app.router.routes.extend(more)
-    config = uvicorn.Config(app, port=0, log_config=None, log_level="critical", lifespan="off")
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    async with aiohttp.ClientSession() as http:
-        yield Site(f"http://127.0.0.1:{port}", app, services, Keys(home), http)
-    server.should_exit = True
-    await services.changes.close()
-    await task
+    async with (
+        listening(app, log_level="critical") as url,
+        aiohttp.ClientSession() as http,
+    ):
+        yield Site(url, app, services, Keys(home), http)
+        await services.changes.close()
     await pool.stop()
     await services.store.close()

@@ -22,7 +22,6 @@ import uvloop
 from cray_agents import GRPO, KTO, Agent, Loop, PromotionTest, Task, TaskSet, Training, reward
 from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.run_context import RunContext
-from cray_agents.errors import NotFound
 from cray_agents.iteration import Iteration
 from cray_agents.loop.live.schedule import Live
 from cray_agents.paths import Home
@@ -32,13 +31,11 @@ from cray_agents.records import Run, digest
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.registry.checkpoints import read_manifest
-from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.loops import grouped
-from tests.support.scripted_platform import bare_model
+from tests.support.scripted_services import first_version, start_pool
 from tests.support.timed_trainer import TimedTrainer
 
 CLOCKS = {"seconds", "wall", "idle_share"}
@@ -102,20 +99,10 @@ async def serve(home: Home, port: int) -> None:
     """The platform, until it is killed."""
     import uvicorn
 
-    registry = Registry(home)
-    try:
-        promoted = registry.promoted("m")
-    except NotFound:
-        promoted = None
-    if promoted is None:
-        first = home.root / f"first-{os.getpid()}"
-        checkpoint, manifest = registry.import_checkpoint(bare_model(first))
-        registry.promote("m", registry.register("m", checkpoint, manifest).number)
+    registry = first_version(home)
     pool = Pool([InProcessEngine(ScriptedEngine(echo, delay=0.01))], wait_timeout=2)
     services = Services(home, Store(home), registry, TimedTrainer(home, 0.3), pool)
-    version = registry.resolve("m")
-    folder = home.checkpoint(version.checkpoint)
-    await pool.start(folder, version.id, read_manifest(folder).probe)
+    await start_pool(pool, home, registry)
     config = uvicorn.Config(create_app(services), port=port, log_level="error", lifespan="off")
     await uvicorn.Server(config).serve()
 

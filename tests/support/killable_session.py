@@ -25,8 +25,6 @@ from cray_agents.processes import die_with_parent
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.registry.checkpoints import read_manifest
-from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.scheduler.local import LocalProcesses
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
@@ -44,6 +42,7 @@ from cray_agents.training_commands import (
 )
 from cray_agents.training_jobs import Layout
 from tests.support.in_process_engine import InProcessEngine
+from tests.support.scripted_services import first_version, start_pool
 
 if TYPE_CHECKING:
     import torch
@@ -140,17 +139,12 @@ async def serve(home: Home, port: int) -> None:
     """The platform, until it is killed."""
     import uvicorn
 
-    registry = Registry(home)
-    if not registry.names():
-        checkpoint, manifest = registry.import_checkpoint(home.root.parent / "model")
-        registry.promote("m", registry.register("m", checkpoint, manifest).number)
+    registry = first_version(home, model=home.root.parent / "model")
     with LocalProcesses(home.slurm) as scheduler:
         trainer = MegatronTrainer(home, scheduler, Resources(ranks=1))
         pool = Pool([InProcessEngine(ScriptedEngine(["."]))])
         services = Services(home, Store(home), registry, trainer, pool)
-        version = registry.resolve("m")
-        folder = home.checkpoint(version.checkpoint)
-        await pool.start(folder, version.id, read_manifest(folder).probe)
+        await start_pool(pool, home, registry)
         config = uvicorn.Config(create_app(services), port=port, log_level="error", lifespan="off")
         await uvicorn.Server(config).serve()
 

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 
-def quick_lines(recipe: Path, folder: Path) -> list[str]:
+def quick_lines(recipe: Path, folder: Path, *words: str) -> list[str]:
     """Return the lines that a recipe prints in a folder. AssertionError if it fails."""
     done = subprocess.run(
-        [sys.executable, recipe, "--quick"],
+        [sys.executable, recipe, "--quick", *words],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import openai
-import uvicorn
 
 from cray_agents.engines.scripted import ScriptedEngine, tool_call
 from cray_agents.errors import EngineError
@@ -25,11 +24,12 @@ from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from tests.support.bare_models import bare_model
 from tests.support.in_process_engine import InProcessEngine
+from tests.support.scripted_services import first_version, listening
 from tests.support.scripted_trainer import ScriptedTrainer
+from tests.support.waiting import until as until
 
 CHAT = "/v1/chat/completions"
 TOOL: Any = {
@@ -158,13 +158,6 @@ class Gateway:
             return Reply(response.status, lower, content)
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for what has no event."""
-    async with asyncio.timeout(100):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 @asynccontextmanager
 async def served(
     directory: Path,
@@ -182,11 +175,7 @@ async def served(
     `spares` are started on demand. `options` are those of Services.
     """
     home = Home(directory / "home")
-    registry = Registry(home)
-    if not registry.names():
-        model = model or checkpoint(directory / "model")
-        registry.register("calc", *registry.import_checkpoint(model))
-        registry.promote("calc", 1, who="test")
+    registry = first_version(home, "calc", model)
     engine = engine or ScriptedEngine(echo)
     pool = Pool([host or InProcessEngine(engine), *others], spares=spares)
     version = registry.resolve("calc")
@@ -198,27 +187,17 @@ async def served(
         "max_body": 200_000,
     }
     services = Services(home, Store(home), registry, trainer(home), pool, **parts | options)
-    config = uvicorn.Config(
-        create_app(services),
-        port=0,
-        log_config=None,
-        log_level="warning",
-        lifespan="off",
-        timeout_keep_alive=75,  # as `up` has it: longer than a client keeps a connection
-    )
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone
-        await asyncio.sleep(0.01)
     try:
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as http:
-            yield Gateway(url, engine, pool, services, http)
+        # a connection is kept as `up` has it: longer than a client keeps one
+        async with (
+            listening(create_app(services), log_level="warning", timeout_keep_alive=75) as url,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+        ):
+            try:
+                yield Gateway(url, engine, pool, services, http)
+            finally:
+                await services.changes.close()
     finally:
-        server.should_exit = True
-        await services.changes.close()
-        await task
         await services.close()
         await pool.stop()
         await services.store.close()

@@ -1,14 +1,12 @@
 """A platform for tests of loops: all real but for a scripted engine and trainer."""
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 import uvloop
 
 from cray_agents import Platform
@@ -19,12 +17,11 @@ from cray_agents.records import ProbePrompt
 from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.registry.checkpoints import read_manifest
-from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.testing import ScriptedEngine
 from tests.support.bare_models import bare_model as bare_model
 from tests.support.in_process_engine import InProcessEngine
+from tests.support.scripted_services import first_version, listening, start_pool
 from tests.support.scripted_trainer import ScriptedTrainer
 
 PROBE = [ProbePrompt(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])]
@@ -53,10 +50,7 @@ def platform(
     """
     home = Home(root)
     host = engine if isinstance(engine, InProcessEngine) else InProcessEngine(engine)
-    registry = Registry(home)
-    if not registry.names():
-        checkpoint, manifest = registry.import_checkpoint(model or bare_model(root / "first"))
-        registry.promote(name, registry.register(name, checkpoint, manifest).number)
+    registry = first_version(home, name, model)
     ready, stop = threading.Event(), threading.Event()
     url: list[str] = []
 
@@ -71,22 +65,13 @@ def platform(
             prices=prices or PriceSettings(),
             platform=facts or {},
         )
-        version = registry.resolve(name)
-        folder = home.checkpoint(version.checkpoint)
-        await pool.start(folder, version.id, read_manifest(folder).probe)
-        listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            create_app(services), log_config=None, log_level="error", lifespan="off"
-        )
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        url.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        background = [] if beside is None else [asyncio.create_task(beside(pool))]
-        ready.set()
-        await asyncio.to_thread(stop.wait)
-        server.should_exit = True
-        await services.changes.close()
-        await task
+        await start_pool(pool, home, registry, name)
+        async with listening(create_app(services)) as address:
+            url.append(address)
+            background = [] if beside is None else [asyncio.create_task(beside(pool))]
+            ready.set()
+            await asyncio.to_thread(stop.wait)
+            await services.changes.close()
         for one in background:
             one.cancel()
         await asyncio.gather(*background, return_exceptions=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.request_router import Wanted
 from tests.support.in_process_engine import InProcessEngine
+from tests.support.waiting import until as until
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "who?"}]}
 
@@ -84,9 +85,3 @@ async def ask(pool: Pool, version: Wanted) -> str:
     assert bytes(sample.token_ids).decode() == said and len(sample.logprobs) == len(said)
     assert sample.prompt_token_ids and sample.finish_reason == "stop"
     return said
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - there is no event for what the tests look at
-            await asyncio.sleep(0.005)

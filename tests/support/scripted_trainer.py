@@ -19,9 +19,8 @@ from cray_agents.records import Manifest, ProbePrompt
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.job.job_state import read_status
-from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.trainers.models.architecture import with_learning_rate
-from cray_agents.trainers.session.command_journal import CommandJournal
 from cray_agents.training_commands import (
     CommandResult,
     Datum,

@@ -10,7 +10,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -208,12 +207,3 @@ def _take(
             if not request:
                 mine.unregister(ready)
                 ready.close()
-
-
-def wait_until(condition: Callable[[], Any], why: Callable[[], str] = str) -> Any:
-    """What a condition says, once that is true."""
-    deadline = time.monotonic() + 180
-    while not (found := condition()):
-        assert time.monotonic() < deadline, why() or "it did not happen"
-        time.sleep(0.05)
-    return found

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import uvicorn
 import uvloop
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -34,12 +33,12 @@ from cray_agents.runtime.gateway.app import create_app
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
 from cray_agents.server.gateway_parts import GC
 from cray_agents.testing import ScriptedEngine
 from tests.support.in_process_engine import InProcessEngine
-from tests.support.scripted_platform import PROBE, bare_model
+from tests.support.scripted_platform import PROBE
+from tests.support.scripted_services import first_version, listening, start_pool
 from tests.support.scripted_trainer import ScriptedTrainer
 
 KEYS = {"admin": Role.admin, "one": Role.train, "other": Role.train, "use": Role.use}
@@ -104,12 +103,9 @@ class QuickEngine(ScriptedEngine):
 
 
 async def serve(home: Home, timed: Timed) -> None:
-    registry, keys = Registry(home), Keys(home)
-    registry.register("m", *registry.import_checkpoint(bare_model(home.root / "first")))
-    registry.promote("m", 1)
+    registry, keys = first_version(home), Keys(home)
     pool = Pool([InProcessEngine(QuickEngine())])
-    version = registry.resolve("m")
-    await pool.start(home.checkpoint(version.checkpoint), version.id, [])
+    await start_pool(pool, home, registry)
     store, trainer = Store(home), ScriptedTrainer(home, probe=PROBE)
     services = Services(home, store, registry, trainer, pool, api_keys="required")
 
@@ -120,15 +116,10 @@ async def serve(home: Home, timed: Timed) -> None:
 
     app = create_app(services)
     app.router.routes += [Route("/slowest", timed.tell), Route("/works", works)]
-    config = uvicorn.Config(app, port=0, log_config=None, log_level="error", lifespan="off")
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn tells it by this flag alone
-        await asyncio.sleep(0.01)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     secrets = {name: keys.create(name, role)[1] for name, role in KEYS.items()}
-    print(json.dumps({"url": url, "keys": secrets}), flush=True)
-    await serving
+    async with listening(app) as url:
+        print(json.dumps({"url": url, "keys": secrets}), flush=True)
+        await asyncio.Event().wait()  # until it is killed
 
 
 class TimedGateway(NamedTuple):

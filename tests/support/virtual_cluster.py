@@ -26,6 +26,7 @@ from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 from tests.support.scripted_job import ScriptedJobs
 from tests.support.scripted_pool import checkpoint, probe
 from tests.support.slurm_pool import Site, ask
+from tests.support.waiting import until as until
 
 
 class VirtualCluster:
@@ -160,13 +161,6 @@ async def virtual_cluster(folder: Path, nodes: int) -> AsyncIterator[VirtualClus
             await restarting
         await cluster.close()
         await asyncio.to_thread(slurm.close)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait until a condition holds, also on a machine that has much else to do."""
-    async with asyncio.timeout(180):
-        while not condition():  # noqa: ASYNC110 - there is no event for what the tests look at
-            await asyncio.sleep(0.1)
 
 
 def names_of(ids: Iterable[str], cluster: VirtualCluster) -> list[str]:

@@ -161,11 +161,6 @@ def distance(one: list[list[float]], other: list[list[float]]) -> float:
     )
 
 
-def children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
-
-
 def best_two(answer: dict[str, Any]) -> list[float]:
     """The two highest logprobs; vLLM puts the sampled token first, whatever its rank."""
     top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]

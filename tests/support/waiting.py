@@ -16,10 +16,14 @@ async def until(condition: Callable[[], T]) -> T:
     return found
 
 
-def wait_until(condition: Callable[[], T], seconds: float = 300.0) -> T:
-    """Wait, without an event loop, until something is true; return it."""
+def wait_until(
+    condition: Callable[[], T],
+    why: Callable[[], str] = lambda: "it did not happen in time",
+    seconds: float = 300.0,
+) -> T:
+    """Wait, without an event loop, until something is true; return it. `why` says why it is not."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, why()
         time.sleep(0.02)
     return found

@@ -24,29 +24,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 BUILT = (static_files.STATIC / "index.html").is_file()
 MOST_NODES = 3000
 WAIT = 120_000  # milliseconds: a busy machine is slow
-#: In JavaScript. A bar that is drawn over its box, or not at all, takes no height of it.
-CUT_NUMBERS = r"""() => {
-  const texts = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
-  const cut = [];
-  while (texts.nextNode()) {
-    const text = texts.currentNode.data.trim();
-    if (!/^[+−–-]?\d[\d.,]*(e[+-]?\d+)?( ?[%KMBT]| m?s)?( ?± ?[\d.,]+)?$/.test(text)) continue;
-    const range = document.createRange();
-    range.selectNodeContents(texts.currentNode);
-    const place = range.getBoundingClientRect();
-    for (let box = texts.currentNode.parentElement; box.id !== 'main'; box = box.parentElement) {
-      const { overflowX, textOverflow } = getComputedStyle(box);
-      if (overflowX === 'visible' || box.closest('.visually-hidden')) continue;
-      const { left } = box.getBoundingClientRect();
-      const seen = left + box.clientLeft + box.clientWidth;
-      const scrolls = overflowX === 'auto' || overflowX === 'scroll';
-      const bar = box.offsetHeight - box.clientHeight - 2 * box.clientTop;
-      if (place.right > seen + 1 && !(scrolls && bar > 4)) cut.push(`${text} in .${box.className}`);
-      if (scrolls) break;
-    }
-  }
-  return cut;
-}"""
 FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -86,10 +63,6 @@ class Watched:
 
     def wait_for(self, text: str) -> None:
         self.page.get_by_text(text).first.wait_for()
-
-    def cut_numbers(self) -> list[str]:
-        """The numbers of which a part is out of sight without a bar to scroll there, or a '…'."""
-        return list(self.page.evaluate(CUT_NUMBERS))
 
     def barriers(self) -> list[Any]:
         """What axe finds against WCAG 2.1 AA; nothing where the build's packages are absent."""

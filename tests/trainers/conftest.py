@@ -250,13 +250,6 @@ class RunningJob:
         return [e["loss"] for e in self.journal.events() if e["event"] == "step"]
 
 
-def run_job(home: Home, spec: JobSpec) -> RunningJob:
-    """Run a job to its end, which must be good."""
-    job = RunningJob(home, spec)
-    assert job.wait() == 0, job.log
-    return job
-
-
 class Lab:
     """A home with datasets and jobs. Tests get one as a fixture: they cannot import from here."""
 
@@ -296,10 +289,31 @@ def lab(home: Home, models: Callable[[str], Path]) -> Lab:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(
-    models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Lab, RunningJob]:
-    """A finished job of eight steps that nothing happened to; do not change its files."""
-    lab = Lab(Home(tmp_path_factory.mktemp("undisturbed")), models)
+def shared_lab(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """A home with a dataset, for trainings that several tests look at; do not change its files."""
+    lab = Lab(Home(tmp_path_factory.mktemp("shared")), models)
     lab.dataset()
-    return lab, lab.run(lab.spec("qwen3"))
+    return lab
+
+
+@pytest.fixture(scope="session")
+def undisturbed_job(shared_lab: Lab) -> Callable[[JobSpec], RunningJob]:
+    """Train a job that nothing happens to, once for all tests; do not change its files."""
+    done: dict[str, RunningJob] = {}
+
+    def run(spec: JobSpec) -> RunningJob:
+        if spec.id not in done:
+            done[spec.id] = shared_lab.run(spec)
+        job = done[spec.id]
+        assert job.journal.spec().layout == spec.layout, "a layout is not part of the id"
+        return job
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    shared_lab: Lab, undisturbed_job: Callable[[JobSpec], RunningJob]
+) -> tuple[Lab, RunningJob]:
+    """Such a job of eight steps, and the lab that it was trained in."""
+    return shared_lab, undisturbed_job(shared_lab.spec("qwen3"))

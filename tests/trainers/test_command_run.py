@@ -20,8 +20,7 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.disk.durable import kept_state
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.save import SEAL
-from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.training_commands import (
     Datum,
     End,
@@ -107,7 +106,9 @@ def by_hand(loss: str, datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
     return (weights * values).sum()
 
 
-@pytest.mark.parametrize("hyper", [{}, {"way": "universal"}], ids=["native", "universal"])
+@pytest.mark.parametrize(
+    "hyper", [{}, {"backend": "transformers"}], ids=["megatron", "transformers"]
+)
 def test_a_linear_loss_has_the_gradient_of_the_clients_own(
     lab: Any, tmp_path: Path, hyper: dict[str, Any]
 ) -> None:

@@ -25,7 +25,7 @@ from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.data.packer import balance, microbatches, pack, step_units
 from cray_agents.trainers.data.samples import Samples, read_samples
 from cray_agents.trainers.job.baselines import mismatch_completions
-from cray_agents.trainers.job.checks.input_checks import (
+from cray_agents.trainers.job.job_inputs import (
     check_samples,
     check_temperature,
     check_tokenizer,

@@ -15,7 +15,7 @@ from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.runtime.registry.deltas import build, materialize
 from cray_agents.training_jobs import Hyperparameters, Layout
-from tests.support.trainers.forked_ranks import run_forked
+from tests.support.trainers.forked_ranks import run_forked, training_in_rank
 
 pytestmark = pytest.mark.slow
 
@@ -28,15 +28,9 @@ def exported_thrice(folder: Path, layout: Layout, out: Path, rank: int, store: A
     import torch
 
     from cray_agents.trainers.checkpointing import hf_export
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
 
-    join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    model = read_architecture(folder)
-    training = RankTraining(
-        model, layout, Hyperparameters(learning_rate=1e-3, steps=1), folder, on_cpu=True
-    )
+    hyper = Hyperparameters(learning_rate=1e-3, steps=1)
+    training = training_in_rank(folder, layout, hyper, rank, store)
     for name, changes, step in (("full", False, 50), ("delta", True, 0), ("all", True, 1)):
         with torch.no_grad():
             for parameter in (p for chunk in training.chunks for p in chunk.parameters() if step):
@@ -76,8 +70,8 @@ def test_changes_of_all_ranks_make_the_files_of_a_full_export(
     assert {name: hash_of(tmp_path / "all" / name, BLAKE3) for name in hashes} == hashes
 
 
-@pytest.mark.parametrize("way", ["native", "universal"])
-def test_a_job_publishes_what_it_changed(lab: Any, way: str) -> None:
+@pytest.mark.parametrize("backend", ["megatron", "transformers"])
+def test_a_job_publishes_what_it_changed(lab: Any, backend: str) -> None:
     """In bfloat16 a small step leaves most weights as they are."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -94,7 +88,7 @@ def test_a_job_publishes_what_it_changed(lab: Any, way: str) -> None:
     text = checksums.with_crc(made.model_dump_json().encode())
     (parent / checkpoints.MANIFEST).write_bytes(text)
     lab.dataset()
-    hyper = {"steps": 2, "learning_rate": 1e-5, "dtype": "bfloat16", "way": way}
+    hyper = {"steps": 2, "learning_rate": 1e-5, "dtype": "bfloat16", "backend": backend}
     spec = lab.spec(parent, hyper=hyper, layout={"data": 2}, changes_only=True)
     assert spec.id == spec.model_copy(update={"changes_only": False}).id
     lab.run(spec)

@@ -1,6 +1,5 @@
 """Distillation as a whole job: a teacher's scores, what is refused, and a job that goes on."""
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ from cray_agents.errors import BadInput
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.data.packer import samples_to_train_on
 from cray_agents.trainers.data.samples import read_samples
-from cray_agents.trainers.job.checks.input_checks import check_teacher
+from cray_agents.trainers.job.job_inputs import check_teacher
 from cray_agents.training_jobs import JobSpec, Layout
 
 pytestmark = pytest.mark.megatron
@@ -73,31 +72,6 @@ def test_the_teachers_scores_are_those_of_transformers(lab: Any) -> None:
     ]
     change = torch.cat(rows).numpy() - expected["before"]
     assert (change * (expected["teacher"] - expected["before"])).sum() > 0  # towards the teacher
-
-
-def test_a_restarted_job_uses_the_same_scores(lab: Any) -> None:
-    lab.dataset(method="distill")
-    spec = teach(lab, lab.models("llama"), save_every=2)
-    whole = lab.run(spec).losses
-    shutil.rmtree(lab.home.root / "jobs")
-    shutil.rmtree(lab.home.root / "checkpoints")
-
-    job = lab.start(spec)
-    job.wait_for_step(1)
-    job.kill()
-    file = job.journal.folder / "baselines" / "train-teacher"
-    content, node = file.read_bytes(), file.stat().st_ino
-    again = lab.run(spec)
-    assert again.losses == whole
-    assert (file.read_bytes(), file.stat().st_ino) == (content, node)  # it was read
-
-    # and they are what is trained with: others, whole, give other losses
-    shutil.rmtree(lab.home.checkpoint(spec.id))
-    shutil.rmtree(job.journal.folder / "megatron")
-    (job.journal.folder / "status.json").unlink()
-    others = (numbers_in(file) - 1).tobytes()
-    file.write_bytes(hashlib.sha256(others).digest() + others)
-    assert lab.run(spec).losses != whole
 
 
 def test_the_teacher_decides_the_job(lab: Any, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.data.samples import Floats, Samples
-from cray_agents.trainers.job.checks.engine_agreement import (
+from cray_agents.trainers.job.engine_agreement import (
     compare,
     limits_of,
     places_of_parent,

@@ -15,7 +15,7 @@ import torch
 from cray_agents.cli.job_page import job_report, sentence
 from cray_agents.cli.why import explain
 from cray_agents.paths import Home
-from cray_agents.ports import Command, CommandStatus
+from cray_agents.ports import CommandStatus
 from cray_agents.records import canonical
 from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.scheduler.excluded_nodes import exclude_node, excluded_nodes
@@ -42,11 +42,12 @@ from cray_agents.trainers.job.job_state import read_handover, read_status
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
 from cray_agents.trainers.models.seed_model import make_seed_model
-from cray_agents.trainers.models.universal.parent_files import ParentFiles
+from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 from cray_agents.trainers.models.weights import SafeTensors
 from cray_agents.trainers.planning.cluster_resources import Resources, this_host
 from cray_agents.trainers.progress import CLOCK, ProgressClock
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
+from tests.support.waiting_scheduler import WaitingScheduler
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\n"
 # as the driver writes them; made up after NVIDIA's documentation, not recorded on a machine of ours
@@ -317,33 +318,13 @@ def test_the_cause_wins_whichever_node_reports_first(late: bool, tmp_path: Path)
 
 
 # ---- what the trainer does
-class Ends:
-    """A scheduler whose commands wait until the test says how they end."""
-
-    name = "ends"
-
-    def __init__(self) -> None:
-        self.commands: list[Command] = []
-        self.end: CommandStatus | None = None
-        self.reason = ""
-
-    def submit(self, command: Command) -> str:
-        self.commands.append(command)
-        self.end = None
-        return str(len(self.commands))
-
-    def status(self, name: str) -> CommandStatus:
-        waits = CommandStatus(state="queued", id=str(len(self.commands)), reason=self.reason)
-        return self.end or waits
-
-    def cancel(self, name: str) -> None: ...
 
 
 class Site:
-    """A trainer on such a scheduler, with a job of it."""
+    """A trainer on a scheduler whose commands wait until the test says how they end, with a job."""
 
     def __init__(self, folder: Path, *, pause: float = 0.0) -> None:
-        self.home, self.scheduler = Home(folder / "home"), Ends()
+        self.home, self.scheduler = Home(folder / "home"), WaitingScheduler()
         make_seed_model(folder / "parent", seed=0, corpus=["What is 1 + 1?"])
         settings = FailureSettings(back_off=(pause,))
         self.trainer = MegatronTrainer(self.home, self.scheduler, failures=settings)

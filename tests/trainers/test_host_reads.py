@@ -76,7 +76,7 @@ def count_reads(
     specs: dict[str, JobSpec], datasets: Path, out: Path, rank: int, store: Any, stop: Any
 ) -> int:
     """One rank: the reads of each spec's second step, and of scoring its samples."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import read_samples
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.parallel_groups import join_ranks

@@ -122,7 +122,7 @@ def test_gpus_are_held_to_their_number_and_memory(home: Home) -> None:
     whole = of_layers(home, 80, layout=Layout(data=8))
     for resources in (here, Resources(8, 1, H100)):
         assert "a H100 has 79" in refusal(whole, home, resources)
-        assert refusal(whole, home, resources, chosen=True) == ""  # said loudly, by spreading.py
+        assert refusal(whole, home, resources, chosen=True) == ""  # said loudly, by job_layout.py
 
 
 def test_schedulers_say_whether_they_run_everything_here(tmp_path: Path) -> None:

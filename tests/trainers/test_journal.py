@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from cray_agents.errors import NewerFormat
 from cray_agents.paths import Home
@@ -13,7 +14,7 @@ from cray_agents.records import Manifest
 from cray_agents.trainers.job import job
 from cray_agents.trainers.job.job_state import read_status
 from cray_agents.trainers.job.journal import TAIL_BYTES, JobJournal, measures
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 
 
@@ -125,3 +126,32 @@ def test_a_newer_folder_is_refused_and_one_without_a_number_is_read(journal: Job
             read()
     with pytest.raises(NewerFormat):
         read_status(journal.home, spec.id)
+
+
+@pytest.mark.parametrize(
+    ("way", "backend", "job_id"),
+    [
+        ("native", "megatron", "job-6dfcba49cb4ab26a"),
+        ("universal", "transformers", "job-6d5e58ae25b44ebe"),
+        ("bridge", "megatron-bridge", "job-2a1415b9736cc3e0"),
+    ],
+)
+def test_an_older_record_names_its_backend_and_the_job_keeps_its_id(
+    tmp_path: Path, way: str, backend: str, job_id: str
+) -> None:
+    """One that names none has another id: that of before there were backends."""
+    hyper = Hyperparameters.model_validate({"steps": 1, "backend": backend})
+    spec = JobSpec(dataset="ds", parent="p", parent_sha256="1", hyperparameters=hyper)
+    assert spec.id == job_id
+    plain = spec.model_copy(update={"hyperparameters": Hyperparameters(steps=1)})
+    assert plain.id == "job-143162c5544f6288"
+    record = spec.model_dump(mode="json")
+    record["hyperparameters"]["way"] = way
+    del record["hyperparameters"]["backend"]
+    job = JobJournal(Home(tmp_path), job_id)
+    job.folder.mkdir(parents=True)
+    (job.folder / "spec.json").write_text(json.dumps(record))
+    assert job.spec() == spec
+    for name in ("backend", "way"):  # of a user, not of a record
+        with pytest.raises(ValidationError, match=f"'{way}' is called '{backend}' now"):
+            Hyperparameters.model_validate({"steps": 1, name: way})

@@ -31,7 +31,7 @@ from cray_agents.trainers.job.launch import (
     loading_seconds,
     meet,
 )
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Layout
 
 # the launcher sees two GPUs, and its ranks the machine as it is

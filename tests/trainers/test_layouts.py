@@ -20,7 +20,7 @@ from cray_agents.trainers.planning.layouts import (
     possible_layouts,
     why_unfit,
 )
-from cray_agents.trainers.planning.step_time import find_gpu, slowdown
+from cray_agents.trainers.planning.step_time import find_gpu
 from cray_agents.training_jobs import Layout, Lora
 from tests.support.trainers.model_configs import (
     LLAMA_2_70B,
@@ -123,11 +123,6 @@ def test_stages_need_not_be_equal(
     assert max(chunks) - min(chunks) <= 1 and min(chunks) == chunks[-1] > 0
 
 
-def test_a_vocabulary_need_not_be_divisible(tmp_path: Path) -> None:
-    model = written(tmp_path, LLAMA_31_8B | {"vocab_size": 32003})
-    assert why_unfit(model, Layout(tensor=8)) is None
-
-
 def proposals(error: str) -> list[Layout]:
     """The layouts that an error names, as a user would type them in."""
     found = []
@@ -185,10 +180,6 @@ def test_a_model_larger_than_a_node_gets_a_pipeline(llama70: Architecture) -> No
     assert (layout.tensor, layout.pipeline, layout.data) == (8, 2, 2)
 
 
-def test_tensor_ranks_stay_in_a_node(llama70: Architecture) -> None:
-    assert all(8 % c.layout.tensor == 0 for c in choose(llama70, 64).ranking)
-
-
 def test_long_sequences_are_split_over_context_ranks(llama70: Architecture) -> None:
     layout = choose(llama70, 64, tokens=131072, batch_size=4, gib=140).layout
     assert (layout.tensor, layout.context, layout.data) == (8, 8, 1)
@@ -209,10 +200,6 @@ def test_where_nothing_fits_the_smallest_is_chosen_and_said(llama70: Architectur
     assert f"{choice.memory.gib:.1f} GiB" in choice.reasons[1]
 
 
-def test_lora_fits_where_training_everything_does_not(llama70: Architecture) -> None:
-    assert choose(llama70, 8, lora=Lora(rank=16)).fits
-
-
 def test_activations_are_recomputed_only_where_they_must(llama8: Architecture) -> None:
     alone = choose(llama8, 1, gib=79, tokens=32768, lora=Lora())
     assert (alone.recompute, alone.fits) == ("full", True)
@@ -229,16 +216,6 @@ def test_a_small_batch_is_not_spread_over_more_data_ranks_than_it_feeds(
     choice = choose(llama8, 64, gib=140, batch_size=8)
     assert choice.layout.data == 8
     assert any("batch is too small for data=64" in reason for reason in choice.reasons)
-
-
-def test_messages_between_nodes_are_slower(llama8: Architecture, mixture: Architecture) -> None:
-    def slower(model: Architecture, per_node: int, **layout: Any) -> float:
-        return slowdown(model, Layout(**layout), hyper(), 4096, per_node)
-
-    assert slower(mixture, 1, data=8, expert=8) > slower(mixture, 8, data=8, expert=8) > 1
-    assert slower(llama8, 1, data=8) > slower(llama8, 8, data=8)
-    wide = slower(llama8, 8, tensor=8, sequence_parallel=True)
-    assert wide > slower(llama8, 8, tensor=2, sequence_parallel=True) > slower(llama8, 8)
 
 
 # ---- models that need all of it

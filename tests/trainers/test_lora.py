@@ -13,7 +13,7 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.training_jobs import JobSpec, Layout, Lora
-from tests.support.trainers.forked_ranks import run_forked
+from tests.support.trainers.forked_ranks import run_forked, training_in_rank
 from tests.support.trainers.peft_training import Expected, by_peft, tensors_in
 
 pytestmark = pytest.mark.megatron
@@ -35,14 +35,8 @@ class Trained:
 
 def started(spec: JobSpec, rank: int, store: Any) -> Any:
     """A rank's training, before its first step."""
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
-
-    join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
-    model, hyper = read_architecture(Path(spec.parent)), spec.hyperparameters
-    folder = Path(spec.parent)
-    return RankTraining(model, spec.layout, hyper, folder, on_cpu=True, recompute=spec.recompute)
+    folder, how = Path(spec.parent), {"recompute": spec.recompute}
+    return training_in_rank(folder, spec.layout, spec.hyperparameters, rank, store, **how)
 
 
 def write(training: Any, folder: Path) -> None:
@@ -52,27 +46,19 @@ def write(training: Any, folder: Path) -> None:
     write_adapter(training.chunks, training.model, lora, str(training.parent), folder)
 
 
-def train(
-    spec: JobSpec, steps: int, point: Path | None, dataset: Path, out: Path, *place: Any
-) -> int:
-    """One rank: take steps, from a resume point if there is one, and write all that they made."""
-    from cray_agents.trainers.checkpointing import hf_export, resume
-    from cray_agents.trainers.checkpointing.save import Saver
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+def train(spec: JobSpec, dataset: Path, out: Path, *place: Any) -> int:
+    """One rank: take steps, and write all that they made."""
+    from cray_agents.trainers.checkpointing import hf_export
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples, read_samples
     from cray_agents.trainers.models.lora import without_adapters
 
     rank, store, _ = place
     training = started(spec, rank, store)
-    if point is not None:
-        resume.load(training, point)
     write(training, out / "before")
     known = BaselineLogprobs(read_samples(dataset))
-    reports = [training.step(known) for _ in range(steps)]
+    reports = [training.step(known) for _ in range(STEPS)]
     write(training, out / "after")
-    saver = Saver(training, out, 1, 1, lambda: True)
-    saver.save({})
-    saver.finish()
 
     def score() -> list[float]:
         return [float(x) for row in training.score(Samples.of(PROMPTS)) for x in row]
@@ -93,11 +79,9 @@ def in_ranks(spec: JobSpec, out: Path, main: Callable[..., int], *arguments: Any
     assert run_forked(spec.layout.world, out / "logs", work) is None
 
 
-def trained(
-    lab: Any, out: Path, spec: JobSpec, steps: int = STEPS, point: Path | None = None
-) -> Trained:
+def trained(lab: Any, out: Path, spec: JobSpec) -> Trained:
     (out / "merged").mkdir(parents=True)
-    in_ranks(spec, out, train, steps, point, lab.home.dataset("ds"))
+    in_ranks(spec, out, train, lab.home.dataset("ds"))
     for name in ("config.json", "generation_config.json"):
         shutil.copyfile(Path(spec.parent) / name, out / "merged" / name)
     ranks = [json.loads(path.read_bytes()) for path in sorted(out.glob("rank-*.json"))]
@@ -257,20 +241,6 @@ def test_dropout_is_the_same_where_the_input_is_the_same(
         assert 0.15 < (mine == 0).float().mean() < 0.35
         column = "qkv" in name or "fc1" in name
         assert torch.equal(mine, other) == (column and layout == "tensor2")
-
-
-def test_training_goes_on_in_another_layout(lab: Any, tmp_path: Path, expected: Any) -> None:
-    from cray_agents.trainers.data.samples import read_samples
-
-    lab.dataset()
-    specs = [asked(lab, "qwen3-tied", layout) for layout in ("tensor2", "pipeline2")]
-    first = trained(lab, tmp_path / "first", specs[0], steps=3)
-    point = tmp_path / "first/step-00000003"
-    second = trained(lab, tmp_path / "second", specs[1], steps=3, point=point)
-    samples = read_samples(lab.home.dataset("ds"))
-    peft = expected("qwen3-tied", specs[0], tmp_path / "first/before", samples)
-    np.testing.assert_allclose(first.losses + second.losses, peft.losses, rtol=1e-5)
-    np.testing.assert_allclose(first.norms + second.norms, peft.norms, rtol=1e-4)
 
 
 def test_bfloat16_is_close_to_float32(lab: Any) -> None:

@@ -30,8 +30,6 @@ def chosen(folder: Path, config: dict[str, Any], gib: float, ranks: int = 1, **h
 
 
 # ---- the choice
-def test_sizes_are_powers_of_two() -> None:
-    assert SIZES == (65536, 32768, 16384, 8192, 4096)
 
 
 @pytest.mark.parametrize(("gpu", "tokens"), [("L4", 4096), ("H100", 8192), ("H200", 16384)])

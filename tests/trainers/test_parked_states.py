@@ -29,8 +29,8 @@ LORA_OF_PARENTS = [LORA, {**LORA, "parent": "qwen3-x"}]
 LORA_OF_ITS_OWN = {"parent": "qwen3-tied", "hyper": {"lora": {"rank": 4, "alpha": 8}}}
 BFLOAT16: dict[str, Any] = {"hyper": {"dtype": "bfloat16"}}
 ADAPTERS = [LORA, {**LORA, "commands": "other"}]
-UNIVERSAL: dict[str, Any] = {"hyper": {"way": "universal"}}
-UNIVERSAL_LORA: dict[str, Any] = {"hyper": {"way": "universal", "lora": {"rank": 2}}}
+TRANSFORMERS: dict[str, Any] = {"hyper": {"backend": "transformers"}}
+TRANSFORMERS_LORA: dict[str, Any] = {"hyper": {"backend": "transformers", "lora": {"rank": 2}}}
 PARENTS: list[dict[str, Any]] = [{"parent": "qwen3-tied"}, {"parent": "qwen3-x"}]
 LOSSES = ("cross_entropy", "ppo", "cispo")
 
@@ -73,14 +73,14 @@ def alone(lab: Any, kinds: list[dict[str, Any]], layout: Layout = LAYOUT) -> Any
         (PARENTS, {}, {64: ["files files", "parked parked"], 0: ["files files", "files files"]}),
         ([BFLOAT16, LORA], {"data": 2}, {64: ["files files", "parked parked"]}),
         ([LORA, LORA_OF_ITS_OWN], {"tensor": 2}, {64: ["files parked", "parked parked"]}),
-        ([UNIVERSAL, UNIVERSAL_LORA], {}, {64: ["files files", "parked parked"]}),
+        ([TRANSFORMERS, TRANSFORMERS_LORA], {}, {64: ["files files", "parked parked"]}),
     ],
     ids=[
         "adapters",
         "parents",
         "parent and adapter, bfloat16",
         "adapters of two ranks",
-        "the universal way",
+        "the transformers backend",
     ],
 )
 def test_interleaved_trainings_end_as_each_alone(
@@ -270,7 +270,7 @@ def test_a_client_goes_on_from_memory_after_a_turn(lab: Any) -> None:
     assert differ(weights, alone(lab, [{}])[0]) == 0.0
 
 
-def test_numbers_of_adam_are_a_jobs_own(lab: Any, tmp_path: Path) -> None:
+def test_numbers_of_adam_are_a_jobs_own(lab: Any, undisturbed_job: Any) -> None:
     """A client's betas and clipping do not reach the next job in the same ranks."""
     lab.dataset()
     session = RunningSession(lab.home, LAYOUT)
@@ -280,8 +280,6 @@ def test_numbers_of_adam_are_a_jobs_own(lab: Any, tmp_path: Path) -> None:
     job = session.train(lab.spec("qwen3", hyper={"steps": 2}))
     assert session.end() == 0, session.log
     assert sources(job) == ["files"]
-    other = type(lab)(Home(tmp_path / "alone"), lab.models)
-    other.dataset()
-    itself = other.run(lab.spec("qwen3", hyper={"steps": 2}))
-    manifests = [read_manifest(each.home.checkpoint(job.job_id)) for each in (lab, other)]
+    itself = undisturbed_job(job.spec())
+    manifests = [read_manifest(each.home.checkpoint(job.job_id)) for each in (lab, itself.journal)]
     assert manifests[0].files == manifests[1].files and itself.losses

@@ -20,6 +20,7 @@ from cray_agents.trainers.planning.arithmetic import (
 )
 from cray_agents.trainers.planning.layouts import possible_layouts, why_unfit
 from cray_agents.training_jobs import JobSpec, Layout, Lora
+from tests.support.trainers.forked_ranks import run_forked
 from tests.support.trainers.model_configs import (
     LLAMA_2_7B,
     LLAMA_31_8B,
@@ -90,31 +91,12 @@ def test_more_ranks_never_need_more_memory_each(layout: Layout, size: Any, way: 
             assert after.total <= before, other
 
 
-@given(st.sampled_from(LAYOUTS), sizes)
-def test_computing_again_needs_less_memory(layout: Layout, size: Any) -> None:
-    plain = estimate_memory(SMALL, layout, size, sequence_length=1024, recompute="none")
-    again = estimate_memory(SMALL, layout, size, sequence_length=1024, recompute="full")
-    assert again.activations < plain.activations or SMALL.layers == layout.pipeline
-
-
-@given(st.sampled_from(LAYOUTS), sizes, st.integers(1, 4096))
-def test_more_tokens_at_once_need_more_memory(layout: Layout, size: Any, more: int) -> None:
-    larger = size.model_copy(
-        update={"max_tokens_per_microbatch": size.max_tokens_per_microbatch + more}
-    )
-    if layout.pipeline == 1:  # else there are also fewer of them under way
-        before, after = (
-            estimate_memory(SMALL, layout, s, sequence_length=1024).total for s in (size, larger)
-        )
-        assert after > before
-
-
 @given(st.sampled_from(LAYOUTS), st.booleans())
 def test_shares_add_up_to_the_model(layout: Layout, tied: bool) -> None:
     """Tensor ranks add norms, and a row of padding where 32,001 does not divide; stages a table."""
     model = replace(SMALL, tied=tied)
     stages = [weight_share(model, layout, stage).dense for stage in range(layout.pipeline)]
-    copies = (layout.tensor - 1) * count_weights(model).norms
+    copies = (layout.tensor - 1) * (2 * model.layers + 1) * model.hidden
     table = -(-model.vocab // layout.tensor) * layout.tensor
     padding = (table - model.vocab) * model.hidden * (1 if tied and layout.pipeline == 1 else 2)
     twice = model.vocab * model.hidden if tied and layout.pipeline > 1 else 0
@@ -179,16 +161,11 @@ def buffers(spec: JobSpec, out: Path, rank: int, store: Any, stop: Any) -> int:
 def test_megatron_holds_the_bytes_that_are_estimated(
     lab: Any, tmp_path: Path, kind: str, layout: dict[str, Any], sizes: dict[str, Any]
 ) -> None:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     lab.dataset()
     spec = lab.spec(kind, layout=layout, hyper=sizes)
-    place = find_placement(spec.layout.world, spec.id)
-    assert run_ranks(place, tmp_path / "logs", partial(buffers, spec, tmp_path)).code == 0
-    ranks = [json.loads((tmp_path / f"rank-{n}.json").read_bytes()) for n in range(place.world)]
+    world = spec.layout.world
+    assert run_forked(world, tmp_path / "logs", partial(buffers, spec, tmp_path)) is None
+    ranks = [json.loads((tmp_path / f"rank-{n}.json").read_bytes()) for n in range(world)]
     model = read_architecture(Path(spec.parent))
     fullest = asdict(estimate_memory(model, spec.layout, spec.hyperparameters, sequence_length=30))
     for name in ("weights", "gradients"):
@@ -234,13 +211,13 @@ def write_shapes(root: Path) -> dict[str, Path]:
 
 
 def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _: Any) -> int:
-    """The only rank: bytes that a layer keeps of a token, by shape, way and type.
+    """The only rank: bytes that a layer keeps of a token, by shape, backend and type.
 
     Of models that differ in the number of their layers alone, two more layers keep so much more.
     """
     import torch
 
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
     from cray_agents.trainers.training.parallel_groups import join_ranks
     from cray_agents.trainers.training.train_step import RankTraining
@@ -248,10 +225,10 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
     join_ranks(Layout(), rank, 1, store, on_cpu=True)
     known = BaselineLogprobs(Samples.of([[i % 300 for i in range(TOKENS // 3 + 1)]] * 3))
 
-    def measured(folder: Path, way: str, dtype: str) -> float:
-        sizes = hyper(max_tokens_per_microbatch=TOKENS, batch_size=3, dtype=dtype, way=way)
+    def measured(folder: Path, backend: str, dtype: str) -> float:
+        sizes = hyper(max_tokens_per_microbatch=TOKENS, batch_size=3, dtype=dtype, backend=backend)
         sizes = sizes.model_copy(update={"learning_rate": 1e-3})
-        model = read_architecture(folder, sizes.way)
+        model = read_architecture(folder, sizes.backend)
         training = RankTraining(model, Layout(), sizes, folder, on_cpu=True)
         own = {p.untyped_storage().data_ptr() for p in training.wrapped_chunks[0].parameters()}
         kept: dict[int, torch.Tensor] = {}
@@ -265,12 +242,12 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
         return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
 
     found = {
-        f"{name} {way} {dtype}": (
-            measured(folder / "4", way, dtype) - measured(folder / "2", way, dtype)
+        f"{name} {backend} {dtype}": (
+            measured(folder / "4", backend, dtype) - measured(folder / "2", backend, dtype)
         )
         / (2 * TOKENS)
         for name, folder in shapes.items()
-        for way in ("native", "universal")
+        for backend in ("megatron", "transformers")
         for dtype in ("float32", "bfloat16")
     }
     (out / "found.json").write_text(json.dumps(found))
@@ -279,19 +256,13 @@ def kept_by_a_layer(shapes: dict[str, Path], out: Path, rank: int, store: Any, _
 
 @pytest.mark.megatron
 def test_a_layer_keeps_what_is_estimated(tmp_path: Path) -> None:
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-    from cray_agents.trainers.training import train_step  # noqa: F401  (loaded before the fork)
-
-    load_megatron()
     shapes = write_shapes(tmp_path / "shapes")
     work = partial(kept_by_a_layer, shapes, tmp_path)
-    ended = run_ranks(find_placement(1, "kept"), tmp_path / "logs", work)
-    assert ended.code == 0, (tmp_path / "logs").read_text()
+    assert run_forked(1, tmp_path / "logs", work) is None
     found: dict[str, float] = json.loads((tmp_path / "found.json").read_bytes())
     for case, real in found.items():
-        name, way, dtype = case.split()
-        model = read_architecture(shapes[name] / "4", way)  # type: ignore[arg-type]
+        name, backend, dtype = case.split()
+        model = read_architecture(shapes[name] / "4", backend)  # type: ignore[arg-type]
         size = 2 if dtype == "bfloat16" else 4
         planned = layer_activations(model, Layout(), size, on_cpu=True)
         assert 0.9 * planned < real < 1.07 * planned, (case, real, planned)

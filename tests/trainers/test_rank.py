@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,12 @@ from cray_agents.records import Manifest
 from cray_agents.trainers.checkpointing.hf_export import parent_sha256, weights_sha256
 from cray_agents.trainers.data.packer import samples_to_train_on, step_units
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere
 from cray_agents.trainers.job.rank import RECENT, JobTotals
+from cray_agents.trainers.job.weights_check import FailedEverywhere
 from cray_agents.trainers.training.train_step import StepReport
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
+from tests.support.trainers.forked_ranks import run_forked, training_in_rank
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.megatron
 
@@ -31,13 +32,6 @@ STEADY = {"learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0}
 
 def events(job: Any, kind: str) -> list[dict[str, Any]]:
     return [event for event in job.journal.events() if event["event"] == kind]
-
-
-def until(what: Callable[[], Any], job: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline, job.log
-        time.sleep(0.001)
 
 
 def small_slices(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +105,7 @@ def test_a_model_is_trained_from_a_config_alone(lab: Any, tmp_path: Path) -> Non
     lab.dataset(samples=8, split="validation")
     validation = read_samples(lab.home.dataset("ds"), "sft", "validation")
     found = []
-    for layout in ({}, {"data": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}):
+    for layout in ({}, {"pipeline": 2}):
         spec = lab.spec(
             folder,
             parent_sha256=parent_sha256(folder, "random"),
@@ -280,7 +274,7 @@ def test_a_long_look_back_can_be_stopped(lab: Any, monkeypatch: pytest.MonkeyPat
     lab.dataset(samples=2000, method="dpo")
     small_slices(monkeypatch)
     job = lab.start(lab.spec("qwen3", method="dpo", hyper={"steps": 1, "batch_size": 1000}))
-    until(lambda: (job.journal.folder / "logs" / "rank-0.txt").exists(), job)  # it listens
+    wait_until((job.journal.folder / "logs" / "rank-0.txt").exists)  # it listens
     (rank,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     os.kill(int(rank), signal.SIGTERM)
     assert job.wait() == 75, job.log
@@ -378,18 +372,6 @@ def test_rare_signals_are_no_explosion(every: int) -> None:
             add(value)
 
 
-# ---- attempts
-def test_a_superseded_attempt_ends_soon(lab: Any) -> None:
-    lab.dataset()
-    job = lab.start(lab.spec("qwen3", hyper={"steps": 1_000_000}, layout={"data": 2}))
-    job.wait_for_step(1)
-    assert job.journal.claim_attempt() == 2
-    points = job.journal.resume_points
-    assert job.wait() == 0
-    assert "attempt 2 took over from attempt 1" in job.log
-    assert len(job.journal.resume_points) <= len(points) + 1  # one may have been in flight
-
-
 # ---- what travels while computing goes on, as on GPUs
 Ship = tuple[Path, Path, Layout, Hyperparameters]
 
@@ -397,15 +379,10 @@ Ship = tuple[Path, Path, Layout, Hyperparameters]
 def sail(ship: Ship, out: Path, overlap: bool, rank: int, store: Any, stop: Any) -> int:
     """One rank: score, train, evaluate, train, and write the weights right after a step."""
     from cray_agents.trainers.checkpointing.hf_export import export_weights
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
+    from cray_agents.trainers.data.packer import BaselineLogprobs
 
     folder, dataset, layout, hyper = ship
-    join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    model = read_architecture(folder)
-    training = RankTraining(model, layout, hyper, folder, on_cpu=True, overlap=overlap)
+    training = training_in_rank(folder, layout, hyper, rank, store, overlap=overlap)
     known = BaselineLogprobs(read_samples(dataset))
     losses = [float(training.score(known.samples, [0])[0].sum())]
     losses += [training.step(known).loss for _ in range(2)]
@@ -431,11 +408,6 @@ def test_what_travels_during_computation_arrives(
 ) -> None:
     from safetensors.torch import load_file
 
-    from cray_agents.trainers.checkpointing import hf_export  # noqa: F401  (loaded before the fork)
-    from cray_agents.trainers.job.launch import find_placement, run_ranks
-    from cray_agents.trainers.models.megatron_fixes import load_megatron
-
-    load_megatron()
     lab.dataset()
     chosen = Hyperparameters(**{"steps": 4, "batch_size": 4, "learning_rate": 1e-3, **hyper})
     ship = lab.models(kind), lab.home.dataset("ds"), Layout(**layout), chosen
@@ -444,7 +416,7 @@ def test_what_travels_during_computation_arrives(
         out = tmp_path / str(overlap)
         out.mkdir()
         main = partial(sail, ship, out, overlap)
-        assert run_ranks(find_placement(2, "overlap"), out / "logs", main).code == 0
+        assert run_forked(2, out / "logs", main) is None
         weights = [load_file(path) for path in sorted(out.glob("*.safetensors"))]
         found.append((json.loads((out / "losses.json").read_bytes()), weights))
     (losses, plain), (overlapped, ours) = found

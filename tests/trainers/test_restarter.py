@@ -5,7 +5,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus, Layout
 from tests.support.scripted_platform import bare_model
 from tests.support.scripted_trainer import ScriptedTrainer
+from tests.support.waiting import until
 
 #: A job's process; its first attempt comes to no end of its own.
 PROCESS = """
@@ -85,12 +86,6 @@ async def kept_going(home: Home, trainer: Trainer) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from cray_agents.errors import Corrupt, JobError, NewerFormat
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.training_jobs import JobSpec, Layout
-from tests.support.trainers.forked_ranks import run_forked
+from tests.support.trainers.forked_ranks import run_forked, training_in_rank
 
 pytestmark = pytest.mark.megatron
 
@@ -35,22 +35,12 @@ class Course:
 
 
 def sail(spec: JobSpec, course: Course, rank: int, store: Any, stop: Any) -> int:
-    import torch
-
     from cray_agents.trainers.checkpointing import resume
     from cray_agents.trainers.checkpointing.save import Saver
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import read_samples
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
 
-    torch.set_num_threads(1)
-    join_ranks(spec.layout, rank, spec.layout.world, store, on_cpu=True)
-    parent = Path(spec.parent)
-    training = RankTraining(
-        read_architecture(parent), spec.layout, spec.hyperparameters, parent, on_cpu=True
-    )
+    training = training_in_rank(Path(spec.parent), spec.layout, spec.hyperparameters, rank, store)
     known = BaselineLogprobs(read_samples(course.dataset))
     told: list[int] = []
     lasted: list[float] = []
@@ -231,13 +221,24 @@ def test_a_disk_that_takes_no_more_is_the_jobs_error(lab: Any, tmp_path: Path) -
     assert not list(course.folder.glob("step-*"))
 
 
-def test_only_what_is_whole_is_loaded(lab: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(shared_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The points of steps 2, 4 and 6 of two ranks. Tests change copies of them."""
+    folder = tmp_path_factory.mktemp("trained") / "points"
+    course = Course(folder, shared_lab.home.dataset("ds"), steps=6)
+    run(shared_lab.spec("qwen3", layout={"data": 2}), course)
+    return folder
+
+
+@pytest.fixture
+def points(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "points"))
+
+
+def test_only_what_is_whole_is_loaded(points: Path) -> None:
     from cray_agents.trainers.checkpointing import resume
 
-    lab.dataset()
-    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=6)
-    run(lab.spec("qwen3"), course)
-    folder, names = course.folder, [f"step-0000000{n}" for n in (2, 4, 6)]
+    folder, names = points, [f"step-0000000{n}" for n in (2, 4, 6)]
     assert resume.choose(folder) == (folder / names[2], [])
     data = folder / names[2] / "rank-00000.bin"
     content = bytearray(data.read_bytes())
@@ -248,7 +249,7 @@ def test_only_what_is_whole_is_loaded(lab: Any, tmp_path: Path) -> None:
         resume.verify(folder / names[1])
     with pytest.raises(Corrupt, match=r"rank-00000.bin is not what was written"):
         resume.verify(folder / names[2])
-    resume.set_aside(folder / names[2])  # as ranks do that have proven it together
+    resume.set_aside(folder / names[2])  # as ranks do that have checked it together
     found, problems = resume.choose(folder)
     assert found == folder / names[0] and len(problems) == 1 and names[1] in problems[0]
     (folder / names[0] / "rank-00000.json").unlink()
@@ -256,15 +257,12 @@ def test_only_what_is_whole_is_loaded(lab: Any, tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.glob("*step*")) == [f".corrupt-{n}" for n in names]
 
 
-def test_a_rank_reads_what_it_owns_and_proves_its_share(lab: Any, tmp_path: Path) -> None:
+def test_a_rank_reads_what_it_owns_and_checks_its_share(points: Path) -> None:
     """Of a point of two ranks: any stretch of a weight, and of its files each in one share."""
     from cray_agents.trainers.checkpointing import resume
     from cray_agents.trainers.checkpointing.state import TensorRange, TensorSlice
 
-    lab.dataset()
-    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=2)
-    run(lab.spec("qwen3", layout={"data": 2}), course)
-    point = course.folder / "step-00000002"
+    point = points / "step-00000002"
     wholes, saved = contents(point, 304), resume._SavedPoint(point)
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     whole = wholes[name]
@@ -302,12 +300,13 @@ def bytes_read() -> int:
     return int(rows["rchar"])
 
 
-def test_moments_of_other_weights_are_refused_by_name(lab: Any, tmp_path: Path) -> None:
+def test_moments_of_other_weights_are_refused_by_name(
+    lab: Any, trained: Path, tmp_path: Path
+) -> None:
     lab.dataset()
-    course = Course(tmp_path / "points", lab.home.dataset("ds"), steps=2)
-    run(lab.spec("qwen3"), course)
     lora = lab.spec("qwen3", hyper={"lora": {"rank": 4}})
-    wrong = replace(course, folder=tmp_path / "wrong", load=course.folder / "step-00000002")
+    point = trained / "step-00000002"
+    wrong = Course(tmp_path / "wrong", lab.home.dataset("ds"), steps=2, load=point)
     with pytest.raises(
         ValueError, match=r"no decoder.*\.a, which this job trains.*leave optimizer_from out"
     ):

@@ -12,8 +12,7 @@ import pytest
 
 from cray_agents.paths import Home
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, note_end
-from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.training_commands import CommandResult, OptimStep
 from tests.support.faults import root_views
 from tests.support.faults.root_views import RootView
@@ -29,7 +28,7 @@ import json, sys
 from pathlib import Path
 from cray_agents.trainers.job.failures.rank_monitor import read_end
 from cray_agents.trainers.job.journal import size_of_log, tail_from
-from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.trainers.job.journal import CommandJournal
 
 folder = Path(sys.argv[1])
 for line in sys.stdin:

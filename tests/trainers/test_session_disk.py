@@ -40,25 +40,21 @@ MOUNTED = 'mount -t tmpfs -o size=$0 tmpfs "$1" && echo mounted && exec sleep in
     ids=["resume points", "weights"],
 )
 def test_a_job_that_one_rank_cannot_write_for_leaves_its_session_alive(
-    lab: Any, tmp_path: Path, rank: int, why: str
+    lab: Any, undisturbed_job: Any, rank: int, why: str
 ) -> None:
     """It goes on where there is room again, and ends as one that nothing happened to."""
     spec = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 4}, save_every=2)
-    alone = type(lab)(Home(tmp_path / "alone"), lab.models)
-    for one in (lab, alone):
-        one.dataset()
+    lab.dataset()
     session = RunningSession(lab.home, Layout(data=2))
     while len(ranks := children_of(session.pid)) < 2:
         session.check()
     points = lab.home.job(spec.id) / "megatron"
-    undisturbed = alone.run(spec).journal
+    undisturbed = undisturbed_job(spec).journal
     if rank == 0:  # it writes all weights of so small a model, and here no point
         shutil.copytree(undisturbed.folder / "megatron", points)
     resource.prlimit(ranks[rank], resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
     job = session.start(spec)
-    while spec.id in session.journal.queue():
-        session.check()
-        time.sleep(0.01)
+    session.until(lambda: spec.id not in session.journal.queue())
     assert why in read_end(job.folder).how and "File too large" in read_end(job.folder).how
     assert not job.ended and not list(lab.home.root.glob("checkpoints/.*"))
     assert not list(points.glob(".*"))
@@ -66,11 +62,9 @@ def test_a_job_that_one_rank_cannot_write_for_leaves_its_session_alive(
     other = lab.spec("qwen3", layout={"data": 2}, hyper={"steps": 2})
     assert session.train(other).status().state == "succeeded", session.log
     session.journal.hand_over(spec.id)
-    while not job.ended:
-        session.check()
-        time.sleep(0.01)
+    session.until(lambda: job.ended)
     assert children_of(session.pid) == ranks and session.end() == 0, session.log
-    assert outcome(lab.home, job)[:2] == outcome(alone.home, undisturbed)[:2]
+    assert outcome(lab.home, job)[:2] == outcome(undisturbed.home, undisturbed)[:2]
 
 
 @contextmanager
@@ -109,15 +103,13 @@ def fill(home: Home) -> Path:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_on_a_disk_without_a_byte_left(
-    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
+    lab: Any, undisturbed_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_time: bool
 ) -> None:
     """From within a job on: events, logs, points and weights have no room. Then there is some.
 
     `in_time`: while the trained state is in memory still.
     """
     monkeypatch.setattr(rank_module, "ROOM_TRIES", 10**6 if in_time else 2)
-    alone = type(lab)(Home(tmp_path / "alone"), lab.models)
-    alone.dataset()
     with small_disk(tmp_path / "disk", 16 << 20) as pid:
         inside = Home(tmp_path / "disk")
         home = Home(Path(f"/proc/{pid}/root{inside.root}"))
@@ -128,18 +120,12 @@ def test_on_a_disk_without_a_byte_left(
         while len(ranks := children_of(session.pid)) < 2:
             session.check()
         job = session.start(spec)
-        while job.step < 7:
-            session.check()
-            time.sleep(0.002)
+        session.until(lambda: job.step >= 7)
         filler = fill(home)
-        while in_time and "point of step 40 could not be written" not in job.log_tail():
-            session.check()
-            time.sleep(0.01)
         if in_time:
+            session.until(lambda: "point of step 40 could not be written" in job.log_tail())
             filler.unlink()
-        while spec.id in session.journal.queue():
-            session.check()
-            time.sleep(0.01)
+        session.until(lambda: spec.id not in session.journal.queue())
         assert job.ended == in_time, job.log_tail()
         session.journal.hand_over(spec.id)  # without a pause: this start meets the full disk, too
         for _ in range(0 if in_time else 100):
@@ -152,4 +138,5 @@ def test_on_a_disk_without_a_byte_left(
             time.sleep(0.01)
         assert children_of(session.pid) == ranks and session.end() == 0, session.log
         assert (job.attempts == 1) == in_time
-        assert outcome(home, job) == outcome(alone.home, alone.run(spec).journal)
+        undisturbed = undisturbed_job(spec).journal
+        assert outcome(home, job) == outcome(undisturbed.home, undisturbed)

@@ -8,12 +8,11 @@ from cray_agents.ports import CommandStatus
 from cray_agents.trainers.job.failures.failure import FailureSettings
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, note_end
 from cray_agents.trainers.job.job_state import note_handover, read_handover
-from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.journal import CommandJournal, JobJournal
 from cray_agents.trainers.job.megatron_trainer import MAX_RESTARTS, MegatronTrainer
+from cray_agents.trainers.job.session_journal import SessionJournal, sessions
 from cray_agents.trainers.models.seed_model import make_seed_model
 from cray_agents.trainers.planning.cluster_resources import Resources
-from cray_agents.trainers.session.command_journal import CommandJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, sessions
 from cray_agents.training_commands import CommandResult, Save
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
 from tests.support.waiting_scheduler import WaitingScheduler
@@ -31,16 +30,14 @@ def some_spec(root: Path, **how: Any) -> JobSpec:
     return JobSpec.model_validate(given | how)
 
 
-class CannotStart(WaitingScheduler):
-    """Commands that end at once with exit code 1."""
-
-    def status(self, name: str) -> CommandStatus:
-        return CommandStatus(state="failed", id=str(len(self.commands)), exit_code=1)
-
-
 def test_a_session_that_cannot_start_fails_its_job_with_its_own_log(tmp_path: Path) -> None:
     at_once = FailureSettings(back_off=())
-    trainer = MegatronTrainer(Home(tmp_path), CannotStart(), Resources(ranks=1), failures=at_once)
+    trainer = MegatronTrainer(
+        Home(tmp_path),
+        WaitingScheduler(CommandStatus(state="failed", exit_code=1)),
+        Resources(ranks=1),
+        failures=at_once,
+    )
     status = trainer.submit(some_spec(tmp_path, session="loop"))
     [session] = sessions(trainer.home)
     session.log.parent.mkdir(parents=True, exist_ok=True)
@@ -51,19 +48,17 @@ def test_a_session_that_cannot_start_fails_its_job_with_its_own_log(tmp_path: Pa
     assert len(trainer.scheduler.commands) == 1 + MAX_RESTARTS  # type: ignore[attr-defined]
 
 
-class Runs(WaitingScheduler):
-    """Commands that run."""
-
-    def status(self, name: str) -> CommandStatus:
-        return CommandStatus(state="running", id=str(len(self.commands)))
-
-
 def test_a_job_that_a_session_could_not_write_for_starts_again_when_there_is_room(
     tmp_path: Path,
 ) -> None:
     """After a pause each time, and not for ever; another submission begins anew."""
     rules = FailureSettings(back_off=(1000.0,))
-    trainer = MegatronTrainer(Home(tmp_path), Runs(), Resources(ranks=1), failures=rules)
+    trainer = MegatronTrainer(
+        Home(tmp_path),
+        WaitingScheduler(CommandStatus(state="running")),
+        Resources(ranks=1),
+        failures=rules,
+    )
     spec = some_spec(tmp_path, session="loop")
     journal, starts = JobJournal(trainer.home, trainer.submit(spec).id), []
     [session] = sessions(trainer.home)

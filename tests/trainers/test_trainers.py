@@ -1,4 +1,4 @@
-"""The two trainers: the Megatron one over real processes, the scripted one."""
+"""The trainer over real processes: jobs that are killed, cancelled, paused and resumed."""
 
 import shutil
 import time
@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.paths import Home
 from cray_agents.ports import Command, CommandState, CommandStatus, Trainer
-from cray_agents.records import Manifest
 from cray_agents.runtime.scheduler.choose import (
     SchedulerKind,
     missing_programs,
@@ -22,7 +20,6 @@ from cray_agents.trainers.job.job_command import TRAINERS, code_version
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.megatron_trainer import MegatronTrainer
 from cray_agents.training_jobs import JobStatus
-from tests.support.scripted_trainer import ScriptedTrainer
 
 
 def wait(trainer: Trainer, job_id: str, until: Any, seconds: float = 90.0) -> JobStatus:
@@ -138,21 +135,6 @@ def test_the_code_version_is_of_all_sources(tmp_path: Path) -> None:
         before = code_version(copy)
 
 
-def test_a_scripted_job_publishes_its_parent_under_a_new_name(lab: Any) -> None:
-    trainer: Trainer = ScriptedTrainer(lab.home, {"loss_last": 0.5}, failures={1: "no luck"})
-    spec = lab.spec("qwen3")
-    status = trainer.submit(spec)
-    assert (status.state, status.checkpoint, status.loss_last) == ("succeeded", spec.id, 0.5)
-    folder = lab.home.checkpoint(spec.id)
-    manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
-    assert manifest.weights_sha256 == spec.parent_sha256 == weights_sha256(folder)
-    assert (manifest.job, manifest.dataset) == (spec.id, "ds")
-    assert trainer.submit(spec) == trainer.status(spec.id) == trainer.cancel(spec.id) == status
-    other = trainer.submit(lab.spec("qwen3", hyper={"seed": 9}))
-    assert (other.state, other.error) == ("failed", "no luck")
-    assert not lab.home.checkpoint(other.id).exists()
-
-
 def starts(journal: JobJournal) -> list[int]:
     return [e["from_step"] for e in journal.events() if e["event"] == "started"]
 
@@ -165,13 +147,11 @@ NO_SLURM = pytest.mark.skipif(bool(missing_programs()), reason="Slurm is not ins
     "kind", ["local", pytest.param("slurm", marks=[pytest.mark.slurm, NO_SLURM])]
 )
 def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
-    lab: Any, tmp_path: Path, kind: SchedulerKind
+    lab: Any, undisturbed_job: Any, kind: SchedulerKind
 ) -> None:
     lab.dataset()
     spec = lab.spec("qwen3", hyper={"steps": 60}, save_every=1000)
-    other = type(lab)(Home(tmp_path / "undisturbed"), lab.models)
-    other.dataset()
-    undisturbed = other.run(spec)
+    undisturbed = undisturbed_job(spec)
     journal = JobJournal(lab.home, spec.id)
     with open_scheduler(kind, lab.home.slurm) as scheduler:
         trainer = MegatronTrainer(lab.home, scheduler)
@@ -200,7 +180,7 @@ def test_a_paused_job_saves_stays_paused_and_goes_on_with_the_same_curve(
     assert starts(journal) == [0, paused.step]
     losses = [e["loss"] for e in journal.events() if e["event"] == "step"]
     assert losses == undisturbed.losses and len(losses) == 60
-    ours, theirs = (x.home.checkpoint(spec.id) for x in (lab, other))
+    ours, theirs = (x.home.checkpoint(spec.id) for x in (lab, undisturbed.journal))
     assert weights_sha256(ours) == weights_sha256(theirs)
 
 
@@ -258,22 +238,3 @@ def test_a_start_that_finds_its_job_paused_does_nothing(lab: Any) -> None:
     journal.pause()
     assert job.run(journal) == 75
     assert journal.attempts == 0 and journal.paused
-
-
-def test_a_held_scripted_job_can_be_paused_resumed_and_cancelled(lab: Any) -> None:
-    trainer = ScriptedTrainer(lab.home, by_hand=True)
-    spec = lab.spec("qwen3")
-    assert trainer.submit(spec).state == "queued"
-    assert (trainer.advance(spec.id, 3).state, trainer.status(spec.id).step) == ("running", 3)
-    assert trainer.pause(spec.id).state == "paused"
-    assert trainer.advance(spec.id).step == 3
-    assert trainer.resume(spec.id).state == "running"
-    done = trainer.advance(spec.id)
-    assert (done.state, done.step, done.attempts) == ("succeeded", 8, 2)
-    assert starts(JobJournal(lab.home, spec.id)) == [0, 3]
-    with pytest.raises(BadInput, match="nothing left to pause"):
-        trainer.pause(spec.id)
-    other = lab.spec("qwen3", hyper={"seed": 3})
-    trainer.submit(other)
-    trainer.pause(other.id)
-    assert trainer.cancel(other.id).state == trainer.advance(other.id).state == "cancelled"

@@ -15,7 +15,7 @@ from cray_agents.runtime.disk.checksums import BLAKE3, hash_of
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import cut, name_files, weights_sha256
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout
-from tests.support.trainers.forked_ranks import run_forked
+from tests.support.trainers.forked_ranks import run_forked, training_in_rank
 
 LIMIT = 40_000  # bytes a file
 SHARE = 20_000  # bytes before another rank writes too
@@ -58,15 +58,11 @@ def loaded_and_exported(
 ) -> int:
     """One rank: take the weights in and write them out again; says how many numbers it read."""
     from cray_agents.trainers.checkpointing import hf_export
-    from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.models.model import build_model
     from cray_agents.trainers.models.weights import SafeTensors, load_weights
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
 
-    join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    model = read_architecture(folder)
-    training = RankTraining(model, layout, hyper, folder, on_cpu=True)
+    training = training_in_rank(folder, layout, hyper, rank, store)
+    model = training.model
     for name, limits in {
         ".": (LIMIT, SHARE),
         "shared": (hf_export.FILE_BYTES, SHARE),
@@ -202,13 +198,9 @@ def test_a_full_disk_is_an_error(tmp_path: Path, tensors: dict[str, Any]) -> Non
 def published(folder: Path, out: Path, limit: str, rank: int, store: Any, _: Any) -> int:
     """One rank of two: publish a checkpoint; the second ends within its file."""
     from cray_agents.trainers.checkpointing import hf_export
-    from cray_agents.trainers.models.architecture import read_architecture
-    from cray_agents.trainers.training.parallel_groups import join_ranks
-    from cray_agents.trainers.training.train_step import RankTraining
 
     layout, hyper = Layout(data=2), Hyperparameters(learning_rate=1e-3, steps=1)
-    join_ranks(layout, rank, layout.world, store, on_cpu=True)
-    training = RankTraining(read_architecture(folder), layout, hyper, folder, on_cpu=True)
+    training = training_in_rank(folder, layout, hyper, rank, store)
     if rank and limit:
         if limit == "killed":
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -246,7 +238,7 @@ def test_a_publish_that_fails_in_the_middle_leaves_nothing(
 
 def checked(folder: Path, expected: str, rank: int, store: Any, _: Any) -> int:
     """One rank of two: the check alone, without a model."""
-    from cray_agents.trainers.job.checks.weights_check import check_weights
+    from cray_agents.trainers.job.weights_check import check_weights
     from cray_agents.trainers.training.parallel_groups import join_ranks
 
     join_ranks(Layout(data=2), rank, 2, store, on_cpu=True)

@@ -34,8 +34,8 @@ from cray_agents.trainers.checkpointing.weight_files import (
     write_files,
 )
 from cray_agents.trainers.data.samples import Samples
+from cray_agents.trainers.models.backends import config_of, plan_files
 from cray_agents.trainers.models.lora import merged_weight, without_adapters
-from cray_agents.trainers.models.ways import config_of, plan_files
 from cray_agents.trainers.models.weights import SHARE_BYTES, FilePlan, whole_tensors
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from cray_agents.runtime.disk import durable
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.lora import LoraLinear, adapters
-from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
+from cray_agents.trainers.models.transformers_backend.linear_adapter import LinearAdapter
 from cray_agents.trainers.models.weights import Origin, unpack
 from cray_agents.trainers.training.parallel_groups import (
     gather_from_ranks,
@@ -90,11 +90,11 @@ def config_of_adapters(
     chunks: list[Any], tensors: dict[str, torch.Tensor], lora: Lora, parent: str
 ) -> dict[str, Any]:
     """Return PEFT's adapter_config.json for all adapters of a model; rank 0 has `tensors`."""
-    universal = [one for _, _, one in adapters(chunks) if isinstance(one, LinearAdapter)]
-    if not universal:
+    linear = [one for _, _, one in adapters(chunks) if isinstance(one, LinearAdapter)]
+    if not linear:
         return peft_config(lora, parent, {name.split(".")[-3] for name in tensors})
-    config = peft_config(lora, parent, {one.saved_as.target for one in universal})
-    return config | {"fan_in_fan_out": any(one.transposed for one in universal)}
+    config = peft_config(lora, parent, {one.saved_as.target for one in linear})
+    return config | {"fan_in_fan_out": any(one.transposed for one in linear)}
 
 
 def peft_config(lora: Lora, parent: str, modules: set[str]) -> dict[str, Any]:

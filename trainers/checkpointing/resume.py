@@ -6,7 +6,7 @@
 Under its own layout training continues bit for bit on CPUs; kernels of GPUs add in an order of
 their own. Under another layout only the order of additions differs. A point that differs from its
 seal is set aside, and the one before it is used. One process chooses a point that looks whole; all
-ranks prove it together, each by its share of the files, before any of them reads it. Read next:
+ranks verify it together, each by its share of the files, before any of them reads it. Read next:
 save.py, which writes the points.
 """
 

@@ -75,7 +75,7 @@ def local_ranges(training: RankTraining) -> dict[torch.Tensor, list[TensorRange]
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
     }
     ranges: dict[torch.Tensor, list[TensorRange]] = {}
-    if training.model.way == "universal":  # data ranks alone divide them
+    if training.model.backend == "transformers":  # data ranks alone divide them
         for name, parameter in training.chunks[0].network.named_parameters():
             if parameter.requires_grad:
                 shape = tuple(parameter.shape) or (1,)

@@ -2,7 +2,7 @@
 
 Each file is as safetensors' own writer makes it, byte for byte: larger types first, then by name. A
 tensor is written when it comes, so that memory holds a bounded part of a file. Two threads hash and
-write at the same time, in small blocks that stay in the processor's cache. The disk is told early
+write at the same time, in small blocks that stay in the processor's cache. The disk is asked early
 to begin, and is busy from the start to the end. A DeltaFile takes the same bytes, and stores only
 what changed in the parent's weights. Called by hf_export.py. Read next:
 runtime/vllm_plugins/delta_codec.py.
@@ -35,7 +35,7 @@ from cray_agents.runtime.vllm_plugins.delta_codec import (
 
 BLOCK = 1 << 20  # bytes hashed and written at a time
 AHEAD_BYTES = 256 << 20  # that wait for the disk
-BEGIN_BYTES = 32 << 20  # written before the disk is told to begin with them
+BEGIN_BYTES = 32 << 20  # written before the disk is asked to begin with them
 # stored types in safetensors' order
 _NAMES = {
     torch.int64: "I64",

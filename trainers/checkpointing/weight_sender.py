@@ -407,12 +407,12 @@ class WeightSender:
                 self._set_device()
                 step()
             except Exception as error:  # noqa: BLE001 - raised again by `result`
-                tell = partial(done.set_exception, error)
+                report = partial(done.set_exception, error)
             else:
-                tell = partial(done.set_result, None)
+                report = partial(done.set_result, None)
             try:
-                tell()
-            except InvalidStateError:  # given up meanwhile
+                report()
+            except InvalidStateError:  # cancelled meanwhile
                 link.close()
 
         hung_up = select.poll()

@@ -2,7 +2,7 @@
 
 The columns are described in runtime/datasets/token_shards.py. A sample's arrays are views
 into flat buffers, of 18 bytes per token for grpo and 14 for the other methods. No torch. Read next:
-job/input_checks.py, which checks samples against a model; packer.py, which packs them.
+job/job_inputs.py, which checks samples against a model; packer.py, which packs them.
 """
 
 from collections.abc import Iterator, Sequence

@@ -24,12 +24,16 @@ from cray_agents.errors import FULL, NotFound
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, bfloat16_limits, measure
 from cray_agents.runtime.registry.checkpoints import manifest_of
-from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs, TrainedTokenRows
-from cray_agents.trainers.data.packer import Rows, samples_to_train_on
+from cray_agents.trainers.data.packer import (
+    BaselineLogprobs,
+    Rows,
+    TrainedTokenRows,
+    samples_to_train_on,
+)
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_weights
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_weights
 from cray_agents.trainers.models.tensors import read_parent
-from cray_agents.trainers.planning.layouts import scoring_way
+from cray_agents.trainers.planning.layouts import scoring_backend
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
 from cray_agents.trainers.training.train_step import RankTraining
 from cray_agents.training_jobs import ON_POLICY, JobSpec
@@ -159,7 +163,7 @@ class Baselines:
         def compute() -> list[Floats]:
             with check_weights(teacher, self._spec.teacher_sha256 or ""):
                 layout = self._spec.layout
-                model = read_parent(teacher, way=scoring_way(layout), layout=layout)
+                model = read_parent(teacher, backend=scoring_backend(layout), layout=layout)
                 scorer = self._training.scorer(model, teacher)
             check_probe(scorer, teacher, "teacher")
             rows = scorer.score(samples, places)

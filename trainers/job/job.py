@@ -108,8 +108,8 @@ def _train(work: JobInputs, placement: RankPlacement, ledger: LedgerFile) -> Ran
         work.journal.close()
     from cray_agents.trainers.job import rank
 
-    if work.model.way == "bridge" and on_cpu:
-        from cray_agents.trainers.models.bridge.bridged_model import load_bridge
+    if work.model.backend == "megatron-bridge" and on_cpu:
+        from cray_agents.trainers.models.megatron_bridge.bridged_model import load_bridge
 
         load_bridge()  # before the fork: it takes many seconds
     journal = work.journal

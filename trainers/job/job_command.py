@@ -1,7 +1,7 @@
 """Job command: what a scheduler is given to start a job, or the session that a job names.
 
 A spec that no command could run is refused first. With each start goes a notice: how long before
-its time limit the job is told to save and stop. Saves of earlier attempts tell how long one takes;
+its time limit the job is asked to save and stop. Saves of earlier attempts show how long one takes;
 a first attempt's is estimated by the bytes that it writes. `code_version` is a hash of the code
 that a command runs.
 """
@@ -22,7 +22,7 @@ from cray_agents.runtime.scheduler.excluded_nodes import excluded_nodes
 from cray_agents.trainers.job.failures.rank_monitor import SILENCE_VARIABLE
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.models.architecture import read_architecture
-from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
+from cray_agents.trainers.models.megatron_bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.arithmetic import adapter_weights, count_weights
 from cray_agents.trainers.planning.cluster_resources import Resources
@@ -31,7 +31,7 @@ from cray_agents.training_jobs import JobSpec
 MARGIN = 60.0  # seconds: Slurm looks at time limits twice a minute, and processes have to end
 SAVED_BYTES = 12  # of a trained weight: itself and both moments, in float32
 WRITTEN = 5e8  # bytes a second of a node, before a save was measured
-NEWEST = 5  # steps and saves that tell how long the next one takes
+NEWEST = 5  # steps and saves from which the next one's seconds are estimated
 TRAINERS = Path(__file__).resolve().parents[1]  # all code of a job
 
 
@@ -41,7 +41,7 @@ def check_submitted(spec: JobSpec, home: Home, scheduler: str, *, turns: bool) -
     `scheduler`: its name. `turns`: replicas use the same GPUs.
     """
     hyper = spec.hyperparameters
-    if hyper.way == "bridge":
+    if hyper.backend == "megatron-bridge":
         check_bridged(hyper)
     places = {"parent": (spec.parent, hyper.init)}
     for role, place in (("reference", spec.reference), ("teacher", spec.teacher)):
@@ -49,7 +49,7 @@ def check_submitted(spec: JobSpec, home: Home, scheduler: str, *, turns: bool) -
             places[role] = (place, "parent")
     for param, (place, init) in places.items():
         try:
-            read_parent(home.root / place, init, hyper.way)
+            read_parent(home.root / place, init, hyper.backend)
         except (BadInput, NotFound) as error:
             raise type(error)(str(error), param=param) from error
     if spec.slurm_options and scheduler == "local":
@@ -129,7 +129,7 @@ def first_save_seconds(spec: JobSpec, home: Home, nodes: int) -> float:
     """
     hyper = spec.hyperparameters
     try:
-        model = read_architecture(home.root / spec.parent, hyper.way)
+        model = read_architecture(home.root / spec.parent, hyper.backend)
     except (BadInput, NotFound):
         return 0.0
     lora = hyper.lora

@@ -1,36 +1,42 @@
-"""Job inputs: everything a job's ranks need, read and checked before they start."""
+"""Job inputs: everything a job's ranks need, read and checked before they start.
 
-from collections.abc import Callable
+The tokens of a dataset are numbers. Under another tokenizer they would be other texts, and training
+would go on without an error. So samples are checked against the model, its tokenizer and the
+settings. Called by job.py. Read next: data/packer.py.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cray_agents.errors import BadInput, CrayError
+import numpy as np
+import orjson
+
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import LogprobDistance
 from cray_agents.runtime.accounting.ledger import LedgerFile
+from cray_agents.runtime.datasets.reader import read_manifest as read_dataset_manifest
 from cray_agents.runtime.registry.checkpoints import (
     MANIFEST,
     config_sha256,
     read_manifest,
     settings_in,
     settings_sha256,
+    verify_settings,
 )
+from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.data.samples import Samples, read_samples
-from cray_agents.trainers.job.checks.engine_agreement import places_of_parent
-from cray_agents.trainers.job.checks.input_checks import (
-    check_samples,
-    check_teacher,
-    check_temperature,
-    check_tokenizer,
-    other_weights,
-)
+from cray_agents.trainers.job.engine_agreement import places_of_parent
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import note_steps
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.bridge.bridged_kinds import check_bridged
+from cray_agents.trainers.models.megatron_bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
-from cray_agents.trainers.planning.layouts import check_layout
-from cray_agents.training_jobs import ON_POLICY, JobSpec, explain_learning_rate
+from cray_agents.trainers.planning.layouts import check_layout, scoring_backend
+from cray_agents.training_jobs import ON_POLICY, Hyperparameters, JobSpec, explain_learning_rate
+
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,11 @@ def read_inputs(journal: JobJournal, spec: JobSpec, attempt: int) -> JobInputs:
     """
     home, hyper = journal.home, spec.hyperparameters
     parent = home.root / spec.parent
-    model = read_parent(parent, hyper.init, hyper.way)
+    model = read_parent(parent, hyper.init, hyper.backend)
     check_layout(model, spec.layout)
-    if model.way == "bridge":
+    if model.backend == "megatron-bridge":
         check_bridged(hyper)
-    if hyper.lora is not None and model.way == "native":
+    if hyper.lora is not None and model.backend == "megatron":
         from cray_agents.trainers.models.lora import choose_targets  # it imports torch
 
         choose_targets(model, hyper.lora)
@@ -140,7 +146,7 @@ def _reference(spec: JobSpec, home: Home, parent: Path, model: Architecture) -> 
     if spec.reference is None or spec.reference_sha256 is None:
         return None
     reference = home.root / spec.reference
-    other = read_parent(reference, way=model.way)
+    other = read_parent(reference, backend=model.backend)
     if replace(other, dtype=model.dtype, init_std=model.init_std) != model:
         raise BadInput(
             f"the reference {reference} is another kind of model than {parent}", param="reference"
@@ -194,8 +200,8 @@ def choose_start(
     Corrupt, and BadInput for what these layers cannot do.
     """
     from cray_agents.trainers.checkpointing import resume
+    from cray_agents.trainers.models.backends import choose_layers_of
     from cray_agents.trainers.models.layer_choice import check_layers
-    from cray_agents.trainers.models.ways import choose_layers_of
 
     spec, hyper = work.spec, work.spec.hyperparameters
     layers = choose_layers_of(work.model, spec.layout, hyper.dtype, on_cpu)
@@ -234,36 +240,164 @@ def choose_start(
     return work
 
 
-def check_start(work: JobInputs, choose: Callable[[JobInputs], JobInputs]) -> JobInputs:
-    """Prove the points to start from; set a damaged one aside, and `choose` again. Collective.
+# ---- samples against the model
+def check_samples(samples: Samples, model: Architecture, hyper: Hyperparameters) -> None:
+    """Raise BadInput if the model cannot read a sample or a micro-batch cannot hold a unit."""
+    for place, ids in enumerate(samples.tokens):
+        low, high = ids.min(), ids.max()
+        if high >= model.vocab or low < 0:
+            bad = low if low < 0 else high
+            raise BadInput(
+                f"{_label(samples, place)} has token id {bad}, outside the model's vocabulary of"
+                f" {model.vocab}: the dataset was made with another tokenizer",
+                param="dataset",
+            )
+        if len(ids) > model.max_tokens:
+            raise BadInput(
+                f"{_label(samples, place)} has {len(ids)} tokens, and the model attends to"
+                f" {model.max_tokens}: build the dataset with max_tokens {model.max_tokens}",
+                param="dataset",
+            )
+    _check_room(samples, hyper.max_tokens_per_microbatch)
+    for name, used in (("order", hyper.order == "weighted"), ("weigh_loss", hyper.weigh_loss)):
+        weights = samples.weights
+        if used and not (np.isfinite(weights).all() and weights.min() >= 0 < weights.sum()):
+            raise BadInput(
+                f"{name!r} needs weights that are numbers from 0 on, at least one above it",
+                param=name,
+            )
 
-    Raises FailedEverywhere if another job's point is damaged, or none can be chosen.
+
+def _check_room(samples: Samples, room: int) -> None:
+    costs = [sum(samples.cost(i) for i in unit) for unit in samples.units]
+    most = max(range(len(costs)), key=costs.__getitem__, default=None)
+    if most is None or costs[most] <= room:
+        return
+    first, *rest = samples.units[most]
+    what = f"the pair of {_label(samples, first)}" if rest else _label(samples, first)
+    raise BadInput(
+        f"{what} has {costs[most] + 1 + len(rest)} tokens: raise max_tokens_per_microbatch"
+        f" ({room}) to at least {costs[most]}, or build the dataset with a smaller max_tokens",
+        param="max_tokens_per_microbatch",
+    )
+
+
+def check_temperature(samples: Samples, hyper: Hyperparameters) -> None:
+    """Raise BadInput unless every sample was sampled at `policy.temperature`."""
+    wanted = hyper.policy.temperature
+    for place, actual in enumerate(samples.temperatures):
+        if not np.isclose(actual, wanted):
+            at = "several temperatures, or not known which" if np.isnan(actual) else f"{actual:g}"
+            raise BadInput(
+                f"{_label(samples, place)} was sampled at temperature {at}, and policy.temperature"
+                f" is {wanted:g}: the two must be the same",
+                param="policy.temperature",
+            )
+
+
+def check_tokenizer(samples: Samples, folder: Path, home: Home, parent: Path) -> None:
+    """Raise BadInput if a token of the samples is another text to the parent's tokenizer.
+
+    Two kinds of tokenizers are compared with the parent's, if their files still exist: those of
+    the versions that sampled the tokens, and the one that rendered conversations of the dataset in
+    `folder`.
     """
-    from cray_agents.trainers.checkpointing import resume
-    from cray_agents.trainers.job.checks.weights_check import FailedEverywhere
-    from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
+    own = parent / TOKENIZER
+    if not own.exists():
+        return
+    for name, path in _source_tokenizers(samples, folder, home).items():
+        if not path.exists() or path.read_bytes() == own.read_bytes():
+            continue
+        verify_settings(path.parent)
+        ours, theirs = _texts(own), _texts(path)
+        other = [i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)]
+        if (token := _first_of(other, samples)) is not None:
+            raise BadInput(
+                f"the tokens of dataset {folder.name} were made by {name}, whose tokenizer is not"
+                f" the one in {parent}: token {token} is {theirs.get(token)!r} in {path}, and"
+                f" {ours.get(token)!r} in {own}",
+                param="dataset",
+            )
 
-    while True:
-        problems = (
-            (point, resume.verify_together(point))
-            for point in (work.optimizer_from, work.state_from, work.resume_from)
-            if point is not None
-        )
-        point, problem = next(((point, one) for point, one in problems if one), (None, ""))
-        if point is None:
-            return work
-        if point != work.resume_from:
-            raise FailedEverywhere(problem)
-        chosen, refusal = work.points, None
-        if is_rank0():
-            resume.set_aside(point)
-            print(f"{problem}; set aside, the one before it is used", flush=True)
-            work.journal.event("corrupt", message=problem)
-            try:
-                chosen = choose(work).points
-            except CrayError as error:
-                refusal = str(error)
-        chosen, refusal = broadcast_from_rank0((chosen, refusal))
-        if refusal is not None:
-            raise FailedEverywhere(refusal)
-        work = work.at(work.attempt, *chosen)
+
+def check_teacher(teacher: Path, parent: Path, splits: Sequence[Samples], spec: JobSpec) -> None:
+    """Raise BadInput unless the teacher can score the samples: their tokens must be its own.
+
+    Every token of the parent's tokenizer must be the same text to the teacher's, which may have
+    more. Where one has no tokenizer.json, the vocabularies must be of one size.
+    """
+    model = read_parent(teacher, backend=scoring_backend(spec.layout), layout=spec.layout)
+    try:
+        check_layout(model, spec.layout)
+        for samples in splits:
+            check_samples(samples, model, spec.hyperparameters)
+    except BadInput as problem:
+        raise BadInput(f"the teacher {teacher} does not fit: {problem}", param="teacher") from None
+    own, foreign = parent / TOKENIZER, teacher / TOKENIZER
+    if not (own.exists() and foreign.exists()):
+        size = read_parent(parent, spec.hyperparameters.init).vocab
+        if model.vocab == size:
+            return
+        ours, theirs = f"a vocabulary of {size}", f"one of {model.vocab}"
+    elif own.read_bytes() == foreign.read_bytes():
+        return
+    else:
+        verify_settings(teacher)
+        texts, other = _texts(own), _texts(foreign)
+        token = next((i for i in sorted(texts) if other.get(i) != texts[i]), None)
+        if token is None:
+            return
+        ours, theirs = f"token {token} is {texts[token]!r}", f"it is {other.get(token)!r}"
+    raise BadInput(
+        f"the teacher's tokenizer is not the student's: in {parent} {ours}, and in {teacher}"
+        f" {theirs}; distill needs a teacher with the student's tokens",
+        param="teacher",
+    )
+
+
+def _first_of(ids: list[int], samples: Samples) -> int | None:
+    """Return the first token of the samples that is in `ids`."""
+    matches = (row[np.isin(row, ids)] for row in samples.tokens) if ids else iter(())
+    return next((int(tokens[0]) for tokens in matches if len(tokens)), None)
+
+
+def _source_tokenizers(samples: Samples, folder: Path, home: Home) -> dict[str, Path]:
+    """Map each maker of tokens, by its display name, to its tokenizer file."""
+    registry = Registry(home)
+    tokenizers: dict[str, Path] = {}
+    for version in samples.versions:
+        try:
+            checkpoint = registry.resolve(version).checkpoint
+        except NotFound:  # imported runs may name models that this home does not have
+            continue
+        tokenizers[version] = home.checkpoint(checkpoint) / TOKENIZER
+    manifest = read_dataset_manifest(folder)
+    recipe = manifest.get("recipe", {})
+    if recipe.get("tokenizer") and (manifest.get("demonstrations") or recipe.get("render")):
+        rendered = Path(recipe["tokenizer"])
+        tokenizers[f"the tokenizer in {rendered}"] = rendered / TOKENIZER
+    return tokenizers
+
+
+def _texts(path: Path) -> dict[int, str]:
+    """Map each token id of a tokenizer.json to its text."""
+    content = orjson.loads(path.read_bytes())
+    vocabulary = content.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # Unigram: [text, score]
+        texts = {number: text for number, (text, _) in enumerate(vocabulary)}
+    else:
+        texts = {number: text for text, number in vocabulary.items()}
+    return texts | {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+
+
+def _label(samples: Samples, place: int) -> str:
+    run_id = samples.run_ids[place]
+    return f"sample {place} ({run_id})" if run_id else f"sample {place}"
+
+
+def other_weights(checkpoint: Path, actual: str, expected: str) -> str:
+    """Say that a checkpoint's weights are not the ones that a job was made for."""
+    return (
+        f"the weights in {checkpoint} have hash {actual}, and the job was made for {expected}: they"
+        " were changed, or the path is wrong"
+    )

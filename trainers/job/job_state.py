@@ -41,10 +41,15 @@ from cray_agents.runtime.disk.durable import keep_newest
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.weight_offers import find_offers
 from cray_agents.trainers.job.failures.rank_monitor import read_end
-from cray_agents.trainers.job.journal import JobJournal, changes, measures, tail_from
+from cray_agents.trainers.job.journal import (
+    CommandJournal,
+    JobJournal,
+    changes,
+    measures,
+    tail_from,
+)
 from cray_agents.trainers.job.launch import EX_TEMPFAIL
-from cray_agents.trainers.session.command_journal import CommandJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, sessions
+from cray_agents.trainers.job.session_journal import SessionJournal, sessions
 from cray_agents.training_jobs import JobSpec, JobState, JobStatus
 
 SIGNALLED = 128  # and the signal's number: the exit code of a process that a signal ended
@@ -91,7 +96,7 @@ class JobFacts:
     command ended before the job:
     paused        paused         report
     resumed       queued         hand_over        it ended for a pause or a failure that is over
-    not_begun     queued         hand_over_again  its session ended before it took the job up
+    not_begun     queued         hand_over_again  its session ended before it began the job
     cannot_begin  queued         restart_session  likewise, and by an error of its own
     due           queued         start_when_due   a restart waits for a pause after a failure
     by_somebody   cancelled      cancel           with the scheduler's own tools
@@ -230,7 +235,7 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
 
 
 def session_of(journal: JobJournal, last: Handover) -> dict[str, Any]:
-    """Return the fields of a JobStatus that only a job's events and handover tell."""
+    """Return the fields of a JobStatus that only a job's events and handover have."""
     taken_up = journal.taken_up if last.session else None
     fields = {"session": last.session, "taken_up": taken_up, "layers": journal.layers}
     return {**fields, "warnings": journal.warnings}
@@ -287,7 +292,7 @@ def slurm_cancelled(journal: JobJournal, last: Handover) -> bool:
 
 
 def died_at_start(session: SessionJournal, command: CommandStatus) -> bool:
-    """Return True if a session ended by an error of its own before it took up any job."""
+    """Return True if a session ended by an error of its own before it began any job."""
     current = session.current
     took_one = current is not None and not JobJournal(session.home, current).ended
     return (

@@ -1,4 +1,4 @@
-"""Job journal: a job's folder with its spec, attempts, pauses, events and end.
+"""Job journal: a job's folder with its spec, attempts, pauses, commands, events and end.
 
     spec.json       the JobSpec; it changes only where a failed job is tried again
     attempts/<n>    created exclusively by the n-th start: the fence. Only the newest may publish
@@ -15,6 +15,11 @@
     hardware.<node>.jsonl  load of the node's GPUs and network ports (runtime/telemetry/sampler.py)
     hangs/          the stacks of all ranks of a start that did not move any more
     scheduler.json  the last handover to the scheduler (written by MegatronTrainer alone)
+    commands/<n>    a client's command, created exclusively: two clients cannot both write one
+    results/<n>     its result, created exclusively by rank 0 of the newest attempt
+
+A command is done when it has a result. After a death the commands since the last resume point are
+done again, in memory alone.
 
 `format` in spec.json and spec.next.json is the number of the whole folder's format, JOB_FORMAT; 1
 without one. A newer one is refused.
@@ -25,8 +30,8 @@ The training process and the trainers that watch it share this module. Events ar
     layout      layout, recompute, reasons (sentences): the choice for a spec that names no layout;
                 the only event from before the first start
     started     attempt, from_step, left_out (samples without anything to learn), layout, layers
-                (the way, the layers and kernels, and why)
-    packing     how, difference, split, rejected: how the universal way computes several sequences
+                (the backend, the layers and kernels, and why)
+    packing     how, difference, split, rejected: how the transformers backend packs sequences
     taken_up    attempt, source ("memory", "parked" or "files"), seconds until a session had weights
                 and optimizer in place, parked_bytes (all that its ranks have parked then)
     warning     message: a loss that the job goes on with
@@ -58,15 +63,18 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cray_agents.errors import FULL, Corrupt, NotFound
+from pydantic import ValidationError
+
+from cray_agents.errors import FULL, BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import Record, canonical
 from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.disk.durable import resume_points
+from cray_agents.training_commands import COMMAND, CommandResult, End, TrainingCommand
 from cray_agents.training_jobs import JobSpec, JobStatus, TakenUp
 
 TAIL_BYTES = 8192
@@ -142,17 +150,11 @@ class JobJournal:
     @property
     def attempts(self) -> int:
         """The number of starts so far."""
-        folder = self.folder / "attempts"
-        names = [p.name for p in folder.iterdir()] if folder.exists() else []
-        return max((int(name) for name in names if name.isdigit()), default=0)  # skips drafts
+        return count_attempts(self.folder)
 
     def claim_attempt(self) -> int:
         """Become the newest attempt; older ones see this and stop before they publish."""
-        while True:
-            number = self.attempts + 1
-            mine = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
-            if durable.create_file(self.folder / "attempts" / str(number), _record_bytes(mine)):
-                return number
+        return claim_attempt(self.folder)
 
     def fenced(self, attempt: int) -> str | None:
         """Return the reason why this attempt must not publish any more; None while it may."""
@@ -318,7 +320,7 @@ class JobJournal:
 
     @property
     def taken_up(self) -> TakenUp | None:
-        """The last time that a session took the job up; None if none did."""
+        """The last start of the job by a session; None if there was none."""
         events = [event for event in self.events() if event["event"] == "taken_up"]
         return TakenUp(**{n: events[-1][n] for n in TakenUp.model_fields}) if events else None
 
@@ -368,6 +370,95 @@ class JobJournal:
     def log_tail(self, lines: int = 20, log: Path | None = None) -> str:
         """Return the last lines of the job's log, or of another one."""
         return tail(log or self.log, lines)
+
+
+class CommandJournal:
+    """The commands and results in a job's folder. Cheap to make, and without state of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._commands, self._results = folder / "commands", folder / "results"
+
+    def prepare(self) -> None:
+        """Make both folders, before a host that looks into them could believe in their absence."""
+        for folder in (self._commands, self._results):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def append(self, sequence: int, command: TrainingCommand) -> None:
+        """Add the next command; adding the same one again changes nothing. Raises BadInput."""
+        last = self.last
+        path = self._commands / str(sequence)
+        if sequence > last + 1 or sequence < 1:
+            raise BadInput(
+                f"command {sequence} is out of order: the next one is {last + 1}", param="sequence"
+            )
+        if last and sequence > last and isinstance(self.command(last), End):
+            result = self.result(last)
+            if result is None or result.error is None:
+                raise BadInput(f"command {last} has ended this training run", param="sequence")
+        content = checksums.with_crc(COMMAND.dump_json(command))
+        if not durable.create_file(path, content) and path.read_bytes() != content:
+            raise BadInput(
+                f"command {sequence} is another one already: two clients write to this training"
+                " run; let each have a run of its own",
+                param="sequence",
+            )
+
+    @property
+    def last(self) -> int:
+        """The number of the newest command; 0 without one."""
+        return _newest(durable.names_in(self._commands))
+
+    def exists(self, sequence: int) -> bool:
+        """Return True if a command was added."""
+        return str(sequence) in durable.names_in(self._commands)
+
+    @property
+    def done(self) -> int:
+        """The number of the newest command that has a result; 0 without one."""
+        return _newest(durable.names_in(self._results))
+
+    @property
+    def idle(self) -> bool:
+        """True if every command has a result."""
+        return self.last == self.done
+
+    def command(self, sequence: int) -> TrainingCommand | None:
+        """Return a command; None if there is none yet. Raises Corrupt."""
+        path = self._commands / str(sequence)
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            return COMMAND.validate_json(checksums.verify_crc(text, path))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise Corrupt(f"{path} cannot be read: {first['msg']}") from error
+
+    def result(self, sequence: int) -> CommandResult | None:
+        """Return a command's result; None if it has none yet. Raises Corrupt."""
+        path = self._results / str(sequence)
+        listed = path.name in durable.names_in(self._results)
+        return checksums.read_record(CommandResult, path) if listed else None
+
+    def write_result(self, result: CommandResult) -> None:
+        """Record a result, unless the command has one."""
+        content = checksums.with_crc(result.model_dump_json().encode())
+        durable.create_file(self._results / str(result.sequence), content)
+
+
+def count_attempts(folder: Path) -> int:
+    """Return the number of starts of the job or session with this folder."""
+    return _newest(durable.names_in(folder / "attempts"))
+
+
+def claim_attempt(folder: Path) -> int:
+    """Become the newest start of a job or session; return its number."""
+    while True:
+        number = count_attempts(folder) + 1
+        mine = {"pid": os.getpid(), "host": os.uname().nodename, "time": time.time()}
+        if durable.create_file(folder / "attempts" / str(number), _record_bytes(mine)):
+            return number
 
 
 def changes(before: JobSpec, after: JobSpec) -> list[str]:
@@ -424,9 +515,9 @@ def _lines_from_the_end(path: Path) -> Iterator[bytes]:
             yield rest
 
 
-def _newest(pauses: set[str]) -> int:
-    """Return the number of the newest pause; 0 if there was none."""
-    return max((int(name) for name in pauses if name.isdigit()), default=0)
+def _newest(names: Iterable[str]) -> int:
+    """Return the largest number among names; 0 if there is none."""
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def size_of_log(path: Path) -> int:

@@ -227,7 +227,7 @@ def await_rendezvous(file: Path, attempt: int, seconds: float) -> Rendezvous:
         if time.monotonic() > deadline:
             raise SetupError(
                 f"the first node did not say within {seconds:.0f} s where the ranks connect: {file}"
-                " is missing; the end of the job's log tells how far that node is"
+                " is missing; the end of the job's log shows how far that node is"
             )
         time.sleep(POLL)
 

@@ -1,6 +1,6 @@
 """Master weights: the float32 numbers that an optimizer changes, carried on from job to job.
 
-A step of bfloat16 training changes a weight by less than its files can tell. So a job that goes on
+A step of bfloat16 training changes a weight by less than its files can store. So a job that goes on
 with another's optimizer takes its master weights too, wherever they round to the parent's files.
 Of adapters the master is theirs: they go on over the weights that they were trained over, where
 the two make the parent's files. What a job moved, and what of it its files show, is measured here.
@@ -26,10 +26,10 @@ from cray_agents.trainers.checkpointing.state import (
     optimizers,
     owned_ranges,
 )
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_weights
 from cray_agents.trainers.job.journal import JobJournal
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_weights
+from cray_agents.trainers.models.backends import fill_chunks, source_of
 from cray_agents.trainers.models.lora import adapters, without_adapters
-from cray_agents.trainers.models.ways import fill_chunks, source_of
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
 from cray_agents.trainers.training.train_step import AdapterBase, RankTraining
 
@@ -181,9 +181,9 @@ def note_moved(training: RankTraining, journal: JobJournal, checkpoint: str) -> 
     if "update_ratio" in record and not record["changed_share"]:
         warn(
             journal,
-            f"{checkpoint} equals its parent: the weights moved by less than the files' type tells."
-            " What was learnt is only in the resume points, for jobs with optimizer_from; a higher"
-            " learning_rate or more steps would show",
+            f"{checkpoint} equals its parent: the weights moved by less than its type can"
+            " store. What was learnt is only in the resume points, for jobs with optimizer_from; a"
+            " higher learning_rate or more steps would show",
         )
     return record
 

@@ -42,10 +42,12 @@ from cray_agents.trainers.job.job_state import (
 )
 from cray_agents.trainers.job.journal import (
     GIVEN_UP,
+    CommandJournal,
     JobJournal,
     size_of_log,
     tail_from,
 )
+from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.trainers.planning.job_layout import (
     check_layout_fits,
@@ -54,8 +56,6 @@ from cray_agents.trainers.planning.job_layout import (
     usual_microbatch,
 )
 from cray_agents.trainers.planning.layouts import describe_layout
-from cray_agents.trainers.session.command_journal import CommandJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_commands import CommandResult, TrainingCommand
 from cray_agents.training_jobs import (
     Dtype,
@@ -308,7 +308,7 @@ class MegatronTrainer:
             again = ": open its session again" if state == "failed" else ""
             raise BadInput(f"{job_id} is {state} and takes no commands{again}", param="job_id")
         self._commands_of(job_id).append(sequence, command)
-        self.status(job_id)  # a session that left the job for want of commands takes it up again
+        self.status(job_id)  # a session that left the job for want of commands resumes it
 
     def last_command(self, job_id: str) -> int:
         """Return the number of the newest command; 0 without one. Raises NotFound, BadInput."""

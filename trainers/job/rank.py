@@ -26,19 +26,18 @@ from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
 from cray_agents.trainers.checkpointing.save import Saver
 from cray_agents.trainers.checkpointing.state import allocate_moments
-from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
-from cray_agents.trainers.job import master_weights
+from cray_agents.trainers.data.packer import BaselineLogprobs
+from cray_agents.trainers.job import engine_agreement, master_weights
 from cray_agents.trainers.job.baselines import Baselines, LogprobsBySample
-from cray_agents.trainers.job.checks import engine_agreement
-from cray_agents.trainers.job.checks.weights_check import FailedEverywhere, check_parent
+from cray_agents.trainers.job.command_run import run_commands
 from cray_agents.trainers.job.failures.health_gate import check_ranks
 from cray_agents.trainers.job.failures.rank_monitor import node_name
-from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start
+from cray_agents.trainers.job.job_inputs import JobInputs, choose_start
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
+from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent, check_start
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.step_time import peak_flops
 from cray_agents.trainers.progress import CLOCK
-from cray_agents.trainers.session.command_run import run_commands
 from cray_agents.trainers.training.parallel_groups import (
     broadcast_from_rank0,
     gather_from_ranks,
@@ -172,7 +171,7 @@ def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True)
 
 
 def stop_check(work: JobInputs, stop: StopFlag) -> Callable[[], bool]:
-    """Return a function that tells whether this rank was asked to stop the job."""
+    """Return a function: was this rank asked to stop the job?"""
 
     def asked_to_stop() -> bool:
         CLOCK.tick()
@@ -248,7 +247,7 @@ def execute(
 def compare_with_engine(
     training: RankTraining, work: JobInputs
 ) -> tuple[LogprobDistance | None, LogprobsBySample]:
-    """Prove that the engine agrees on the parent's weights; None if it sampled no tokens here.
+    """Check that the engine agrees on the parent's weights; None if it sampled no tokens here.
 
     Return also the log-probabilities of the samples whose trained tokens were all compared.
     """

@@ -1,11 +1,11 @@
 """Architecture: the few numbers of a Hugging Face `config.json` that training needs.
 
 The config is read before Megatron is imported, so that an unsupported model is refused at once. A
-kind without native layers is trained by transformers' own module, or where a layout splits the
-model through Megatron-Bridge (`choose_way`). To count the weights of such a kind, its network is
-built without memory (on torch's meta device). transformers' own functions compute the frequencies
-of rotary positions, so that both rotate alike. Read next: tensors.py, which checks the weights;
-model.py, which builds the Megatron model; universal/; bridge/.
+kind without Megatron layers is trained by transformers' own module, or where a layout splits the
+model through Megatron-Bridge (`choose_backend`). To count the weights of such a kind, its network
+is built without memory (on torch's meta device). transformers' own functions compute the
+frequencies of rotary positions, so that both rotate alike. Read next: tensors.py, which checks the
+weights; model.py, which builds the Megatron model; transformers_backend/; megatron_bridge/.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from cray_agents.runtime.registry.foreign_model import (
     read_weights,
     with_whole_references,
 )
-from cray_agents.trainers.models.bridge.bridged_kinds import why_not_bridged
-from cray_agents.training_jobs import JobSpec, Layout, Way, usual_learning_rate
+from cray_agents.trainers.models.megatron_bridge.bridged_kinds import why_not_bridged
+from cray_agents.training_jobs import Backend, JobSpec, Layout, usual_learning_rate
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ def read_sizes(checkpoint: Path, config: dict[str, Any]) -> Sizes:
 
     Raises BadInput if transformers has none for it, or if its config cannot be.
     """
-    from cray_agents.trainers.models.universal.text_model import TextModel
+    from cray_agents.trainers.models.transformers_backend.text_model import TextModel
 
     model = TextModel(config, checkpoint)
     text = model.config.get_text_config()
@@ -156,7 +156,7 @@ def _count_weights(config: str, checkpoint: Path) -> tuple[str, tuple[int, int]]
     """Return the network's class, the number of its weights, and of those of experts."""
     import torch
 
-    from cray_agents.trainers.models.universal.text_model import TextModel
+    from cray_agents.trainers.models.transformers_backend.text_model import TextModel
 
     network = TextModel(json.loads(config), checkpoint).build(torch.float32, "meta")
     tied = network.all_tied_weights_keys  # by the config; they are one tensor with another
@@ -247,8 +247,8 @@ def rope_frequencies(rope: Rope, head_size: int) -> tuple["torch.Tensor", float]
 class Architecture:
     """A decoder-only transformer with grouped-query attention, RoPE, RMSNorm and SwiGLU.
 
-    Of a model that is not trained the native way only kind, vocabulary, limit of tokens and number
-    of weights are exact. The other numbers are what its config has of them, for estimates.
+    Of a model that the megatron backend does not train only kind, vocabulary, limit of tokens and
+    number of weights are exact. The other numbers are what its config has of them, for estimates.
     """
 
     kind: str
@@ -269,10 +269,10 @@ class Architecture:
     norm_topk: bool = True  # the chosen experts' weights sum to 1
     init_std: float = 0.02  # of matrices, if the model starts at random
     dtype: str = "float32"  # stored type, if the model starts at random
-    way: Way = "native"
-    network: str = ""  # not native: the class in transformers
-    counted: tuple[int, int] = (0, 0)  # not native: all weights, and those of experts
-    config: str = ""  # not native: a hash of what decides the network
+    backend: Backend = "megatron"
+    network: str = ""  # of the other backends: the class in transformers
+    counted: tuple[int, int] = (0, 0)  # of the others: all weights, and experts'
+    config: str = ""  # of the others: a hash of what decides the network
 
     @property
     def qkv_bias(self) -> bool:
@@ -285,38 +285,43 @@ class Architecture:
         return self.kind.startswith("qwen3")
 
 
-def choose_way(kind: str, way: Way | None, layout: Layout | None = None) -> Way:
-    """Return the way that is asked for, or the best of those that can train a kind in a layout.
+def choose_backend(kind: str, backend: Backend | None, layout: Layout | None = None) -> Backend:
+    """Return the backend that is asked for, or the best of those that can train a kind in a layout.
 
-    Native for the kinds that have native layers, else universal. Where the layout splits the model,
-    which the universal way cannot, bridge, if Megatron-Bridge is installed and knows the kind.
-    Raises BadInput for a bridge that cannot be.
+    `megatron` for the kinds that it has layers for, else `transformers`. Where the layout splits
+    the model, which that cannot, `megatron-bridge`, if it is installed and knows the kind. Raises
+    BadInput where `megatron-bridge` is asked for and cannot train the kind.
     """
-    if way == "bridge" and (obstacle := why_not_bridged(kind)):
-        raise BadInput(f"cannot train a {kind!r} model with way=bridge: {obstacle}", param="way")
-    if way is not None:
-        return way
+    if backend == "megatron-bridge" and (obstacle := why_not_bridged(kind)):
+        raise BadInput(
+            f"cannot train a {kind!r} model with backend=megatron-bridge: {obstacle}",
+            param="backend",
+        )
+    if backend is not None:
+        return backend
     if kind in SUPPORTED:
-        return "native"
+        return "megatron"
     splits = layout is not None and layout.splits_model
-    return "bridge" if splits and why_not_bridged(kind) is None else "universal"
+    return "megatron-bridge" if splits and why_not_bridged(kind) is None else "transformers"
 
 
-def with_way(spec: JobSpec, parent: Path) -> JobSpec:
-    """Return the spec with way=bridge if its layout needs that. The id is the decided way's.
+def with_backend(spec: JobSpec, parent: Path) -> JobSpec:
+    """Return the spec with backend=megatron-bridge if its layout needs that.
 
-    A parent that cannot be read decides nothing: the checks that follow say what is wrong.
+    The job's id is that of the spec with the backend. A parent that cannot be read
+    decides nothing: the checks that follow say what is wrong.
     """
     hyper = spec.hyperparameters
-    if hyper.way is not None or not spec.layout.splits_model:
+    if hyper.backend is not None or not spec.layout.splits_model:
         return spec
     try:
         kind = read_config(parent).get("model_type", "")
     except (BadInput, NotFound):
         return spec
-    if choose_way(kind, None, spec.layout) != "bridge":
+    if choose_backend(kind, None, spec.layout) != "megatron-bridge":
         return spec
-    return spec.model_copy(update={"hyperparameters": hyper.model_copy(update={"way": "bridge"})})
+    hyper = hyper.model_copy(update={"backend": "megatron-bridge"})
+    return spec.model_copy(update={"hyperparameters": hyper})
 
 
 def with_learning_rate(spec: JobSpec, parent: Path) -> JobSpec:
@@ -328,7 +333,7 @@ def with_learning_rate(spec: JobSpec, parent: Path) -> JobSpec:
     if hyper.learning_rate is not None:
         return spec
     try:
-        width = read_architecture(parent, hyper.way).hidden
+        width = read_architecture(parent, hyper.backend).hidden
     except (BadInput, NotFound):
         return spec
     rate = {"learning_rate": usual_learning_rate(width, spec.method, hyper)}
@@ -336,22 +341,22 @@ def with_learning_rate(spec: JobSpec, parent: Path) -> JobSpec:
 
 
 def read_architecture(
-    checkpoint: Path, way: Way | None = None, layout: Layout | None = None
+    checkpoint: Path, backend: Backend | None = None, layout: Layout | None = None
 ) -> Architecture:
     """Read a checkpoint directory's config. Raises NotFound, or BadInput naming the obstacle.
 
-    `way` None: see `choose_way`.
+    `backend` None: see `choose_backend`.
     """
     config = read_config(checkpoint)
     kind = config.get("model_type", "")
-    way = choose_way(kind, way, layout)
-    if way != "native":
-        return _of_transformers(config, checkpoint, way)
+    backend = choose_backend(kind, backend, layout)
+    if backend != "megatron":
+        return _of_transformers(config, checkpoint, backend)
     if kind not in SUPPORTED:
         raise BadInput(
-            f"cannot train a {kind!r} model ({checkpoint}) the native way, which has layers for:"
-            f" {', '.join(SUPPORTED)}. Leave way out, or ask for way=universal",
-            param="way",
+            f"cannot train a {kind!r} model ({checkpoint}) with backend=megatron, which has layers"
+            f" for: {', '.join(SUPPORTED)}. Leave backend out, or ask for backend=transformers",
+            param="backend",
         )
     required = _REQUIRED + _REQUIRED_OF_MIXTURES.get(kind, ())
     missing = [name for name in required if config.get(name) is None]
@@ -387,7 +392,7 @@ def read_architecture(
     )
 
 
-def _of_transformers(config: dict[str, Any], checkpoint: Path, way: Way) -> Architecture:
+def _of_transformers(config: dict[str, Any], checkpoint: Path, backend: Backend) -> Architecture:
     sizes = read_sizes(checkpoint, config)
     return Architecture(
         kind=config.get("model_type", ""),
@@ -405,7 +410,7 @@ def _of_transformers(config: dict[str, Any], checkpoint: Path, way: Way) -> Arch
         experts=sizes.experts or None,
         experts_per_token=sizes.experts_per_token,
         expert_ffn=sizes.expert_ffn,
-        way=way,
+        backend=backend,
         network=sizes.network,
         counted=sizes.counted,
         config=sizes.digest,
@@ -427,6 +432,6 @@ def _refuse_variants(config: dict[str, Any], checkpoint: Path) -> None:
         if actual not in (None, value):
             raise BadInput(
                 f"cannot train {checkpoint}: its config has {name}={actual!r}, and only {value!r}"
-                " is supported by the native layers; way=universal trains transformers' own, with"
-                " data parallelism alone"
+                " is supported by backend=megatron; backend=transformers trains transformers' own"
+                " layers, with data parallelism alone"
             )

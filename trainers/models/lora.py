@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 from cray_agents.errors import BadInput
 from cray_agents.records import digest
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.universal.linear_adapter import LinearAdapter
+from cray_agents.trainers.models.transformers_backend.linear_adapter import LinearAdapter
 from cray_agents.training_jobs import Lora
 
 Target = Literal["qkv", "proj", "fc1", "fc2"]

@@ -1,7 +1,7 @@
 """Seed model: make a tiny untrained Qwen3, the starting point of the demo, without a download.
 
-The cookbook's calculator loop and the end-to-end tests call `make_seed_model`. vLLM, transformers
-and the Megatron trainer then read the directory like any other Hugging Face model. Two choices
+The demo, the cookbook and the end-to-end tests call `make_seed_model`. vLLM, transformers and the
+Megatron trainer then read the directory like any other Hugging Face model. Two choices
 matter to the reader of a run:
 
 * The chat template repeats sampled tokens exactly: it renders a tool call from its parsed form in
@@ -11,7 +11,7 @@ matter to the reader of a run:
 
 `make_tiny_model` makes one for a loop's own demonstrations: see `cray_agents.testing`.
 The same seed and corpus give the same bytes. Importing this module is light: functions import
-torch and tokenizers themselves. Read next: `cookbook/02_calculator_loop.py`.
+torch and tokenizers themselves. Read next: `cray_agents/cli/calculator_loop.py`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from cray_agents.runtime.registry.foreign_model import (
     read_weights,
 )
 from cray_agents.trainers.models.architecture import Architecture, read_architecture
-from cray_agents.training_jobs import Layout, Way
+from cray_agents.training_jobs import Backend, Layout
 
 Shapes = dict[str, tuple[int, ...]]
 DTYPES = ("F64", "F32", "BF16", "F16")  # the types that can be trained, as safetensors names them
@@ -27,24 +27,27 @@ _NAMED = 5
 
 
 def read_parent(
-    checkpoint: Path, init: str = "parent", way: Way | None = None, layout: Layout | None = None
+    checkpoint: Path,
+    init: str = "parent",
+    backend: Backend | None = None,
+    layout: Layout | None = None,
 ) -> Architecture:
     """Read the model that a job starts from, and check its weights unless they start at random.
 
-    Embedding and head are tied as transformers decides it. `way` None: see `choose_way`. Raises
+    Embedding and head are tied as transformers decides it. `backend` None: `choose_backend`. Raises
     NotFound, and BadInput for tensors that are missing, unknown, of another shape, or of a type
     that cannot be trained.
     """
-    model = read_architecture(checkpoint, way, layout)
-    if model.way != "native":
+    model = read_architecture(checkpoint, backend, layout)
+    if model.backend != "megatron":
         if init == "random":
             raise BadInput(
-                f"init=random has no effect on a {model.kind!r} model, which is trained the"
-                f" {model.way} way, from the weights of its directory: leave init out, and save a"
-                " model with random weights by transformers first",
+                f"init=random has no effect on a {model.kind!r} model, which is trained by"
+                f" backend={model.backend} from the weights of its directory: leave init out, and"
+                " save a model with random weights by transformers first",
                 param="init",
             )
-        from cray_agents.trainers.models.universal.parent_files import ParentFiles
+        from cray_agents.trainers.models.transformers_backend.parent_files import ParentFiles
 
         ParentFiles(checkpoint)  # compares its files with its config
         return model

@@ -15,36 +15,24 @@ from cray_agents.training_jobs import Hyperparameters, Layout, Lora
 
 @dataclass(frozen=True)
 class Parameters:
-    """Weights of a whole model by component; a vocabulary's padding is not counted."""
+    """Weights of a whole model; a vocabulary's padding is not counted. `embedding`: its table."""
 
+    total: int
     embedding: int
-    attention: int  # projections, their biases, the norms of queries and keys
-    mlp: int  # dense feed-forward layers, or the routers of experts
     experts: int
-    norms: int
-    head: int  # the output layer; 0 if it is the embedding
-
-    @property
-    def total(self) -> int:
-        """The number of all weights in a checkpoint."""
-        return self.embedding + self.attention + self.mlp + self.experts + self.norms + self.head
 
 
 def count_weights(model: Architecture) -> Parameters:
-    """Count the weights of a model. All but experts count as `mlp` if it is not native."""
+    """Count the weights of a model."""
     table = model.vocab * model.hidden
-    if model.way != "native":
-        weights, experts = model.counted
-        rest = max(0, weights - experts - table)
-        return Parameters(weights - experts - rest, 0, rest, experts, 0, 0)
-    return Parameters(
-        embedding=table,
-        attention=model.layers * attention_weights(model),
-        mlp=model.layers * mlp_weights(model),
-        experts=model.layers * (model.experts or 0) * expert_weights(model),
-        norms=(2 * model.layers + 1) * model.hidden,
-        head=0 if model.tied else table,
-    )
+    if model.backend != "megatron":
+        total, experts = model.counted
+        return Parameters(total, min(table, total - experts), experts)
+    experts = model.layers * (model.experts or 0) * expert_weights(model)
+    dense = model.layers * (attention_weights(model) + mlp_weights(model))
+    norms = (2 * model.layers + 1) * model.hidden
+    tables = table if model.tied else 2 * table
+    return Parameters(tables + dense + norms + experts, table, experts)
 
 
 def attention_weights(model: Architecture) -> int:
@@ -203,7 +191,7 @@ def in_flight(layout: Layout, count: int, stage: int = 0) -> float:
 
 def weight_share(model: Architecture, layout: Layout, stage: int) -> WeightShare:
     """Return the weights of a rank in a pipeline stage, with the vocabulary padded."""
-    if model.way != "native":
+    if model.backend != "megatron":
         weights, experts = model.counted
         tables = min(weights - experts, 2 * model.vocab * model.hidden)  # not split by stages
         split = layout.tensor * layout.pipeline
@@ -308,7 +296,7 @@ def _logits(model: Architecture, layout: Layout, tokens: float, size: int, on_cp
     """
     columns = ceil(model.vocab / layout.tensor)
     numbers = tokens * columns
-    whole = on_cpu or (model.way == "universal" and layout.sharding == "full")
+    whole = on_cpu or (model.backend == "transformers" and layout.sharding == "full")
     if whole or numbers <= MOST_LOGITS:
         return numbers * (4 + 2 * size)
     return MOST_LOGITS * (4 + 2 * size) + columns * model.hidden * 4
@@ -337,7 +325,7 @@ def layer_activations(
     also keep their inputs in float32, and their quotients. transformers' own modules fuse little:
     see `_unfused`.
     """
-    if model.way == "universal":
+    if model.backend == "transformers":
         return size * model.hidden if recompute == "full" else _unfused(model, size)
     hidden, queries = model.hidden, model.heads * model.head_size
     keys = model.kv_heads * model.head_size

@@ -15,8 +15,8 @@ from cray_agents.runtime.datasets.reader import read_dataset
 from cray_agents.trainers.models.architecture import (
     Architecture,
     read_architecture,
+    with_backend,
     with_learning_rate,
-    with_way,
 )
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.arithmetic import estimate_memory
@@ -40,13 +40,13 @@ ANYWAY = "; or run it all the same: --oversubscribe, in Python and over HTTP ove
 def decide_hyperparameters(spec: JobSpec, home: Home, resources: Resources) -> JobSpec:
     """Return the spec with the dtype and the micro-batch of the resources, where it gives none.
 
-    So it is with the learning rate that suits its parent, and the way that its layout needs. The
-    job's id counts all four. So a job that exists with an automatic size keeps it, also if there
-    are other GPUs now. A parent or dataset that cannot be read leaves the size undecided: the
+    So it is with the learning rate that suits its parent, and the backend that its layout needs.
+    The job's id counts all four. So a job that exists with an automatic size keeps it, also if
+    there are other GPUs now. A parent or dataset that cannot be read leaves the size undecided: the
     checks that follow say what is wrong.
     """
     parent = home.root / spec.parent
-    spec = with_learning_rate(with_way(with_dtype(spec, resources.dtype), parent), parent)
+    spec = with_learning_rate(with_backend(with_dtype(spec, resources.dtype), parent), parent)
     hyper, gpus = spec.hyperparameters, resources.gpus
     if gpus is None or "max_tokens_per_microbatch" in hyper.model_fields_set:
         return spec
@@ -55,7 +55,7 @@ def decide_hyperparameters(spec: JobSpec, home: Home, resources: Resources) -> J
         if (home.job(one.id) / "spec.json").exists():
             return one
     try:
-        model = read_architecture(parent, hyper.way)
+        model = read_architecture(parent, hyper.backend)
         question = _question_of(spec, home, resources, gpus, model)
     except (BadInput, NotFound):
         return spec
@@ -140,7 +140,7 @@ def choose_default_layout(
         fewer = f" of {resources.ranks} ranks: a batch has no more; "
         reason = f"data={data}{': ' if data == resources.ranks else fewer}{DATA_ONLY}"
         return spec.model_copy(update={"layout": Layout(data=data)}), [reason]
-    model = read_parent(home.root / spec.parent, hyper.init, hyper.way)
+    model = read_parent(home.root / spec.parent, hyper.init, hyper.backend)
     choice = choose_layout(_question_of(spec, home, resources, gpus, model))
     reasons = choice.reasons if choice.fits else [LOUD, *choice.reasons]
     chosen = {"layout": choice.layout, "recompute": choice.recompute}
@@ -236,7 +236,7 @@ def _check_host_memory(spec: JobSpec, home: Home, host: HostResources) -> None:
 
 def _estimated_gib(spec: JobSpec, home: Home, *, on_cpu: bool = False) -> float:
     return estimate_memory(
-        read_architecture(home.root / spec.parent, spec.hyperparameters.way),
+        read_architecture(home.root / spec.parent, spec.hyperparameters.backend),
         spec.layout,
         spec.hyperparameters,
         sequence_length=usual_length(spec, home),

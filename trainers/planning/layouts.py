@@ -13,10 +13,10 @@ from typing import get_args
 
 from cray_agents.errors import BadInput
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
-from cray_agents.trainers.models.bridge.bridged_kinds import WHOLE_EXPERTS, why_not_bridged
+from cray_agents.trainers.models.megatron_bridge.bridged_kinds import WHOLE_EXPERTS, why_not_bridged
 from cray_agents.trainers.planning.arithmetic import GIB, Memory, count_weights, estimate_memory
 from cray_agents.trainers.planning.step_time import Gpu, slowdown
-from cray_agents.training_jobs import Hyperparameters, Layout, Sharding, Way
+from cray_agents.training_jobs import Backend, Hyperparameters, Layout, Sharding
 
 PROPOSED = 6  # layouts that an error names at most
 RESERVE = 0.1  # share of a rank's memory for CUDA, NCCL and the allocator's losses
@@ -38,22 +38,22 @@ def why_unfit(model: Architecture, layout: Layout) -> str | None:
     )
     if layout.sharding == "full" and layout.data == 1:
         return "sharding=full has no effect with data=1"
-    if model.way == "universal":
+    if model.backend == "transformers":
         return _why_not_data_alone(model, layout)
-    if model.way == "bridge" and (chunks > 1 or layout.context > 1):
+    if model.backend == "megatron-bridge" and (chunks > 1 or layout.context > 1):
         return (
-            "way=bridge was tried with data, tensor, pipeline and expert parallelism alone, not"
+            "backend=megatron-bridge was tried with data, tensor, pipeline and expert alone, not"
             " with interleave or context"
         )
-    if model.way == "bridge" and model.kind in WHOLE_EXPERTS and tensor > 1:
+    if model.backend == "megatron-bridge" and model.kind in WHOLE_EXPERTS and tensor > 1:
         return (
             f"tensor={tensor} cuts its experts, whose biases Megatron-core takes whole: split it by"
             " expert and pipeline"
         )
     if layout.sharding == "full":
         return (
-            "sharding=full divides transformers' own modules (way=universal), and this model is"
-            f" trained the {model.way} way, which tensor, pipeline and expert divide"
+            "sharding=full divides transformers' own modules (backend=transformers), and this model"
+            f" is trained by backend={model.backend}, which tensor, pipeline and expert divide"
         )
     for name, size in _split_by_tensor(model):
         if size % tensor:
@@ -98,18 +98,18 @@ def _why_not_so_many_optimizers(model: Architecture, layout: Layout) -> str | No
 
 
 def _why_not_data_alone(model: Architecture, layout: Layout) -> str | None:
-    """Return why a model that is trained the universal way does not support a layout."""
+    """Return why the transformers backend does not support a layout."""
     named = layout.model_dump(exclude_defaults=True, exclude={"data", "sharding"})
     if not named:
         return None
     other = f"; {why_not_bridged(model.kind)}"
     if model.kind in SUPPORTED:
-        other = "; way=native splits it"
+        other = "; backend=megatron splits it"
     elif why_not_bridged(model.kind) is None:
-        other = "; way=bridge splits it by tensor, pipeline and expert"
+        other = "; backend=megatron-bridge splits it by tensor, pipeline and expert"
     fields = ", ".join(f"{name}={value}" for name, value in named.items())
     return (
-        f"{fields}, but transformers' own module is computed whole on each rank (way=universal):"
+        f"{fields}, but each rank computes transformers' own module whole (backend=transformers):"
         f" only data parallelism divides its work, and sharding=full its weights{other}"
     )
 
@@ -142,14 +142,14 @@ def check_layout(model: Architecture, layout: Layout) -> None:
 def possible_layouts(model: Architecture, world: int) -> Iterator[Layout]:
     """Yield the layouts of a world size, with sequence parallelism if tensor > 1.
 
-    Of a model that is trained the universal way data parallelism, with and without full sharding.
+    For the transformers backend: data parallelism, with and without full sharding.
     Else all supported ones without interleaving and with one optimizer, which a job may name.
     """
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     tensors = [n for n in sizes if not any(size % n for _, size in _split_by_tensor(model))]
     stages = [n for n in sizes if n <= model.layers]
     experts = [n for n in sizes if not (model.experts or 1) % n]
-    if model.way == "universal":
+    if model.backend == "transformers":
         layouts = (Layout(data=world, sharding=each) for each in get_args(Sharding))
         yield from (layout for layout in layouts if why_unfit(model, layout) is None)
         return
@@ -178,9 +178,9 @@ def describe_layout(layout: Layout) -> str:
     return named + (" sequence_parallel=true" if layout.sequence_parallel else "")
 
 
-def scoring_way(layout: Layout) -> Way | None:
-    """Return the way of a model that only scores in a layout; None: its kind's own."""
-    return "universal" if layout.sharding == "full" else None
+def scoring_backend(layout: Layout) -> Backend | None:
+    """Return the backend of a model that only scores in a layout; None: its kind's own."""
+    return "transformers" if layout.sharding == "full" else None
 
 
 def _distance(wanted: Layout, other: Layout) -> tuple[float, int]:
@@ -229,7 +229,9 @@ class LayoutQuestion:
         """Return the values of `recompute` to choose from."""
         if self.recompute is not None or self.layout is not None:
             return [self.recompute or "none"]
-        feed = [] if self.model.way == "universal" else ["moe" if self.model.experts else "mlp"]
+        feed = (
+            [] if self.model.backend == "transformers" else ["moe" if self.model.experts else "mlp"]
+        )
         return ["none", *feed, "full"]
 
     def candidate(self, layout: Layout, recompute: str) -> "LayoutCandidate":

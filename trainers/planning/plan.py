@@ -29,7 +29,7 @@ from cray_agents.trainers.planning.layouts import (
     LayoutQuestion,
     choose_layout,
 )
-from cray_agents.trainers.planning.step_time import KERNELS, Gpu
+from cray_agents.trainers.planning.step_time import Gpu
 from cray_agents.training_jobs import Hyperparameters, MethodName
 
 BY_SIZE = 0.4  # share of the peak, of a model of which only the size is known
@@ -90,7 +90,7 @@ class Cluster:
 
     def share(self, slowdown: float | None) -> float:
         """Return the share of the peak that `slowdown` is relative to."""
-        return self.mfu or (BY_SIZE if slowdown is None else KERNELS)
+        return self.mfu or (BY_SIZE if slowdown is None else self.gpu.reached)
 
     def dollars(self, seconds: float) -> float | None:
         """Return the cost of all GPUs for `seconds`; None if no price is known."""

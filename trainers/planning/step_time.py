@@ -3,10 +3,10 @@
     slowdown = (matrices + messages) * bubble * uneven shares + sum of gradients, over work / peak
 
 layouts.py ranks layouts by it, plan.py turns it into hours, and the trainer takes a GPU's peak for
-its MFU. Edit GPUS to add or calibrate a GPU. The seven constants below it were fitted to published
-runs of NVIDIA's Megatron and others, on H100, H800 and A100 GPUs. published_runs.py in
-tests/support/trainers compares the estimate with each run. This trainer's own speed was not
-measured. No torch.
+its MFU. GPUS is the table to edit: add a GPU, or write down what you measured of one. Its `reached`
+and the constants below it were fitted to published runs of NVIDIA's Megatron and others, on H100,
+H800 and A100 GPUs. published_runs.py in tests/support/trainers compares the estimate with each.
+This trainer's own speed was not measured. No torch.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Gpu:
     `teraflops`: dense bfloat16 with float32 sums, from the vendor's data sheet, which prints twice
     as much for sparsity. `gib`: as nvidia-smi shows it. `link`: GB/s each way to the node's other
     GPUs. `network`: GB/s each way to other nodes, of usual machines. `price`: dollars an hour, or
-    None.
+    None. `reached`: the share of its peak that large matrices reach in bfloat16.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Gpu:
     price: float | None = None
     link: float = 450
     network: float = 50
+    reached: float = 0.61
 
 
 # Prices: EC2 Capacity Blocks per accelerator, end of 2024. On demand cost 2.5 times as much then
@@ -92,11 +93,8 @@ def find_gpu(name: str) -> Gpu:
     return gpu
 
 
-KERNELS = 0.61  # share of a GPU's peak that large matrices reach in bfloat16
 NARROW = 1150.0  # a matrix so wide is multiplied at half that speed
 EXPOSED = 0.33  # share of a layer's messages that no computation hides
-EXPOSED_COPIES = 0.25  # the same of tokens' copies for experts, which travel in small pieces
-STALL = 3.1e-3  # seconds of a mixture's layer for a micro-batch: kernels to launch, loads to read
 EXPOSED_SUM = 0.15  # the same of the sum of gradients and the new weights, once a step
 FP8_GAIN = 1.82  # how much faster matrices are multiplied in eight bits
 
@@ -110,28 +108,23 @@ def slowdown(
     *,
     recompute: str = "none",
     gpu: Gpu | None = None,
-    once_per_node: bool = False,
 ) -> float:
-    """Estimate a step's time, relative to GPUs that always multiply at KERNELS of their peak.
+    """Estimate a step's time, relative to GPUs that always multiply large matrices.
 
     These count: narrow matrices, which FP8 does not mend; FP8; what is computed twice; messages
     within a layer, through the node's links or the network (tensor, context and expert
-    parallelism); a stall in each layer of a mixture; the pipeline's bubble of (p - 1) / (m v)
-    (arXiv 2104.04473, section 2.2) and its largest stage; ranks that idle if they do not divide
-    the batch; and the sum of gradients over data ranks, once a step, or with full sharding in each
-    micro-batch, as the weights are fetched twice in each. `gpu` None: an H100, to whose
-    links and speed most are alike in proportion. `once_per_node`: a token travels once to a node
-    with several of its experts, as with DeepEP; this trainer sends each copy.
+    parallelism); the pipeline's bubble of (p - 1) / (m v) (arXiv 2104.04473, section 2.2) and its
+    largest stage; ranks that idle if they do not divide the batch; and the sum of gradients over
+    data ranks, once a step, or with full sharding in each micro-batch, as the weights are fetched
+    twice in each. `gpu` None: an H100, to whose links and speed most are alike in proportion.
     """
     gpu = find_gpu("H100") if gpu is None else gpu
     step = _Step(model, layout, hyper, ranks_per_node, gpu, sequence_length)
     ranks = layout.tensor * layout.pipeline * layout.context
     # seconds of a rank for a token
-    ideal = step.flops / ranks / (gpu.teraflops * 1e12 * KERNELS)
+    ideal = step.flops / ranks / (gpu.teraflops * 1e12 * gpu.reached)
     busy = ideal * step.matrices(recompute)
-    waits = EXPOSED * step.messages() + EXPOSED_COPIES * step.copies(once_per_node)
-    if model.experts:
-        waits += STALL * step.layers / hyper.max_tokens_per_microbatch
+    waits = EXPOSED * (step.messages() + step.copies())
     count = micro_batches(layout, hyper, sequence_length)
     bubble = 1 + (layout.pipeline - 1) / (count * layout.interleave)
     uneven = ceil(hyper.batch_size / layout.data) * layout.data / hyper.batch_size
@@ -218,7 +211,7 @@ class _Step:
             seconds += 2 * chunks * whole / tensor / self.speed(self.layout.world)
         return seconds
 
-    def copies(self, once_per_node: bool) -> float:
+    def copies(self) -> float:
         """Return the seconds that a rank sends a token's copies to experts and back, in its layers.
 
         That is twice forward and twice backward; tensor ranks each bring their part and then gather
@@ -231,9 +224,6 @@ class _Step:
         copy = 4 * self.size * self.model.hidden / self.layout.context / tensor
         near = min(expert, max(1, self.ranks_per_node // tensor))  # of its ranks in a node
         far = each * (expert - near) / expert
-        if once_per_node:
-            nodes = expert / near
-            far = (nodes - 1) * (1 - (1 - 1 / nodes) ** each)
         inside = each * (near - 1) / expert + each * (tensor - 1)
         seconds = copy * (far / (self.gpu.network * 1e9) + inside / (self.gpu.link * 1e9))
         return self.layers * seconds

@@ -1,4 +1,4 @@
-"""Parked states: the trainings that a session left, in host memory, until it takes them up again.
+"""Parked states: the trainings that a session left, in host memory, until it resumes them.
 
 They are a cache. A state is parked only when a resume point or a checkpoint holds the same, and its
 origin names that: so the least recently used may be dropped, and a kill loses nothing. Frozen
@@ -143,7 +143,7 @@ class ParkedStates:
         return next((state for state in self._states if state.key == key), None)
 
 
-def put_back(training: RankTraining, state: Parked) -> None:
+def restore_parked(training: RankTraining, state: Parked) -> None:
     """Put a parked state into a training of the same build."""
     tensors = frozen(training)
     if state.origin is not None:

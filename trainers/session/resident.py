@@ -40,13 +40,8 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.trainers.checkpointing import resume
 from cray_agents.trainers.checkpointing.weight_sender import LINKS, WeightSender
 from cray_agents.trainers.job import rank as job_rank
-from cray_agents.trainers.job.checks.weights_check import (
-    FailedEverywhere,
-    UnwrittenEverywhere,
-    check_parent,
-)
 from cray_agents.trainers.job.failures.rank_monitor import BadEnd, node_name, note_end
-from cray_agents.trainers.job.job_inputs import JobInputs, check_start, choose_start, read_inputs
+from cray_agents.trainers.job.job_inputs import JobInputs, choose_start, read_inputs
 from cray_agents.trainers.job.job_state import already_ended, record_failure, record_success
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.launch import (
@@ -56,9 +51,15 @@ from cray_agents.trainers.job.launch import (
     open_log,
     restart_may_help,
 )
+from cray_agents.trainers.job.session_journal import SessionJournal
+from cray_agents.trainers.job.weights_check import (
+    FailedEverywhere,
+    UnwrittenEverywhere,
+    check_parent,
+    check_start,
+)
 from cray_agents.trainers.progress import CLOCK
-from cray_agents.trainers.session.parked_states import ParkedStates, StateOrigin, put_back
-from cray_agents.trainers.session.session_journal import SessionJournal
+from cray_agents.trainers.session.parked_states import ParkedStates, StateOrigin, restore_parked
 from cray_agents.trainers.session.start_plan import JobStart, StartPlan, plan_start
 from cray_agents.trainers.training.offload import Offload
 from cray_agents.trainers.training.parallel_groups import (
@@ -181,8 +182,8 @@ class Orders:
             Corrupt,
             NewerFormat,
             NotFound,
-        ) as problem:  # whoever asks for the job's status is told the same
-            print(f"{journal.job_id} cannot be taken up: {problem}", flush=True)
+        ) as problem:  # whoever asks for the job's status gets the same answer
+            print(f"{journal.job_id} cannot be read: {problem}", flush=True)
             return True
 
 
@@ -250,7 +251,7 @@ class Resident:
                 record: Callable[[], object]
                 record = partial(self._record, journal, spec, attempt, finished)
             except (FailedEverywhere, UnwrittenEverywhere) as reason:
-                if self._origin is None:  # else the job failed before it was taken up
+                if self._origin is None:  # else the job failed before it began
                     self._training = None
                 mendable = isinstance(reason, UnwrittenEverywhere)
                 record = partial(
@@ -309,7 +310,7 @@ class Resident:
         except CrayError as error:
             problem = error
         except OSError as error:
-            problem = StoreError.of(f"{spec.id} cannot be taken up", error)
+            problem = StoreError.of(f"{spec.id} cannot be started", error)
         agree(problem)
         assert work is not None  # or `agree` has raised
         *points, resumes = broadcast_from_rank0((*work.points, resumes))
@@ -349,10 +350,10 @@ class Resident:
 
     def _execute(self, work: JobInputs, resumes: bool) -> bool:
         plan, begun = self._plan(work, resumes=resumes), time.perf_counter()
-        source, restored, optimizer = self._take_up(work, plan), None, plan.keeps_optimizer
+        source, restored, optimizer = self._load_start(work, plan), None, plan.keeps_optimizer
         self._origin = None  # until the job is left
         training, point = self._training, work.resume_from
-        assert training is not None  # `_take_up` has built it
+        assert training is not None  # `_load_start` has built it
         if point is not None and work.spec.commands is not None:
             if resumes:
                 restored = broadcast_from_rank0(resume.read_common(point) if is_rank0() else None)
@@ -376,12 +377,12 @@ class Resident:
         self._origin = self._published(training, work) if finished else self._left(training, work)
         return finished
 
-    def _take_up(self, work: JobInputs, plan: StartPlan) -> WeightsSource:
+    def _load_start(self, work: JobInputs, plan: StartPlan) -> WeightsSource:
         """Put what a job begins with in place; say from where. What else is in memory is parked."""
         spec, build = work.spec, build_of_job(work)
         hyper, check = spec.hyperparameters, job_rank.stop_check(work, self._stop)
         if plan.name == "resume" and self._training is not None:
-            self._training.take_up(work.parent, hyper, spec.method, check)
+            self._training.switch_job(work.parent, hyper, spec.method, check)
             return "memory"
         fits = self._fits(work)
         missing = plan.over.sha256 if plan.over is not None and not plan.stays else None
@@ -392,7 +393,7 @@ class Resident:
         whole = plan.state is not None and hyper.lora is None
         complete = plan.stays or base is not None or whole
         if fits and self._training is not None:
-            self._training.take_up(work.parent, hyper, spec.method, check)
+            self._training.switch_job(work.parent, hyper, spec.method, check)
             if not complete:
                 with check_parent(work.parent, spec):
                     self._training.take_weights()
@@ -405,7 +406,7 @@ class Resident:
             self._training.sender = self._sender
         for parked in (base, plan.state):
             if parked is not None:
-                put_back(self._training, parked)
+                restore_parked(self._training, parked)
                 self._parked.note_use(parked)
         if not plan.keeps_optimizer:
             if plan.name == "begin" and not plan.frozen_stays:
@@ -492,9 +493,10 @@ def agree(problem: CrayError | None) -> None:
 def refusing_together(name: str) -> Iterator[None]:
     """Let ranks that all refuse a job within the context stay in step. `name` is used once.
 
-    A rank that refuses may be the only one, and the others wait for it in a collective. So it tells
-    them in the ranks' store, and waits there. Raises FailedEverywhere if all refused at the same
-    point, or UnwrittenEverywhere. Else the rank's own error comes out, and its end ends the others.
+    A rank that refuses may be the only one, and the others wait for it in a collective. So it
+    reports that in the ranks' store, and waits there. Raises FailedEverywhere if all refused at the
+    same point, or UnwrittenEverywhere. Else the rank's own error comes out, and its end ends the
+    others.
     """
     try:
         yield

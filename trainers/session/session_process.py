@@ -30,7 +30,7 @@ from cray_agents.trainers.job.launch import (
     load_for_ranks,
     run_ranks,
 )
-from cray_agents.trainers.session.session_journal import SessionJournal
+from cray_agents.trainers.job.session_journal import SessionJournal
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,7 +32,7 @@ class JobStart:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """The beginning of a job: `state` is put back, `over` are the weights below its adapters.
+    """The beginning of a job: `state` is restored, `over` are the weights below its adapters.
 
     `trained_stays`, `frozen_stays`: what the job keeps of the weights in memory: those that were
     trained, or those below adapters.
@@ -77,13 +77,13 @@ def plan_start(here: StateOrigin | None, start: JobStart, parked: ParkedStates) 
         return StartPlan("resume", trained_stays=True, frozen_stays=True)
     own = parked.of_job(start.build, start.job) if start.resumes else None
     if own is not None:
-        return _put_back("unpark", own, here, start)
+        return _restore("unpark", own, here, start)
     parent = None if start.parent is None else start.parent.sha256
     published = here is not None and parent is not None and here.weights == parent
     if here is not None and published and _is_continued(here, start):
         return StartPlan("continue", trained_stays=True, frozen_stays=True)
     if (before := _left_parked(here, start, parked)) is not None:
-        return _put_back("unpark", before, here, start)
+        return _restore("unpark", before, here, start)
     if start.lora and start.parent is not None and here is not None and here.base == start.parent:
         return StartPlan("begin", over=start.parent, frozen_stays=True)
     if published:
@@ -94,10 +94,8 @@ def plan_start(here: StateOrigin | None, start: JobStart, parked: ParkedStates) 
     return StartPlan("read", over=start.parent if start.lora else None)
 
 
-def _put_back(
-    name: PlanName, state: Parked, here: StateOrigin | None, start: JobStart
-) -> StartPlan:
-    """Return the plan to put a state back, over the frozen weights in memory if these are its."""
+def _restore(name: PlanName, state: Parked, here: StateOrigin | None, start: JobStart) -> StartPlan:
+    """Return the plan to restore a state, over the frozen weights in memory if these are its."""
     origin = state.origin
     over = start.parent if origin is None or origin.base is None else origin.base
     over = over if start.lora else None

@@ -1,7 +1,7 @@
 """Gradient accumulation: forward and backward passes and optimizer steps that a client orders.
 
 Unlike `RankTraining.step`, losses are sums, and gradients of several passes add up until a step
-takes them. Used by session/command_run.py.
+takes them. Used by job/command_run.py.
 """
 
 import math

@@ -1,13 +1,13 @@
 """Optimizer: Megatron's data parallelism and AdamW around a model's chunks.
 
-Called by train_step.py. Read next: models/universal/weight_shards.py.
+Called by train_step.py. Read next: models/transformers_backend/weight_shards.py.
 """
 
 from typing import Any
 
 import torch
 
-from cray_agents.trainers.models.universal.weight_shards import wrap_fully
+from cray_agents.trainers.models.transformers_backend.weight_shards import wrap_fully
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 
@@ -33,7 +33,7 @@ def wrap(chunks: list[Any], layout: Layout, hyper: Hyperparameters, overlap: boo
     overlap = overlap and layout.data * layout.context > 1
     # a gradient that never comes would be waited for
     overlap = overlap and all(getattr(chunk, "always_reached", True) for chunk in chunks)
-    # the universal way's networks have their types already, and keep some numbers in float32
+    # networks of transformers have their types already, and keep some numbers in float32
     convert = hyper.dtype == "bfloat16" and not hasattr(chunks[0], "network")
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -18,18 +18,20 @@ import numpy as np
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
 from cray_agents.trainers.data.context_parallel import ContextShard
-from cray_agents.trainers.data.packer import Columns, Packed, microbatches, step_units
+from cray_agents.trainers.data.packer import (
+    BaselineLogprobs,
+    Columns,
+    Packed,
+    microbatches,
+    step_units,
+)
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.trainers.methods import METHODS
 from cray_agents.trainers.methods.learning_rate import learning_rate
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.attention import send
-from cray_agents.trainers.models.lora import adapters, merged_weight, without_adapters
-from cray_agents.trainers.models.universal.passes import Packing
-from cray_agents.trainers.models.universal.weight_shards import WeightShards
-from cray_agents.trainers.models.ways import (
+from cray_agents.trainers.models.backends import (
     AnySource,
     StoredTypes,
     adapt_chunks,
@@ -40,6 +42,9 @@ from cray_agents.trainers.models.ways import (
     source_of,
     stored_types,
 )
+from cray_agents.trainers.models.lora import adapters, merged_weight, without_adapters
+from cray_agents.trainers.models.transformers_backend.passes import Packing
+from cray_agents.trainers.models.transformers_backend.weight_shards import WeightShards
 from cray_agents.trainers.progress import CLOCK, OwnWork
 from cray_agents.trainers.training.optimizer import (
     build_optimizer,
@@ -103,7 +108,7 @@ class RankTraining:
     Each step calls `asked_to_stop` and reports the answer. `score` and `evaluate` call it at
     intervals and raise Stopped. `overlap`: see `wrap` in optimizer.py; None means only on GPUs.
     `source` None: the first weights are the parent's, or random ones, as the hyperparameters say;
-    without `loaded` the caller puts them in place. Where `build` is equal, `take_up` takes
+    without `loaded` the caller puts them in place. Where `build` is equal, `switch_job` takes
     up another job with the same model and optimizer. `saved` is the resume point that was written
     or loaded last, on rank 0. `base` is of adapters; `first` are the trained weights that the job
     began with, as its parent's files have them (job/master_weights.py).
@@ -153,7 +158,7 @@ class RankTraining:
 
     @property
     def packing(self) -> Packing | None:
-        """The way to compute several sequences at once; None for the native way."""
+        """How it computes several sequences at once; None for the megatron backend."""
         return getattr(self.chunks[0], "packing", None)
 
     @property
@@ -166,14 +171,14 @@ class RankTraining:
         """Everything that decides how model and optimizer are built: see `build_of`."""
         return build_of(self.model, self.layout, self.hyper, self.recompute)
 
-    def take_up(
+    def switch_job(
         self,
         parent: Path,
         hyper: Hyperparameters,
         method: MethodName,
         asked_to_stop: Callable[[], bool],
     ) -> None:
-        """Take up another job of this `build`; weights, adapters and moments stay as they are."""
+        """Switch to another job of this `build`; weights, adapters and moments stay as they are."""
         self.parent, self.hyper, self.method = parent, hyper, method
         self.asked_to_stop = asked_to_stop
         self.ranks = Ranks(self.layout, self.on_cpu, fp8=hyper.fp8 is not None)
@@ -188,7 +193,7 @@ class RankTraining:
         return first_source(self.parent, self.model, self.hyper)
 
     def stored_types(self) -> StoredTypes:
-        """Return the types that each weight of this rank is stored in: see ways.stored_types."""
+        """Return the types that each weight of this rank is stored in (backends.py)."""
         if self._types is None or self.shards is not None:  # the tensors of shards change
             self._types = stored_types(self.chunks, self.model, self.source)
         return self._types

@@ -1,7 +1,7 @@
 """Tinker's models: jobs by commands, with a command for each request, and the weights they save.
 
 A script numbers its requests to a model from 1, and the job's commands have the same numbers. So a
-request that is sent twice is one command, done exactly once (trainers/session/command_run.py), and
+request that is sent twice is one command, done exactly once (trainers/job/command_run.py), and
 its future outlives this process. Saved weights become versions `name@N` of the base's name.
 Called by tinker.py for futures. Read next: gateway/tinker/training_runs.py, what is kept.
 """

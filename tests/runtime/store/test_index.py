@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents.errors import BadInput, NotFound, StoreError
+from cray_agents.errors import BadInput, NotFound
 from cray_agents.queries import RunFilter, RunQuery
 from cray_agents.runtime.store.index import Index, Places, RunFacts
 from cray_agents.runtime.store.segments.facts import Fact
@@ -203,56 +203,6 @@ def test_what_is_read_must_follow_on_what_was_read(index: Index) -> None:
     assert facts is not None and facts.calls == 3
 
 
-@pytest.mark.parametrize("backwards", [False, True])
-def test_of_rewards_given_at_the_same_time_the_higher_counts(index: Index, backwards: bool) -> None:
-    rewards = [["correct", "function", 0.5, 2.0, None, ""], ["brief", "judge", 0.25, 1.0, 3, ""]]
-    facts = [
-        described("d1", "run_a", rewards=rewards),
-        reward("r1", "run_a", 0.0, 2.0),
-        reward("r2", "run_a", 1.0, 2.0),
-        reward("r3", "run_a", 7.0, 1.0),
-    ]
-    fill(index, facts[::-1] if backwards else facts)
-    run = index.run("run_a")
-    assert run is not None and run.reward == 1.25
-    assert run.rewards == (("brief", "judge", 0.25, 3), ("correct", "function", 1.0, None))
-
-
-def test_rewards_alone_are_no_run(index: Index) -> None:
-    fill(index, [reward("r1", "run_a", 0.5)])
-    assert index.run("run_a") is None
-    assert list(index.iterate(RunQuery())) == []
-    assert index.places(["run_a"])["run_a"].rewards == (LinePlace("segment_a", 0, 99),)
-    fill(index, [described("d1", "run_a")])
-    facts = index.run("run_a")
-    assert facts is not None and facts.reward == 0.5
-
-
-def test_forgotten_events_are_gone_and_later_ones_bring_the_run_back(index: Index) -> None:
-    fill(
-        index, [described("d1", "run_a", 1.0), call("c1", "run_a", 1.0, asked="h", said=[[], "x"])]
-    )
-    fill(index, [forget("f1", "run_a", 5.0)])
-    assert index.run("run_a") is None and index.forgotten() == {"segment_a": 2}
-    assert not index.has("d1") and index.known("d1") and index.place("d1") is None
-    assert index.places(["run_a"]) == {} and list(index.conversations()) == []
-    fill(index, [described("d2", "run_a", 4.0), described("d3", "run_a", 6.0, agent="anew")])
-    facts = index.run("run_a")
-    assert facts is not None and (facts.agent, facts.calls) == ("anew", 0)
-
-
-def test_a_part_forgotten_is_told_anew(index: Index) -> None:
-    facts = [described("d1", "run_a", 1.0), call("c1", "run_a", 1.0), call("c2", "run_a", 7.0)]
-    fill(index, facts)
-    fill(index, [forget("f1", "run_a", 5.0)])
-    assert index.run("run_a") is None and index.stale() == ["run_a"]
-    fill(index, [reward("r1", "run_a", 1.0, 8.0)])
-    assert not index.rebuild_run("run_a", placed(facts[2:]))  # without the reward
-    assert index.rebuild_run("run_a", placed([facts[2], reward("r1", "run_a", 1.0, 8.0)]))
-    run = index.run("run_a")
-    assert run is not None and (run.described, run.calls, run.reward) == (False, 1, 1.0)
-
-
 def test_compaction_moves_events_and_leaves_out_the_forgotten(index: Index) -> None:
     fill(index, [described("d1", "run_a"), described("d2", "run_b")], "segment_a")
     fill(index, [call("c1", "run_a"), forget("f1", "run_b", 2.0)], "segment_b")
@@ -277,19 +227,6 @@ def test_what_lay_twice_is_read_again_when_one_of_them_is_gone(index: Index) -> 
     assert index.progress() == {"segment_b": 0}
     assert index.add("segment_b", 0, 100, placed([event], "segment_b")) == 1
     assert index.place("d1") == LinePlace("segment_b", 0, 99)
-
-
-def test_when_the_forgetting_itself_is_gone_all_is_as_before(index: Index) -> None:
-    asked = call("c1", "run_a", asked="h", said=[["i"], "x"])
-    fill(index, [asked], "segment_a")
-    before = index.run("run_a"), list(index.conversations())
-    fill(index, [forget("f1", "run_a", 2.0)], "segment_b")
-    assert index.run("run_a") is None
-    index.drop(["segment_b"])
-    assert index.stale() == ["run_a"] and index.has("c1")
-    assert index.rebuild_run("run_a", placed([asked]))
-    assert (index.run("run_a"), list(index.conversations())) == before
-    assert index.forgotten() == {} and not index.known("f1")
 
 
 def test_damage_is_noted_once_and_goes_with_its_segment(index: Index) -> None:
@@ -361,12 +298,3 @@ def test_absurd_numbers_are_no_error(index: Index) -> None:
     assert next(index.iterate(RunQuery(iteration=2**63, order="task"))).iteration == 2**63
     assert index.count(RunFilter(iteration=2**80, iterations=[10**30])) == 1
     assert index.count(RunFilter(task="t\0t")) == 1
-
-
-def test_a_closed_index_says_so(index: Index) -> None:
-    index.close()
-    index.close()
-    with pytest.raises(StoreError, match="closed"):
-        index.known("e")
-    with pytest.raises(StoreError, match="closed"):
-        index.add("segment_a", 0, 0, [])

@@ -58,15 +58,6 @@ def filled(path: Path, identity: str = "root") -> Index:
     return index
 
 
-def test_it_lasts(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    filled(path).close()
-    index = Index(path, "root")
-    assert index.progress() == {"segment_a": 90_000}
-    assert index.count(RunFilter()) == 300
-    index.close()
-
-
 @pytest.mark.parametrize("damage", ["text", "empty", "header", "version", "identity"])
 def test_what_is_no_index_of_this_root_is_started_again(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "index.sqlite"

@@ -12,7 +12,7 @@ from cray_agents.config import Config, load_config
 from cray_agents.errors import ConfigError, StoreError
 from cray_agents.records import Event, ModelCall, Run
 from cray_agents.runtime.store.redaction import Redactor
-from cray_agents.runtime.store.redaction.sensitive import KINDS, Sensitive, luhn
+from cray_agents.runtime.store.redaction.sensitive import KINDS, Sensitive
 
 SECRETS = {  # what is planted, and the kind it is of
     "jane.doe+x@mail.example.co.uk": "email",
@@ -464,8 +464,3 @@ def test_a_quick_no_is_never_wrong() -> None:
         text = picked.choice(list(SECRETS)).join(around)
         found = sum(substitute(text)[1] for _, substitute in known.substitutes())
         assert not found or known.suspicious(text), text
-
-
-def test_luhn() -> None:
-    assert luhn("79927398713")
-    assert [n for n in range(10) if luhn(f"7992739871{n}")] == [3]

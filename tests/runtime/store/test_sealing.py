@@ -18,7 +18,6 @@ from cray_agents.runtime.store.segments import frames
 from cray_agents.runtime.store.segments import sealed as sealing
 from cray_agents.runtime.store.segments.reader import Moved, Segments
 from cray_agents.runtime.store.segments.repair import (
-    STALE,
     check,
     remove_replaced,
     repair,
@@ -355,15 +354,3 @@ def test_findings_of_what_a_dead_writer_left(tmp_path: Path) -> None:
     [kept] = (tmp_path / "damaged").iterdir()
     with zstandard.open(kept) as damaged:
         assert b"not a line\n" in damaged.read()
-
-
-def test_a_stale_draft_is_found_and_removed(tmp_path: Path) -> None:
-    draft = tmp_path / ".s.jsonl.zst.draft_1"
-    draft.touch()
-    assert list(check(tmp_path)) == []
-    os.utime(draft, (time.time() - STALE - 60,) * 2)
-    [finding] = check(tmp_path)
-    assert finding.kind == "leftover"
-    assert repair(tmp_path, finding) == "removed"
-    assert names(tmp_path) == set()
-    assert list(check(tmp_path / "none")) == []

@@ -63,7 +63,7 @@ def in_frames(lines: list[SegmentLine], broken: list[frames.Frame]) -> list[Segm
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @example(where=0.0, bit=0)
 def test_a_flipped_bit(

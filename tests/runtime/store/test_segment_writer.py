@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -75,22 +74,6 @@ async def test_an_error_while_indexing_loses_nothing(
     assert [each.place for each in announced] == places
     assert Segments(tmp_path).fetch(places) == [line(n) for n in range(3)]
     assert "the index has gone" in caplog.text
-
-
-async def test_waiters_are_told_before_the_index_is(tmp_path: Path) -> None:
-    released = threading.Event()
-
-    def index(_: object) -> None:
-        released.wait(30)
-
-    writer = SegmentWriter(tmp_path, "w", index)
-    await put(writer, 1)  # although the index is not done yet
-    second = asyncio.ensure_future(put(writer, 2))
-    await asyncio.sleep(0.05)
-    assert not second.done()
-    released.set()
-    await second
-    await writer.close()
 
 
 async def test_what_cannot_be_written_is_an_error(tmp_path: Path) -> None:

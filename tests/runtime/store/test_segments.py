@@ -3,7 +3,6 @@
 import io
 import os
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from cray_agents.errors import Corrupt, StoreError
 from cray_agents.records import Event
 from cray_agents.runtime.disk.checksums import is_whole
 from cray_agents.runtime.store.segments import reader, sealed
-from cray_agents.runtime.store.segments.facts import FACTS, facts_of
+from cray_agents.runtime.store.segments.facts import FACTS
 from cray_agents.runtime.store.segments.line_format import LinePlace, event_in, line_of
 from cray_agents.runtime.store.segments.reader import Moved, SegmentLine, Segments
 from cray_agents.runtime.store.segments.sealed import COMPACTED, seal, write_sealed
-from tests.support.store.segment_lines import event, fact, line, placed, read_all, write_open
+from tests.support.store.segment_lines import fact, line, placed, read_all, write_open
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -103,16 +102,6 @@ def plain(path: Path) -> bytes:
     )
     with reader:
         return reader.read()
-
-
-def test_the_zstd_program_reads_a_sealed_segment(tmp_path: Path) -> None:
-    lines = [line(number, 5000) for number in range(100)]
-    target = seal(write_open(tmp_path, "s", lines))
-    try:
-        done = subprocess.run(["zstd", "-dcq", target], capture_output=True, check=True)
-    except FileNotFoundError:
-        pytest.skip("this machine has no zstd program")
-    assert done.stdout.splitlines() == lines
 
 
 def test_places_are_fetched_in_their_order(tmp_path: Path) -> None:
@@ -253,20 +242,3 @@ def test_a_listing_agrees_with_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     everything = [path.name for path in tmp_path.iterdir()]
     monkeypatch.setattr(os, "listdir", lambda path: next(real, everything))
     assert [(s.stem, s.sealed) for s in Segments(tmp_path).list()] == [("a", False), ("b", True)]
-
-
-def test_sealing_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="it is gone"):
-        seal(tmp_path / "s.jsonl")
-    with pytest.raises(ValueError, match="not a segment"):
-        seal(tmp_path / "s.txt")
-    path = write_open(tmp_path, "s", [line(1)])
-    assert seal(path) == seal(path) == sealed.seal(tmp_path / "s.left.jsonl")
-
-
-def test_facts_are_told_as_the_writer_told_them(tmp_path: Path) -> None:
-    body = {"model": "m@1", "started": 1, "prompt_token_ids": [1, 2], "token_ids": [3]}
-    one = Event(id="c", run_id="r", kind="call", body=body | {"message": {}}, time=2.5)
-    seal(write_open(tmp_path, "s", [line_of(one), line_of(event(1))]))
-    [batch] = Segments(tmp_path).facts("s") or []
-    assert [each.fact for each in batch] == [facts_of(one.model_dump()), fact(1)]

@@ -2,11 +2,7 @@
 
 import asyncio
 import itertools
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,7 @@ from cray_agents.errors import BadInput, NotFound, StoreError
 from cray_agents.paths import Home
 from cray_agents.queries import RunQuery
 from cray_agents.records import Event, Run, StopReason
-from cray_agents.runtime.store import Store, indexing
+from cray_agents.runtime.store import Store
 from cray_agents.runtime.store.compaction import compact, plan, tidy
 from cray_agents.runtime.store.index import cache_of
 from cray_agents.runtime.store.redaction import Redactor
@@ -296,27 +292,6 @@ async def test_of_several_choices_the_one_that_was_gone_on_with_is_the_turn(home
     await store.close()
 
 
-async def test_queries(home: Home) -> None:
-    store = Store(home)
-    for n in range(6):
-        task = {"input": "q", "id": f"t{n % 2}", "split": "holdout" if n == 5 else "train"}
-        event = described(f"r{n}", [f"c{n}"], loop="l", iteration=n // 2, task=task)
-        await store.append([event, call(f"r{n}", f"c{n}", model=f"calc@{n}")])
-    await store.append([call("other", "c9", model="chat@1", finish_reason="cancelled")])
-
-    def ids(**query: Any) -> list[str]:
-        return [run.id for run in store.runs(RunQuery(**query))]
-
-    assert ids(loop="l") == ["r0", "r1", "r2", "r3", "r4", "r5"]
-    assert ids(iteration=1) == ["r2", "r3"]
-    assert ids(task="t1", split="train") == ["r1", "r3"]
-    assert ids(model="calc@4") == ["r4"]
-    assert ids(model="chat") == ["other"] == ids(stop_reason="cancelled")
-    assert ids(agent="calc", after="r2", limit=2) == ["r3", "r4"]
-    assert store.runs(RunQuery(limit=2), calls="none")[1].calls == []
-    await store.close()
-
-
 async def test_torn_tail_and_corrupt_line(home: Home) -> None:
     store = Store(home, "first")
     await store.append([call("r", "c1"), call("r", "c2"), call("r", "c3")])
@@ -364,80 +339,6 @@ async def test_what_cannot_be_written_is_an_error(home: Home) -> None:
     home.segments.unlink()
     assert (await store.append([call("r", "c1")])).appended == 1
     await store.close()
-
-
-@pytest.mark.slow
-async def test_many_appends_share_a_commit(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, commits = os.fdatasync, []
-    monkeypatch.setattr(os, "fdatasync", lambda file: (commits.append(file), real(file))[1])
-    store = Store(home)
-    await asyncio.gather(*(store.append([call("r", f"c{n}")]) for n in range(3000)))
-    assert len(commits) <= 30
-    assert len(store.run("r").calls) == 3000
-    await store.close()
-
-
-WRITER = """
-import asyncio, sys
-from pathlib import Path
-from cray_agents.paths import Home
-from cray_agents.records import Event
-from cray_agents.runtime.store import Store
-from cray_agents.runtime.store.compaction import compact, plan
-from cray_agents.runtime.store.index import cache_of
-from cray_agents.runtime.store.redaction import Redactor
-from cray_agents.runtime.store.compaction import tidy
-
-async def one(store, number):
-    body = {"name": "n", "value": number, "time": number}
-    await store.append([Event(id=f"e{number}", run_id="r", kind="reward", body=body)])
-    sys.stdout.write(f"e{number}\\n")
-    sys.stdout.flush()
-
-async def main(start):
-    store = Store(Home(Path(sys.argv[1])))
-    for base in range(start, start + 100_000, 50):
-        await asyncio.gather(*(one(store, base + n) for n in range(50)))
-
-asyncio.run(main(int(sys.argv[2])))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [4])
-def test_nothing_acknowledged_is_lost_or_doubled_by_kill(home: Home, rounds: int) -> None:
-    acknowledged: list[str] = []
-    for number in range(rounds):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(home.root), str(number * 10_000)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        for _ in range(200 + 37 * number):  # then in the middle of whatever it is doing
-            acknowledged.append(process.stdout.readline().strip())
-        os.kill(process.pid, signal.SIGKILL)
-        acknowledged += [line.strip() for line in process.stdout if line.endswith("\n")]
-        process.wait()
-    lines = [event["id"] for event in events_of(home)]
-    assert len(set(acknowledged)) == len(acknowledged) > 200 * rounds
-    assert set(acknowledged) <= set(lines)
-    assert len(lines) == len(set(lines))
-    store = Store(home)
-    assert store.problems == []
-    assert all(store.has(event_id) for event_id in acknowledged)
-
-
-async def test_a_restarted_store_needs_no_index_of_before(home: Home) -> None:
-    store = Store(home)
-    await store.append([described("r", ["c1"]), call("r", "c1"), reward("r", 1.0)])
-    before = store.run("r")
-    await store.close()
-    shutil.rmtree(cache_of(home).parent)
-    again = Store(home)
-    assert again.run("r") == before
-    assert next(again.facts(RunQuery())).reward == 1.0
-    await again.close()
 
 
 async def test_what_a_clock_that_is_ahead_told_is_forgotten_too(home: Home) -> None:
@@ -526,29 +427,6 @@ async def test_a_segment_that_somebody_deleted_is_gone(home: Home) -> None:
     await reader.close()
 
 
-async def test_pages_follow_each_other_in_every_order(home: Home) -> None:
-    store = Store(home)
-    for n in range(25):
-        task = {"input": f"q{n % 3}", "id": f"t{n % 3}"}
-        about: dict[str, Any] = {
-            "task": task,
-            "attempt": n % 4,
-            "iteration": n % 2,
-            "started": float(n * 7 % 25),
-        }
-        await store.append([described(f"r{n:02d}", [], **about)])
-    for order in ("id", "newest", "oldest", "task"):
-        seen: list[str] = []
-        query = RunQuery(order=order, limit=4)
-        while page := store.runs(query):
-            seen += [run.id for run in page]
-            query = query.model_copy(update={"after": seen[-1]})
-        assert seen == [run.id for run in store.runs(RunQuery(order=order))] and len(seen) == 25
-    with pytest.raises(NotFound):
-        store.runs(RunQuery(after="no-such-run", order="newest", limit=1))
-    await store.close()
-
-
 async def test_a_body_that_is_no_record_is_refused_before_it_is_written(home: Home) -> None:
     store = Store(home)
     with pytest.raises(StoreError, match="no call"):
@@ -573,22 +451,3 @@ async def test_what_is_redacted_reaches_no_disk(home: Home) -> None:
     index = cache_of(home)
     kept = [*lines_of(home), *(path.read_bytes() for path in index.parent.iterdir())]
     assert not [data for data in kept if b"jo@example" in data or b"4111" in data]
-
-
-async def test_filling_the_index_of_many_runs_says_how_far_it_is(
-    home: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number in range(2):
-        store = Store(home)
-        await store.append([call(f"run-{number}", f"call-{number}")])
-        await store.close()
-    assert not caplog.messages
-    shutil.rmtree(cache_of(home).parent)
-    monkeypatch.setattr(indexing, "MUCH", 0)
-    monkeypatch.setattr(indexing, "LOG_INTERVAL", 0.0)
-    store = Store(home)
-    assert [len(store.run(f"run-{number}").calls) for number in range(2)] == [1, 1]
-    await store.close()
-    assert len(caplog.messages) == 2
-    assert "index of runs" in caplog.messages[0]
-    assert "100 %" in caplog.messages[1]

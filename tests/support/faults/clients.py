@@ -18,7 +18,7 @@ from cray_agents.errors import EngineError, NoController, StoreError, TooManyReq
 from cray_agents.records import Run, StopReason
 from cray_agents.runtime.registry.checkpoints import read_manifest
 from cray_agents.runtime.registry.registry import Registry
-from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.trainers.job.journal import CommandJournal
 from tests.support.faults.cluster import TRAINED, VLLM, Cluster, ask
 from tests.support.killable_session import ONE_STEP, STEPS, train
 

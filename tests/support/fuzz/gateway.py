@@ -28,9 +28,9 @@ from cray_agents.runtime.gateway.http.protocol import Protocol
 from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.store import Store
-from tests.support.gateway_process import NAME, first_version
 from tests.support.in_process_engine import InProcessEngine
 from tests.support.scripted_platform import PROBE, bare_model
+from tests.support.scripted_services import first_version, start_pool
 from tests.support.scripted_trainer import ScriptedTrainer
 
 ROOT = Path(__file__).parents[3]
@@ -82,7 +82,7 @@ async def serve(home: Home) -> None:
     """Serve until SIGTERM."""
     registry = first_version(home)
     candidate = bare_model(home.root / "candidate", b"other weights")
-    registry.register(NAME, *registry.import_checkpoint(candidate))
+    registry.register("m", *registry.import_checkpoint(candidate))
     pool = Pool([InProcessEngine(Obliging(lambda request: "hi")) for _ in range(2)])
     services = Services(
         home=home,
@@ -94,8 +94,7 @@ async def serve(home: Home) -> None:
         body_timeout=BODY_TIMEOUT,
         api_keys="off",  # else the first key that the fuzz makes would end it
     )
-    version = registry.resolve(NAME)
-    await pool.start(home.checkpoint(version.checkpoint), version.id, [])
+    await start_pool(pool, home, registry)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
     config = uvicorn.Config(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cray_agents.paths import Home
-from cray_agents.trainers.session.command_journal import CommandJournal
+from cray_agents.trainers.job.journal import CommandJournal
 from cray_agents.training_commands import (
     CommandResult,
     Datum,

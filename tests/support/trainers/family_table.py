@@ -55,17 +55,17 @@ def read_serving() -> dict[str, dict[str, str]]:
 
 def table(results: dict[str, Result], serving: dict[str, dict[str, str]]) -> str:
     """Return the table as Markdown, with the reasons for what is not right below it."""
-    heads = ["kind", "ways", "layouts", "packing", *COLUMNS.values(), "vLLM"]
+    heads = ["kind", "backends", "layouts", "packing", *COLUMNS.values(), "vLLM"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     reasons = []
     for family, result in results.items():
         kind, wrong = result["kind"], problems(result)
-        native = kind in KINDS
+        listed = kind in KINDS
         served = serving.get(family) or serving.get(kind) or {}
         cells = [
             f"`{kind}`" if kind == family else f"`{kind}` ({family})",
-            "native, universal" if native else "universal",
-            "all; data" if native else "data",
+            "megatron, transformers" if listed else "transformers",
+            "all; data" if listed else "data",
             _packing(result),
             *(_cell(name, result, wrong) for name in COLUMNS),
             _served(served),

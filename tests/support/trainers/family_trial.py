@@ -1,4 +1,4 @@
-"""Family trial: what the universal way does with one family, beside transformers alone.
+"""Family trial: what the transformers backend does with one family, beside transformers alone.
 
 `measure` writes a tiny parent and trains it on one rank, then on two with layers computed again.
 What it returns is plain data: a number where something was compared, `equal` where it was equal to
@@ -27,7 +27,7 @@ HYPER = Hyperparameters(
     learning_rate=1e-3,
     adam_beta2=0.95,
     max_tokens_per_microbatch=90,
-    way="universal",
+    backend="transformers",
 )
 PROMPT = 5  # tokens of a row that dpo and grpo do not train on
 MARKED = slice(PROMPT - 1, None)  # of the log-probabilities of a row's tokens after the first
@@ -111,7 +111,7 @@ def _on_ranks(ranks: int, main: Callable[[int, Any, Any], int], out: Path) -> Re
     from cray_agents.trainers.job.launch import find_placement, run_ranks
 
     try:
-        ended = run_ranks(find_placement(ranks, "universal"), out / "logs", main)
+        ended = run_ranks(find_placement(ranks, "transformers"), out / "logs", main)
     except CrayError as error:
         last = str(getattr(error, "log_tail", "")).strip().rpartition("\n")[2]
         return {"failed": f"{ranks} ranks: {last[:300] or error}"}
@@ -134,7 +134,7 @@ def _training(parent: Path, layout: Layout, recompute: str = "none", **hyper: An
     from cray_agents.trainers.models.architecture import read_architecture
     from cray_agents.trainers.training.train_step import RankTraining
 
-    model = read_architecture(parent, "universal")
+    model = read_architecture(parent, "transformers")
     changed = HYPER.model_copy(update=hyper)
     return RankTraining(model, layout, changed, parent, on_cpu=True, recompute=recompute)
 
@@ -143,14 +143,14 @@ def _begin(training: Any, method: MethodName = "sft", **hyper: Any) -> None:
     from cray_agents.trainers.checkpointing.state import allocate_moments
 
     changed = HYPER.model_copy(update=hyper)
-    training.take_up(training.parent, changed, method, lambda: False)
+    training.switch_job(training.parent, changed, method, lambda: False)
     training.take_weights()
     allocate_moments(training, 0)  # a session keeps them
 
 
 def _one_rank(parent: Path, out: Path, brief: bool, rank: int, store: Any, _: Any) -> int:
     """Export and losses, then gradients of methods, adapters, bfloat16."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
 
     layout = Layout()
@@ -176,7 +176,7 @@ def _one_rank(parent: Path, out: Path, brief: bool, rank: int, store: Any, _: An
 
 def _two_ranks(parent: Path, out: Path, rank: int, store: Any, _: Any) -> int:
     """Losses on two ranks with layers computed again, and without if that is refused."""
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from cray_agents.trainers.data.samples import Samples
 
     layout = Layout(data=2)
@@ -232,7 +232,7 @@ def _exported(training: Any, folder: Path) -> str:
     from safetensors.torch import load_file
 
     from cray_agents.trainers.checkpointing.hf_export import copy_settings, export_weights
-    from cray_agents.trainers.models.ways import config_of
+    from cray_agents.trainers.models.backends import config_of
 
     parent, model = training.parent, training.model
     folder.mkdir()
@@ -277,7 +277,7 @@ def _near(logprobs: list[Any], seed: int, spread: float) -> list[Any]:
 
 
 def _column(samples: Any, values: list[Any]) -> Any:
-    from cray_agents.trainers.data.baseline_logprobs import TrainedTokenRows
+    from cray_agents.trainers.data.packer import TrainedTokenRows
 
     return TrainedTokenRows(samples.masks, dict(enumerate(values)))
 
@@ -329,7 +329,7 @@ def _gradient_step(
     """Take a step; return how far the gradient is from the plain one, as a share of its largest."""
     import torch
 
-    from cray_agents.trainers.data.baseline_logprobs import BaselineLogprobs
+    from cray_agents.trainers.data.packer import BaselineLogprobs
     from tests.support.trainers.plain_model import gradients_of, plain_network
 
     network = training.chunks[0].network

@@ -43,15 +43,6 @@ MIXTRAL_8X7B = MISTRAL_7B | {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-QWEN25_7B = LLAMA_2_7B | {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 28,
-    "vocab_size": 152064,
-}
 QWEN3_06B = LLAMA_2_7B | {
     "model_type": "qwen3",
     "hidden_size": 1024,

@@ -1,7 +1,7 @@
 """Plain model: transformers and torch alone on a parent, one sequence after the other.
 
-What the universal way is compared with: losses of SFT by AdamW, and gradients of dpo and grpo by
-their formulas. float32, eager attention, nothing packed.
+What the transformers backend is compared with: losses of SFT by AdamW, and gradients of dpo and
+grpo by their formulas. float32, eager attention, nothing packed.
 """
 
 from collections.abc import Sequence

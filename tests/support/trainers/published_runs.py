@@ -1,14 +1,11 @@
 """Published training runs, which `plan`'s estimates are compared with: docs/planning.md.
 
 `python -m tests.support.trainers.published_runs` prints the table of all runs, and writes the
-summary of that page anew from published_runs.json. With `--fit` it prints the constants of
-trainers/planning/step_time.py that fit the runs best which are not held out.
+summary of that page anew from published_runs.json.
 """
 
 import json
-import sys
 from dataclasses import dataclass, replace
-from math import log, sqrt
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,15 +24,6 @@ MARKS = ("<!-- runs -->", "<!-- end of runs -->")
 NODE = 8  # GPUs
 TIME_OFF, MEMORY_OFF = 0.2, 0.1  # what a good estimate may be off
 CHECKED = {"text": "checked", "quoted": "as quoted", "memory": "not checked"}
-CONSTANTS = (
-    "KERNELS",
-    "NARROW",
-    "EXPOSED",
-    "EXPOSED_COPIES",
-    "EXPOSED_SUM",
-    "STALL",
-    "FP8_GAIN",
-)
 
 
 @dataclass(frozen=True)
@@ -71,15 +59,11 @@ class PublishedRun:
         return self.estimated_gigabytes / self.gigabytes - 1
 
 
-def read_runs(*, fitted: bool = False) -> list[PublishedRun]:
-    """Read the file, and estimate every run anew; with `fitted` only those not held out."""
+def read_runs() -> list[PublishedRun]:
+    """Read the file, and estimate every run anew."""
     data = json.loads(FILE.read_text())
     models = {name: _model(fields) for name, fields in data["models"].items()}
-    return [
-        _estimated(run, models[run["model"]], data["sources"])
-        for run in data["runs"]
-        if not (fitted and run["held_out"])
-    ]
+    return [_estimated(run, models[run["model"]], data["sources"]) for run in data["runs"]]
 
 
 def _model(fields: dict[str, Any]) -> Architecture:
@@ -120,7 +104,6 @@ def _estimated(
             NODE,
             recompute=recompute,
             gpu=gpu,
-            once_per_node=run.get("once_per_node", False),
         )
     memory = estimate_memory(model, layout, hyper, sequence_length=length, recompute=recompute)
     if gigabytes:  # as that run keeps weights and gradients
@@ -137,7 +120,7 @@ def _estimated(
         run["held_out"],
         run.get("note", ""),
         _rate(run, layout.world, flops, peak),
-        peak * step_time.KERNELS / flops / slower,
+        peak * gpu.reached / flops / slower,
         gigabytes,
         memory.total / 1e9 if gigabytes else None,
         run["checked"],
@@ -209,34 +192,6 @@ def with_summary(page: str, runs: list[PublishedRun]) -> str:
     return f"{before}{MARKS[0]}\n\n{summary(runs)}\n\n{MARKS[1]}{after}"
 
 
-# ---- the fit
-def error() -> float:
-    """Return the mean squared logarithm of estimate over published, of runs not held out."""
-    runs = read_runs(fitted=True)
-    return mean(min(0.4, abs(log(1 + run.time_off))) ** 2 for run in runs)
-
-
-def fit() -> dict[str, float]:
-    """Change one constant of step_time.py at a time, in smaller and smaller steps."""
-    best, step = error(), 1.2
-    while step > 1.02:
-        before = best
-        for name in CONSTANTS:
-            for factor in (step, 1 / step):
-                old = getattr(step_time, name)
-                setattr(step_time, name, old * factor)
-                if (now := error()) < best:
-                    best = now
-                else:
-                    setattr(step_time, name, old)
-        if best > before * 0.99:
-            step = sqrt(step)
-    return {name: getattr(step_time, name) for name in CONSTANTS} | {"error": sqrt(best)}
-
-
 if __name__ == "__main__":
-    if "--fit" in sys.argv:
-        print(fit())
-    else:
-        print(table(read_runs()))
-        PAGE.write_text(with_summary(PAGE.read_text(), read_runs()))
+    print(table(read_runs()))
+    PAGE.write_text(with_summary(PAGE.read_text(), read_runs()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cray_agents.paths import Home
 from cray_agents.trainers.job.journal import JobJournal
-from cray_agents.trainers.session.session_journal import SessionJournal, SessionSpec
+from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import JobSpec, Layout
 
 
@@ -61,9 +61,7 @@ class RunningSession:
     def train(self, spec: JobSpec) -> JobJournal:
         """Hand a job over, and wait for its end."""
         job = self.start(spec)
-        while not job.ended or self.journal.current == spec.id:
-            self.check()
-            time.sleep(0.01)
+        self.until(lambda: job.ended and self.journal.current != spec.id)
         return job
 
     def start(self, spec: JobSpec) -> JobJournal:
@@ -71,6 +69,12 @@ class RunningSession:
         job.write_spec(spec)
         self.journal.hand_over(spec.id)
         return job
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait for something that is true while the session goes on."""
+        while not condition():
+            self.check()
+            time.sleep(0.002)
 
     def check(self) -> None:
         """Fail if the session has ended."""

@@ -365,27 +365,6 @@ _NESTED = {  # kinds whose text is a part: its fields, and the vision's
     "llama4": (_text("llama4_text"), _LLAMA4_EYE | {"vision_output_dim": 32}),
     "mistral3": (_text("ministral3"), _PIXTRAL),
 }
-#: Families whose layers remember what went before: mixers, not attention alone.
-RECURRENT = frozenset(
-    {
-        "qwen3_next",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "qwen4_exp_text",
-        "olmo_hybrid",
-        "granitemoehybrid",
-        "nemotron_h",
-        "kimi_linear",
-        "falcon_h1",
-        "bamba",
-        "jamba",
-        "mamba2",
-        "lfm2",
-        "lfm2_moe",
-        "minimax",
-        "zaya",
-    }
-)
 
 
 def _config(family: str) -> Any:

@@ -118,35 +118,6 @@ def test_a_dual_clip_bounds_what_a_bad_token_costs(normalization: Any) -> None:
         Policy(objective="gspo", dual_clip=3.0)
 
 
-def test_gspo_has_the_gradient_of_the_sequences_own_ratio() -> None:
-    """Its paper's equation for whole sequences, differentiated by small steps."""
-    policy = Policy(objective="gspo", clip_low=0.05, clip_high=0.05, importance_cap=None)
-    batch = answers(22, LENGTHS)
-
-    def value(now: list[Numbers]) -> float:
-        total = 0.0
-        for answer, new in zip(batch, now, strict=True):
-            ratio = math.exp((new.sum() - answer.before.sum()) / len(new))
-            gains = ratio * answer.advantage, clip(ratio, policy) * answer.advantage
-            total -= min(gains) / len(batch)
-        return total
-
-    slopes, step = [], 1e-6
-    for place, answer in enumerate(batch):
-        for token in range(len(answer.now)):
-            sides = []
-            for sign in (1, -1):
-                now = [a.now.copy() for a in batch]
-                now[place][token] += sign * step
-                sides.append(value(now))
-            slopes.append((sides[0] - sides[1]) / (2 * step))
-    given = marked(batch)
-    loss = METHODS["grpo"](given, hyper(policy=policy))
-    assert loss.total.item() / len(batch) == pytest.approx(value([a.now for a in batch]))
-    assert 0 < np.count_nonzero(slopes) < len(slopes)
-    np.testing.assert_allclose(gradient(given, loss) / len(batch), slopes, rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("objective", ["ppo", "cispo", "gspo"])
 def test_the_first_step_is_the_plain_policy_gradient(objective: Any) -> None:
     """Where the policy is still the one before, all ratios are 1 and nothing is clipped."""

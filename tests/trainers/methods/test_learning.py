@@ -14,16 +14,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "dpo": {"method": "dpo"},
     "kto": {"method": "kto", "hyper": {"preference": {"beta": 0.2}}},
     "ppo": {"method": "grpo", "hyper": {"policy": {"importance_cap": None}}},
-    "gspo": {
-        "method": "grpo",
-        "hyper": {
-            "policy": {"objective": "gspo", "clip_low": 0.5, "clip_high": 1, "importance_cap": None}
-        },
-    },
-    "cispo": {
-        "method": "grpo",
-        "hyper": {"policy": {"objective": "cispo", "kl": 0.01, "importance_cap": None}},
-    },
 }
 
 

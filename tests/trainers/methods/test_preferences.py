@@ -90,23 +90,6 @@ def test_value_and_gradient_are_the_papers(name: str, fillers: int) -> None:
     np.testing.assert_allclose(gradient(given, loss) / count, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_the_reference_itself_has_a_dpo_loss_of_log_2() -> None:
-    batch = [replace(a, reference=a.now) for a in answers(2, [4, 3, 2, 6])]
-    for smoothing in (0.0, 0.3):
-        options = hyper(preference=Preference(label_smoothing=smoothing))
-        loss = METHODS["dpo"](marked(batch), options)
-        assert loss.total.item() / 2 == pytest.approx(math.log(2), rel=1e-12)
-        assert loss.measures["accuracy"][0].item() == 0  # a tie is not right
-
-
-def test_dpo_pushes_the_better_up_and_the_worse_down() -> None:
-    batch = answers(4, [3, 5])
-    given = marked(batch)
-    found = gradient(given, METHODS["dpo"](given, hyper()))
-    assert (found[:3] < 0).all() and (found[3:] > 0).all()
-    assert found.sum() == pytest.approx(3 * found[0] + 5 * found[-1])  # alike within an answer
-
-
 def test_dpo_measures_are_implicit_rewards() -> None:
     batch = answers(8, [3, 5, 2, 2])
     rewards = np.array([0.1 * log_ratio(a) for a in batch])

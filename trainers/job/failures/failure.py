@@ -81,7 +81,7 @@ WORDS: dict[FailureKind, tuple[str, str]] = {
         "nothing: it goes on by itself; if a start makes no step before its end, raise"
         " train_minutes",
     ),
-    "stopped": ("it was told to stop, or ended with its platform", "nothing: it goes on by itself"),
+    "stopped": ("it was asked to stop, or its platform ended", "nothing: it goes on by itself"),
     "launcher": (
         "its processes could not be started",
         "read its log: a path, a module or a permission is missing on the node",

@@ -14,17 +14,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cache
 from pathlib import Path
 
 KERNEL_LOG = Path("/dev/kmsg")
-#: The same lines where syslog writes them to files, the first that can be read.
-LOG_FILES = [Path("/var/log") / name for name in ("kern.log", "messages", "syslog")]
 DRIVER = Path("/proc/driver/nvidia")
 SMI_SECONDS = 30.0  # for nvidia-smi's answer
 _RECORD = 8192  # bytes of one of the kernel's records, at most
-_TAIL = 2**20  # bytes of a log file
 
 #: XIDs after which a GPU is of no use until it is reset, or its node repaired.
 LOST = {
@@ -78,7 +74,7 @@ class Xid:
         return self.number in LOST
 
     def blames(self, pid: int) -> bool:
-        """Tell whether it explains the end of a process of this node: its GPU, or itself."""
+        """Return True if it explains the end of a process of this node."""
         return self.lost or self.number in DAMAGED or (self.number in PROGRAM and self.pid == pid)
 
     def __str__(self) -> str:
@@ -134,16 +130,6 @@ def _recent_lines() -> Iterator[tuple[float, str]]:
     try:
         records = _kernel_records()
     except OSError:
-        now = datetime.now().astimezone()
-        for path in LOG_FILES:
-            try:
-                with path.open("rb") as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-                    text = file.read().decode(errors="replace")
-            except OSError:
-                continue
-            yield from ((syslog_age(line, now), line) for line in text.splitlines())
-            return
         return
     for record in records:
         head, _, line = record.partition(";")
@@ -169,20 +155,3 @@ def _kernel_records() -> list[str]:
             records.append(record.decode(errors="replace"))
     finally:
         os.close(handle)
-
-
-def syslog_age(line: str, now: datetime) -> float:
-    """Return the age of a line of syslog in seconds; without a known date it is infinite.
-
-    Both usual dates are read: `2026-11-24T00:07:18.123456+00:00` and `Nov 24 00:07:18`.
-    """
-    word = line.partition(" ")[0]
-    try:
-        written = datetime.fromisoformat(word).astimezone()
-    except ValueError:
-        try:
-            written = datetime.strptime(f"{now.year} {line[:15]}", "%Y %b %d %H:%M:%S").astimezone()
-        except ValueError:
-            return float("inf")
-    age = (now - written).total_seconds()
-    return age if age > -86400 else float("inf")  # in December's lines, read in January

@@ -7,7 +7,7 @@ rank that is stopped, else one that waits for no other rank, else the one furthe
 collectives of its groups, else one that waits where few do.
 
 On GPUs a rank waits where it reads a number, which is anywhere in the code: only NCCL's recorder
-tells for what. It was not run.
+has for what. It was not run.
 """
 
 import faulthandler

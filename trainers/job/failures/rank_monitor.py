@@ -178,7 +178,7 @@ def watch(
 ) -> tuple[RankProcess, str] | None:
     """Wait until all ranks have ended well (None), or return the first that has not, and why.
 
-    The word HANGS says that a rank was silent, or that none moved: `find_culprit` tells why.
+    The word HANGS says that a rank was silent, or that none moved: `find_culprit` finds out why.
     """
     poller = select.poll()
     by_pipe = {process.pipe: process for process in ranks}

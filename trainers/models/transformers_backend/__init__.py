@@ -1,0 +1,1 @@
+"""The backend transformers: any causal language model of transformers, in Megatron's machinery."""
