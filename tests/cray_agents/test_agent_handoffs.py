@@ -32,7 +32,7 @@ async def test_an_agent_as_a_tool_has_runs_of_its_own():
     @tool
     def who(context: RunContext) -> str:
         """Who asks."""
-        return context.given["user"]
+        return context.deps["user"]
 
     inner = Agent(
         name="number cruncher", model="calc", output_type=Sum, description="It adds.",
@@ -47,7 +47,7 @@ async def test_an_agent_as_a_tool_has_runs_of_its_own():
 
     engine = script(say)
     outer = agent(engine, instructions="Delegate.", tools=[inner.as_tool()], recorder=keep)
-    run = await outer.run("go", context={"user": "Ada"}, model="calc@7", run_id="parent")
+    run = await outer.run("go", deps={"user": "Ada"}, model="calc@7", run_id="parent")
     assert outer.tool_schemas[0]["function"]["description"] == "It adds."
     assert run.trajectory.turns[0].tool_calls[0].result == {"value": 432}
     child, parent = kept
@@ -57,11 +57,11 @@ async def test_an_agent_as_a_tool_has_runs_of_its_own():
     assert child.trajectory.turns[0].tool_calls[0].result == "Ada"
     # at the version that the parent is pinned to, and with an id that a repeated run has again
     assert [request["model"] for request in engine.requests] == ["calc@7"] * 4
-    again = await outer.run("go", context={"user": "Ada"}, model="calc@7", run_id="parent")
+    again = await outer.run("go", deps={"user": "Ada"}, model="calc@7", run_id="parent")
     assert again.id == "parent" and kept[2].id == child.id
     assert all("seed" not in request for request in engine.requests)
     for _ in range(2):
-        await outer.run("go", context={"user": "Ada"}, run_id="parent", seed=7)
+        await outer.run("go", deps={"user": "Ada"}, run_id="parent", seed=7)
     seeds = [request["seed"] for request in engine.requests[8:]]
     mine, theirs, more, last = seeds[:4]
     assert (mine, last, more) == (7, 8, theirs + 1) and theirs not in (6, 7, 8)

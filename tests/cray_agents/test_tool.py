@@ -316,7 +316,7 @@ class Desk:
             count: how many.
             context: the model does not read this.
         """
-        self.sold.append((count, context.given))
+        self.sold.append((count, context.deps))
         context.reward(0.5)
         return count
 
@@ -332,7 +332,7 @@ class Desk:
 
 
 async def test_a_method_is_given_the_context_that_the_model_does_not_see():
-    desk, context = Desk(), a_context(given="till")
+    desk, context = Desk(), a_context(deps="till")
     shape = parameters(desk.sell_some)
     assert list(shape["properties"]) == shape["required"] == ["count"]
     call = await performed(desk.sell_some, '{"count": 2}', context)
