@@ -125,8 +125,8 @@ class Agent(Generic[Deps, Output]):
         retries: how often a model call is done again that the server failed, beyond what the engine
             tries itself.
         hooks: called before and after model calls, tool calls and the run.
-        recorder: called with each finished run; "auto": the engine's, which posts to the platform
-            when it is one; None: nobody.
+        recorder: called with each finished run, sync or async; "auto": the engine's, which posts to
+            the platform when it is one; None: nobody.
     """
 
     name: Name

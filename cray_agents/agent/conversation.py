@@ -5,6 +5,7 @@ trajectory and a reason. Called by agent.py. Read next: tool.py, engines/chat_co
 """
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -276,14 +277,14 @@ async def _finish(state: RunState, output: Any, error: RunError | None) -> Run:
         if not math.isfinite(given.value):
             what = f"reward {given.name} of turn {given.turn} is {given.value}"
             run = run.unscored(f"{what}: give a finite number", repeat=True)
-    if state.agent.run_recorder is not None:
+    if (recorder := state.agent.run_recorder) is not None:
         try:
-            await state.agent.run_recorder(run)
+            await user_code.call(functools.partial(recorder, run), None)
         except StoreError as refused:
             if refused.code != REWARD_REFUSED:
                 raise
             run = run.unscored(str(refused), repeat=True)
-            await state.agent.run_recorder(run)
+            await user_code.call(functools.partial(recorder, run), None)
     if state.session is not None and is_answered(run):
         await state.session.extend(run, state.added_messages)
     return run

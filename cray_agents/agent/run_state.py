@@ -67,7 +67,8 @@ class RunOptions(TypedDict, Generic[Deps], total=False):
     attempt: int | None
 
 
-Recorder = Callable[[Run], Awaitable[None]]
+#: Sync or async.
+Recorder = Callable[[Run], Awaitable[None] | None]
 #: A text, or a function of nothing or of the run's context, sync or async, that returns one.
 Instructions = (
     str | Callable[[], str | Awaitable[str]] | Callable[[RunContext[Deps]], str | Awaitable[str]]

@@ -419,8 +419,12 @@ async def test_a_record_that_cannot_be_kept_is_an_error():
     async def full(run: Run) -> None:
         raise StoreError("disk full")
 
-    with pytest.raises(StoreError, match="disk full"):
-        await agent(script("ok"), recorder=full).run("go")
+    def full_too(run: Run) -> None:
+        raise StoreError("disk full")
+
+    for recorder in (full, full_too):
+        with pytest.raises(StoreError, match="disk full"):
+            await agent(script("ok"), recorder=recorder).run("go")
 
 
 # ---- streaming

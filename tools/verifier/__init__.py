@@ -11,6 +11,7 @@ code, with weaker guarantees. Called by agent authors. Read next: cases.py; judg
 sandbox/__init__.py.
 """
 
+import functools
 import json
 import re
 import secrets
@@ -18,9 +19,10 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from cray_agents.agent import user_code
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Run
-from cray_agents.rewards.reward import Verdict, reward
+from cray_agents.rewards.reward import TIMEOUT, Verdict, reward
 from cray_agents.tools.sandbox import Outcome, Sandbox
 from cray_agents.tools.sandbox.process import TOO_MUCH
 from cray_agents.tools.verifier.cases import Case, Tests, cases_of
@@ -36,6 +38,8 @@ from cray_agents.tools.verifier.judge import (
 )
 
 __all__ = ["Case", "checker", "code_of", "verifier"]
+
+FilesOfRun = Callable[[Run], Files | Awaitable[Files]]
 
 PYTHON = (sys.executable, "solution.py")
 
@@ -55,9 +59,9 @@ os._exit(0)
 
 
 def verifier(
-    tests: Tests | Callable[[Run], Tests] | None = None,
+    tests: Tests | Callable[[Run], Tests | Awaitable[Tests]] | None = None,
     *,
-    files: Callable[[Run], Files] | None = None,
+    files: FilesOfRun | None = None,
     command: Sequence[str] = PYTHON,
     partial: bool = False,
     tolerance: float = 1e-9,
@@ -95,6 +99,7 @@ def verifier(
     Code that meets a limit, cannot be imported, or gives no answer earns 0.0. If a sandbox or
     Python cannot be started, or the tests are invalid, the function raises RewardError. If `files`
     or `accepts` raises, the code earns 0.0 and the tag `suspect`, as its output may be the cause.
+    All three functions may be sync or async.
     """
     if not 0 <= tolerance < float("inf"):
         raise BadInput(f"tolerance={tolerance!r}: must be a number from 0", param="tolerance")
@@ -106,10 +111,10 @@ def verifier(
     find_program = ProgramFinder(box)
 
     async def verify(run: Run) -> float:
-        cases = fixed_cases or _cases_of_run(run, tests if callable(tests) else None)
+        cases = fixed_cases or await _cases_of_run(run, tests if callable(tests) else None)
 
         async def ask_all() -> Verdict:
-            given = _files(run, files or _solution)
+            given = await _files(run, files or _solution)
             if cases[0].stdin is not None:
                 await find_program(command[0])
             return await judge(box, command, given, cases, rules)
@@ -122,7 +127,7 @@ def verifier(
 def checker(
     program: str | Sequence[str],
     *,
-    files: Callable[[Run], Files] | None = None,
+    files: FilesOfRun | None = None,
     sandbox: Sandbox | None = None,
     weight: float = 1.0,
     name: str = "checker",
@@ -165,7 +170,7 @@ def checker(
         word = secrets.token_hex(16)
 
         async def run_program() -> Verdict:
-            given = {**_records(run), **(_files(run, files) if files else {})}
+            given = {**_records(run), **(await _files(run, files) if files else {})}
             if isinstance(program, str):
                 argv: Sequence[str] = [sys.executable, "-c", _TO_THE_END]
                 given["verify.py"] = program
@@ -192,9 +197,11 @@ def code_of(text: str | None) -> str:
     return blocks[-1] if blocks else text or ""
 
 
-def _cases_of_run(run: Run, tests: Callable[[Run], Tests] | None) -> list[Case]:
+async def _cases_of_run(run: Run, tests: Callable[[Run], Any] | None) -> list[Case]:
     """Return the cases of a run. Raises RewardError."""
-    given = tests(run) if tests else (run.task.metadata if run.task else {}).get("tests")
+    given = (run.task.metadata if run.task else {}).get("tests")
+    if tests is not None:
+        given = await user_code.call(functools.partial(tests, run), TIMEOUT)
     task = f"task {run.task.id}" if run.task else f"run {run.id}, which is of no task,"
     if given is None:
         raise RewardError(f"{task} has no tests: give them as its metadata['tests']")
@@ -208,10 +215,10 @@ def _solution(run: Run) -> Files:
     return {"solution.py": code_of(None if run.output is None else _text(run.output))}
 
 
-def _files(run: Run, files: Callable[[Run], Files]) -> dict[str, str | bytes]:
+async def _files(run: Run, files: FilesOfRun) -> dict[str, str | bytes]:
     """Return the files that the author's function makes of a run. Raises Suspect."""
     try:
-        given = dict(files(run))
+        given = dict(await user_code.call(functools.partial(files, run), TIMEOUT))
     except Exception as error:
         raise Suspect(f"`files` failed: {type(error).__name__}: {error}"[:300]) from error
     for each, content in given.items():

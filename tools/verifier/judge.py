@@ -34,7 +34,7 @@ from cray_agents.tools.verifier.cases import (
 )
 
 Files = Mapping[str, str | bytes]
-Accepts = Callable[[Any, Case], bool]
+Accepts = Callable[[Any, Case], bool | Awaitable[bool]]
 Ask = Callable[[Case], Awaitable[tuple[str, Any]]]
 
 WORKER = Path(__file__).with_name("call_worker.py")
