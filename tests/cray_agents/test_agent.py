@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from cray_agents import Agent, Run, Task, tool
-from cray_agents.agent import Hooks, StopReason, user_code
+from cray_agents.agent import Hooks, user_code
 from cray_agents.agent.stream_events import (
     ModelFinished,
     ModelStarted,
@@ -143,14 +143,6 @@ async def test_tool_calls_run_at_the_same_time_and_answer_in_order():
     told = [m["content"] for m in run.trajectory.messages if m["role"] == "tool"]
     assert told == ["waited 0.5", "waited 0.1", "waited 0.3"]
     assert [c.id for c in run.trajectory.turns[0].tool_calls] == ["call_0", "call_1", "call_2"]
-
-
-async def test_override_is_a_copy():
-    one = agent(script("1"), tools=[calculator])
-    two = one.override(model="calc@3", engine=script("2"), temperature=0.5)
-    assert (one.model, two.model, two.temperature, one.temperature) == ("calc", "calc@3", 0.5, None)
-    assert two.tools[0] is one.tools[0]
-    assert (await one.run("x")).output == "1" and (await two.run("x")).output == "2"
 
 
 # ---- faults of tools are told to the model
@@ -334,25 +326,6 @@ async def test_timeout_in_a_tool_keeps_what_was_done():
     assert (cut.name, cut.error) == ("slow", "the run ended before this call did")
 
 
-async def test_cancelled_runs_are_recorded_and_cancelled():
-    kept: list[Run] = []
-
-    async def keep(run: Run) -> None:
-        await asyncio.sleep(0)
-        kept.append(run)
-
-    async def never(request: Any) -> str:
-        await asyncio.sleep(30)
-        return ""
-
-    task = asyncio.create_task(agent(script(never), recorder=keep).run("go", run_id="r"))
-    await asyncio.sleep(0.02)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [(run.id, run.stop_reason) for run in kept] == [("r", StopReason.cancelled)]
-
-
 # ---- engines that fail
 
 
@@ -488,47 +461,6 @@ async def test_a_stream_left_early_is_cancelled_and_recorded():
 
 
 # ---- many, and from sync code
-
-
-async def test_two_hundred_runs_in_one_loop():
-    thinking, waiting = Busy(), Busy()
-
-    @tool
-    def wait(seconds: float) -> float:
-        with waiting:
-            time.sleep(seconds)
-        return seconds
-
-    async def reply(request: Any) -> Any:
-        with thinking:
-            await asyncio.sleep(0.05)
-        if request["messages"][-1]["role"] == "user":
-            return asks(("wait", {"seconds": 0.05}))
-        return request["messages"][0]["content"]
-
-    a = agent(script(reply), tools=[wait], output_type=int)
-    runs = await asyncio.gather(*(a.run(str(number)) for number in range(200)))
-    assert [run.output for run in runs] == list(range(200))
-    assert len({run.id for run in runs}) == 200
-    assert thinking.most > 10 and waiting.most > 1
-
-
-class Busy:
-    """How many are within it at once, at most."""
-
-    now = most = 0
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.now += 1
-            self.most = max(self.most, self.now)
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.now -= 1
 
 
 def test_run_sync_without_and_with_a_loop():

@@ -11,7 +11,6 @@ from cray_agents.agent import Hooks
 from cray_agents.agent.stream_events import Handoff
 from cray_agents.errors import BadInput, EngineUnavailable, StoreError
 from cray_agents.records import ToolCall
-from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.support.model_scripts import SUM, agent, asks, script
 
@@ -210,13 +209,6 @@ async def test_a_second_handoff_is_of_the_second_agent():
     assert [[t["function"]["name"] for t in r.get("tools", ())] for r in engine.requests] == [
         ["transfer_to_middle"], ["transfer_to_middle"], ["transfer_to_last"], [],
     ]  # fmt: skip
-
-
-def test_engines_stay_apart():
-    engine = ScriptedEngine(lambda request: "ok")
-    other = Agent(name="other")
-    assert agent(engine, handoffs=[other]).run_sync("x").output == "ok"
-    assert other.engine is None
 
 
 async def test_of_several_handoffs_in_one_message_the_first_alone_is_told_as_done():

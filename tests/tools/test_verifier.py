@@ -98,10 +98,10 @@ async def test_tests_of_the_task() -> None:
     assert await verifier()(run) == 1.0
     assert await verifier(tests)(run) == 1.0
 
-    async def wrong(run: Run) -> list[str]:
+    async def unfit(run: Run) -> list[str]:
         return ["total([1]) == 2"]
 
-    assert await verifier(wrong)(run) == 0.0
+    assert await verifier(unfit)(run) == 0.0
     wrong = run_of(code.replace("KeyError\n", "ValueError\n"), tests=tests[:-1])
     given = await verifier(partial=True)(wrong)
     assert given == pytest.approx(5 / 6)
