@@ -319,7 +319,7 @@ def main() -> None:
     make_model(home / "seed-model", given.seed)
     with local_platform(home, model=home / "seed-model", name=agent.model) as loop.platform:
         warm_up(loop, given.quick)
-        for done in loop.run(size_of(given.method, given.quick).generations):
+        for done in loop.run_sync(size_of(given.method, given.quick).generations):
             print(done.generation, done.version, done.holdout_success, done.test_success)
 
 

@@ -81,7 +81,7 @@ def main(seed: int, quick: bool) -> None:
         if not quick:
             book.warm_up(replace(book.make_loop(seed), platform=platform))
         loop = replace(make_loop(seed, quick, teacher), platform=platform)
-        for done in loop.run(1 if quick else 12):
+        for done in loop.run_sync(1 if quick else 12):
             # a job's first loss is the divergence before it, on the student's samples
             apart = (
                 "" if done.loss_first is None else f", {done.loss_first:.4f} nats a token before"

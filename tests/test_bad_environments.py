@@ -279,7 +279,7 @@ def test_a_loop_goes_on_past_all_of_them(tmp_path: Path) -> None:
         worker(where, "trl", f"{HERE / 'trl_nasty.py'}:nasties", "--slots", 4),
     ):
         loop.platform = where
-        done = list(loop.run(2))
+        done = list(loop.run_sync(2))
     assert [(g.version, g.promoted) for g in done[:2]] == [("m@1", True), ("m@2", True)]
     counts = (len(good) + len(bad), len(ways))
     assert [(g.runs, g.failed_runs) for g in done[1:]] == [counts, counts]

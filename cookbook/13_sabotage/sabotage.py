@@ -271,7 +271,7 @@ async def site_loop(site: Site, name: str, judged: Any) -> str:
         platform=site.platform,
     )
     try:
-        async for generation in loop.steps(2):
+        async for generation in loop.run(2):
             if generation.promoted and generation.generation:
                 raise WentThroughError(f"{generation.version} was promoted")
     except WentThroughError:
