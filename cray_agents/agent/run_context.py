@@ -30,7 +30,7 @@ class RunContext(Generic[Deps]):
     agent: str
     input: str
     task: Task | None = None
-    deps: Deps = None  # type: ignore[assignment] - `run` without deps
+    deps: Deps = None  # type: ignore[assignment]  # `run` without deps
     environment: Any = None
     messages: list[Message] = field(default_factory=list)
     turn: int = 0
