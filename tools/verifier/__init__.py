@@ -27,7 +27,6 @@ from cray_agents.tools.sandbox import Outcome, Sandbox
 from cray_agents.tools.sandbox.process import TOO_MUCH
 from cray_agents.tools.verifier.cases import Case, Tests, cases_of
 from cray_agents.tools.verifier.judge import (
-    Accepts,
     Files,
     JudgeRules,
     ProgramFinder,
@@ -65,7 +64,6 @@ def verifier(
     command: Sequence[str] = PYTHON,
     partial: bool = False,
     tolerance: float = 1e-9,
-    accepts: Accepts | None = None,
     sandbox: Sandbox | None = None,
     weight: float = 1.0,
     name: str = "verifier",
@@ -88,8 +86,6 @@ def verifier(
         command: command of a program, for tests with `stdin`.
         partial: True to earn the share of the passed tests; default: 1.0 for all of them, else 0.0.
         tolerance: allowed error of numbers with a point, relative to the larger, or absolute.
-        accepts: function that decides if an answer, as plain data or a program's output, is right
-            for its case, instead of the comparison. Called with both, outside of the sandbox.
         sandbox: limits and readable files, none of which may reveal the tests. Each call, or run of
             a program, gets `cpu_seconds` of processor time and `seconds` by the clock. Without
             `cpu_seconds`, its `seconds` are processor time, and 20 times as many by the clock, so
@@ -98,14 +94,14 @@ def verifier(
 
     Code that meets a limit, cannot be imported, or gives no answer earns 0.0. If a sandbox or
     Python cannot be started, or the tests are invalid, the function raises RewardError. If `files`
-    or `accepts` raises, the code earns 0.0 and the tag `suspect`, as its output may be the cause.
-    All three functions may be sync or async.
+    raises, the code earns 0.0 and the tag `suspect`, as its output may be the cause. Both functions
+    may be sync or async.
     """
     if not 0 <= tolerance < float("inf"):
         raise BadInput(f"tolerance={tolerance!r}: must be a number from 0", param="tolerance")
     if isinstance(command, str) or not command:
         raise BadInput(f"command={command!r}: give the program and its arguments", param="command")
-    rules = JudgeRules(partial, tolerance, accepts)
+    rules = JudgeRules(partial, tolerance)
     fixed_cases = None if tests is None or callable(tests) else cases_of(tests)
     box = with_processor_limit(sandbox)
     find_program = ProgramFinder(box)
