@@ -144,23 +144,6 @@ class Loop:
             )
         object.__setattr__(self, name, value)
 
-    def run_sync(self, generations: int = 5) -> Generator[Generation, None, None]:
-        """`run` for code that is not async; it also works where an event loop is running.
-
-        It closes the platform's connections at its end.
-        """
-
-        async def alone() -> AsyncGenerator[Generation, None]:
-            try:
-                async with contextlib.aclosing(self.run(generations)) as steps:
-                    async for generation in steps:
-                        yield generation
-            finally:
-                self._components = None
-                await self._client.close()
-
-        return user_code.iterate_sync(alone(), STOP_SECONDS)
-
     async def run(self, generations: int = 5) -> AsyncGenerator[Generation]:
         """Go on until `generations` are done or the loop stops itself; yield each as it ends.
 
@@ -190,6 +173,23 @@ class Loop:
             await self._running().stop()
             if reachable:
                 await self._running().leave(self.agent.model)
+
+    def run_sync(self, generations: int = 5) -> Generator[Generation, None, None]:
+        """`run` for code that is not async; it also works where an event loop is running.
+
+        It closes the platform's connections at its end.
+        """
+
+        async def alone() -> AsyncGenerator[Generation, None]:
+            try:
+                async with contextlib.aclosing(self.run(generations)) as steps:
+                    async for generation in steps:
+                        yield generation
+            finally:
+                self._components = None
+                await self._client.close()
+
+        return user_code.iterate_sync(alone(), STOP_SECONDS)
 
     async def _generate(self, done: list[Generation], generations: int) -> Generation:
         """Make the next generation, and record it."""
