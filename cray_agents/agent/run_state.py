@@ -7,12 +7,13 @@ import asyncio
 import inspect
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypedDict
+from typing import Any, Generic, TypedDict
 
 from cray_agents.agent import hooks
+from cray_agents.agent.description import AgentDescription, check_text
 from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.output_types import OutputError
@@ -35,9 +36,6 @@ from cray_agents.records import (
     digest,
     new_id,
 )
-
-if TYPE_CHECKING:
-    from cray_agents.agent.agent import Agent
 
 _RUN_ID = re.compile(r"[\w.:@-]{1,200}", re.ASCII)
 
@@ -67,14 +65,6 @@ class RunOptions(TypedDict, Generic[Deps], total=False):
     attempt: int | None
 
 
-#: Sync or async.
-Recorder = Callable[[Run], Awaitable[None] | None]
-#: A text, or a function of nothing or of the run's context, sync or async, that returns one.
-Instructions = (
-    str | Callable[[], str | Awaitable[str]] | Callable[[RunContext[Deps]], str | Awaitable[str]]
-)
-
-
 @dataclass
 class RunState:
     """A run that goes on. Raises BadInput for an unfit run id.
@@ -93,13 +83,13 @@ class RunState:
     half_streamed: a part of the present answer was streamed already.
     """
 
-    agent: "Agent"
+    agent: AgentDescription
     context: RunContext
     model: str | None
     earlier: list[Message]
     labels: dict[str, Any]
     session: Session | None = None
-    active: "Agent" = field(init=False)
+    active: AgentDescription = field(init=False)
     emit: Callable[[AgentEvent], None] | None = None
     half_streamed: bool = False
     environment_tools: dict[str, Tool] = field(default_factory=dict)
@@ -134,7 +124,7 @@ class RunState:
         """Tool calls are carried out one by one: an environment's always are."""
         return self.context.environment is not None or not self.active.parallel_tool_calls
 
-    async def enter(self, agent: "Agent") -> None:
+    async def enter(self, agent: AgentDescription) -> None:
         """Let this agent speak from here on. Raises HookError from its instructions."""
         present = self.request.get("model")
         self.active = agent
@@ -246,7 +236,7 @@ class RunState:
         )
 
 
-async def _system_message(agent: "Agent", context: RunContext) -> list[Message]:
+async def _system_message(agent: AgentDescription, context: RunContext) -> list[Message]:
     """The system message as a list; empty if there is nothing to say. Raises HookError."""
     instructions = agent.instructions
     if not isinstance(instructions, str):
@@ -260,7 +250,7 @@ async def _system_message(agent: "Agent", context: RunContext) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def start_run(agent: "Agent", given: str | Task, options: RunOptions[Any]) -> RunState:
+def start_run(agent: AgentDescription, given: str | Task, options: RunOptions[Any]) -> RunState:
     """Begin a run of the agent on an input. Raises BadInput, and TypeError for unknown options."""
     if isinstance(agent.environment, WorkerEnvironment):
         raise BadInput(
@@ -348,11 +338,3 @@ def pinned(model: str, to: str) -> str:
     """
     name, at, _ = to.rpartition("@")
     return to if at and name == model else model
-
-
-def check_text(text: str, what: str) -> None:
-    """Raise BadInput for text with lone surrogates, which JSON cannot carry."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadInput(f"{what} is not valid Unicode text: {error}", param=what) from error
