@@ -70,7 +70,7 @@ def once(home: Path, mode: dict[str, Any]) -> tuple[float, list[Generation]]:
     """Seconds from the first generation's begin to the last one's end, and the generations."""
     trainer = TimedTrainer(Home(home), TRAINING)
     with platform(home, ScriptedEngine(looks_up, delay=ANSWER), trainer=trainer) as where:
-        steps = loop_of(platform=where, **mode).run(GENERATIONS)
+        steps = loop_of(platform=where, **mode).run_sync(GENERATIONS)
         next(steps)
         begun = time.perf_counter()
         done = list(steps)

@@ -109,7 +109,7 @@ def run_demo(
         loop.platform = client(process)
         calculator_loop.warm_up(loop, quick)
         done = []
-        for generation in loop.run(most):
+        for generation in loop.run_sync(most):
             screen.generation(generation)
             done.append(generation)
         info = ask_once(client(process), lambda platform: platform.info())

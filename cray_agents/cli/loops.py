@@ -144,7 +144,7 @@ def _agent_target(module: ModuleType, loop: Loop, file: Path) -> str | None:
 def _until_interrupted(loop: Loop, generations: int) -> Iterator[Generation]:
     """Yield the loop's generations; Ctrl-C ends a loop that watches without losing anything."""
     try:
-        yield from loop.run(generations)
+        yield from loop.run_sync(generations)
     except KeyboardInterrupt:
         if loop.live is None:
             raise
