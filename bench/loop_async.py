@@ -70,7 +70,7 @@ def once(home: Path, mode: dict[str, Any]) -> tuple[float, list[Iteration]]:
     """Seconds from the first iteration's begin to the last one's end, and the iterations."""
     trainer = TimedTrainer(Home(home), TRAINING)
     with platform(home, ScriptedEngine(looks_up, delay=ANSWER), trainer=trainer) as where:
-        steps = loop_of(platform=where, **mode).run(ITERATIONS)
+        steps = loop_of(platform=where, **mode).run_sync(ITERATIONS)
         next(steps)
         begun = time.perf_counter()
         done = list(steps)

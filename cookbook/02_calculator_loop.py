@@ -122,5 +122,5 @@ if __name__ == "__main__":
         home / "model", loop.data.demonstrations, tools=agent.tool_schemas, seed=given.seed
     )
     with local_platform(home, model=model, name=agent.model) as loop.platform:
-        for done in loop.run(1 if given.quick else 6 if given.method == "rft" else 40):
+        for done in loop.run_sync(1 if given.quick else 6 if given.method == "rft" else 40):
             print(done.version, f"{done.holdout_success:.3f}", done.note, flush=True)

@@ -242,7 +242,7 @@ def main() -> None:
         home / "seed-model", loop.data.demonstrations, tools=agent.tool_schemas, seed=given.seed
     )
     with local_platform(home, model=model, name=agent.model) as loop.platform:
-        for done in loop.run(1 if given.quick else 12):
+        for done in loop.run_sync(1 if given.quick else 12):
             told = f"{done.holdout_success:.3f}" if done.holdout_tasks else "passed on"
             print(done.iteration, done.version, told, done.note, flush=True)
 

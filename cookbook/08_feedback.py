@@ -175,7 +175,7 @@ def main() -> None:
     with local_platform(home, model=model, name=agent.model) as platform:
         watching.platform = platform
         users = Users(platform.url, asked, given.quick)
-        for done in watching.run(size.updates):
+        for done in watching.run_sync(size.updates):
             print(done.iteration, done.version, f"{done.holdout_success:.3f}", done.note)
             if done.iteration < size.updates and not done.stopped:
                 begin = 10_000 * given.seed + done.iteration * size.thumbs

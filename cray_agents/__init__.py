@@ -39,30 +39,6 @@ if TYPE_CHECKING:
     from cray_agents.server.platform_process import local_platform as local_platform
     from cray_agents.tasks.task_set import TaskSet as TaskSet
 
-_MOVED = {
-    **{
-        name: f"from cray_agents.agent import {name}"
-        for name in ("as_trl", "ConstrainedEngine", "FileSession", "Hooks", "MemorySession",
-                     "OpenAIEngine", "PlatformSession", "StopReason", "WorkerEnvironment")
-    },
-    **{
-        name: f"from cray_agents.loop import {name}"
-        for name in ("Budget", "Curriculum", "Pair", "WarmUp", "decide", "warm_up")
-    },
-    **{
-        name: f"from cray_agents.training import {name}"
-        for name in ("DatasetRecipe", "Datum", "Hyperparameters", "Lora", "ModelVersion", "Policy",
-                     "Preference", "RunFilter", "Split", "TrainingSession")
-    },
-    **{
-        name: f"from cray_agents.testing import {name}"
-        for name in ("make_tiny_model", "no_real_models", "RecordingEngine", "ReplayEngine",
-                     "ScriptedEngine", "tool_call")
-    },
-    "Generation": "from cray_agents.loop import Iteration",
-    "Stage": "give methods, as in method=[RFT(iterations=2), GRPO(group_size=8)]",
-    "Watch": "from cray_agents.loop import Live",
-}  # fmt: skip
 __getattr__, __all__ = lazy_names(
     __name__,
     {
@@ -84,7 +60,6 @@ __getattr__, __all__ = lazy_names(
         "rewards.scanner": ["scanner"],
         "tasks.task_set": ["TaskSet"],
     },
-    _MOVED,
 )
 
 

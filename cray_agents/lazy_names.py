@@ -10,19 +10,15 @@ from typing import Any
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, Sequence[str]], moved: Mapping[str, str] | None = None
+    package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], list[str]]:
     """The `__getattr__` and the `__all__` of a package.
 
-    `modules`: the names that each module of `cray_agents` has. `moved`: the packages in which names
-    are now that were here earlier; they are refused with their new place (ImportError).
+    `modules`: the names that each module of `cray_agents` has.
     """
     places = {name: module for module, names in modules.items() for name in names}
 
     def load(name: str) -> Any:
-        if name in (moved or {}):
-            place = (moved or {})[name]
-            raise ImportError(f"{package}.{name} is elsewhere now: {place}", name=name)
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(f"cray_agents.{places[name]}"), name)

@@ -208,7 +208,7 @@ async def test_what_is_damaged_is_never_promoted_and_what_is_better_is(site: Sit
         name="damaged",
         platform=platform,
     )
-    start, *damaged, good = [done async for done in loop.steps(TRIES + 1)]
+    start, *damaged, good = [done async for done in loop.run(TRIES + 1)]
     assert 0.2 < start.holdout_success < 0.9  # it can get worse, and better
     for number, iteration in enumerate(damaged):
         assert not iteration.promoted

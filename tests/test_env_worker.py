@@ -98,7 +98,7 @@ def test_a_loop_trains_on_an_environment_of_trl(tmp_path: Path) -> None:
         worker(where, "trl", f"{TRL}:Adder", "--option", functions, "--slots", 2),
     ):
         loop.platform = where
-        done = list(loop.run(2))
+        done = list(loop.run_sync(2))
     assert [g.version for g in done] == ["m@1", "m@2", "m@3"]
     assert [g.promoted for g in done] == [True, True, False]
     runs = stored(tmp_path)

@@ -170,7 +170,7 @@ def test_what_is_trained_on_are_the_tokens_of_the_environments_runs(tmp_path: Pa
         ) as loop
     ):
         run_warm_up(loop, WarmUp(imitating(20), imitating(5), band=(0.0, 1.0), jobs=1))
-        done = list(loop.run(1))
+        done = list(loop.run_sync(1))
     runs = {run.id: run for run in stored(home) if run.iteration == 1}
     assert len(runs) == 24 == done[1].runs and done[1].failed_runs == 0
     for run in runs.values():
@@ -205,7 +205,7 @@ if CAMPAIGN:
                 plan = WarmUp(imitating(100), imitating(15), band=(0.4, 0.85), jobs=20)
                 run_warm_up(replace(loop, name="warm-up", control=None), plan)
                 loop = replace(loop, data=Data())  # they would teach it without rewards
-                done = list(loop.run(ITERATIONS))
+                done = list(loop.run_sync(ITERATIONS))
             series = [iteration.holdout_success for iteration in done]
             print(f"\n{name}, {control or 'true rewards'}: held-out {series}")
             assert all(run.error is None for run in stored(home))

@@ -281,7 +281,7 @@ def test_without_a_platform_it_says_what_works(root: Root, verb: str) -> None:
 def test_pausing_resuming_and_cancelling_ask_the_platform(tmp_path: Path) -> None:
     root = Root(Home(tmp_path / "home"))
     with platform(root.home.root, ScriptedEngine([]), by_hand=True) as where:
-        job = spec(parent=str(tmp_path / "home" / "first"))
+        job = spec(parent=str(bare_model(tmp_path / "parent")))
         ScriptedTrainer(root.home, by_hand=True).submit(job)
         with claimed(root.home, where.url):
             said = [root.jobs(act, job.id).stdout for act in ("pause", "resume", "cancel")]

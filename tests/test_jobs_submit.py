@@ -254,7 +254,7 @@ def test_bad_input_is_told_before_anything_is_submitted(
     ("words", "environment"),
     [
         (("--layout", f"data={MORE}"), {}),
-        (("--set", f"batch_size={MORE}"), {"CRAY_AGENTS_TRAIN_RANKS": str(MORE)}),
+        (("--set", f"batch_size={MORE}"), {"TRAIN_RANKS": str(MORE)}),
     ],
 )
 def test_more_ranks_than_cores_are_refused(

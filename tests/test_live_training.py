@@ -184,7 +184,7 @@ def test_trains_on_what_people_rewarded_and_on_each_run_once(tmp_path: Path) -> 
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         users = Users(where)
         first = users.asked_and_judged([1, 2, 3, 4])
-        (start, one) = list(make_loop(where).run(1))
+        (start, one) = list(make_loop(where).run_sync(1))
         assert (start.version, start.holdout_success) == ("m@1", 0.1)
         assert (one.version, one.promoted, one.sampled_from) == ("m@2", True, "m@1")
         assert (one.runs, one.accepted_runs) == (4, 2)
@@ -192,7 +192,7 @@ def test_trains_on_what_people_rewarded_and_on_each_run_once(tmp_path: Path) -> 
 
         users.judge(first[0], 1.0)  # what was trained on is not again, whatever is said of it
         second = users.asked_and_judged([5, 6, 7, 8])
-        two = list(make_loop(where).run(2))[-1]
+        two = list(make_loop(where).run_sync(2))[-1]
         assert (two.version, two.sampled_from) == ("m@3", "m@2")
         assert trained_on(tmp_path, two) == sorted(second)
     runs = Store(Home(tmp_path)).runs(RunQuery(loop="live", iteration=1))
@@ -227,7 +227,7 @@ def test_only_live_runs_with_a_reward_count(tmp_path: Path) -> None:
         asyncio.run(others())
         for place, run in enumerate(good):
             users.judge(run, float(place % 2))
-        done = list(make_loop(where, live=Live(runs=1, poll=POLL)).run(1))
+        done = list(make_loop(where, live=Live(runs=1, poll=POLL)).run_sync(1))
         assert trained_on(tmp_path, done[1]) == sorted(good)
 
 
@@ -251,7 +251,7 @@ def test_rewards_count_of_givers_that_the_loop_names(tmp_path: Path) -> None:
             Platform(where.url, api_key=keys["ops"]),
             live=Live(runs=9, every=0.01, poll=POLL, givers=["web"]),
         )
-        done = list(loop.run(1))
+        done = list(loop.run_sync(1))
         assert trained_on(tmp_path, done[1]) == sorted([*named, *own, corrected, late])
         lines = {line["run"]: line for line in dataset_runs(Home(tmp_path), done[1].dataset or "")}
         assert lines[corrected]["reward"] == 0.0
@@ -282,7 +282,7 @@ def test_a_filter_says_which_count(tmp_path: Path) -> None:
         for place, run in enumerate(tagged):
             users.judge(run, float(place))
         live = Live(runs=1, poll=POLL, where=RunFilter(tags=["shop"]))
-        done = list(make_loop(where, live=live).run(1))
+        done = list(make_loop(where, live=live).run_sync(1))
         assert trained_on(tmp_path, done[1]) == sorted(tagged)
 
 
@@ -296,7 +296,7 @@ def test_the_same_question_of_several_users_is_one_task(tmp_path: Path) -> None:
 
     with platform(tmp_path, ScriptedEngine(say)) as where:
         asked = Users(where).asked_and_judged([7, 7, 7, 7])
-        done = list(make_loop(where, method=GRPO).run(1))
+        done = list(make_loop(where, method=GRPO).run_sync(1))
         assert trained_on(tmp_path, done[1]) == sorted(asked)
 
 
@@ -307,11 +307,11 @@ def test_an_update_that_teaches_nothing_is_noted(tmp_path: Path) -> None:
         for number in range(8):  # two updates' worth of thumbs down, of which rft learns nothing
             users.judge(users.ask(number), 0.0)
         live = Live(runs=4, most=4, poll=POLL)
-        done = list(make_loop(where, method=RFT, live=live).run(2))
+        done = list(make_loop(where, method=RFT, live=live).run_sync(2))
         assert [g.note.split(":")[0] for g in done[1:]] == ["no update", "no update"]
         assert [g.runs for g in done[1:]] == [4, 4]
         users.asked_and_judged([11, 12, 13, 14])
-        last = list(make_loop(where, method=RFT, live=live).run(3))[-1]
+        last = list(make_loop(where, method=RFT, live=live).run_sync(3))[-1]
         assert (last.version, last.promoted) == ("m@2", True)
 
 
@@ -320,7 +320,7 @@ def test_goes_on_from_what_somebody_else_promoted(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         users = Users(where)
         users.asked_and_judged([1, 2, 3, 4])
-        assert list(make_loop(where).run(1))[-1].version == "m@2"
+        assert list(make_loop(where).run_sync(1))[-1].version == "m@2"
 
         async def roll_back() -> None:
             await where.rollback("m", who="me", reason="users complain")
@@ -328,7 +328,7 @@ def test_goes_on_from_what_somebody_else_promoted(tmp_path: Path) -> None:
 
         asyncio.run(roll_back())
         users.asked_and_judged([5, 6, 7, 8])
-        two = list(make_loop(where).run(2))[-1]
+        two = list(make_loop(where).run_sync(2))[-1]
         assert (two.sampled_from, two.version, two.wins) == ("m@1", "m@3", 16)
         lineage = asyncio.run(parents(where))
     assert lineage["m@3"] == "m@1"
@@ -346,11 +346,11 @@ def test_a_failed_job_is_noted_and_the_next_runs_are_waited_for(tmp_path: Path) 
     with platform(tmp_path, ScriptedEngine(answer), failures=failures) as where:
         users = Users(where)
         users.asked_and_judged([1, 2, 3, 4])
-        one = list(make_loop(where).run(1))[-1]
+        one = list(make_loop(where).run_sync(1))[-1]
         assert (one.version, one.promoted) == ("m@1", False)
         assert "the loss is NaN" in one.note
         second = users.asked_and_judged([5, 6, 7, 8])
-        two = list(make_loop(where).run(2))[-1]
+        two = list(make_loop(where).run_sync(2))[-1]
         assert (two.version, trained_on(tmp_path, two)) == ("m@2", sorted(second))
 
 
@@ -450,7 +450,7 @@ def said_by(request: dict[str, Any], version: str) -> str:
 
 
 async def updates(loop: Loop, count: int) -> list[Iteration]:
-    return [iteration async for iteration in loop.steps(count)]
+    return [iteration async for iteration in loop.run(count)]
 
 
 # ---- at the terminal

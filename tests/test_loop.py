@@ -82,7 +82,7 @@ def stored_runs(root: Path) -> list[Run]:
 
 def test_promotes_what_is_better_and_nothing_else(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
-        done = list(make_loop(platform=where).run(3))
+        done = list(make_loop(platform=where).run_sync(3))
         assert [g.version for g in done] == ["m@1", "m@2", "m@3", "m@4"]
         assert [g.holdout_success for g in done] == [0.3, 0.6, 0.5, 0.9]
         assert [g.promoted for g in done] == [True, True, False, True]
@@ -102,7 +102,7 @@ def test_promotes_what_is_better_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seeded", [True, False])
 def test_training_runs_have_seeds_of_their_own(tmp_path: Path, seeded: bool) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
-        list(make_loop(platform=where, seeded=seeded, group_size=2).run(2))
+        list(make_loop(platform=where, seeded=seeded, group_size=2).run_sync(2))
     runs = stored_runs(tmp_path)
     seeds = [run.calls[0].sampling.get("seed") for run in runs if run.iteration is not None]
     assert len(seeds) == 2 * 60
@@ -116,7 +116,7 @@ def test_training_runs_have_seeds_of_their_own(tmp_path: Path, seeded: bool) -> 
 
 def test_training_never_sees_a_held_out_task(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
-        done = list(make_loop(platform=where).run(2))
+        done = list(make_loop(platform=where).run_sync(2))
         for iteration in done[1:]:
             splits = {run.id: run.task.split for run in stored_runs(tmp_path) if run.task}
             lines = dataset_runs(Home(tmp_path), iteration.dataset or "")
@@ -127,7 +127,7 @@ def test_training_never_sees_a_held_out_task(tmp_path: Path) -> None:
 
 def test_shuffled_rewards_keep_the_count_and_lose_the_meaning(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(answer)) as where:
-        (_, trained) = list(make_loop(platform=where, control="shuffled-rewards").run(1))
+        (_, trained) = list(make_loop(platform=where, control="shuffled-rewards").run_sync(1))
     rights = {run.id for run in stored_runs(tmp_path) if run.reward == 1 and run.iteration == 1}
     lines = dataset_runs(Home(tmp_path), trained.dataset or "")
     used = {line["run"] for line in lines if line["accepted"]}
@@ -150,7 +150,7 @@ def test_a_reward_that_fails_is_asked_again_and_never_counts(tmp_path: Path) -> 
 
     engine = ScriptedEngine(answer)
     with platform(tmp_path, engine) as where:
-        (first,) = list(make_loop(platform=where, rewards=[flaky], target=0.0).run(1))
+        (first,) = list(make_loop(platform=where, rewards=[flaky], target=0.0).run_sync(1))
         assert first.holdout_success == pytest.approx(11 / 39)
         assert (tried["say 100"], tried["say 101"]) == (2, 3)
         [left] = [run for run in stored_runs(tmp_path) if run.error]
@@ -177,7 +177,7 @@ def test_a_reward_beyond_the_limit_is_an_error_of_its_run_and_not_of_the_loop(
     agent = Agent(name="a", model="m", environment=Generous)
     with platform(tmp_path, ScriptedEngine(answer)) as where:
         loop = make_loop(platform=where, rewards=[huge], tasks_per_iteration=100)
-        (_, trained) = replace(loop, agent=agent).run(1)
+        (_, trained) = replace(loop, agent=agent).run_sync(1)
         alone = agent.override(base_url=f"{where.url}/v1").run_sync(Task(input="say 4"))
     failed = [run for run in stored_runs(tmp_path) if run.error]
     assert {run.input for run in failed} == {"say 3", "say 4"} and trained.failed_runs == 2
@@ -201,7 +201,7 @@ def test_a_candidate_that_is_not_proven_is_not_promoted(tmp_path: Path) -> None:
     engine = ScriptedEngine(answer)
     with platform(tmp_path, engine) as where:
         loop = make_loop(platform=where)
-        steps = loop.run(2)
+        steps = loop.run_sync(2)
         next(steps)
         engine.drift = 0.5  # from here on the engine's weights are not the trainer's
         second = next(steps)
@@ -215,7 +215,7 @@ def test_a_failed_job_says_why(tmp_path: Path) -> None:
         platform(tmp_path, ScriptedEngine(answer), failures={0: "the loss is NaN"}) as where,
         pytest.raises(JobError, match="the loss is NaN"),
     ):
-        list(make_loop(platform=where).run(1))
+        list(make_loop(platform=where).run_sync(1))
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -257,10 +257,10 @@ def test_bad_arguments_are_refused() -> None:
 async def test_it_runs_where_an_event_loop_runs(tmp_path: Path) -> None:
     with platform(tmp_path / "home", ScriptedEngine(answer)) as where:
         loop = make_loop(platform=where)
-        assert [iteration.version for iteration in loop.run(1)] == ["m@1", "m@2"]
-        for _first in loop.run(2):  # left early, and gone on with
+        assert [iteration.version for iteration in loop.run_sync(1)] == ["m@1", "m@2"]
+        for _first in loop.run_sync(2):  # left early, and gone on with
             break
-        assert [iteration.version for iteration in loop.run(2)] == ["m@1", "m@2", "m@3"]
+        assert [iteration.version for iteration in loop.run_sync(2)] == ["m@1", "m@2", "m@3"]
 
 
 INTERRUPTED = """
@@ -280,7 +280,7 @@ loop = Loop(Agent(name="a", model="m"), tasks, rewards=[right], platform=Platfor
 
 async def in_a_cell():
     try:
-        list(loop.run(1))
+        list(loop.run_sync(1))
     finally:
         print(len(asyncio.all_tasks()), loop._components, flush=True)
 

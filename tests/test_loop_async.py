@@ -41,9 +41,9 @@ def test_samples_from_the_version_decided_so_many_iterations_before(
     with platform(tmp_path, ScriptedEngine(echo),
                   trainer=TimedTrainer(Home(tmp_path), 0.3)) as where:  # fmt: skip
         loop = site_loop(max_staleness=staleness, platform=where, on_progress=seen.append, **ASYNC)
-        done = list(loop.run(4))
+        done = list(loop.run_sync(4))
         again = site_loop(max_staleness=staleness, platform=where, **ASYNC)
-        assert shape(list(again.run(4))) == shape(done)
+        assert shape(list(again.run_sync(4))) == shape(done)
 
     def after(number: int) -> str:
         """What was decided with an iteration."""
@@ -65,7 +65,7 @@ def test_samples_from_the_version_decided_so_many_iterations_before(
 def test_a_bound_of_zero_is_the_synchronous_loop(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo),
                   trainer=TimedTrainer(Home(tmp_path), 0.1)) as where:  # fmt: skip
-        done = list(site_loop(platform=where, **ASYNC).run(2))
+        done = list(site_loop(platform=where, **ASYNC).run_sync(2))
     first = Home(tmp_path).job(done[1].job or "") / "status.json"
     assert min(run.started for run in runs_of(tmp_path, 2)) > first.stat().st_mtime
 
@@ -74,7 +74,7 @@ def with_two_versions(tmp_path: Path, work: Callable[[VersionGate, Any], Awaitab
     """Run `work(gate, ask)` over one replica and the versions that two iterations made."""
     engine = ScriptedEngine(lambda request, version: f"{version}")
     with platform(tmp_path, engine) as where:
-        list(site_loop(platform=where, rewards=[always_better], tasks=few()).run(1))
+        list(site_loop(platform=where, rewards=[always_better], tasks=few()).run_sync(1))
 
         async def main() -> None:
             gate = VersionGate(where)
@@ -191,7 +191,7 @@ def test_slow_tools_do_not_hold_up_the_others_and_their_runs_are_carried_over(
                          straggler_quantile=0.6, concurrency=16,
                          rewards=[by_attempt], promotion=PromotionTest(hidden=0), platform=where,
                          **ASYNC | {"tasks_per_iteration": 20})  # fmt: skip
-        async for iteration in loop.steps(2):
+        async for iteration in loop.run(2):
             done.append(iteration)
             if iteration.iteration == 1:
                 assert slow.waiting > 0

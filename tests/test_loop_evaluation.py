@@ -49,7 +49,7 @@ def first_iteration(root: Path, reward: Callable[[Run], float], **changes: Any) 
     engine = ScriptedEngine(changes.pop("answer", echo))
     with platform(root, engine) as where:
         loop = site_loop(platform=where, rewards=[reward], promotion=ALL, **changes)
-        return list(loop.run(1))[1]
+        return list(loop.run_sync(1))[1]
 
 
 @pytest.mark.parametrize(("lost", "onward"), [(5, "m@2"), (20, None)])
@@ -152,7 +152,7 @@ def test_hidden_tasks_take_turns_by_the_decisions(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         for iterations in (2, 4):  # the second goes on where the first one ended
             loop = site_loop(platform=where, rewards=[even], evaluate_every=2, **ON_POLICY)
-            done = list(loop.run(iterations))
+            done = list(loop.run_sync(iterations))
     assert [g.evidence is not None for g in done] == [False, False, True, False, True]
     runs = Store(Home(tmp_path)).runs(RunQuery(loop="loop", split="holdout", model="m@1"))
     assert len({run.task.id for run in runs if run.task}) == 60  # both parts of what is hidden
@@ -163,11 +163,13 @@ def test_a_loop_ends_with_its_schedule(tmp_path: Path) -> None:
         return [RFT(iterations=1), GRPO(iterations=last, group_size=2, evaluate_every=2)]
 
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        done = list(site_loop(method=stages(3), platform=where, max_staleness=1).run(9))
+        done = list(site_loop(method=stages(3), platform=where, max_staleness=1).run_sync(9))
         assert [g.stopped for g in done] == [None] * 4 + ["schedule: all 4 iterations are done"]
         assert [g.evidence is not None for g in done[1:]] == [True, False, True, True]
-        assert list(site_loop(method=stages(3), platform=where, max_staleness=1).run(9)) == done
-        more = list(site_loop(method=stages(5), platform=where, max_staleness=1).run(9))
+        assert (
+            list(site_loop(method=stages(3), platform=where, max_staleness=1).run_sync(9)) == done
+        )
+        more = list(site_loop(method=stages(5), platform=where, max_staleness=1).run_sync(9))
     assert more[:5] == done and len(more) == 7
 
 
@@ -183,7 +185,7 @@ def test_the_curriculum_knows_the_range_of_rewards(tmp_path: Path) -> None:
     ):  # fmt: skip
         with platform(tmp_path / name, ScriptedEngine(echo)) as where:
             loop = site_loop(platform=where, curriculum=Curriculum(revisit=1.0), **changes)
-            list(loop.run(2))
+            list(loop.run_sync(2))
         journal = Home(tmp_path / name).loop("loop") / "journal"
         drawn.append(json.loads((journal / "draw-2-0.json").read_text()))
     assert drawn[0] == drawn[1]
@@ -195,7 +197,7 @@ def test_hidden_and_test_tasks_are_held_before_they_are_run(tmp_path: Path) -> N
     answer = {"role": "assistant", "content": "ok"}
     shown: list[Any] = [([{"role": "user", "content": text}, answer], {}) for text in inputs]
     with platform(tmp_path / "home", ScriptedEngine(echo), model=tmp_path / "model") as where:
-        (_, first) = list(site_loop(method=SFT, demonstrations=shown, platform=where).run(1))
+        (_, first) = list(site_loop(method=SFT, demonstrations=shown, platform=where).run_sync(1))
     home = Home(tmp_path / "home")
     ran = Store(home).runs(RunQuery(loop="loop", split="holdout", model="m@1"))
     lines = dataset_runs(home, first.dataset or "")

@@ -60,7 +60,7 @@ def test_grpo_trains_on_its_own_iteration_and_goes_on_from_the_latest(tmp_path: 
         loop = site_loop(method=GRPO, group_size=4, temperature=0.7, clip_high=0.28,
                          training=Training(steps=1, seed=5), evaluate_every=3,
                          platform=where)  # fmt: skip
-        done = list(loop.run(4))
+        done = list(loop.run_sync(4))
     first, second, third, _ = jobs = specs(tmp_path, done)
     assert {job.method for job in jobs} == {"grpo"}
     assert first.hyperparameters.policy == Policy(clip_high=0.28, temperature=0.7)
@@ -93,7 +93,7 @@ def test_distill_trains_on_its_own_iteration_by_a_teacher(tmp_path: Path) -> Non
     with platform(tmp_path / "home", ScriptedEngine(echo)) as where:
         loop = site_loop(method=methods, temperature=0.7, training=Training(steps=1, seed=5),
                          platform=where)  # fmt: skip
-        done = list(loop.run(4))
+        done = list(loop.run_sync(4))
     root = home.root
     jobs = specs(root, done)
     assert [job.method for job in jobs] == ["distill", "distill", "sft", "distill"]
@@ -128,7 +128,7 @@ def test_a_loop_with_a_teacher_that_does_not_add_up_is_refused(
 def test_a_loop_leaves_the_promoted_version_serving(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         loop = site_loop(method=GRPO, group_size=2, evaluate_every=3, platform=where)
-        steps = loop.run(4)
+        steps = loop.run_sync(4)
         assert [next(steps).onward for _ in range(2)] == [None, "m@2"]
         assert held(where) == ["m@2"]
         steps.close()
@@ -147,9 +147,9 @@ def held(where: Platform) -> list[str]:
 def test_groups_without_variance_are_replaced_within_the_budget(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         loop = site_loop(method=GRPO, group_size=2, dynamic_sampling=0.5, platform=where)
-        (_, first) = list(loop.run(1))
+        (_, first) = list(loop.run_sync(1))
         again = site_loop(method=GRPO, group_size=2, dynamic_sampling=0.5, platform=where)
-        assert list(again.run(1))
+        assert list(again.run_sync(1))
     groups = by_task(train_runs(tmp_path, 1))
     assert set(map(len, groups.values())) == {2}
     alike = sum(len(set(got)) == 1 for got in groups.values())
@@ -160,7 +160,7 @@ def test_groups_without_variance_are_replaced_within_the_budget(tmp_path: Path) 
 def test_groups_are_replaced_by_tasks_that_no_iteration_tried(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         loop = site_loop(method=GRPO, group_size=2, dynamic_sampling=0.5, platform=where)
-        assert [iteration.resampled for iteration in loop.run(3)] == [0, 6, 6, 6]
+        assert [iteration.resampled for iteration in loop.run_sync(3)] == [0, 6, 6, 6]
     tried = [set(by_task(train_runs(tmp_path, number))) for number in (1, 2, 3)]
     assert [len(tasks) for tasks in tried] == [18, 18, 18]
     assert len(set[str].union(*tried)) == 54
@@ -169,7 +169,7 @@ def test_groups_are_replaced_by_tasks_that_no_iteration_tried(tmp_path: Path) ->
 def test_dpo_and_kto_get_what_they_compare(tmp_path: Path) -> None:
     stages = [DPO(iterations=1, group_size=3), KTO()]
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        done = list(site_loop(method=stages, platform=where).run(2))
+        done = list(site_loop(method=stages, platform=where).run_sync(2))
     dpo, kto = specs(tmp_path, done)
     assert (dpo.method, kto.method, dpo.reference, kto.reference) == ("dpo", "kto", None, None)
     pairs = read_dataset(Home(tmp_path), done[1].dataset or "")
@@ -187,7 +187,7 @@ def test_a_schedule_of_demonstrations_imitation_and_policy_gradient(tmp_path: Pa
     stages = [SFT(iterations=1), RFT(iterations=1, tasks_per_iteration=20),
               GRPO(training=Training(steps=2), group_size=3)]  # fmt: skip
     with platform(tmp_path / "home", ScriptedEngine(echo), model=tmp_path / "model") as where:
-        done = list(site_loop(method=stages, demonstrations=shown, platform=where).run(3))
+        done = list(site_loop(method=stages, demonstrations=shown, platform=where).run_sync(3))
     assert [g.method for g in done[1:]] == ["sft", "rft", "grpo"]
     assert [g.runs for g in done[1:]] == [0, 20, 36]
     assert [g.promoted for g in done[1:]] == [True, False, True]
@@ -226,7 +226,7 @@ def test_an_iteration_tells_its_set_and_a_control_has_no_demonstrations(
             curriculum=Curriculum("kind"),
             platform=where,
         )
-        (_, trained) = loop.run(1)
+        (_, trained) = loop.run_sync(1)
     demonstrations = 0 if control else 30
     samples = 16 + demonstrations
     (spec,) = specs(tmp_path / "home", [trained])
@@ -248,7 +248,7 @@ def test_adapters_go_on_with_their_optimizer_but_not_in_other_weights(
     lora = Training(steps=1, lora=Lora(rank=4))
     stages = [RFT(iterations=2, training=lora), RFT(iterations=1), RFT()]
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        done = list(site_loop(method=stages, platform=where).run(4))
+        done = list(site_loop(method=stages, platform=where).run_sync(4))
     assert [g.promoted for g in done] == [True, True, False, True, False]
     first, second, third, fourth = specs(tmp_path, done)
     assert first.hyperparameters.lora == second.hyperparameters.lora == Lora(rank=4)
@@ -264,15 +264,15 @@ def test_no_optimizer_goes_on_that_another_root_has_or_another_loops_adapters(
     there, here = tmp_path / "there", tmp_path / "here"
     lora = Training(steps=1, lora=Lora(rank=4))
     with platform(there, ScriptedEngine(echo)) as where:
-        list(site_loop(training=lora, platform=where).run(1))
+        list(site_loop(training=lora, platform=where).run_sync(1))
         version = asyncio.run(where.promoted("m"))
-        done = list(site_loop(name="whole", platform=where).run(1))
+        done = list(site_loop(name="whole", platform=where).run_sync(1))
     assert version is not None and version.job is not None
     (job,) = specs(there, done)
     assert (Path(job.parent).name, job.optimizer_from) == (version.job, None)
     trained = Home(there).checkpoint(job.id)
     with platform(here, ScriptedEngine(echo), model=trained) as where:
-        done = list(site_loop(platform=where).run(2))
+        done = list(site_loop(platform=where).run_sync(2))
         brought = asyncio.run(where.version("m@1"))
     first, second = specs(here, done)
     assert brought.job == job.id and first.optimizer_from is None
@@ -290,7 +290,7 @@ def test_an_iteration_without_variance_is_no_update_and_two_are_an_error(tmp_pat
 
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         loop = site_loop(method=GRPO, group_size=2, rewards=[three], platform=where)
-        steps = loop.run(5)
+        steps = loop.run_sync(5)
         done = [next(steps) for _ in range(6)]
         assert [g.dataset is None for g in done] == [True, False, True, False, True, True]
         assert done[2].note.startswith("no update: no run can be trained on")
@@ -298,7 +298,7 @@ def test_an_iteration_without_variance_is_no_update_and_two_are_an_error(tmp_pat
         with pytest.raises(BadInput, match="zero_variance"):
             next(steps)
         again = site_loop(method=GRPO, group_size=2, rewards=[three], platform=where)
-        (*same, sixth) = list(again.run(6))
+        (*same, sixth) = list(again.run_sync(6))
         assert (same, sixth.dataset is not None) == (done, True)
 
 
@@ -309,11 +309,11 @@ def test_runs_of_which_none_was_good_are_an_error_and_the_next_ones_are_tried_af
         return float(run.iteration != 1)
 
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        steps = site_loop(rewards=[later], platform=where).run(2)
+        steps = site_loop(rewards=[later], platform=where).run_sync(2)
         assert [next(steps).dataset, next(steps).dataset] == [None, None]
         with pytest.raises(BadInput, match=r"iteration 1: no update: no run can .* goes on with"):
             next(steps)
-        done = list(site_loop(rewards=[later], platform=where).run(2))
+        done = list(site_loop(rewards=[later], platform=where).run_sync(2))
     assert [g.dataset is None for g in done] == [True, True, False]
     tried = [set(by_task(train_runs(tmp_path, number))) for number in (1, 2)]
     assert tried[0] != tried[1]
@@ -327,7 +327,7 @@ def test_the_control_draws_by_the_shuffled_rewards_too(tmp_path: Path) -> None:
     for name, rewards in (("a", [first_half]), ("b", [second_half])):
         with platform(tmp_path / name, ScriptedEngine(echo)) as where:
             loop = site_loop(rewards=rewards, platform=where, **shuffled)
-            (_, iteration) = list(loop.run(1))
+            (_, iteration) = list(loop.run_sync(1))
         groups = by_task(train_runs(tmp_path / name, 1))
         assert all(len(set(got)) == 1 for got in groups.values())  # the true ones never vary
         assert used(tmp_path / name, iteration)  # and yet there is something to learn
@@ -350,7 +350,7 @@ def test_a_worse_candidate_is_rejected_before_all_tasks_were_tried(tmp_path: Pat
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         loop = site_loop(rewards=[worse], promotion=PromotionTest(hidden=0.2, batch=8),
                          platform=where)  # fmt: skip
-        (start, first) = list(loop.run(1))
+        (start, first) = list(loop.run_sync(1))
     assert not first.promoted
     assert 0 < first.holdout_tasks < start.holdout_tasks
     assert first.losses == first.holdout_tasks

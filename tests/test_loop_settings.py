@@ -44,9 +44,9 @@ def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: P
     warmer = Training(steps=1, learning_rate=2e-3)
     changed: dict[str, Any] = {"training": warmer, "tasks_per_iteration": 5, "seed": 3}
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        begun = list(site_loop(platform=where, **SMALL).run(1))
+        begun = list(site_loop(platform=where, **SMALL).run_sync(1))
         with pytest.raises(BadInput) as refusal:
-            list(site_loop(platform=where, **SMALL | changed).run(2))
+            list(site_loop(platform=where, **SMALL | changed).run_sync(2))
         told = str(refusal.value)
         assert "method.1.training.learning_rate was None, now 0.002" in told
         assert "method.1.tasks_per_iteration was 10, now 5" in told
@@ -55,13 +55,13 @@ def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: P
             "loop_changed",
             "method.1.tasks_per_iteration",
         )
-        accepted = list(site_loop(platform=where, changed="accept", **SMALL | changed).run(2))
+        accepted = list(site_loop(platform=where, changed="accept", **SMALL | changed).run_sync(2))
         assert accepted[:2] == begun
         assert accepted[2].runs == 5
         # these are its settings now; the ones before stay on record
-        assert list(site_loop(platform=where, **SMALL | changed).run(2)) == accepted
+        assert list(site_loop(platform=where, **SMALL | changed).run_sync(2)) == accepted
         with pytest.raises(BadInput, match="was 5, now 10"):
-            list(site_loop(platform=where, **SMALL).run(2))
+            list(site_loop(platform=where, **SMALL).run_sync(2))
     journal = Home(tmp_path).loop("loop") / "journal"
     seeds = [
         json.loads((journal / f"settings-{n}.json").read_text())["sampling"]["seed"] for n in (1, 2)
@@ -76,13 +76,13 @@ def test_replicas_that_quantise_are_refused_before_the_first_run(tmp_path: Path)
         with pytest.raises(
             BadInput, match=r"--quantization.*Training\(logprob_limit=0.5\)"
         ) as refusal:
-            list(site_loop(platform=where, **SMALL).run(1))
+            list(site_loop(platform=where, **SMALL).run_sync(1))
         assert refusal.value.param == "logprob_limit"
         assert not (Home(tmp_path).loop("loop") / "journal").exists(), "nothing ran"
         made = list(
-            site_loop(platform=where, training=Training(steps=1, logprob_limit=0.25), **SMALL).run(
-                1
-            )
+            site_loop(
+                platform=where, training=Training(steps=1, logprob_limit=0.25), **SMALL
+            ).run_sync(1)
         )
     assert len(made) == 2 and made[1].job is not None
     specs = [json.loads(p.read_text()) for p in Home(tmp_path).jobs.glob("*/spec.json")]
@@ -295,29 +295,29 @@ def test_the_weights_of_rewards_and_not_the_length_of_the_last_stage_are_setting
 @pytest.mark.slow
 def test_where_and_how_far_it_runs_may_change(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        list(site_loop(platform=where, **SMALL).run(1))
+        list(site_loop(platform=where, **SMALL).run_sync(1))
         free: dict[str, Any] = {"concurrency": 2, "patience": 9, "budget": Budget(runs=10**6)}
-        assert len(list(site_loop(platform=where, **SMALL | free).run(2))) == 3
+        assert len(list(site_loop(platform=where, **SMALL | free).run_sync(2))) == 3
 
 
 @pytest.mark.slow
 def test_other_tasks_are_other_settings(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
-        list(site_loop(platform=where, **SMALL).run(1))
+        list(site_loop(platform=where, **SMALL).run_sync(1))
         with pytest.raises(BadInput, match="tasks was 'sha256:"):
-            list(site_loop(platform=where, **SMALL | {"tasks": some_tasks(41, 16, 0)}).run(1))
+            list(site_loop(platform=where, **SMALL | {"tasks": some_tasks(41, 16, 0)}).run_sync(1))
 
 
 @pytest.mark.slow
 def test_a_used_up_budget_ends_it_and_a_restart_does_not_give_it_back(tmp_path: Path) -> None:
     with platform(tmp_path, ScriptedEngine(echo)) as where:
         budget = Budget(runs=40)  # 16 in iteration 0, 26 in each other
-        done = list(site_loop(platform=where, budget=budget, **SMALL).run(5))
+        done = list(site_loop(platform=where, budget=budget, **SMALL).run_sync(5))
         assert [g.iteration for g in done] == [0, 1]
         assert done[0].stopped is None
         assert done[1].stopped == "budget: 42 of 40 runs are used"
-        assert list(site_loop(platform=where, budget=budget, **SMALL).run(5)) == done
-        more = list(site_loop(platform=where, budget=Budget(runs=50), **SMALL).run(5))
+        assert list(site_loop(platform=where, budget=budget, **SMALL).run_sync(5)) == done
+        more = list(site_loop(platform=where, budget=Budget(runs=50), **SMALL).run_sync(5))
         assert len(more) == 3
 
 

@@ -160,7 +160,7 @@ def test_runs_of_sub_agents_are_on_record_and_not_the_loops_own(tmp_path: Path) 
     with platform(tmp_path, ScriptedEngine(asks_another)) as where:
         loop = site_loop(platform=where, agent=agent, rewards=[right], tasks=some_tasks(8, 12, 0),
                          tasks_per_iteration=8, promotion=PromotionTest(hidden=0))  # fmt: skip
-        _, first = list(loop.run(1))
+        _, first = list(loop.run_sync(1))
     parents = {run.id: run for run in stored(tmp_path, loop="loop")}
     children = [run for run in stored(tmp_path) if run.agent == "other"]
     assert len(children) == len(parents) and first.runs == 8
@@ -241,9 +241,9 @@ def test_a_loop_whose_runs_the_infrastructure_failed_goes_on_when_it_is_mended(
 
     with platform(tmp_path, ScriptedEngine(says)) as where:
         with pytest.raises(EngineUnavailable, match=r"all of (8|12) runs.*it will not.*goes on"):
-            list(loop(where).run(1))
+            list(loop(where).run_sync(1))
         broken = False
-        _, first = list(loop(where).run(1))
+        _, first = list(loop(where).run_sync(1))
         assert (first.runs, first.accepted_runs, first.failed_runs) == (8, 8, 0)
         assert first.holdout_success == 1.0
 
@@ -277,10 +277,10 @@ def test_an_iteration_keeps_what_its_training_set_was_made_of(
                         "promotion": PromotionTest(hidden=0), "control": control}  # fmt: skip
             if kill:
                 with pytest.raises(BaseException) as death:
-                    list(site_loop(**settings, on_progress=killing).run(1))
+                    list(site_loop(**settings, on_progress=killing).run_sync(1))
                 assert "Killed" in repr(death.value)
                 broken = False
-            return list(site_loop(**settings).run(1))
+            return list(site_loop(**settings).run_sync(1))
 
     calm, killed = done(tmp_path / "calm", False), done(tmp_path / "killed", True)
     assert calm[1].failed_runs == 3 and shape(killed) == shape(calm)

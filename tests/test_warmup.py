@@ -84,7 +84,7 @@ def test_goes_on_with_more_until_the_band_and_is_found_done(tmp_path: Path, mode
         assert warm_up(loop, PLAN).id == "m@4"
         assert len(loop.data.demonstrations) == 8
         assert Registry(Home(tmp_path)).resolve("m").id == "m@4"
-        list(loop.run(1))  # from now on there are successful runs, which are no demonstrations
+        list(loop.run_sync(1))  # from now on there are successful runs, which are no demonstrations
         asked = len(script.requests)
         again = make_loop(platform=where)
         assert warm_up(again, PLAN).id == "m@4"
@@ -185,13 +185,13 @@ def test_demonstrations_grow_below_the_band_and_not_while_it_is_searched() -> No
 def test_a_loop_in_another_process_trains_on_what_was_shown(tmp_path: Path, model: Path) -> None:
     with platform(tmp_path, engine({"m@3": 3}), model=model) as where:
         warm_up(make_loop(platform=where), PLAN)  # and its process ends
-        assert list(make_loop(platform=where, method=SFT).run(1))
+        assert list(make_loop(platform=where, method=SFT).run_sync(1))
     counts = [len(list(dataset_runs(Home(tmp_path), spec.dataset))) for spec in specs(tmp_path)]
     assert counts == [6, 6, 4]  # the loop's own, and the warm-up's jobs, whose seeds go down
     with platform(tmp_path, engine({}), model=model) as where:
         others = [(talk(n), {}) for n in range(50, 70)]
         with pytest.raises(BadInput, match="showed 6 demonstrations") as refusal:
-            list(make_loop(platform=where, method=SFT, demonstrations=others).run(1))
+            list(make_loop(platform=where, method=SFT, demonstrations=others).run_sync(1))
         assert refusal.value.param == "demonstrations"
 
 
@@ -212,10 +212,10 @@ def test_a_loop_warms_up_by_itself_once_also_from_the_command_line(
         begun = [Iteration.model_validate(each) for each in json.loads(done.stdout)]
         assert [g.version for g in begun] == ["m@2", "m@3"]
         again = make_loop(platform=where, method=SFT, warm_up=PLAN)
-        assert list(again.run(1)) == begun
+        assert list(again.run_sync(1)) == begun
         assert len(again.data.demonstrations) == 4
         with pytest.raises(BadInput, match=r"warm_up\.more was 2, now 3"):
-            list(make_loop(platform=where, method=SFT, warm_up=replace(PLAN, more=3)).run(1))
+            list(make_loop(platform=where, method=SFT, warm_up=replace(PLAN, more=3)).run_sync(1))
         with pytest.raises(BadInput, match="has begun without this warm-up"):
             warm_up(make_loop(platform=where), replace(PLAN, more=3))
     assert len(specs(tmp_path / "root")) == 2
@@ -266,11 +266,11 @@ def test_iteration_0_says_that_nothing_succeeded_and_what_helps(
     with platform(tmp_path, engine({"m@1": solved})) as where:
         changes |= {"platform": where, "method": METHODS[method], "group_size": 2}
         loop = make_loop(**changes)
-        runs = loop.run(1)
+        runs = loop.run_sync(1)
         first = next(runs)
         if solved == 0 and not shown:  # what comes of it says it again
             with pytest.raises(BadInput, match="cold start"):
-                list(make_loop(**changes).run(3))
+                list(make_loop(**changes).run_sync(3))
         runs.close()
     assert said in first.note and bool(said) == bool(first.note)
     assert first.note in caplog.text

@@ -2,14 +2,13 @@
 
 agent = Agent(name="clerk", tools=[ask_human_tool()])
 ask_human_tool(via=my_function)       # sync or async, gets a Question, returns the answer
-ask_human_tool(via=questions)         # an asyncio.Queue of Questions, each with `answer(text)`
 """
 
 import asyncio
 import functools
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO
 
 from rich.console import Console
@@ -23,23 +22,12 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} |
 TIMEOUT = 600.0  # seconds for a human's answer
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Question:
     """A question to a human. Without `choices` any answer is valid."""
 
     text: str
     choices: tuple[str, ...] = ()
-    answered: "asyncio.Future[str]" = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future(), repr=False
-    )
-
-    def answer(self, text: str) -> None:
-        """Give the answer, from any thread; the first one counts."""
-        self.answered.get_loop().call_soon_threadsafe(self._give, text)
-
-    def _give(self, text: str) -> None:
-        if not self.answered.done():
-            self.answered.set_result(text)
 
     def choose(self, reply: str) -> str | None:
         """Return the choice that a reply means, by its text or number from 1; None if none."""
@@ -51,7 +39,7 @@ class Question:
         return next((one for one in self.choices if one.casefold() == reply.casefold()), None)
 
 
-Via = Callable[[Question], str | Awaitable[str]] | asyncio.Queue[Question]
+Via = Callable[[Question], str | Awaitable[str]]
 
 
 def ask_human_tool(
@@ -60,8 +48,8 @@ def ask_human_tool(
     """Make a tool that asks a human and waits for the answer.
 
     Args:
-        via: a function that answers, or a queue that a front end on the same event loop reads.
-            None: the human at this terminal; without a terminal, the model gets an error.
+        via: a function that answers, sync or async. None: the human at this terminal; without a
+            terminal, the model gets an error.
         timeout: seconds until the model gets an error for a missing answer; None: no limit.
         name: the tool's name for models.
     """
@@ -84,11 +72,7 @@ def ask_human_tool(
 
 
 async def _ask_via(question: Question, via: Via) -> str:
-    if isinstance(via, asyncio.Queue):
-        await via.put(question)
-        reply = await question.answered
-    else:
-        reply = await user_code.call(functools.partial(via, question), None)
+    reply = await user_code.call(functools.partial(via, question), None)
     answer = question.choose(str(reply))
     if answer is None:
         raise ToolError(f"the human answered {str(reply)!r}, which is none of the choices")

@@ -5,7 +5,7 @@
 Passages of text and HTML files are ranked by the words that they share with a query: BM25 in
 Lucene's variant (Robertson & Zaragoza 2009), by the bm25s library. Words are not stemmed, so that
 any language works. With a model's embeddings passages are also ranked by meaning, the cosines of
-their vectors, and the two rankings are fused. Read next: passages.py, the file that keeps them.
+their vectors, and the two rankings are fused. Read next: passages.py.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from cray_agents.agent import user_code
 from cray_agents.agent.tool import Tool, as_tool, tool
 from cray_agents.errors import BadInput, EngineError, SetupError, ToolError
 from cray_agents.tools.html_text import check_installed
-from cray_agents.tools.passages import Passage, PassageStore, digest_of
+from cray_agents.tools.passages import FolderPassages, Passage, VectorFile, digest_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,7 +69,7 @@ class Documents:
         embeddings: source of the vectors; None: BM25 alone.
         name: the tool's name for models.
         timeout: seconds that a search may take. The first search of many files takes longer, unless
-            `refresh()` did its work before.
+            `refresh()` did its work before. A process reads all files once; vectors stay on disk.
 
     Raises BadInput if there is no such folder, SetupError if bm25s or lxml are missing.
     """
@@ -89,17 +89,19 @@ class Documents:
         if isinstance(include, str):
             raise BadInput(f"include={include!r}: give a list of patterns", param="include")
         check_installed()
-        self._store = PassageStore(self.folder, include, MAX_BYTES)
+        self._files = FolderPassages(self.folder, include, MAX_BYTES)
+        self._passages: list[Passage] = []
         self._bm25 = Bm25Index()
-        self._meanings = MeaningIndex(embeddings, self._store) if embeddings else None
+        self._meanings: MeaningIndex | None = None
+        if embeddings:
+            self._meanings = MeaningIndex(embeddings, VectorFile(self.folder, include))
         self._search_lock = threading.Lock()
-        self._indexed = False
         self.tool: Tool = as_tool(tool(name=name, timeout=timeout)(self._search_tool()))
 
     @property
     def left_out(self) -> dict[str, str]:
         """The files left out of the last search or `refresh`, with the reasons."""
-        return self._store.left_out()
+        return dict(self._files.left_out)
 
     def refresh(self) -> int:
         """Read new files, and request their vectors; return the number of passages.
@@ -110,7 +112,7 @@ class Documents:
             self._index()
             if self._meanings is not None:
                 self._meanings.prepare()
-            return len(self._bm25)
+            return len(self._passages)
 
     def search(self, query: str, limit: int = 5) -> list[FoundPassage]:
         """Return the best passages for a query, best first.
@@ -123,19 +125,19 @@ class Documents:
             if self._meanings is not None:
                 nearest = self._meanings.rank(query, DEPTH)
                 ranking = fuse_rankings([number for number, _ in ranking], nearest)
+            best = [(self._passages[number], score) for number, score in ranking[:limit]]
             return [
                 FoundPassage(one.path, (one.first, one.last), round(score, 4), one.text)
-                for one, score in self._store.passages(ranking[:limit])
+                for one, score in best
             ]
 
     def _index(self) -> None:
         """Bring the rankings up to date with the folder."""
-        if self._store.refresh() or not self._indexed:
-            passages = list(self._store.all())
-            self._bm25.index(passages)
+        if self._files.refresh():
+            self._passages = self._files.all()
+            self._bm25.index(self._passages)
             if self._meanings is not None:
-                self._meanings.index(passages)
-            self._indexed = True
+                self._meanings.index(self._passages)
 
     def _search_tool(self) -> Callable[..., list[FoundPassage]]:
         def search_documents(query: str, limit: int = 5) -> list[FoundPassage]:
@@ -172,53 +174,47 @@ class Bm25Index:
     def __init__(self) -> None:
         if importlib.util.find_spec("bm25s") is None:
             raise SetupError("documents are searched with bm25s: pip install 'cray-agents[tools]'")
-        self._numbers: list[int] = []
         self._scorer: Any = None
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def index(self, passages: Sequence[tuple[int, Passage]]) -> None:
-        """Replace the index by these (number, passage). The words of their paths count, too."""
+    def index(self, passages: Sequence[Passage]) -> None:
+        """Replace the index by these passages. The words of their paths count, too."""
         import bm25s
 
-        self._numbers, self._scorer = [number for number, _ in passages], None
+        self._scorer = None
         if passages:
             self._scorer = bm25s.BM25()
-            words = _words([f"{one.path} {one.text}" for _, one in passages])
+            words = _words([f"{one.path} {one.text}" for one in passages])
             self._scorer.index(words, show_progress=False)
 
     def rank(self, query: str, depth: int) -> list[tuple[int, float]]:
-        """Return the best numbers with their scores, best first, if they share a word."""
+        """Return the best passages' numbers with their scores, if they share a word."""
         (wanted,) = _words([query])
         if self._scorer is None or not wanted:
             return []
         scores = self._scorer.get_scores(wanted)
         best = (-scores).argsort(kind="stable")[:depth]
-        return [(self._numbers[at], float(scores[at])) for at in best if scores[at] > 0]
+        return [(int(at), float(scores[at])) for at in best if scores[at] > 0]
 
 
 class MeaningIndex:
     """The vectors of the indexed passages, requested on demand.
 
-    The passage store keeps them by model and version: a newly promoted version makes them anew.
+    The file keeps them by model and version: a newly promoted version makes them anew.
     """
 
-    def __init__(self, embeddings: Embeddings, store: PassageStore) -> None:
+    def __init__(self, embeddings: Embeddings, file: VectorFile) -> None:
         from cray_agents.engines.openai_engine import (
             OpenAIEngine,  # late: it imports the openai client
         )
 
-        self._embeddings, self._store = embeddings, store
+        self._embeddings, self._file = embeddings, file
         self._engine = OpenAIEngine(embeddings.base_url, api_key=embeddings.api_key)
-        self._numbers: list[int] = []
-        self._digests: list[str] = []
+        self._texts: list[tuple[str, str]] = []  # digest, text
         self._known: tuple[str, Vectors] | None = None
 
-    def index(self, passages: Sequence[tuple[int, Passage]]) -> None:
-        """Replace the index by these (number, passage)."""
-        self._numbers = [number for number, _ in passages]
-        self._digests = [digest_of(passage.text) for _, passage in passages]
+    def index(self, passages: Sequence[Passage]) -> None:
+        """Replace the index by these passages."""
+        self._texts = [(digest_of(passage.text), passage.text) for passage in passages]
         self._known = None
 
     def prepare(self) -> None:
@@ -231,26 +227,18 @@ class MeaningIndex:
         if self._known is None or self._known[0] != model:
             self._known = (model, self._all_vectors(model))
         nearness = self._known[1] @ query_vectors[0]
-        return [self._numbers[at] for at in (-nearness).argsort(kind="stable")[:depth]]
+        return [int(at) for at in (-nearness).argsort(kind="stable")[:depth]]
 
     def _all_vectors(self, model: str) -> "Vectors":
         """Return all passages' vectors, [passages, dimensions], by this version of a model."""
         import numpy as np
 
-        kept = self._store.vectors(model)
-        missing = {
-            digest: number
-            for digest, number in zip(self._digests, self._numbers, strict=True)
-            if digest not in kept
-        }
+        kept = self._file.read(model)
+        missing = {digest: text for digest, text in self._texts if digest not in kept}
         wanted, size = list(missing.items()), self._embeddings.batch
         for begin in range(0, len(wanted), size):
             batch = wanted[begin : begin + size]
-            numbers = [(at, 0.0) for _, at in batch]
-            texts = [passage.text for passage, _ in self._store.passages(numbers)]
-            if len(texts) < len(batch):
-                raise EngineError("the documents changed while they were read: search again")
-            answered, vectors = self._vectors(texts)
+            answered, vectors = self._vectors([text for _, text in batch])
             if answered != model:
                 raise EngineError(
                     f"{model} became {answered} while vectors were made: search again"
@@ -258,11 +246,11 @@ class MeaningIndex:
             made = {
                 digest: vector.tobytes() for (digest, _), vector in zip(batch, vectors, strict=True)
             }
-            self._store.keep_vectors(model, made)
+            self._file.keep(model, made)
             kept |= made
-        if not self._digests:
+        if not self._texts:
             return np.zeros((0, 1), np.float32)
-        return np.stack([np.frombuffer(kept[digest], np.float32) for digest in self._digests])
+        return np.stack([np.frombuffer(kept[digest], np.float32) for digest, _ in self._texts])
 
     def _vectors(self, texts: list[str]) -> tuple[str, "Vectors"]:
         """Return the version that answered, and a vector of length 1 for each text."""

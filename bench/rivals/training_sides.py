@@ -93,7 +93,7 @@ def ours(method: Literal["grpo", "rft"], seed: int, limit: float, folder: Path) 
     with serving(config, model=folder / "start", name=name, ready=True) as info:
         starting = time.time() - begun
         loop.platform = client(info)
-        for iteration in loop.run(size.iterations):
+        for iteration in loop.run_sync(size.iterations):
             ends.append(time.time() - begun - starting)
             done.append(iteration)
             if ends[-1] > limit:

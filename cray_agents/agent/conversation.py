@@ -5,6 +5,7 @@ trajectory and a reason. Called by agent.py. Read next: tool.py, engines/chat_co
 """
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -14,9 +15,9 @@ from typing import Any
 import tenacity
 
 from cray_agents.agent import hooks, user_code
-from cray_agents.agent.environment import begin, reply, tear_down
+from cray_agents.agent.environment import WorkerEnvironment, begin, reply, tear_down
 from cray_agents.agent.output_types import OutputError
-from cray_agents.agent.run_state import ActiveAgent, RunState
+from cray_agents.agent.run_state import RunState
 from cray_agents.agent.sessions import is_answered, without_system
 from cray_agents.agent.stream_events import (
     Handoff,
@@ -46,10 +47,10 @@ _TRANSIENT = (0, 408, 409, 429)  # no answer, half of one, or one of no shape; a
 log = logging.getLogger(__name__)
 
 
-async def execute(state: RunState, agent: ActiveAgent) -> Run:
+async def execute(state: RunState) -> Run:
     """Run the conversation within its limits, then record it, whatever happened."""
     try:
-        output, error = await _within_limits(state, agent)
+        output, error = await _within_limits(state)
     except BaseException as failure:
         await _give_up(state, failure)
         raise
@@ -59,12 +60,12 @@ async def execute(state: RunState, agent: ActiveAgent) -> Run:
         await user_code.shielded(tear_down(state.context))
 
 
-async def _within_limits(state: RunState, agent: ActiveAgent) -> tuple[Any, RunError | None]:
+async def _within_limits(state: RunState) -> tuple[Any, RunError | None]:
     """The conversation's answer, and the error that ended it. Raises what no run may swallow."""
     started = time.monotonic()
     try:
-        async with asyncio.timeout(state.settings.timeout) as limit:
-            await _begin(state, agent)
+        async with asyncio.timeout(state.agent.timeout) as limit:
+            await _begin(state)
             return await _converse(state), None
     except CrayError as failure:
         return None, state.fail(failure)
@@ -75,22 +76,23 @@ async def _within_limits(state: RunState, agent: ActiveAgent) -> tuple[Any, RunE
         return None, state.late_start() or await _engine_excuse(state, started)
 
 
-async def _begin(state: RunState, agent: ActiveAgent) -> None:
+async def _begin(state: RunState) -> None:
     """Gather all that the model is to know when it is first asked."""
     if state.session is not None:
         state.earlier = without_system(await state.session.history())
     state.messages[:0] = state.earlier
-    if state.settings.environment is not None:
-        state.environment_tools = await begin(state.settings.environment, state.context)
-    await state.enter(agent)
-    await hooks.observed(state.settings.hooks, "before_run", state.context)
+    environment = state.agent.environment
+    if environment is not None and not isinstance(environment, WorkerEnvironment):
+        state.environment_tools = await begin(environment, state.context)
+    await state.enter(state.agent)
+    await hooks.observed(state.agent.hooks, "before_run", state.context)
 
 
 async def _converse(state: RunState) -> Any:
     """Ask until the model answers without asking for tools; return the answer as output_type."""
     mistakes = 0
     while (limit := state.reached_limit()) is None:
-        again = mistakes > 0 and state.active.output.schema is not None
+        again = mistakes > 0 and state.active.reader.schema is not None
         message = await ask(state, final=again)
         if requested := message.get("tool_calls"):
             calls = await act(state, requested)
@@ -101,10 +103,10 @@ async def _converse(state: RunState) -> Any:
             state.messages.append({"role": "user", "content": answered})
             continue
         try:
-            output = state.active.output.read(answer)
+            output = state.active.reader.read(answer)
         except OutputError as error:
             mistakes += 1
-            if mistakes > state.settings.output_retries:
+            if mistakes > state.agent.output_retries:
                 raise
             state.messages.append({"role": "user", "content": f"{error} Answer again."})
         else:
@@ -112,12 +114,12 @@ async def _converse(state: RunState) -> Any:
                 state.stop(StopReason.max_tokens)
             return output
     state.stop(limit)
-    if state.settings.on_limit == "stop":
+    if state.agent.on_limit == "stop":
         return None
     message = await ask(state, final=True)
     if message.get("tool_calls"):
         raise OutputError("The model asked for tools when it was to answer.")
-    return state.active.output.read(message.get("content") or "")
+    return state.active.reader.read(message.get("content") or "")
 
 
 async def ask(state: RunState, *, final: bool = False) -> Message:
@@ -130,9 +132,7 @@ async def ask(state: RunState, *, final: bool = False) -> Message:
     context.turn = len(state.turns)
     request = await hooks.changed(state.hooks, state.next_request(final=final), context)
     state.publish(ModelStarted(context.turn, context.agent, request["model"]))
-    call = await (_retrying(state).wraps(_call) if state.settings.retries else _call)(
-        state, request
-    )
+    call = await (_retrying(state).wraps(_call) if state.agent.retries else _call)(state, request)
     state.turns.append((call, []))
     state.messages.append(sendable(call.message))
     state.publish(ModelFinished(call))
@@ -146,7 +146,7 @@ async def act(state: RunState, requested: Sequence[Message]) -> list[ToolCall]:
     Raises HookError.
     """
     done = state.turns[-1][1]
-    handoffs = [part for part in requested if part["function"]["name"] in state.active.handoffs]
+    handoffs = [part for part in requested if part["function"]["name"] in state.active.successors]
 
     async def one(part: Message) -> ToolCall:
         call = await _perform(state, part, late=part in handoffs[1:])
@@ -190,7 +190,7 @@ async def _perform(state: RunState, part: Message, *, late: bool) -> ToolCall:
 async def _hand_over(state: RunState, calls: Sequence[ToolCall]) -> None:
     """Let another agent speak if a tool call says so, and was carried out."""
     for call in calls:
-        successor = state.active.handoffs.get(call.name)
+        successor = state.active.successors.get(call.name)
         if successor is not None and call.error is None:
             await state.enter(successor)
             state.publish(Handoff(successor.name))
@@ -202,7 +202,7 @@ async def _call(state: RunState, request: dict[str, Any]) -> ModelCall:
     try:
         return await _send(state, request)
     except EngineError as error:
-        output = state.active.output
+        output = state.active.reader
         ours = output.schema is not None and request.get("response_format") == output.schema
         if not ours or error.status not in _REJECTED:
             raise
@@ -224,10 +224,10 @@ async def _send(state: RunState, request: dict[str, Any]) -> ModelCall:
 
 
 async def _answered(state: RunState, request: dict[str, Any]) -> ModelCall:
-    if state.emit is not None and state.settings.max_total_tokens is not None:
+    if state.emit is not None and state.agent.max_total_tokens is not None:
         request = {"stream_options": {"include_usage": True}, **request}
     request = state.addressed(request)
-    engine = state.active.engine
+    engine = state.active.asked_engine
     started, clock = time.time(), time.perf_counter()
     if state.emit is None:
         completion = await engine.chat(request)
@@ -258,7 +258,7 @@ def _retrying(state: RunState) -> tenacity.AsyncRetrying:
         return passing and not state.half_streamed  # what was streamed cannot be taken back
 
     return tenacity.AsyncRetrying(
-        stop=tenacity.stop_after_attempt(state.settings.retries + 1),
+        stop=tenacity.stop_after_attempt(state.agent.retries + 1),
         wait=tenacity.wait_exponential_jitter(0.5, max=8, jitter=0.5),
         retry=tenacity.retry_if_exception(may_pass),
         reraise=True,
@@ -269,7 +269,7 @@ async def _finish(state: RunState, output: Any, error: RunError | None) -> Run:
     """Show the finished run to the hooks, record it, add it to its session."""
     run = state.to_run(output, error)
     try:
-        await hooks.observed(state.settings.hooks, "after_run", run, state.context)
+        await hooks.observed(state.agent.hooks, "after_run", run, state.context)
         run = run.model_copy(update={"rewards": state.rewards(error)})  # hooks give some too
     except HookError as failure:
         run = state.to_run(None, state.fail(failure))
@@ -277,14 +277,14 @@ async def _finish(state: RunState, output: Any, error: RunError | None) -> Run:
         if not math.isfinite(given.value):
             what = f"reward {given.name} of turn {given.turn} is {given.value}"
             run = run.unscored(f"{what}: give a finite number", repeat=True)
-    if state.settings.record is not None:
+    if (recorder := state.agent.run_recorder) is not None:
         try:
-            await state.settings.record(run)
+            await user_code.call(functools.partial(recorder, run), None)
         except StoreError as refused:
             if refused.code != REWARD_REFUSED:
                 raise
             run = run.unscored(str(refused), repeat=True)
-            await state.settings.record(run)
+            await user_code.call(functools.partial(recorder, run), None)
     if state.session is not None and is_answered(run):
         await state.session.extend(run, state.added_messages)
     return run
@@ -303,5 +303,5 @@ async def _give_up(state: RunState, failure: BaseException) -> None:
 
 async def _engine_excuse(state: RunState, started: float) -> RunError | None:
     """The engine's reason for a run that had too little time; None: the run itself took it."""
-    excuse = getattr(state.settings.engine, "excuse", None)
+    excuse = getattr(state.agent.own_engine, "excuse", None)
     return None if excuse is None else await excuse(started)

@@ -11,10 +11,10 @@ Called by conversation.py.
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 from cray_agents.agent import user_code
-from cray_agents.agent.run_context import RunContext
+from cray_agents.agent.run_context import Deps, RunContext
 from cray_agents.errors import HookError
 from cray_agents.records import ModelCall, Run, ToolCall
 
@@ -22,7 +22,7 @@ Request = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Hooks:
+class Hooks(Generic[Deps]):
     """Functions, sync (they run in a thread) or async; all get the run's context last.
 
     An exception in one ends the run with a HookError that names it.
@@ -38,14 +38,16 @@ class Hooks:
         after_tool: gets the call with its result or error.
     """
 
-    before_run: Callable[[RunContext], object] | None = None
-    after_run: Callable[[Run, RunContext], object] | None = None
+    before_run: Callable[[RunContext[Deps]], object] | None = None
+    after_run: Callable[[Run, RunContext[Deps]], object] | None = None
     before_model: (
-        Callable[[Request, RunContext], Request | Awaitable[Request | None] | None] | None
+        Callable[[Request, RunContext[Deps]], Request | Awaitable[Request | None] | None] | None
     ) = None
-    after_model: Callable[[ModelCall, RunContext], object] | None = None
-    before_tool: Callable[[ToolCall, RunContext], str | Awaitable[str | None] | None] | None = None
-    after_tool: Callable[[ToolCall, RunContext], object] | None = None
+    after_model: Callable[[ModelCall, RunContext[Deps]], object] | None = None
+    before_tool: (
+        Callable[[ToolCall, RunContext[Deps]], str | Awaitable[str | None] | None] | None
+    ) = None
+    after_tool: Callable[[ToolCall, RunContext[Deps]], object] | None = None
 
 
 async def call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:

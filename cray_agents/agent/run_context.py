@@ -5,15 +5,20 @@ which the model does not see.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
+
+from typing_extensions import TypeVar
 
 from cray_agents.ports import ChatEngine
 from cray_agents.records import Message, Reward, Task, digest
 
+#: The type of what the caller of a run gives its tools, hooks and instructions: `run(deps=...)`.
+Deps = TypeVar("Deps", default=Any)
+
 
 @dataclass
-class RunContext:
-    """A run in progress. `given` is the caller's `context=`, for tools to share.
+class RunContext(Generic[Deps]):
+    """A run in progress. `deps` is the caller's `run(deps=...)`, for tools to share.
 
     `messages` is the conversation so far, system message first: read it, do not change it. `turn`
     counts model calls from 0. `environment` is the run's own, if its agent has one. The run asks
@@ -25,7 +30,7 @@ class RunContext:
     agent: str
     input: str
     task: Task | None = None
-    given: Any = None
+    deps: Deps = None  # type: ignore[assignment]  # `run` without deps
     environment: Any = None
     messages: list[Message] = field(default_factory=list)
     turn: int = 0

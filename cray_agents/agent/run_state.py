@@ -7,22 +7,21 @@ import asyncio
 import inspect
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Generic, TypedDict
 
 from cray_agents.agent import hooks
-from cray_agents.agent.environment import Environment
+from cray_agents.agent.description import AgentDescription, check_text
+from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.agent.hooks import Hooks
-from cray_agents.agent.output_types import OutputError, OutputReader
-from cray_agents.agent.run_context import RunContext
+from cray_agents.agent.output_types import OutputError
+from cray_agents.agent.run_context import Deps, RunContext
 from cray_agents.agent.sessions import FileSession, Session, without_system
 from cray_agents.agent.stream_events import AgentEvent, LimitReached
 from cray_agents.agent.tool import Tool
-from cray_agents.engines.tool_calls import ServerCapabilities
 from cray_agents.errors import BadInput, EngineError, HookError
-from cray_agents.ports import ChatEngine
 from cray_agents.records import (
     Message,
     ModelCall,
@@ -41,10 +40,10 @@ from cray_agents.records import (
 _RUN_ID = re.compile(r"[\w.:@-]{1,200}", re.ASCII)
 
 
-class RunOptions(TypedDict, total=False):
+class RunOptions(TypedDict, Generic[Deps], total=False):
     """Options of Agent.run, run_sync and stream beside the input, all by name.
 
-    context: anything, for tools and hooks: they find it as RunContext.given.
+    deps: for tools, hooks and instructions, which find it as `RunContext.deps`.
     session: a conversation to go on from, and to add this run to, or the path of a FileSession; or
     history: the messages of earlier runs to go on from.
     model: of all model calls, in place of the agent's.
@@ -54,7 +53,7 @@ class RunOptions(TypedDict, total=False):
     loop, iteration, attempt: what the run is for, in a loop.
     """
 
-    context: Any
+    deps: Deps
     session: Session | str | Path | None
     history: Sequence[Message]
     model: str | None
@@ -66,77 +65,11 @@ class RunOptions(TypedDict, total=False):
     attempt: int | None
 
 
-Recorder = Callable[[Run], Awaitable[None]]
-#: A text, or a function of nothing or of the run's context, sync or async, that returns one.
-Instructions = (
-    str | Callable[[], str | Awaitable[str]] | Callable[[RunContext], str | Awaitable[str]]
-)
-
-
-@dataclass(frozen=True)
-class ActiveAgent:
-    """The agent that speaks: its model, instructions, tools and output type.
-
-    engine: answers its requests, tool calls as the agent wants them.
-    request: the fields that all its requests share, without tools and messages.
-    one_by_one: its tool calls are carried out one by one.
-    server: what is known of the engine's server.
-    handoffs: the agent that takes over, by the name of the tool that hands over.
-    """
-
-    name: str
-    instructions: Instructions
-    engine: ChatEngine
-    request: Mapping[str, Any]
-    tools: Mapping[str, Tool]
-    one_by_one: bool
-    hooks: Sequence[Hooks]
-    output: OutputReader
-    server: ServerCapabilities
-    handoffs: Mapping[str, "ActiveAgent"]
-
-    async def system_message(self, context: RunContext) -> list[Message]:
-        """The system message as a list; empty if there is nothing to say. Raises HookError."""
-        texts = [await self._instructions_for(context), self.output.instructions]
-        text = "\n\n".join(filter(None, texts))
-        return [{"role": "system", "content": text}] if text else []
-
-    async def _instructions_for(self, context: RunContext) -> str:
-        if isinstance(self.instructions, str):
-            return self.instructions
-        what = f"the instructions function of {self.name}"
-        wanted = (context,)[: len(inspect.signature(self.instructions).parameters)]
-        text = await hooks.call(what, self.instructions, *wanted)
-        if not isinstance(text, str):
-            raise HookError(f"{what} returned {text!r}: give a str")
-        check_text(text, "instructions")
-        return text
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """Settings of the agent that was asked: they hold for the whole run, across handoffs.
-
-    `engine` is the agent's own, without the handling of tool calls. See Agent for the others.
-    """
-
-    engine: ChatEngine
-    hooks: Sequence[Hooks] = ()
-    environment: Callable[[], Environment] | None = None
-    max_turns: int = 1
-    max_total_tokens: int | None = None
-    timeout: float | None = None
-    on_limit: Literal["stop", "answer"] = "stop"
-    retries: int = 0
-    output_retries: int = 0
-    record: Recorder | None = None
-
-
 @dataclass
 class RunState:
     """A run that goes on. Raises BadInput for an unfit run id.
 
-    settings: hold for the whole run.
+    agent: was asked; its limits, hooks and environment hold for the whole run, across handoffs.
     context: the public half of the state; its `messages` are the conversation.
     model: asked in place of the active agent's model, if the caller named one.
     earlier: messages from before this run.
@@ -150,13 +83,13 @@ class RunState:
     half_streamed: a part of the present answer was streamed already.
     """
 
-    settings: RunSettings
+    agent: AgentDescription
     context: RunContext
     model: str | None
     earlier: list[Message]
     labels: dict[str, Any]
     session: Session | None = None
-    active: ActiveAgent = field(init=False)
+    active: AgentDescription = field(init=False)
     emit: Callable[[AgentEvent], None] | None = None
     half_streamed: bool = False
     environment_tools: dict[str, Tool] = field(default_factory=dict)
@@ -189,16 +122,16 @@ class RunState:
     @property
     def one_by_one(self) -> bool:
         """Tool calls are carried out one by one: an environment's always are."""
-        return self.context.environment is not None or self.active.one_by_one
+        return self.context.environment is not None or not self.active.parallel_tool_calls
 
-    async def enter(self, agent: ActiveAgent) -> None:
+    async def enter(self, agent: AgentDescription) -> None:
         """Let this agent speak from here on. Raises HookError from its instructions."""
         present = self.request.get("model")
         self.active = agent
-        added = (hook for hook in agent.hooks if hook not in self.settings.hooks)
-        self.hooks = [*self.settings.hooks, *added]
+        added = (hook for hook in agent.hooks if hook not in self.agent.hooks)
+        self.hooks = [*self.agent.hooks, *added]
         self.context.agent = agent.name
-        self.tools = {**agent.tools, **self.environment_tools}
+        self.tools = {**agent.all_tools, **self.environment_tools}
         self.request = {**agent.request}
         if self.model is not None:
             self.request["model"] = self.model
@@ -209,7 +142,7 @@ class RunState:
         else:
             self.request.pop("parallel_tool_calls", None)  # servers refuse it where there are none
         self.context.model = self.request["model"]
-        system = await agent.system_message(self.context)
+        system = await _system_message(agent, self.context)
         self.messages[:] = [*system, *without_system(self.messages)]
 
     def next_request(self, *, final: bool) -> dict[str, Any]:
@@ -223,7 +156,7 @@ class RunState:
             request["seed"] = self.context.seed + len(self.turns)
         if final and self.tools:
             request["tool_choice"] = "none"
-        output = self.active.output
+        output = self.active.reader
         constrain = output.constrain and self.active.server.schemas
         if constrain and output.schema is not None and (final or not self.tools):
             request["response_format"] = output.schema
@@ -247,15 +180,15 @@ class RunState:
 
     def reached_limit(self) -> StopReason | None:
         """The limit that is reached, if any. Raises EngineError if tokens cannot be counted."""
-        if self.settings.max_total_tokens is not None and self.turns:
+        if self.agent.max_total_tokens is not None and self.turns:
             if not self.tokens:
                 raise EngineError(
                     "the server does not say how many tokens it used, so max_total_tokens cannot "
                     "be held: leave it out, or use a server that reports `usage`"
                 )
-            if self.tokens >= self.settings.max_total_tokens:
+            if self.tokens >= self.agent.max_total_tokens:
                 return StopReason.max_tokens
-        return StopReason.max_turns if len(self.turns) >= self.settings.max_turns else None
+        return StopReason.max_turns if len(self.turns) >= self.agent.max_turns else None
 
     def stop(self, reason: StopReason) -> None:
         """Note a limit, once it is known that it ends the run."""
@@ -303,13 +236,28 @@ class RunState:
         )
 
 
-def start_run(
-    given: str | Task, options: RunOptions, agent: str, settings: RunSettings
-) -> RunState:
-    """Begin a run of the agent of this name on an input.
+async def _system_message(agent: AgentDescription, context: RunContext) -> list[Message]:
+    """The system message as a list; empty if there is nothing to say. Raises HookError."""
+    instructions = agent.instructions
+    if not isinstance(instructions, str):
+        what = f"the instructions function of {agent.name}"
+        wanted = (context,)[: len(inspect.signature(instructions).parameters)]
+        instructions = await hooks.call(what, instructions, *wanted)
+        if not isinstance(instructions, str):
+            raise HookError(f"{what} returned {instructions!r}: give a str")
+        check_text(instructions, "instructions")
+    text = "\n\n".join(filter(None, [instructions, agent.reader.instructions]))
+    return [{"role": "system", "content": text}] if text else []
 
-    Raises BadInput, and TypeError for an unknown option.
-    """
+
+def start_run(agent: AgentDescription, given: str | Task, options: RunOptions[Any]) -> RunState:
+    """Begin a run of the agent on an input. Raises BadInput, and TypeError for unknown options."""
+    if isinstance(agent.environment, WorkerEnvironment):
+        raise BadInput(
+            f"agent {agent.name!r} lives in workers of {agent.environment.name!r}: only a Loop "
+            "runs it, through `cray-agents env-worker`",
+            param="environment",
+        )
     if unknown := options.keys() - RunOptions.__annotations__.keys():
         raise TypeError(f"run() got an unexpected keyword argument {min(unknown)!r}")
     if not isinstance(given, str | Task):
@@ -323,20 +271,20 @@ def start_run(
     purpose = {name: options.get(name) for name in ("loop", "iteration", "attempt")}
     context = RunContext(
         run_id=options.get("run_id") or new_id("run"),
-        agent=agent,
+        agent=agent.name,
         input=text,
         task=given if isinstance(given, Task) else None,
-        given=options.get("context"),
+        deps=options.get("deps"),
         seed=options.get("seed"),
         messages=[{"role": "user", "content": text}],
-        engine=settings.engine,
+        engine=agent.own_engine,
     )
     return RunState(
-        settings=settings,
+        agent=agent,
         context=context,
         model=options.get("model"),
         earlier=without_system(history),
-        labels={"agent": agent, "tags": tags, **purpose},
+        labels={"agent": agent.name, "tags": tags, **purpose},
         session=session,
     )
 
@@ -390,11 +338,3 @@ def pinned(model: str, to: str) -> str:
     """
     name, at, _ = to.rpartition("@")
     return to if at and name == model else model
-
-
-def check_text(text: str, what: str) -> None:
-    """Raise BadInput for text with lone surrogates, which JSON cannot carry."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadInput(f"{what} is not valid Unicode text: {error}", param=what) from error

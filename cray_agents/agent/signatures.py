@@ -103,11 +103,13 @@ def _check_parameter(parameter: inspect.Parameter, function: Callable[..., Any],
 
 
 def _takes_context(hint: Any) -> bool:
-    """Tell whether a hint is RunContext, also within Annotated or Optional."""
-    if get_origin(hint) is Annotated:
+    """Tell whether a hint is RunContext or RunContext[...], also within Annotated or Optional."""
+    origin = get_origin(hint)
+    if origin is Annotated:
         return _takes_context(get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):
         return any(_takes_context(part) for part in get_args(hint))
+    hint = origin or hint
     return isinstance(hint, type) and issubclass(hint, RunContext)
 
 

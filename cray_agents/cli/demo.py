@@ -109,7 +109,7 @@ def run_demo(
         loop.platform = client(process)
         calculator_loop.warm_up(loop, quick)
         done = []
-        for iteration in loop.run(most):
+        for iteration in loop.run_sync(most):
             screen.iteration(iteration)
             done.append(iteration)
         info = ask_once(client(process), lambda platform: platform.info())

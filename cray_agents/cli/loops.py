@@ -144,7 +144,7 @@ def _agent_target(module: ModuleType, loop: Loop, file: Path) -> str | None:
 def _until_interrupted(loop: Loop, iterations: int) -> Iterator[Iteration]:
     """Yield the loop's iterations; Ctrl-C ends a loop that watches without losing anything."""
     try:
-        yield from loop.run(iterations)
+        yield from loop.run_sync(iterations)
     except KeyboardInterrupt:
         if loop.live is None:
             raise

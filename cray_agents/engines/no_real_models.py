@@ -11,20 +11,16 @@ engines answer as before. Called by openai_engine.py.
 """
 
 import os
-from contextlib import ContextDecorator
-from types import TracebackType
-from typing import Any
 
 from cray_agents.errors import RealModelCall
 
 VARIABLE = "CRAY_AGENTS_NO_REAL_MODELS"
 
 
-class no_real_models(ContextDecorator):  # noqa: N801 - it reads as the function it was
+class no_real_models:  # noqa: N801 - it reads as a function
     """Make each request to a model server raise RealModelCall, which no run hides.
 
-    As a context manager the guard ends with the block. As a decorator, `@no_real_models()`, it
-    covers each call of the function.
+    As a context manager the guard ends with the block.
     """
 
     def __init__(self) -> None:
@@ -34,23 +30,7 @@ class no_real_models(ContextDecorator):  # noqa: N801 - it reads as the function
     def __enter__(self) -> None:
         os.environ[VARIABLE] = "1"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._restore()
-
-    def __call__(self, function: Any) -> Any:
-        """Guard a function instead of the code after this statement."""
-        self._restore()
-        return super().__call__(function)
-
-    def _recreate_cm(self) -> "no_real_models":
-        return no_real_models()
-
-    def _restore(self) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._before is None:
             os.environ.pop(VARIABLE, None)
         else:

@@ -61,28 +61,22 @@ log = logging.getLogger(__name__)
 class ConstrainedEngine:
     """A ChatEngine that adds tools to an engine without them.
 
-    Requests without tools, in conversations without tool calls, are passed on unchanged. A message
-    calls one tool at most. `unreadable` counts those of all `messages` that were neither call nor
-    answer: cut off, or of a server that keeps to no schema. They stay text.
-
-    With `note` the tools are described in the system message. Otherwise they are also sent as
-    `tools` (with `tool_choice` none), for chat templates that list them.
+    Requests without tools, in conversations without tool calls, are passed on unchanged. The tools
+    are described in the system message. A message calls one tool at most. One that is neither call
+    nor answer (cut off, or of a server that keeps to no schema) stays text.
     """
 
-    def __init__(self, engine: ChatEngine, *, note: bool = True) -> None:
+    def __init__(self, engine: ChatEngine) -> None:
         self.engine = engine
         self.record = getattr(engine, "record", None)
-        self.messages = 0
-        self.unreadable = 0
-        self._note = note
 
     async def chat(self, request: dict[str, Any]) -> dict[str, Any]:
         """See ChatEngine."""
         if not _involves_tools(request):
             return await self.engine.chat(request)
-        completion = await self.engine.chat(constrain_request(request, note=self._note))
+        completion = await self.engine.chat(constrain_request(request))
         choice = first_choice(completion)
-        reply = self._read_reply(_text(choice["message"]), request)
+        reply = parse_reply(_text(choice["message"]), request)
         message = {**choice["message"], "content": None, **reply}
         finish = _finish_reason(choice.get("finish_reason"), reply)
         read = {**choice, "message": message, "finish_reason": finish}
@@ -96,7 +90,7 @@ class ConstrainedEngine:
             return
         text, sent, finish = "", "", None
         head: dict[str, Any] = {}
-        async for chunk in self.engine.stream(constrain_request(request, note=self._note)):
+        async for chunk in self.engine.stream(constrain_request(request)):
             if not chunk.get("choices"):
                 yield chunk
                 continue
@@ -114,29 +108,20 @@ class ConstrainedEngine:
             yield {**chunk, "choices": [partial]}
         if finish is None:
             raise EngineError("the model server's stream ended in the middle of an answer")
-        reply = self._read_reply(text, request)
+        reply = parse_reply(text, request)
         delta = {**reply, "content": (reply.get("content") or "").removeprefix(sent)}
         if calls := reply.get("tool_calls"):
             delta["tool_calls"] = [{**call, "index": 0} for call in calls]
         end = {"index": 0, "delta": delta, "finish_reason": _finish_reason(finish, reply)}
         yield {**head, "choices": [end]}
 
-    def _read_reply(self, text: str, request: Mapping[str, Any]) -> Message:
-        reply = parse_reply(text, request)
-        self.messages += 1
-        self.unreadable += "written" not in reply
-        return reply
 
-
-def constrain_request(request: Mapping[str, Any], *, note: bool = True) -> dict[str, Any]:
+def constrain_request(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request for the server: without tools, with a schema of the reply."""
     schema = reply_schema(request)
     messages = [_render(message) for message in _merge_tool_results(request["messages"])]
+    messages = _with_note(messages, describe_tools(_callable_tools(request)))
     bare = {key: value for key, value in request.items() if key not in _TOOL_KEYS}
-    if note:
-        messages = _with_note(messages, describe_tools(_callable_tools(request)))
-    elif request.get("tools"):
-        bare |= {"tools": request["tools"], "tool_choice": "none"}
     form = {"name": "reply", "strict": True, "schema": schema}
     return {
         **bare,

@@ -46,5 +46,4 @@ __getattr__, __all__ = lazy_names(
         "loop.warmup": ["WarmUp"],
         "promotion.sequential_test": ["Decision", "Pair", "PromotionTest", "Verdict", "decide"],
     },
-    {"Generation": "from cray_agents.loop import Iteration"},
 )

@@ -144,30 +144,14 @@ class Loop:
             )
         object.__setattr__(self, name, value)
 
-    def run(self, iterations: int = 5) -> Generator[Iteration, None, None]:
+    async def run(self, iterations: int = 5) -> AsyncGenerator[Iteration]:
         """Go on until `iterations` are done or the loop stops itself; yield each as it ends.
-
-        It also works where an event loop is running, as in a notebook.
 
         Iterations that a previous call finished are yielded too, at once. Raises JobError,
         SwapError and EngineUnavailable from the platform. Raises BadInput for settings that differ
         from those at the loop's start, and after an iteration whose runs taught nothing (for grpo
         and dpo, after two in a row). Called again, it goes on.
         """
-
-        async def alone() -> AsyncGenerator[Iteration, None]:
-            try:
-                async with contextlib.aclosing(self.steps(iterations)) as steps:
-                    async for iteration in steps:
-                        yield iteration
-            finally:
-                self._components = None
-                await self._client.close()
-
-        return user_code.iterate_sync(alone(), STOP_SECONDS)
-
-    async def steps(self, iterations: int = 5) -> AsyncGenerator[Iteration]:
-        """`run` for those who have an event loop of their own."""
         await check_engine(self._client, self.settings.schedule)
         await self._warm_first()
         settings = settings_record(self.settings)
@@ -189,6 +173,23 @@ class Loop:
             await self._running().stop()
             if reachable:
                 await self._running().leave(self.agent.model)
+
+    def run_sync(self, iterations: int = 5) -> Generator[Iteration, None, None]:
+        """`run` for code that is not async; it also works where an event loop is running.
+
+        It closes the platform's connections at its end.
+        """
+
+        async def alone() -> AsyncGenerator[Iteration, None]:
+            try:
+                async with contextlib.aclosing(self.run(iterations)) as steps:
+                    async for iteration in steps:
+                        yield iteration
+            finally:
+                self._components = None
+                await self._client.close()
+
+        return user_code.iterate_sync(alone(), STOP_SECONDS)
 
     async def _iterate(self, done: list[Iteration], iterations: int) -> Iteration:
         """Carry out the next iteration, and record it."""

@@ -10,15 +10,17 @@ any reward.
 """
 
 import asyncio
+import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import Field, create_model
 from pydantic_core import to_json
 
+from cray_agents.agent import user_code
 from cray_agents.agent.agent import Agent
 from cray_agents.engines.openai_engine import engine_at
 from cray_agents.errors import BadInput, RewardError
@@ -26,7 +28,7 @@ from cray_agents.ports import ChatEngine
 from cray_agents.records import Message, Run, digest
 from cray_agents.rewards.reward import RewardFunction, RewardOptions
 
-Rubric = str | Callable[[Run], str]
+Rubric = str | Callable[[Run], str | Awaitable[str]]
 
 TIMEOUT = 120.0  # seconds, for all votes together
 MAX_TOKENS = 1024  # in a verdict
@@ -64,15 +66,17 @@ class LLMJudge:
 
     async def __call__(self, run: Run) -> float:
         """Return the mean of the votes on a run. Raises RewardError if a vote fails."""
-        votes = [self._vote(run, number) for number in range(self.votes)]
+        rubric: Any = self.rubric
+        if not isinstance(rubric, str):
+            rubric = await user_code.call(functools.partial(rubric, run), None)
+        votes = [self._vote(run, rubric, number) for number in range(self.votes)]
         return math.fsum(await asyncio.gather(*votes)) / self.votes
 
-    async def _vote(self, run: Run, number: int) -> float:
+    async def _vote(self, run: Run, rubric: str, number: int) -> float:
         engine = self.engine or engine_at(
             os.environ.get("CRAY_AGENTS_URL"), os.environ.get("CRAY_AGENTS_API_KEY")
         )
         low, high = self.scale
-        rubric = self.rubric if isinstance(self.rubric, str) else self.rubric(run)
         sections = judged_sections(run, transcript=self.transcript)
         mark = digest([rubric, sections], 12)
         judging: Agent = Agent(

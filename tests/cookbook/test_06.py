@@ -66,7 +66,7 @@ def test_a_better_writer_is_promoted(tmp_path: Path) -> None:
             sampling=Sampling(),
             promotion=PromotionTest(alpha=0.2),
         )
-        first, second = loop.run(1)
+        first, second = loop.run_sync(1)
     assert first.holdout_success < 1 and second.holdout_success == 1
     assert second.promoted and second.version == "coder@2"
     assert 0 < second.accepted_runs < second.runs == 8

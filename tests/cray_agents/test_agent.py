@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from cray_agents import Agent, Run, Task, tool
-from cray_agents.agent import Hooks, StopReason, user_code
+from cray_agents.agent import Hooks, user_code
 from cray_agents.agent.stream_events import (
     ModelFinished,
     ModelStarted,
@@ -143,14 +143,6 @@ async def test_tool_calls_run_at_the_same_time_and_answer_in_order():
     told = [m["content"] for m in run.trajectory.messages if m["role"] == "tool"]
     assert told == ["waited 0.5", "waited 0.1", "waited 0.3"]
     assert [c.id for c in run.trajectory.turns[0].tool_calls] == ["call_0", "call_1", "call_2"]
-
-
-async def test_override_is_a_copy():
-    one = agent(script("1"), tools=[calculator])
-    two = one.override(model="calc@3", engine=script("2"), temperature=0.5)
-    assert (one.model, two.model, two.temperature, one.temperature) == ("calc", "calc@3", 0.5, None)
-    assert two.tools[0] is one.tools[0]
-    assert (await one.run("x")).output == "1" and (await two.run("x")).output == "2"
 
 
 # ---- faults of tools are told to the model
@@ -334,25 +326,6 @@ async def test_timeout_in_a_tool_keeps_what_was_done():
     assert (cut.name, cut.error) == ("slow", "the run ended before this call did")
 
 
-async def test_cancelled_runs_are_recorded_and_cancelled():
-    kept: list[Run] = []
-
-    async def keep(run: Run) -> None:
-        await asyncio.sleep(0)
-        kept.append(run)
-
-    async def never(request: Any) -> str:
-        await asyncio.sleep(30)
-        return ""
-
-    task = asyncio.create_task(agent(script(never), recorder=keep).run("go", run_id="r"))
-    await asyncio.sleep(0.02)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [(run.id, run.stop_reason) for run in kept] == [("r", StopReason.cancelled)]
-
-
 # ---- engines that fail
 
 
@@ -419,8 +392,12 @@ async def test_a_record_that_cannot_be_kept_is_an_error():
     async def full(run: Run) -> None:
         raise StoreError("disk full")
 
-    with pytest.raises(StoreError, match="disk full"):
-        await agent(script("ok"), recorder=full).run("go")
+    def full_too(run: Run) -> None:
+        raise StoreError("disk full")
+
+    for recorder in (full, full_too):
+        with pytest.raises(StoreError, match="disk full"):
+            await agent(script("ok"), recorder=recorder).run("go")
 
 
 # ---- streaming
@@ -484,47 +461,6 @@ async def test_a_stream_left_early_is_cancelled_and_recorded():
 
 
 # ---- many, and from sync code
-
-
-async def test_two_hundred_runs_in_one_loop():
-    thinking, waiting = Busy(), Busy()
-
-    @tool
-    def wait(seconds: float) -> float:
-        with waiting:
-            time.sleep(seconds)
-        return seconds
-
-    async def reply(request: Any) -> Any:
-        with thinking:
-            await asyncio.sleep(0.05)
-        if request["messages"][-1]["role"] == "user":
-            return asks(("wait", {"seconds": 0.05}))
-        return request["messages"][0]["content"]
-
-    a = agent(script(reply), tools=[wait], output_type=int)
-    runs = await asyncio.gather(*(a.run(str(number)) for number in range(200)))
-    assert [run.output for run in runs] == list(range(200))
-    assert len({run.id for run in runs}) == 200
-    assert thinking.most > 10 and waiting.most > 1
-
-
-class Busy:
-    """How many are within it at once, at most."""
-
-    now = most = 0
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.now += 1
-            self.most = max(self.most, self.now)
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.now -= 1
 
 
 def test_run_sync_without_and_with_a_loop():
@@ -646,49 +582,36 @@ def test_ctrl_c_at_the_moment_of_submission_cancels_what_was_submitted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_turns": 0}, "max_turns=0: must be above 0"),
-        ({"timeout": -1}, "timeout=-1"),
-        ({"tools": [calculator, calculator]}, "two tools of one name"),
-        ({"tools": ["calculator"]}, "is not a tool"),
-        ({"sampling": {"model": "x"}}, "sampling cannot hold 'model'"),
+        ({"name": 7}, "name=7: Input should be a valid string"),
+        ({"name": " "}, "name=' ': String should have at least 1 character"),
+        ({"model": None}, "model=None"),
+        ({"instructions": 3}, "instructions=3: .*string or Input should be callable"),
         ({"instructions": "\ud800"}, "instructions is not valid Unicode"),
-        ({"max_total_tokens": 0}, "max_total_tokens=0: must be above 0"),
-        ({"retries": -1}, "retries=-1: must not be negative"),
-        ({"on_limit": "guess"}, "on_limit='guess': must be 'stop' or 'answer'"),
+        ({"tools": print}, "tools=<built-in function print>: Input should be an instance of Seq"),
+        ({"tools": ["calculator"]}, "tools=.*an instance of Tool or Input should be callable"),
+        ({"tools": [calculator, calculator]}, "two tools of one name"),
         ({"handoffs": [Agent(name="b"), Agent(name="b")]}, "two tools of one name: transfer_to_b"),
+        ({"handoffs": ["x"]}, "handoffs=.*an instance of Agent"),
+        ({"output_type": asyncio.Event}, "output_type=.*Unable to generate pydantic-core schema"),
         ({"environment": dict}, "dict is not an Environment"),
         ({"environment": 3}, "3 is not an Environment"),
-        ({"tool_calls": "natve"}, "tool_calls='natve': must be 'auto' or 'native' or"),
-        ({"output_retries": -1}, "output_retries=-1"),
-        ({"output_type": asyncio.Event}, "output_type=.*Unable to generate pydantic-core schema"),
-        ({"instructions": 3}, "instructions=3: give a text or a function"),
-        ({"hooks": Hooks()}, "give a list of Hooks"),
-        ({"hooks": [print]}, "give a list of Hooks"),
-        ({"hooks": 3}, "hooks=3: give a list of Hooks"),
-        ({"handoffs": ["x"]}, r"handoffs=\['x'\]: give a list of agents, as in"),
-        ({"handoffs": Agent(name="b")}, "handoffs=Agent.*: give a list of agents"),
-        ({"max_turns": "3"}, "max_turns='3': give a whole number"),
-        ({"max_turns": True}, "max_turns=True: give a whole number"),
-        ({"timeout": "1m"}, "timeout='1m': give a number or None"),
-        ({"tools": print}, "tools=<built-in function print>: give a list of functions"),
-        ({"tools": None}, "tools=None: give a list of functions"),
-        ({"sampling": [1]}, r"sampling=\[1\]: give a dict"),
-        ({"name": 7}, "name=7: give a text"),
-        ({"model": None}, "model=None: give a text"),
         ({"engine": "http://x"}, "engine='http://x': give an engine"),
-        ({"recorder": 3}, "recorder=3: give an async function"),
-        ({"on_limit": ["stop"]}, "on_limit=.*: must be 'stop' or 'answer'"),
-        ({"name": ""}, "name='': must not be empty"),
-        ({"model": " "}, "model=' ': must not be empty"),
-        ({"temperature": -0.1}, "temperature=-0.1: must not be negative"),
-        ({"temperature": float("nan")}, "temperature=nan: must not be negative"),
-        ({"max_tokens": 0}, "max_tokens=0: must be above 0"),
+        ({"max_turns": 0}, "max_turns=0: Input should be greater than 0"),
+        ({"max_turns": True}, "max_turns=True: Input should be a valid integer"),
+        ({"timeout": "1m"}, "timeout='1m': Input should be a valid number"),
+        ({"retries": -1}, "retries=-1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"sampling": {"model": "x"}}, "sampling cannot hold 'model'"),
+        ({"on_limit": "guess"}, "on_limit='guess': Input should be 'stop' or 'answer'"),
+        ({"hooks": Hooks()}, "hooks=.*an instance of Sequence"),
+        ({"hooks": [print]}, "hooks=.*an instance of Hooks"),
+        ({"recorder": 3}, "recorder=3: Input should be callable or Input should be 'auto'"),
     ],
 )
 def test_bad_agents(options, message):
     with pytest.raises(BadInput, match=message) as told:
         Agent(**{"name": "a", **options})
-    assert told.value.param in {*options, "tools", "model"}
+    assert told.value.param in {*options, "tools"}
 
 
 @pytest.mark.parametrize(

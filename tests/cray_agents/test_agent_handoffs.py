@@ -11,7 +11,6 @@ from cray_agents.agent import Hooks
 from cray_agents.agent.stream_events import Handoff
 from cray_agents.errors import BadInput, EngineUnavailable, StoreError
 from cray_agents.records import ToolCall
-from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.calculator import calculator
 from tests.support.model_scripts import SUM, agent, asks, script
 
@@ -32,7 +31,7 @@ async def test_an_agent_as_a_tool_has_runs_of_its_own():
     @tool
     def who(context: RunContext) -> str:
         """Who asks."""
-        return context.given["user"]
+        return context.deps["user"]
 
     inner = Agent(
         name="number cruncher", model="calc", output_type=Sum, description="It adds.",
@@ -47,7 +46,7 @@ async def test_an_agent_as_a_tool_has_runs_of_its_own():
 
     engine = script(say)
     outer = agent(engine, instructions="Delegate.", tools=[inner.as_tool()], recorder=keep)
-    run = await outer.run("go", context={"user": "Ada"}, model="calc@7", run_id="parent")
+    run = await outer.run("go", deps={"user": "Ada"}, model="calc@7", run_id="parent")
     assert outer.tool_schemas[0]["function"]["description"] == "It adds."
     assert run.trajectory.turns[0].tool_calls[0].result == {"value": 432}
     child, parent = kept
@@ -57,11 +56,11 @@ async def test_an_agent_as_a_tool_has_runs_of_its_own():
     assert child.trajectory.turns[0].tool_calls[0].result == "Ada"
     # at the version that the parent is pinned to, and with an id that a repeated run has again
     assert [request["model"] for request in engine.requests] == ["calc@7"] * 4
-    again = await outer.run("go", context={"user": "Ada"}, model="calc@7", run_id="parent")
+    again = await outer.run("go", deps={"user": "Ada"}, model="calc@7", run_id="parent")
     assert again.id == "parent" and kept[2].id == child.id
     assert all("seed" not in request for request in engine.requests)
     for _ in range(2):
-        await outer.run("go", context={"user": "Ada"}, run_id="parent", seed=7)
+        await outer.run("go", deps={"user": "Ada"}, run_id="parent", seed=7)
     seeds = [request["seed"] for request in engine.requests[8:]]
     mine, theirs, more, last = seeds[:4]
     assert (mine, last, more) == (7, 8, theirs + 1) and theirs not in (6, 7, 8)
@@ -210,13 +209,6 @@ async def test_a_second_handoff_is_of_the_second_agent():
     assert [[t["function"]["name"] for t in r.get("tools", ())] for r in engine.requests] == [
         ["transfer_to_middle"], ["transfer_to_middle"], ["transfer_to_last"], [],
     ]  # fmt: skip
-
-
-def test_engines_stay_apart():
-    engine = ScriptedEngine(lambda request: "ok")
-    other = Agent(name="other")
-    assert agent(engine, handoffs=[other]).run_sync("x").output == "ok"
-    assert other.engine is None
 
 
 async def test_of_several_handoffs_in_one_message_the_first_alone_is_told_as_done():

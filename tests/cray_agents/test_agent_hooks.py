@@ -16,7 +16,7 @@ async def test_all_moments_in_order():
     seen: list[Any] = []
 
     async def before_run(context: RunContext) -> None:
-        seen.append(("run begins", context.messages[0]["role"], context.given))
+        seen.append(("run begins", context.messages[0]["role"], context.deps))
 
     def before_model(request: dict[str, Any], context: RunContext) -> None:
         seen.append(("model asked", context.turn, len(request["messages"])))
@@ -43,7 +43,7 @@ async def test_all_moments_in_order():
         after_model=after_model, before_tool=before_tool, after_tool=after_tool,
     )  # fmt: skip
     a = agent(script(asks(SUM), "432"), tools=[calculator], hooks=[hooks], recorder=keep)
-    run = await a.override(instructions="Add.").run("go", context="mine")
+    run = await a.override(instructions="Add.").run("go", deps="mine")
     assert seen == [
         ("run begins", "system", "mine"),
         ("model asked", 0, 2), ("model said", None),

@@ -165,11 +165,11 @@ async def test_instructions_that_are_functions():
         return "Be brief."
 
     async def of_the_run(context: RunContext) -> str:
-        return f"You help {context.given['user']} with {context.input}."
+        return f"You help {context.deps['user']} with {context.input}."
 
     engine = script("a", "b")
     await agent(engine, instructions=plain).run("go")
-    run = await agent(engine, instructions=of_the_run).run("maths", context={"user": "Ada"})
+    run = await agent(engine, instructions=of_the_run).run("maths", deps={"user": "Ada"})
     told = [request["messages"][0] for request in engine.requests]
     assert told[0] == {"role": "system", "content": "Be brief."}
     assert told[1]["content"] == "You help Ada with maths."

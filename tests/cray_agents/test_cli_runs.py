@@ -166,13 +166,6 @@ def test_list(home: Path) -> None:
     assert len(cli("list", "--limit", 2, home=home).splitlines()) == 3
 
 
-@pytest.mark.parametrize("columns", [50, 60, 90, 110, 120])
-def test_a_list_on_a_narrow_screen_keeps_ids_whole(home: Path, columns: int) -> None:
-    lines = listed(home, columns)
-    assert sum(line.startswith((LONG_ID, "run_b", "run_c")) for line in lines) == 3
-    assert max(map(len, lines)) <= columns
-
-
 def test_lists_are_filtered_and_paged(home: Path) -> None:
     def ids(*words: object) -> list[str]:
         return [row["id"] for row in json.loads(cli("list", *words, "--json", home=home))]
@@ -217,14 +210,6 @@ def test_show(home: Path) -> None:
     failed = cli("show", "run_b", home=home)
     assert "error   EngineError, the infrastructure's: it died\n        at once" in failed
     assert "call run_c-2, which is not recorded" in cli("show", "run_c", home=home)
-
-
-@pytest.mark.slow
-def test_show_on_a_narrow_terminal(home: Path) -> None:
-    told = process("show", LONG_ID, "--home", home, COLUMNS="50", FORCE_COLOR="1").stdout
-    assert "\x1b[31mred" not in told and "␛[31mred" in told  # the only escapes are our colours
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", told)
-    assert max(map(len, plain.splitlines())) <= 50
 
 
 def test_no_recorded_text_drives_the_terminal(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Talk(Environment):
 
     def reset(self, task: Task, context: RunContext) -> None:
         self.left = 2
-        self.given = context.given
+        self.given = context.deps
 
     def reply(self, answer: str, context: RunContext) -> str | None:
         context.reward(float(answer == "right"))
@@ -100,7 +100,7 @@ class Talk(Environment):
 
 async def test_it_replies_until_the_run_ends():
     engine = script("wrong", "right", "3")
-    run = await agent(engine, environment=Talk, output_type=int).run("go", context="more:")
+    run = await agent(engine, environment=Talk, output_type=int).run("go", deps="more:")
     assert run.output == 3 and run.stop_reason == "completed"
     assert [(m["role"], m["content"]) for m in run.trajectory.messages] == [
         ("user", "go"), ("assistant", "wrong"), ("user", "more: 1"),

@@ -109,7 +109,11 @@ async def test_rubrics_of_the_run_and_what_was_said() -> None:
     )
     run = await agent.run("2 + 2?")
     engine = ScriptedEngine([verdict(1)])
-    kind = judge(lambda run: f"Of {run.agent}", model="judge", transcript=True, engine=engine)
+
+    async def rubric(run: Run) -> str:
+        return f"Of {run.agent}"
+
+    kind = judge(rubric, model="judge", transcript=True, engine=engine)
     await kind(run)
     asked = engine.requests[0]["messages"][-1]["content"]
     assert asked.startswith("Rubric:\nOf a\n")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import cray_agents
 from cray_agents import GRPO, RFT, SFT, Agent, Data, Loop, PromotionTest, Run, Stop, TaskSet, reward
 from cray_agents.errors import BadInput
 from cray_agents.loop import Curriculum
@@ -99,12 +98,6 @@ def test_earlier_keywords_are_refused_with_their_place(old: str) -> None:
         made(**{old: 2})
     assert refusal.value.param == old
     assert (MOVED.get(old) or "give agent, tasks") in str(refusal.value)
-
-
-@pytest.mark.parametrize("old", ["Stage", "Watch", "Hyperparameters", "ScriptedEngine"])
-def test_earlier_names_are_refused_with_their_place(old: str) -> None:
-    with pytest.raises(ImportError, match=f"cray_agents.{old} is elsewhere now: "):
-        getattr(cray_agents, old)
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,6 @@ async def test_a_verdict_has_a_comment_and_may_be_suspect():
     ]  # fmt: skip
 
 
-async def test_an_undecorated_function_will_do():
-    rewards, _ = await score(RUN, [lambda run: 0.25])
-    assert rewards[0].value == 0.25
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [

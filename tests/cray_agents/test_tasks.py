@@ -50,11 +50,6 @@ def test_a_named_split_stays_and_draws_its_like():
     assert tasks[0].id == "a"
 
 
-def test_unsplit_tasks_with_the_same_input_are_on_one_side():
-    for n in range(40):
-        TaskSet.from_list([{"input": f"q{n}", "target": t} for t in range(5)], holdout=0.5)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -3,17 +3,25 @@
 An ignored error that is none any more is an error there, too (pyproject.toml).
 """
 
-from typing import Literal, assert_type
+from dataclasses import dataclass
+from typing import Any, Literal, assert_type
 
 from pydantic import BaseModel
 
-from cray_agents import Agent, Loop, Run, TaskSet, reward
-from cray_agents.agent.agent import Changes
-from cray_agents.testing import ScriptedEngine
+from cray_agents import Agent, Loop, Run, RunContext, TaskSet, reward, tool
+from cray_agents.agent import Hooks
+from cray_agents.records import ToolCall
+from cray_agents.testing import ScriptedEngine, tool_call
 
 
 class Order(BaseModel):
     item: str
+
+
+@dataclass
+class Shop:
+    owner: str
+    stock: dict[str, int]
 
 
 NUMBER = Agent("number", output_type=int, engine=ScriptedEngine(["4"] * 4))
@@ -29,20 +37,71 @@ async def close(run: Run[int]) -> float:
     return 0.0 if run.output is None else 1 / (1 + abs(run.output - int(run.target)))
 
 
+@tool
+def sell(item: str, context: RunContext[Shop]) -> int:
+    assert_type(context.deps, Shop)
+    context.deps.stock[item] -= 1
+    return context.deps.stock[item]
+
+
+@tool
+def misspell(context: RunContext[Shop]) -> int:
+    return len(context.deps.stok)  # type: ignore[attr-defined]
+
+
+def greet(context: RunContext[Shop]) -> str:
+    return f"You serve {context.deps.owner}."
+
+
+def refuse(call: ToolCall, context: RunContext[Shop]) -> str | None:
+    return None if context.deps.stock else "nothing is left"
+
+
+def of_texts(context: RunContext[str]) -> str:
+    return context.deps.upper()
+
+
 def test_the_output_type_is_the_runs() -> None:
-    assert_type(NUMBER, Agent[int])
+    assert_type(NUMBER, Agent[Any, int])
     run = NUMBER.run_sync("2+2")
     assert_type(run, Run[int])
     assert_type(run.output, int | None)
     assert run.output == 4 and run.target is None
-    assert_type(NUMBER.override(temperature=0.0), Agent[int])
+    assert_type(NUMBER.override(temperature=0.0), Agent[Any, int])
     order = Agent("order", output_type=Order, engine=ScriptedEngine(['{"item": "tea"}']))
     assert_type(order.run_sync("tea").output, Order | None)
     words = Agent("words", output_type=list[str])
-    assert_type(words, Agent[list[str]])
-    choice: Agent[Literal["a", "b"]] = Agent("choice", output_type=Literal["a", "b"])
+    assert_type(words, Agent[Any, list[str]])
+    choice: Agent[Any, Literal["a", "b"]] = Agent("choice", output_type=Literal["a", "b"])
     agents: list[Agent] = [NUMBER, order, words, choice, Agent("plain")]
     assert len(agents) == 5
+
+
+def test_the_deps_are_the_tools_the_hooks_and_the_instructions() -> None:
+    engine = ScriptedEngine([tool_call("sell", item="tea"), "1"])
+    clerk = Agent[Shop, int](
+        "clerk",
+        instructions=greet,
+        tools=[sell],
+        hooks=[Hooks(before_tool=refuse)],
+        handoffs=[Agent("manager")],
+        output_type=int,
+        engine=engine,
+    )
+    assert_type(clerk, Agent[Shop, int])
+    shop = Shop("Ada", {"tea": 2})
+    assert clerk.run_sync("one tea", deps=shop).output == 1 and shop.stock == {"tea": 1}
+    assert engine.requests[0]["messages"][0]["content"] == "You serve Ada."
+    inferred = Agent("inferred", instructions=greet)
+    assert_type(inferred, Agent[Shop, Any])
+
+
+def test_wrong_deps_are_type_errors() -> None:
+    clerk = Agent("clerk", instructions=greet, engine=ScriptedEngine(["no"]))
+    assert clerk.run_sync("tea", deps="Ada").error  # type: ignore[arg-type]
+    Agent[Shop, int]("clerk", instructions=of_texts)  # type: ignore[arg-type]
+    Agent[Shop, int]("clerk", handoffs=[Agent[str, Any]("other")])  # type: ignore[list-item]
+    Agent[Shop, int]("clerk", output_type=str)  # type: ignore[arg-type]
 
 
 async def test_also_of_async_runs() -> None:
@@ -58,14 +117,3 @@ def test_rewards_as_they_are_written_suit_a_loop() -> None:
 def test_what_is_wrong_is_told() -> None:
     text: str = NUMBER.run_sync("2+2").output  # type: ignore[assignment]
     assert text == 4  # type: ignore[comparison-overlap]
-    try:
-        NUMBER.override(temprature=0.0)  # type: ignore[call-arg]
-    except TypeError as error:
-        assert "temprature" in str(error)
-    else:
-        raise AssertionError("an argument that there is not was taken")
-
-
-def test_override_takes_every_argument() -> None:
-    given = {name for name, field in Agent.__dataclass_fields__.items() if field.init}
-    assert Changes.__annotations__.keys() == given

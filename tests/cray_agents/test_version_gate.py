@@ -88,7 +88,7 @@ def test_a_loop_lets_a_replica_receive_what_a_job_still_writes(tmp_path: Path, c
     trainer = Offering(Home(tmp_path), engines)
     with platform(tmp_path, engines[0], others=engines[1:], trainer=trainer) as where:
         steps = RFT(parent="latest", evaluate_every=2)
-        done = list(site_loop(method=[steps], platform=where).run(2))
+        done = list(site_loop(method=[steps], platform=where).run_sync(2))
         early = [True, count == 2]  # the second one is evaluated
         assert ["early" in g.seconds for g in done[1:]] == early
         received = [job for engine in engines for job in engine.received]
@@ -108,7 +108,7 @@ def test_a_loop_stages_evaluates_promotes_and_rejects_beside_the_incumbent(tmp_p
     with platform(tmp_path, engines[0], others=engines[1:]) as where:
         for engine in engines:
             engine.url = where.url
-        done = list(site_loop(platform=where).run(2))
+        done = list(site_loop(platform=where).run_sync(2))
         assert [(g.version, g.promoted) for g in done[1:]] == [("m@2", True), ("m@3", False)]
         seen = [each for engine in engines for each in engine.seen]
         loads = sorted(each for each in seen if each[0] == "load")
@@ -136,7 +136,7 @@ def test_a_candidate_waits_for_a_canary_of_somebody_else(
 ) -> None:
     monkeypatch.setattr("cray_agents.loop.version_gate.BUSY_SECONDS", 0.05)
     with platform(tmp_path, Watched(), others=[Watched()]) as where:
-        list(site_loop(platform=where).run(2))
+        list(site_loop(platform=where).run_sync(2))
 
         async def work() -> None:
             told = asyncio.Queue[str]()
@@ -158,7 +158,7 @@ def test_a_candidate_waits_for_a_canary_of_somebody_else(
 def test_calls_of_the_incumbent_pass_while_a_candidate_is_loaded(tmp_path: Path) -> None:
     engines = [Watched(), Watched()]
     with platform(tmp_path, engines[0], others=engines[1:]) as where:
-        list(site_loop(platform=where).run(1))
+        list(site_loop(platform=where).run_sync(1))
 
         async def work() -> None:
             gate = VersionGate(where)

@@ -399,7 +399,7 @@ def test_a_loop_beside_which_it_is_pruned_all_the_while_ends_the_same(
                 thread.start()
             try:
                 loop = site_loop(platform=where, **KINDS[kind])
-                return shape(list(loop.run(4))), found
+                return shape(list(loop.run_sync(4))), found
             finally:
                 over.set()
                 if pruned:

@@ -167,7 +167,7 @@ def _loop(site: Platform) -> None:
         rewards=[lucky],
         promotion=test,
     )
-    list(loop.run(2))
+    list(loop.run_sync(2))
     asyncio.run(site.rollback("m", 1, who="test", reason="as before"))
 
 

@@ -148,7 +148,7 @@ def main() -> None:
         uvloop.run(serve(Home(Path(sys.argv[2])), int(sys.argv[3])))
         return
     url, kind, out = sys.argv[2:]
-    done = list(site_loop(platform=Platform(url), **KINDS[kind]).run(ITERATIONS))
+    done = list(site_loop(platform=Platform(url), **KINDS[kind]).run_sync(ITERATIONS))
     Path(out).write_text(json.dumps(shape(done)))
 
 

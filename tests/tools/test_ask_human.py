@@ -1,11 +1,10 @@
-"""Asking a human: on a real terminal, through a function, through a queue, and where nobody is."""
+"""Asking a human: on a real terminal, through a function, and where nobody is."""
 
 import asyncio
 import json
 import os
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -118,23 +117,6 @@ async def test_through_a_function() -> None:
     assert (await ask(lambda question: question.text, question="echo")).result == "echo"
     failed = await ask(lambda question: "c", question="?", choices=["a", "b"])
     assert failed.error == "the human answered 'c', which is none of the choices"
-
-
-async def test_through_a_queue() -> None:
-    """A front end that shows several questions, and answers them in another order and thread."""
-    queue: asyncio.Queue[Question] = asyncio.Queue()
-    calls = asyncio.gather(*(ask(queue, question=f"question {n}") for n in range(3)))
-    questions = [await queue.get() for _ in range(3)]
-
-    def answer() -> None:
-        for question in reversed(questions):
-            question.answer(f"to {question.text}")
-            question.answer("too late")
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert [call.result for call in await calls] == [f"to question {n}" for n in range(3)]
-    thread.join()
 
 
 @pytest.mark.parametrize(("said", "meant"), [("1", "10"), ("10", "10"), (" b ", "B"), ("3", None)])

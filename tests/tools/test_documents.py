@@ -1,8 +1,6 @@
 """Search over a folder: what is found, that it stays true as files change, and what is kept."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ import pytest
 from cray_agents import Agent
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput
-from cray_agents.paths import host_cache
 from cray_agents.testing import ScriptedEngine
 from cray_agents.tools.documents import Documents, FoundPassage, fuse_rankings
 from cray_agents.tools.passages import SIZE, passages_of
@@ -77,30 +74,13 @@ def test_each_search_sees_the_folder_as_it_is(folder: Path) -> None:
 def test_what_was_read_is_not_read_again(folder: Path) -> None:
     for file in folder.rglob("*.*"):
         os.utime(file, (1e9, 1e9))
-    assert Documents(folder).refresh() == 3
-    database = next((host_cache() / "documents").glob("*.sqlite"))
-    assert not database.is_relative_to(folder)
+    documents = Documents(folder)
+    assert documents.refresh() == 3
     with (folder / "holidays.txt").open("r+b") as opened:
         opened.write(b"Nobody")
     os.utime(folder / "holidays.txt", (1e9, 1e9))  # nothing tells that it changed
-    assert paths(Documents(folder).search("everybody")) == ["holidays.txt"]
-    for file in (host_cache() / "documents").iterdir():
-        file.unlink()
+    assert paths(documents.search("everybody")) == ["holidays.txt"]
     assert paths(Documents(folder).search("everybody")) == []
-
-
-@pytest.mark.slow
-def test_another_process_may_change_the_shelf(folder: Path) -> None:
-    documents = Documents(folder)
-    documents.refresh()
-    (folder / "zoo.md").write_text("An elephant lives here.")
-    os.utime(folder / "zoo.md", (1e9, 1e9))
-    code = (
-        "import sys; from cray_agents.tools.documents import Documents\n"
-        "Documents(sys.argv[1]).refresh()"
-    )
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
-    assert paths(documents.search("elephant")) == ["zoo.md"]
 
 
 def test_what_is_left_out_is_told(folder: Path) -> None:

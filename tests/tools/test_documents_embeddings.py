@@ -15,7 +15,7 @@ import pytest
 from cray_agents.errors import EngineError
 from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
 from cray_agents.tools.documents import Documents, Embeddings, MeaningIndex
-from cray_agents.tools.passages import PassageStore, digest_of
+from cray_agents.tools.passages import FolderPassages, VectorFile, digest_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forked_servers")]
 
@@ -85,19 +85,21 @@ def test_hybrid_search_and_what_it_keeps(embedder: str, folder: Path) -> None:
     (folder / "keys.md").write_text("The key to the attic is green.")
     assert documents.search("The key to the attic is green.")[0].path == "keys.md"
 
-    shelf = PassageStore(folder.resolve(), ["*"], 2**20)
-    vectors = shelf.vectors("minds")
+    file = VectorFile(folder.resolve(), ["*"])
+    vectors = file.read("minds")
     assert len(vectors) == 4  # the one that went is kept: texts come back
     norms = [np.linalg.norm(np.frombuffer(vector, np.float32)) for vector in vectors.values()]
     assert norms == pytest.approx([1.0] * 4, abs=1e-5)
 
     # What is kept is not asked for again: with the vectors exchanged, another text is nearest.
-    passages = list(shelf.all())
-    first, second = (digest_of(one.text) for _, one in passages[:2])
-    shelf.keep_vectors("minds", {first: vectors[second], second: vectors[first]})
-    meanings = MeaningIndex(minds, shelf)
+    files = FolderPassages(folder.resolve(), ["*"], 2**20)
+    assert files.refresh()
+    passages = files.all()
+    first, second = (digest_of(one.text) for one in passages[:2])
+    file.keep("minds", {first: vectors[second], second: vectors[first]})
+    meanings = MeaningIndex(minds, file)
     meanings.index(passages)
-    nearest = {one.text: dict(passages)[meanings.rank(one.text, 1)[0]].text for _, one in passages}
+    nearest = {one.text: passages[meanings.rank(one.text, 1)[0]].text for one in passages}
     assert sum(text != found for text, found in nearest.items()) == 2
 
 

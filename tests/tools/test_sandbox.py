@@ -276,7 +276,7 @@ async def test_time(sandbox: Sandbox) -> None:
     for seconds in (0.3, 3, 30):  # on a busy machine even `echo a` may take longer
         brief = replace(sandbox, seconds=seconds)
         outcome = await brief.run(["bash", "-c", "echo a; sleep 60 & sleep 60"])
-        assert outcome.timed_out and outcome.returncode is None
+        assert outcome.limit == "seconds" and outcome.returncode is None
         if outcome.stdout:
             break
     assert outcome.text == "a\n[ended: it took too long]"
@@ -288,7 +288,7 @@ async def test_processor_time(sandbox: Sandbox) -> None:
     outcome = await fair.run(["bash", "-c", "sleep 0.6; echo a"])
     assert (outcome.stdout, outcome.limit) == ("a\n", None)
     outcome = await fair.run(["bash", "-c", "(while :; do :; done) & (while :; do :; done) & wait"])
-    assert outcome.limit == "processor" and not outcome.timed_out
+    assert outcome.limit == "processor"
     assert outcome.text == "[ended: it took too much processor time]"
     with pytest.raises(BadInput, match="cpu_seconds=0: must be above 0"):
         replace(sandbox, cpu_seconds=0)
@@ -453,7 +453,7 @@ async def test_nothing_is_left_behind(sandbox: Sandbox, tmp_path: Path) -> None:
     folder = Path(outcome.stdout.strip()).parent
     await until(lambda: not folder.exists())  # on a busy machine its removal may go on for a while
     outcome = await replace(sandbox, seconds=0.3).run(["bash", "-c", f"{detach}; sleep {mark}"])
-    assert outcome.timed_out
+    assert outcome.limit == "seconds"
     async with sandbox.start(["bash", "-c", f"{detach}; echo; sleep {mark}"]) as confined:
         await confined.stdout.readline()
         pids = process_tree(confined.pid)
@@ -670,14 +670,6 @@ async def test_where_namespaces_are_forbidden(outer: backends.Layer) -> None:
     problem, _, rest = outcome.stdout.partition("\n")
     assert problem != "None"
     assert rest.startswith("landlock hi") or "refused: " in rest, outcome
-
-
-def test_some_layer_works_here_or_the_refusal_says_why() -> None:
-    try:
-        assert backends.best_layer() in LAYERS
-    except SetupError as error:
-        assert not LAYERS
-        assert "bubblewrap: " in str(error) and "landlock: " in str(error)
 
 
 def ordinary_user(command: list[str], home: Path) -> list[str]:

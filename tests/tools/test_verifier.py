@@ -97,7 +97,11 @@ async def test_tests_of_the_task() -> None:
     run = run_of(code, tests=tests[:-1])
     assert await verifier()(run) == 1.0
     assert await verifier(tests)(run) == 1.0
-    assert await verifier(lambda run: ["total([1]) == 2"])(run) == 0.0
+
+    async def unfit(run: Run) -> list[str]:
+        return ["total([1]) == 2"]
+
+    assert await verifier(unfit)(run) == 0.0
     wrong = run_of(code.replace("KeyError\n", "ValueError\n"), tests=tests[:-1])
     given = await verifier(partial=True)(wrong)
     assert given == pytest.approx(5 / 6)
@@ -144,21 +148,6 @@ async def test_time_is_the_processors() -> None:
     sleeps = "import time; time.sleep(60)"
     given = await value(TESTS, sleeps, sandbox=Sandbox(seconds=1, cpu_seconds=60))
     assert given == 0.0 and given.comment.endswith("it took too long") and not given.suspect
-
-
-async def test_an_answer_may_be_judged_by_the_author() -> None:
-    def accepts(answer: Any, case: Case) -> bool:
-        return sorted(answer) == case.expected
-
-    tests = ["some(2) == [1, 2]"]
-    assert await value(tests, "def some(n): return {2, 1}", accepts=accepts) == 1.0
-    assert await value(tests, "def some(n): return [1, 1]", accepts=accepts) == 0.0
-    given = await value(tests, "def some(n): return 5", accepts=accepts)
-    assert given == 0.0 and given.comment == "suspect: `accepts` failed: TypeError"
-    bomb = "class Bomb(set):\n  def __iter__(self): return iter(range(0, 1 << 75, 2**61 - 1))\n"
-    bomb += "def some(n): return Bomb()"
-    given = await value(tests, bomb, accepts=accepts)
-    assert given == 0.0 and given.suspect
 
 
 EQUAL: list[tuple[Any, Any]] = [

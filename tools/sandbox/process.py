@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from cray_agents.errors import SetupError
-from cray_agents.processes import alive
+from cray_agents.processes import alive, start_time
 from cray_agents.tools.sandbox import backends
 
 Limit = Literal["seconds", "processor", "memory", "disk", "output"]
@@ -54,18 +54,10 @@ def process_tree(pid: int) -> list[int]:
     return pids
 
 
-def start_time(pid: int) -> str:
-    """Return a process's start time as the kernel's text; "" if it is gone. With the pid, an id."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def kill_processes(processes: dict[int, str]) -> None:
+def kill_processes(processes: dict[int, int | None]) -> None:
     """Kill processes whose start time is unchanged, and their descendants."""
     for pid, beginning in processes.items():
-        if beginning and start_time(pid) == beginning:
+        if beginning is not None and start_time(pid) == beginning:
             for each in process_tree(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
@@ -230,7 +222,7 @@ class SandboxedProcess:
         self._process = process
         self._layer = layer
         self.first: int | None = None  # pid of the first process within bubblewrap's namespaces
-        self.seen: dict[int, str] = {}  # pid: start time, at the last check
+        self.seen: dict[int, int | None] = {}  # pid: start time, at the last check
         self._used = 0.0  # seconds of processor time, at the last check
         self._allowed = math.inf
 

@@ -56,11 +56,6 @@ class Outcome:
     truncated: bool = False
 
     @property
-    def timed_out(self) -> bool:
-        """True if the program took longer than the sandbox's seconds."""
-        return self.limit == "seconds"
-
-    @property
     def text(self) -> str:
         """The outcome as text for a model: the output, and the end if it was not a success."""
         lines = [output.rstrip("\n") for output in (self.stdout, self.stderr) if output.strip()]

@@ -11,6 +11,7 @@ code, with weaker guarantees. Called by agent authors. Read next: cases.py; judg
 sandbox/__init__.py.
 """
 
+import functools
 import json
 import re
 import secrets
@@ -18,14 +19,14 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from cray_agents.agent import user_code
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import Run
-from cray_agents.rewards.reward import Verdict, reward
+from cray_agents.rewards.reward import TIMEOUT, Verdict, reward
 from cray_agents.tools.sandbox import Outcome, Sandbox
 from cray_agents.tools.sandbox.process import TOO_MUCH
 from cray_agents.tools.verifier.cases import Case, Tests, cases_of
 from cray_agents.tools.verifier.judge import (
-    Accepts,
     Files,
     JudgeRules,
     ProgramFinder,
@@ -36,6 +37,8 @@ from cray_agents.tools.verifier.judge import (
 )
 
 __all__ = ["Case", "checker", "code_of", "verifier"]
+
+FilesOfRun = Callable[[Run], Files | Awaitable[Files]]
 
 PYTHON = (sys.executable, "solution.py")
 
@@ -55,13 +58,12 @@ os._exit(0)
 
 
 def verifier(
-    tests: Tests | Callable[[Run], Tests] | None = None,
+    tests: Tests | Callable[[Run], Tests | Awaitable[Tests]] | None = None,
     *,
-    files: Callable[[Run], Files] | None = None,
+    files: FilesOfRun | None = None,
     command: Sequence[str] = PYTHON,
     partial: bool = False,
     tolerance: float = 1e-9,
-    accepts: Accepts | None = None,
     sandbox: Sandbox | None = None,
     weight: float = 1.0,
     name: str = "verifier",
@@ -84,8 +86,6 @@ def verifier(
         command: command of a program, for tests with `stdin`.
         partial: True to earn the share of the passed tests; default: 1.0 for all of them, else 0.0.
         tolerance: allowed error of numbers with a point, relative to the larger, or absolute.
-        accepts: function that decides if an answer, as plain data or a program's output, is right
-            for its case, instead of the comparison. Called with both, outside of the sandbox.
         sandbox: limits and readable files, none of which may reveal the tests. Each call, or run of
             a program, gets `cpu_seconds` of processor time and `seconds` by the clock. Without
             `cpu_seconds`, its `seconds` are processor time, and 20 times as many by the clock, so
@@ -94,22 +94,23 @@ def verifier(
 
     Code that meets a limit, cannot be imported, or gives no answer earns 0.0. If a sandbox or
     Python cannot be started, or the tests are invalid, the function raises RewardError. If `files`
-    or `accepts` raises, the code earns 0.0 and the tag `suspect`, as its output may be the cause.
+    raises, the code earns 0.0 and the tag `suspect`, as its output may be the cause. Both functions
+    may be sync or async.
     """
     if not 0 <= tolerance < float("inf"):
         raise BadInput(f"tolerance={tolerance!r}: must be a number from 0", param="tolerance")
     if isinstance(command, str) or not command:
         raise BadInput(f"command={command!r}: give the program and its arguments", param="command")
-    rules = JudgeRules(partial, tolerance, accepts)
+    rules = JudgeRules(partial, tolerance)
     fixed_cases = None if tests is None or callable(tests) else cases_of(tests)
     box = with_processor_limit(sandbox)
     find_program = ProgramFinder(box)
 
     async def verify(run: Run) -> float:
-        cases = fixed_cases or _cases_of_run(run, tests if callable(tests) else None)
+        cases = fixed_cases or await _cases_of_run(run, tests if callable(tests) else None)
 
         async def ask_all() -> Verdict:
-            given = _files(run, files or _solution)
+            given = await _files(run, files or _solution)
             if cases[0].stdin is not None:
                 await find_program(command[0])
             return await judge(box, command, given, cases, rules)
@@ -122,7 +123,7 @@ def verifier(
 def checker(
     program: str | Sequence[str],
     *,
-    files: Callable[[Run], Files] | None = None,
+    files: FilesOfRun | None = None,
     sandbox: Sandbox | None = None,
     weight: float = 1.0,
     name: str = "checker",
@@ -165,7 +166,7 @@ def checker(
         word = secrets.token_hex(16)
 
         async def run_program() -> Verdict:
-            given = {**_records(run), **(_files(run, files) if files else {})}
+            given = {**_records(run), **(await _files(run, files) if files else {})}
             if isinstance(program, str):
                 argv: Sequence[str] = [sys.executable, "-c", _TO_THE_END]
                 given["verify.py"] = program
@@ -192,9 +193,11 @@ def code_of(text: str | None) -> str:
     return blocks[-1] if blocks else text or ""
 
 
-def _cases_of_run(run: Run, tests: Callable[[Run], Tests] | None) -> list[Case]:
+async def _cases_of_run(run: Run, tests: Callable[[Run], Any] | None) -> list[Case]:
     """Return the cases of a run. Raises RewardError."""
-    given = tests(run) if tests else (run.task.metadata if run.task else {}).get("tests")
+    given = (run.task.metadata if run.task else {}).get("tests")
+    if tests is not None:
+        given = await user_code.call(functools.partial(tests, run), TIMEOUT)
     task = f"task {run.task.id}" if run.task else f"run {run.id}, which is of no task,"
     if given is None:
         raise RewardError(f"{task} has no tests: give them as its metadata['tests']")
@@ -208,10 +211,10 @@ def _solution(run: Run) -> Files:
     return {"solution.py": code_of(None if run.output is None else _text(run.output))}
 
 
-def _files(run: Run, files: Callable[[Run], Files]) -> dict[str, str | bytes]:
+async def _files(run: Run, files: FilesOfRun) -> dict[str, str | bytes]:
     """Return the files that the author's function makes of a run. Raises Suspect."""
     try:
-        given = dict(files(run))
+        given = dict(await user_code.call(functools.partial(files, run), TIMEOUT))
     except Exception as error:
         raise Suspect(f"`files` failed: {type(error).__name__}: {error}"[:300]) from error
     for each, content in given.items():

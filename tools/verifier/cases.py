@@ -30,7 +30,6 @@ ANSWER_BYTES = 1 << 20  # bytes of an answer, or of a program's output
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 _LONGEST = 400  # characters of a text that is compared as a number
-_SAME_HASH = 16  # values in a set that may share a hash
 
 
 class Malformed(ValueError):
@@ -104,25 +103,6 @@ def outputs_equal(got: str, expected: str, tolerance: float) -> bool:
         a == b or _same_words(a.split(" "), b.split(" "), tolerance)
         for a, b in zip(lines, expected_lines, strict=True)
     )
-
-
-def native_answer(value: Any) -> Any:
-    """Return an answer as Python's own lists, sets and dicts, for an author's function.
-
-    Raises Malformed for values with colliding hashes, which would take for ever.
-    """
-    kind, of = _kind(value)
-    try:
-        if kind in ("list", "tuple"):
-            return (tuple if kind == "tuple" else list)(map(native_answer, of))
-        if kind == "set":
-            return set(_distinct([_hashable(each) for each in of]))
-        if kind == "dict":
-            keys = _distinct([_hashable(key) for key, _ in of])
-            return dict(zip(keys, (native_answer(each) for _, each in of), strict=True))
-    except TypeError as error:
-        raise Malformed(str(error)) from error
-    return bytes.fromhex(of) if kind == "bytes" else of
 
 
 def _kind(value: Any) -> tuple[str, Any]:
@@ -208,20 +188,6 @@ def _same_number(got: str, expected: str, tolerance: float) -> bool:
     if len(numbers) < 2 or expected.lstrip("+-").isdigit():
         return False
     return all(map(math.isfinite, numbers)) and _close(numbers[0], numbers[1], tolerance)
-
-
-def _hashable(value: Any) -> Any:
-    """Return a set's element as a hashable value of Python."""
-    made = native_answer(value)
-    return frozenset(made) if isinstance(made, set) else made
-
-
-def _distinct(values: list[Any]) -> list[Any]:
-    hashes = sorted(map(hash, values))
-    for first, last in zip(hashes, hashes[_SAME_HASH:], strict=False):
-        if first == last:
-            raise Malformed("values of one hash")
-    return values
 
 
 @dataclass(frozen=True)

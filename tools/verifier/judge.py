@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cray_agents.agent import user_code
 from cray_agents.errors import BadInput, RewardError, SetupError
-from cray_agents.rewards.reward import TIMEOUT, Verdict
+from cray_agents.rewards.reward import Verdict
 from cray_agents.tools.sandbox import Sandbox
 from cray_agents.tools.sandbox.process import BLOCK, START, TOO_MUCH, SandboxedProcess, SandboxLost
 from cray_agents.tools.verifier.cases import (
@@ -28,13 +27,11 @@ from cray_agents.tools.verifier.cases import (
     Malformed,
     check_answer,
     expected_answer,
-    native_answer,
     outputs_equal,
     values_equal,
 )
 
 Files = Mapping[str, str | bytes]
-Accepts = Callable[[Any, Case], bool]
 Ask = Callable[[Case], Awaitable[tuple[str, Any]]]
 
 WORKER = Path(__file__).with_name("call_worker.py")
@@ -52,22 +49,12 @@ class JudgeRules:
 
     partial: bool
     tolerance: float
-    accepts: Accepts | None
 
-    async def right(self, answer: Any, case: Case) -> bool:
-        """Return True if an answer is right for the case. Raises Suspect."""
-        if self.accepts is None:
-            if case.stdin is not None:
-                return outputs_equal(answer, case.expected, self.tolerance)
-            expected = expected_answer(case.expected)
-            return values_equal(answer, expected, self.tolerance)
-        try:
-            given = answer if case.stdin is not None else native_answer(answer)
-            return bool(
-                await user_code.call(functools.partial(self.accepts, given, case), timeout=TIMEOUT)
-            )
-        except Exception as error:
-            raise Suspect(f"`accepts` failed: {type(error).__name__}") from error
+    def right(self, answer: Any, case: Case) -> bool:
+        """Return True if an answer is right for the case."""
+        if case.stdin is not None:
+            return outputs_equal(answer, case.expected, self.tolerance)
+        return values_equal(answer, expected_answer(case.expected), self.tolerance)
 
 
 def with_processor_limit(sandbox: Sandbox | None) -> Sandbox:
@@ -112,7 +99,7 @@ async def judge(
             ask = code.ask
         for number, case in enumerate(cases, 1):
             kind, answer = await ask(case)
-            problem = await _problem(kind, answer, case, rules)
+            problem = _problem(kind, answer, case, rules)
             if problem is None:
                 right += 1
                 continue
@@ -159,7 +146,7 @@ class ProgramFinder:
         self._present.add(program)
 
 
-async def _problem(kind: str, answer: Any, case: Case, rules: JudgeRules) -> str | None:
+def _problem(kind: str, answer: Any, case: Case, rules: JudgeRules) -> str | None:
     """Return the problem of an answer without revealing the expected one; None: it is right."""
     match kind:
         case "limit":
@@ -172,7 +159,7 @@ async def _problem(kind: str, answer: Any, case: Case, rules: JudgeRules) -> str
             return None if case.awaits(answer) else f"it raised {_exception_name(answer)}"
     if case.raises is not None:
         return "it raised nothing"
-    if await rules.right(answer, case):
+    if rules.right(answer, case):
         return None
     return "wrong answer" if case.stdin is None else "wrong output"
 

@@ -1,0 +1,257 @@
+"""Description of an agent: its arguments, checked, and what follows from them for a run.
+
+Read by run_state.py and conversation.py; agent.py adds the runs.
+"""
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    Self,
+    _SpecialForm,  # as which mypy sees Literal[...] and Annotated[...]
+    cast,
+    get_type_hints,
+)
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+    ValidationError,
+    create_model,
+)
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import is_instance_schema
+
+from cray_agents.agent.environment import EnvironmentMaker, declared_tools
+from cray_agents.agent.handoffs import handoff_tool
+from cray_agents.agent.hooks import Hooks
+from cray_agents.agent.output_types import OutputReader
+from cray_agents.agent.run_context import Deps, RunContext
+from cray_agents.agent.tool import Tool, as_tool
+from cray_agents.engines.tool_calls import (
+    ParserCounts,
+    ServerCapabilities,
+    ToolCalls,
+    with_tool_calls,
+)
+from cray_agents.errors import BadInput
+from cray_agents.ports import ChatEngine
+from cray_agents.records import Output, Run
+
+#: Sync or async.
+Recorder = Callable[[Run], Awaitable[None] | None]
+#: A text, or a function of nothing or of the run's context, sync or async, that returns one.
+Instructions = (
+    str | Callable[[], str | Awaitable[str]] | Callable[[RunContext[Deps]], str | Awaitable[str]]
+)
+_TEXT: Any = str  # so that checkers take an agent without an output type for an Agent[..., Any]
+_OWN_FIELDS = ("model", "messages", "tools", "stream", "n", "extra_headers")  # of a request
+
+
+def _check_sampling(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    if taken := [name for name in _OWN_FIELDS if name in given]:
+        raise ValueError(f"sampling cannot hold {taken[0]!r}: the agent sets it")
+    return given
+
+
+def _check_engine(given: Any) -> Any:
+    if not (given is None or hasattr(given, "chat") or hasattr(given, "stream")):
+        raise ValueError("give an engine, as OpenAIEngine(url) is one")
+    return given
+
+
+Name = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+
+
+@dataclass(frozen=True, eq=False)
+class AgentDescription(Generic[Deps, Output]):
+    """The arguments of an agent, see Agent, and what follows from them."""
+
+    name: Name
+    instructions: Instructions[Deps] = ""
+    tools: Sequence[Tool | Callable[..., Any]] = ()
+    model: Name = "default"
+    output_type: type[Output] | UnionType | _SpecialForm = _TEXT
+    description: str = ""
+    handoffs: Sequence["AgentDescription[Deps, Any]"] = ()
+    environment: EnvironmentMaker | None = None
+    engine: Annotated[ChatEngine | None, PlainValidator(_check_engine)] = None
+    base_url: str | None = None
+    max_turns: PositiveInt = 8
+    timeout: PositiveFloat | None = None
+    max_total_tokens: PositiveInt | None = None
+    on_limit: Literal["stop", "answer"] = "stop"
+    temperature: NonNegativeFloat | None = None
+    max_tokens: PositiveInt | None = None
+    sampling: Annotated[Mapping[str, Any], AfterValidator(_check_sampling)] = field(
+        default_factory=dict
+    )
+    tool_calls: ToolCalls = "auto"
+    parallel_tool_calls: bool = True
+    json_schema: bool = True
+    output_retries: NonNegativeInt = 1
+    retries: NonNegativeInt = 0
+    hooks: Sequence[Hooks[Deps]] = ()
+    recorder: Recorder | Literal["auto"] | None = "auto"
+    reader: OutputReader = field(init=False, repr=False)
+    server: ServerCapabilities = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        object.__setattr__(self, "tools", tuple(as_tool(thing) for thing in self.tools))
+        names = [schema["function"]["name"] for schema in self.tool_schemas]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise BadInput(
+                f"agent {self.name!r} has two tools of one name: {twice[0]}; rename one, by "
+                "@tool(name=...), or by McpTools(prefix=...) of an MCP server",
+                param="tools",
+            )
+        for other in self.handoffs:
+            if other.environment is not None:
+                raise BadInput(
+                    f"{other.name} may take over in a run of {self.name}, whose environment "
+                    f"stays: give {self.name} the environment of {other.name}",
+                    param="handoffs",
+                )
+        if isinstance(self.instructions, str):
+            check_text(self.instructions, "instructions")
+        object.__setattr__(self, "reader", OutputReader(self.output_type, self.json_schema))
+        object.__setattr__(self, "server", ServerCapabilities())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        """For fields of pydantic, an agent is an object that checked itself."""
+        return is_instance_schema(cls, cls_repr="Agent")
+
+    def override(self, **changes: Any) -> Self:
+        """A copy with other arguments: `agent.override(model="calc@3", temperature=0.0)`.
+
+        The copy shares what was found out about the model's server (`parser`, the fields it takes),
+        unless it has another engine, base_url or name of model.
+        """
+        copy = replace(self, **changes)
+        if copy._address == self._address:
+            object.__setattr__(copy, "server", self.server)
+        return copy
+
+    def through(self, engine: ChatEngine) -> Self:
+        """A copy that asks through this engine, and keeps what is known of the server behind it."""
+        copy = replace(self, engine=engine)
+        object.__setattr__(copy, "server", self.server.for_engine(engine))
+        return copy
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The tools as requests list them, an environment's last."""
+        return [tool.schema for tool in (*self._tools, *declared_tools(self.environment))]
+
+    @property
+    def parser(self) -> ParserCounts | None:
+        """Counts of tool calls that the server understood or missed; with `auto` alone."""
+        return self.server.parser if self.tool_calls == "auto" else None
+
+    @property
+    def _address(self) -> tuple[int, str | None, str]:
+        return id(self.engine), self.base_url, self.model.partition("@")[0]
+
+    @cached_property
+    def _tools(self) -> tuple[Tool, ...]:
+        handoffs = (handoff_tool(agent.name, agent.description) for agent in self.handoffs)
+        return (*cast("tuple[Tool, ...]", self.tools), *handoffs)
+
+    # ---- for run_state.py and conversation.py
+    @cached_property
+    def own_engine(self) -> ChatEngine:
+        """The engine that was given, or the one at `base_url`."""
+        if self.engine is not None:
+            return self.engine
+        from cray_agents.engines.openai_engine import engine_at  # late: the openai client is slow
+
+        url = self.base_url or os.environ.get("CRAY_AGENTS_URL")
+        return engine_at(url, os.environ.get("CRAY_AGENTS_API_KEY"))
+
+    @cached_property
+    def asked_engine(self) -> ChatEngine:
+        """The engine with the handling of tool calls that the agent wants."""
+        object.__setattr__(self, "server", self.server.for_engine(self.own_engine))
+        return with_tool_calls(self.own_engine, self.tool_calls, self.server)
+
+    @property
+    def run_recorder(self) -> Recorder | None:
+        """What is called with each finished run."""
+        if self.recorder == "auto":
+            return getattr(self.own_engine, "record", None)
+        return self.recorder
+
+    @cached_property
+    def request(self) -> Mapping[str, Any]:
+        """The fields that all its requests share, without tools and messages."""
+        limits = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        given = {key: value for key, value in limits.items() if value is not None}
+        one = {} if self.parallel_tool_calls else {"parallel_tool_calls": False}
+        return {"model": self.model, **self.sampling, **given, **one}
+
+    @cached_property
+    def all_tools(self) -> Mapping[str, Tool]:
+        """Its own tools and those that hand over, by name."""
+        return {tool.name: tool for tool in self._tools}
+
+    @cached_property
+    def successors(self) -> Mapping[str, "AgentDescription[Deps, Any]"]:
+        """The agents that may take over, by the name of the tool that hands over."""
+        return {
+            handoff_tool(agent.name, agent.description).name: agent.beside(self.own_engine)
+            for agent in self.handoffs
+        }
+
+    def beside(self, engine: ChatEngine | None) -> Self:
+        """The agent, asking this engine unless it has one of its own."""
+        own = self.engine is not None or self.base_url is not None
+        return self if own or engine is None else self.through(engine)
+
+
+def check_text(text: str, what: str) -> None:
+    """Raise BadInput for text with lone surrogates, which JSON cannot carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(f"{what} is not valid Unicode text: {error}", param=what) from error
+
+
+@cache
+def _described() -> type[BaseModel]:
+    """The arguments of Agent as pydantic checks them, but those that are read by code of ours."""
+    hints = get_type_hints(AgentDescription, include_extras=True)
+    read = ("output_type", "environment")
+    checked: dict[str, Any] = {
+        each.name: (hints[each.name], ...)
+        for each in fields(AgentDescription)
+        if each.init and each.name not in read
+    }
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+    return create_model("Agent", __config__=config, **checked)
+
+
+def check_arguments(agent: AgentDescription) -> None:
+    """Raise BadInput for an argument of another type or beyond its bounds."""
+    try:
+        _described()(**vars(agent))
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        name = str(problems[0]["loc"][0])
+        messages = [problem["msg"] for problem in problems if problem["loc"][0] == name]
+        why = " or ".join(dict.fromkeys(messages)).removeprefix("Value error, ")
+        raise BadInput(f"{name}={getattr(agent, name)!r}: {why}", param=name) from error
