@@ -184,6 +184,7 @@ def reading() -> Iterator[subprocess.Popen[str]]:
         child.stdin.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_costly_file_is_refused(
     reading: subprocess.Popen[str], tmp_path: Path, name: str

@@ -153,6 +153,7 @@ def test_a_killed_worker_loses_no_run_and_doubles_none(tmp_path: Path) -> None:
     assert all(len(run.calls) == 2 for run in runs)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="sends a signal to one thread by glibc")
 def test_a_worker_ends_whichever_thread_takes_the_signal(tmp_path: Path) -> None:
     def threads(pid: int) -> list[int]:

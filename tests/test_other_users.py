@@ -127,6 +127,7 @@ def platform(tmp_path: Path) -> Iterator[Platform]:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @needs_root
 def test_another_user_reaches_nothing_and_hears_nothing_at_lost_ports(platform: Platform) -> None:
     url, secret = platform.serving()

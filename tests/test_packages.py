@@ -98,6 +98,7 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(built: Built) -> Non
     assert len(rest) == 1 and rest.pop().endswith(".dist-info")
 
 
+@pytest.mark.slow
 def test_its_metadata_is_whole(built: Built) -> None:
     of = {name.partition(".dist-info/")[2]: text for name, text in contents(built.wheel).items()}
     head, _, readme = of["METADATA"].decode().partition("\n\n")

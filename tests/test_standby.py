@@ -78,6 +78,7 @@ def root(tmp_path: Path) -> Iterator[Root]:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_standby_follows_who_is_killed_and_who_hands_over_and_ends_with_down(root: Root) -> None:
     model = bare_model(root.folder / "model")
     port = quiet_port()

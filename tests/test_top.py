@@ -112,6 +112,7 @@ def test_a_key_sees_what_it_may_read(tmp_path: Path) -> None:
     assert wrong.returncode == 1 and "incorrect API key" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_there_must_be_a_platform(tmp_path: Path) -> None:
     done = cli("status", "--watch", "--home", tmp_path / "home", cwd=tmp_path)
     words = " ".join(done.stderr.split())

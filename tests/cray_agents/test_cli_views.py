@@ -59,6 +59,7 @@ def test_usage_is_summed_up_by_key_model_and_time(
         assert done.returncode == 2 and said in done.stderr
 
 
+@pytest.mark.slow
 def test_events_are_told_until_ctrl_c(served: Platform) -> None:
     argv = [sys.executable, "-m", "cray_agents", "status", "--events", "--json", "--kind", "run"]
     argv += ["--url", served.url]

@@ -57,6 +57,7 @@ def test_no_python_is_started_but_by_the_helper() -> None:
                 assert '"-I"' in line or '"-P"' in line, f"{file}: {line.strip()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("-m", "cray_agents", "--help"), ("-c", "import timeit")])
 def test_no_file_of_the_current_folder_is_run(tmp_path: Path, words: tuple[str, ...]) -> None:
     for name in ("timeit", "typer", "asyncio", "cray_agents"):

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import pytest_asyncio
 
 from tests.support.gateway_with_keys import Site, site_at
@@ -52,6 +53,7 @@ def kind_of(error: anthropic.APIStatusError) -> str:
     return str(body["error"]["type"])
 
 
+@pytest.mark.slow
 async def test_errors(site: Site) -> None:
     import anthropic
 

@@ -112,6 +112,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         process.stderr.close()
 
 
+@pytest.mark.slow
 def test_of_two_standbys_one_follows_who_was_killed_and_the_other_the_next(site: Site) -> None:
     first = site.start("a")
     wait_until(lambda: claim_of(site.home.root) and site.decides(first))
@@ -127,6 +128,7 @@ def test_of_two_standbys_one_follows_who_was_killed_and_the_other_the_next(site:
     site.check()
 
 
+@pytest.mark.slow
 def test_one_that_was_stopped_decides_no_more(site: Site) -> None:
     first, second = site.start("a"), site.start("b")
     wait_until(lambda: claim_of(site.home.root) and any(map(site.decides, (first, second))))
@@ -142,6 +144,7 @@ def test_one_that_was_stopped_decides_no_more(site: Site) -> None:
     site.check()
 
 
+@pytest.mark.slow
 def test_a_standby_of_the_same_host_need_not_wait_and_ends_who_is_silent(site: Site) -> None:
     first = site.start("a")
     wait_until(lambda: claim_of(site.home.root) and site.decides(first))

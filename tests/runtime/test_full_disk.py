@@ -87,6 +87,7 @@ def everything(home: Home) -> set[str]:
     return {str(path.relative_to(home.root)) for path in home.root.rglob("*")}
 
 
+@pytest.mark.slow
 def test_uploads_leave_room_for_records(tmp_path: Path) -> None:
     with small_gateway(tmp_path / "home") as (url, home):
         status, answered = upload(url, bytes(SIZE * 96 // 100))
@@ -100,6 +101,7 @@ def test_uploads_leave_room_for_records(tmp_path: Path) -> None:
         assert not list(home.drafts.iterdir())
 
 
+@pytest.mark.slow
 async def test_a_batchs_line_waits_for_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

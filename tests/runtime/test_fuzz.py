@@ -167,6 +167,7 @@ def test_the_fuzz_knows_every_route_that_takes_a_body() -> None:
     assert model_calls & set(BODIES) <= set(IN_RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_paths_that_no_file_can_have(tmp_path: Path) -> None:
     """In the place of each text of each body."""
@@ -309,6 +310,7 @@ FORBIDDEN += [
 FORBIDDEN += [(path, {}) for path in sorted({path for path, _ in FORBIDDEN})]  # as they should be
 
 
+@pytest.mark.slow
 def test_what_the_document_forbids_is_refused_of_a_model_that_is_there(tmp_path: Path) -> None:
     """Made-up names of models hide it: Schemathesis hits the right one once in many runs."""
     answers = {}

@@ -268,6 +268,7 @@ def test_wrong_weights_are_refused(pair: Pair, name: str) -> None:
     assert refused(by_share, pair.trained, engine, 100) == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_stale_layer_is_refused(pair: Pair, layer: int) -> None:
     """The engine kept a layer of the parent. What the parent's own numbers were tells it."""

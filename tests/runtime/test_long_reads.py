@@ -28,6 +28,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     asyncio.run(store.close())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", AGENTS)  # each is that of every fourth run
 def test_histograms_of_a_sample_are_like_those_of_all(store: Store, agent: str) -> None:
     which = RunFilter(agent=agent)

@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cray_agents.paths import Home
 from cray_agents.records import Run
 from cray_agents.runtime.gateway.http.api_keys import Keys, Role
@@ -72,6 +74,7 @@ async def test_a_run_is_leased_once_and_its_end_recorded_once(tmp_path: Path) ->
     assert {row["environment"]: row["queued"] for row in rows} == {"sums": 0, "x": 0}
 
 
+@pytest.mark.slow
 async def test_a_lease_ends_though_nobody_waits_for_its_run(tmp_path: Path) -> None:
     """In the list, in the store, and for whoever asks for the run again."""
     async with served(tmp_path) as gateway:

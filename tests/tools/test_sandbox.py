@@ -702,6 +702,7 @@ ALIKE = ("test_time", "processor_time", "memory_of_one_process", "page_tables", 
 
 if os.getuid() == 0 and "bubblewrap" in LAYERS:
 
+    @pytest.mark.slow
     def test_the_promises_hold_for_an_ordinary_user() -> None:
         with tempfile.TemporaryDirectory() as home:
             Path(home).chmod(0o777)

@@ -47,6 +47,7 @@ def test_swiglu() -> None:
     assert torch.autograd.gradcheck(kernels.swiglu, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[6, 6, 6], [3, 1, 9, 9, 2], [12]], ids=str)
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_attention_stays_within_its_sequence(lengths: list[int], groups: int) -> None:

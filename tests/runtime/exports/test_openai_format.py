@@ -81,6 +81,7 @@ def line(run: Run) -> dict[str, Any]:
     return OPENAI(run).records[0]
 
 
+@pytest.mark.slow
 def test_the_door_reads_every_line_and_losses_are_stated(
     runs: dict[str, Run], tmp_path: Path
 ) -> None:

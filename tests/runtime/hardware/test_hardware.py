@@ -331,6 +331,7 @@ asyncio.run(serve())
 """
 
 
+@pytest.mark.slow
 def test_energy_of_jobs_and_replicas_is_in_their_holdings(library: Path, tmp_path: Path) -> None:
     home = Home(tmp_path)
     environment = os.environ | {"LD_LIBRARY_PATH": str(library.parent)}
@@ -370,6 +371,7 @@ def test_slurms_account_is_read_where_there_is_one() -> None:
         assert "does not have this job" in parse_usage(other, "job-a").why_unknown
 
 
+@pytest.mark.slow
 def test_without_accounting_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CONF", "/nowhere")
     assert read_usage("1", "job-a").why_unknown == NO_ACCOUNT

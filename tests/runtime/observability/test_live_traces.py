@@ -181,6 +181,7 @@ async def test_content_is_sent_as_it_is_stored(tmp_path: Path, receiver: Receive
     assert "ann@example.org" not in str(found)
 
 
+@pytest.mark.slow
 async def test_no_collector_costs_no_call(tmp_path: Path) -> None:
     async with served(tmp_path, traces=LiveTraces("http://127.0.0.1:9")) as gateway:
         assert (await gateway.ask("hi")).text == "hi"

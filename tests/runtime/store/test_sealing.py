@@ -162,6 +162,7 @@ for last in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_kill_at_every_step_of_sealing(tmp_path: Path) -> None:
     """Before each file it opens, links or removes."""
     lines = [line(number, 4000) for number in range(100)]

@@ -28,6 +28,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(body=st.dictionaries(st.text(), JSON, max_size=4), time=st.floats(0, 1e10))
 def test_an_event_goes_through_its_line(body: dict[str, object], time: float) -> None:
     one = Event(id="i", run_id='r"\\', kind="run", body=body, time=time)

@@ -57,6 +57,7 @@ async def get(gateway: Gateway, path: str) -> Any:
     return answer
 
 
+@pytest.mark.slow
 async def test_runs_moves_recipes_and_figures_differ_as_they_were_built(
     gateway: Gateway, pair: tuple[str, str]
 ) -> None:
@@ -99,6 +100,7 @@ async def test_the_runs_of_a_change_come_in_pages(gateway: Gateway, pair: tuple[
     assert [one["run"] for one in removed["data"]] == ["r3"]
 
 
+@pytest.mark.slow
 async def test_demonstrations_are_the_same_by_their_messages(
     gateway: Gateway, tmp_path: Path
 ) -> None:

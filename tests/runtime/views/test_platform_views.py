@@ -210,6 +210,7 @@ class Reader:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_changes_are_streamed_and_resumed(gateway: Gateway) -> None:
     reader = Reader(gateway)
     await until(lambda: reader.open)
@@ -245,6 +246,7 @@ async def test_a_cursor_of_before_a_restart_resets_its_reader(tmp_path: Path) ->
         # the gateway ends while the stream is open, and does not wait for it
 
 
+@pytest.mark.slow
 async def test_who_missed_too_much_is_told_so(gateway: Gateway) -> None:
     feed = gateway.services.changes
     reader = Reader(gateway)
