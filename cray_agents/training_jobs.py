@@ -3,7 +3,7 @@
     JobSpec(method, dataset, parent, Hyperparameters(Lora, Preference, Policy)) -> JobStatus
 
 A spec's id is a hash of every field that decides the result. The layout and the other fields that
-only decide how the job is run stay out of the id. Read next: `trainers/job.py`.
+only decide how the job is run stay out of the id. Read next: `trainers/job/job.py`.
 """
 
 from typing import Annotated, Any, Literal, Self

@@ -7,7 +7,7 @@ starts the work again, after a pause that grows.
 Some work is not started again, as its end has to end the process: the thread of the controller's
 lease (controller_lease.py), the HTTP server and the first start of the replicas (compose.py), the
 wait for a further gateway's end (further_process.py), and the tasks of the batch worker, whose
-process child_processes.py starts again.
+process compose.py starts again.
 """
 
 import asyncio

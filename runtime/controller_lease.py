@@ -12,10 +12,10 @@ of `lease` seconds.
 
 **Timing.** A holder notes its clock before it writes a heartbeat. It decides for two thirds of
 `lease` after the last one that got through, and then no more. Another process claims the next term
-after it saw no new heartbeat for the whole of `lease`. It counts from the end of the look that
-showed the last one. So a third of `lease` lies between the last decision of one holder and the
-first of the next, and a write that began in time has that long to end. Clocks of hosts are never
-compared, nor times of files. The clock used goes on in suspension, and no step changes it.
+after it saw no new heartbeat for the whole of `lease`. It counts from the end of the read that
+showed the newest heartbeat. So a third of `lease` lies between the last decision of one holder and
+the first of the next, and a write that began in time has that long to end. Clocks of hosts are
+never compared, nor times of files. The clock used goes on in suspension, and no step changes it.
 
 **Lapse.** A holder that was stopped or had no root for longer claims the next term itself. If it
 gets that, nobody else did, and it goes on with the higher number. Else it ends its process at once.

@@ -100,8 +100,8 @@ def bfloat16_limits(p99: float = 0.5) -> LogprobLimits:
     An exponential distribution's 99th percentile is 4.6 times its mean. The default mean of 0.1 is
     what NeMo-RL accepts (mean of exp |difference| < 1.1), and three times the 0.032 published there
     for DeepSeek-V3. Wrong weights are far beyond: a transposed matrix, a wrong RoPE base or a lost
-    tensor-parallel shard give a mean of 0.25 to 4 (tests/runtime/test_logprob_limits.py). Who
-    allows twice the difference allows twice as many other argmaxes.
+    tensor-parallel shard give a mean of 0.25 to 4 (tests/runtime/test_logprob_limits.py). A
+    doubled `p99` also doubles the allowed share of tokens whose most likely token differs.
     """
     least = max(0.0, 1 - (1 - _LEAST_ARGMAX) * max(1.0, p99 / 0.5))
     return LogprobLimits(mean=p99 / 5, p99=p99, equal_argmax=least)

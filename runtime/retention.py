@@ -1,6 +1,6 @@
 """Prune: free the disk space of versions, resume points and drafts that nothing refers to.
 
-Called by cli/models/models.py, beside a running platform or without one. Records stay: a version,
+Called by cli/maintenance.py, beside a running platform or without one. Records stay: a version,
 its history, its lineage, its job. A checkpoint is deleted in three steps. The next prune finishes
 the work of one that was killed after any of them:
 

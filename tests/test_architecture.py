@@ -1,9 +1,11 @@
 """ARCHITECTURE.md is complete: each file stands in its tree, with its first line as the caption."""
 
+import ast
 import re
 
 import pytest
 
+from tests import measures
 from tests.support import architecture
 
 
@@ -18,3 +20,17 @@ def test_files_that_are_named_are_there() -> None:
     paths = re.findall(r"\b(?:[a-z_]+/)+[a-z_]+\.py\b", text)
     assert [path for path in paths if not (architecture.ROOT / path).exists()] == []
     assert len(paths) > 10
+
+
+def test_files_that_docstrings_point_to_are_there() -> None:
+    """Those after "Called by", "Read next:" and the like, by the end of their path."""
+    files = [f"/{file.relative_to(architecture.ROOT)}" for file in measures.modules()]
+    pointed, missing = 0, []
+    for file in measures.modules():
+        text = ast.get_docstring(ast.parse(file.read_text())) or ""
+        for pointers in re.findall(r"(?:Read next:|(?:Call|Us|Mad|Start)ed? by)([^:;]*)", text):
+            for name in re.findall(r"\w[\w/]*\.py\b", pointers):
+                pointed += 1
+                if name != "FILE.py" and not any(known.endswith(f"/{name}") for known in files):
+                    missing.append(f"{file.name}: {name}")
+    assert missing == [] and pointed > 100

@@ -220,7 +220,7 @@ OWN_TASKS = {
     "cray_agents/loop/version_gate.py": {"_keep_renewing", "receive", "stage"},
     "cray_agents/platform/client.py": {"staged"},
     "cray_agents/platform/transport.py": {"_while_alive", "put"},
-    "runtime/batches/worker.py": {  # end the worker, which child_processes.py starts again
+    "runtime/batches/worker.py": {  # end the worker, which compose.py starts again
         *("__init__", "run", "run_worker", "_run_lane", "_start_chore", "send"),
     },
     "runtime/gateway/controller_link.py": {"_pass_on"},

@@ -1,7 +1,7 @@
 """MCP server: serve an agent as one tool, `ask_<agent>`, to editors and other agents.
 
 Each call is a run, recorded as any other, with the tag `mcp`. The agent's events are reported as
-progress. Called by cli/mcp.py (`cray-agents mcp agent.py`). See mcp_client.py for the other
+progress. Called by cli/agents.py (`cray-agents mcp agent.py`). See mcp_client.py for the other
 direction.
 """
 

@@ -43,7 +43,9 @@ UNDER_WAY = ("queued", "running")
 
 
 def train(config: Config, spec: JobSpec, *, detach: bool) -> JobStatus:
-    """Submit a job, or find it, and follow it to its end or until Ctrl-C pauses it.
+    """Submit a job, or find it, and follow it to its end or until Ctrl-C.
+
+    Ctrl-C pauses a job that this process runs. A platform's job goes on.
 
     Raises SetupError, BadInput, JobError.
     """

@@ -87,7 +87,7 @@ def submit(
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it is submitted.")] = False,
 ) -> None:
-    """Train a model: start a job, or find it, and follow it to its end. Ctrl-C saves and stops."""
+    """Train a model: start a job, or find it, and follow it to its end. Ctrl-C ends the wait."""
     config = settings()
     open_root(config, new=True)
     _check_name(name, detach=detach)

@@ -1,7 +1,8 @@
 """`why`: a paragraph on why a job, a loop or a replica waits, hangs, failed or was rejected.
 
-It rests on the records of the shared root, on the verdicts on ended attempts (job/failure.py), and
-on Slurm's reason. Only a replica needs the running platform. Read next: jobs.py.
+It rests on the records of the shared root, on the verdicts on ended attempts
+(trainers/job/failures/failure.py), and on Slurm's reason. Only a replica needs the running
+platform. Read next: jobs.py.
 """
 
 import time

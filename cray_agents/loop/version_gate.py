@@ -6,9 +6,9 @@ are drained by the pool, and each run goes on later with the version that it beg
 several replicas, `stage` takes a spare one and the others serve on. Made by loop.py; runs reach
 it through `GatedEngine`, the engine that rollouts.py gives to the agent.
 
-Such a loop has the platform's only replica to itself: what is promoted gives way while another
-version is there. The loop says so, by its name as the `holder`, and that it lives; when it ends or
-dies, the platform loads what is promoted again.
+Such a loop has the platform's only replica to itself: while it tests another version, the promoted
+one is not served. The loop holds a lease on the replica, under its name as the `holder`, and renews
+it. When the loop ends or dies, the platform loads the promoted version again.
 """
 
 import asyncio

@@ -17,8 +17,8 @@ If the hypothesis is true, the probability that the wealth ever reaches 1 / alph
 - Reject when the tasks are exhausted. This is the tie rule: a candidate not shown to be better is
   not promoted. Tasks with equal rewards do not change the wealth when the margin is 0.
 
-If the wealth suffices, the test still waits for the tasks of some tags: those with fewer than 16
-tasks so far, or with a mean below -tolerance whose guard has not failed. If the mean of a tag is
+Even with wealth enough to promote, the test waits for more tasks of a tag that has had fewer than
+16, or whose mean is below -tolerance while its guard has not failed. If the mean of a tag is
 finally below -tolerance by more than its standard error, the candidate is rejected too. The test
 treats the tasks as random draws from those that the agent will meet.
 

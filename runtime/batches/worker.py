@@ -10,7 +10,7 @@ Failures unrelated to a line are retried: the gateway is unreachable, full, or h
 attempt carries the same idempotency key, so the gateway repeats an answer that it gave before.
 
 A disk error ends the process. Another worker then takes over its claims, or the same worker once
-child_processes.py has started it again. Read next: board.py, chunks.py.
+compose.py has started it again. Read next: board.py, chunks.py.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """GPU sleep: free a replica's GPU while others use it, and serve afterwards, once proven.
 
-`fall_asleep` and `wake_up` are the sleep of a turn (cli/platform/gpu_turns.py), after which the
-former version serves again. upkeep.py lets a replica sleep that is not needed.
+`fall_asleep` and `wake_up` are the sleep of a turn (cray_agents/server/gpu_turns.py), after which
+the former version serves again. upkeep.py lets a replica sleep that is not needed.
 """
 
 import logging

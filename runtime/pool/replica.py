@@ -6,8 +6,8 @@ that a replica serves has passed its logprob check (golden_probe.py) on the proc
     event      from                                       to        because
     wait       down out waiting                           waiting   it has no place to run
     start      down out waiting swapping sleeping         starting  a process starts, or wakes
-    serve      starting swapping sleeping                 serving   its version is proven, or serves
-               serving leaving down out unproven                    on; the last five: elsewhere
+    serve      starting swapping sleeping                 serving   its version passed its check; in
+               serving leaving down out unproven                    the last five: elsewhere
     change     serving unproven out down waiting leaving  swapping  its weights are to be changed
     receive    swapping                                   unproven  it has weights without files
     lose       serving leaving unproven away waiting      down      it is to be brought back

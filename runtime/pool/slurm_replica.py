@@ -1,4 +1,4 @@
-"""SlurmReplica: a vLLM server in a Slurm job on another node, behind the same seam as a local one.
+"""SlurmReplica: a vLLM server in a Slurm job on another node, with a local one's interface.
 
 The job runs replica_supervisor.py, which starts vLLM there. This module submits the job, finds its
 lease (job_lease.py), and then speaks HTTP: with the supervisor about starts, ends and deaths

@@ -45,7 +45,7 @@ MANIFEST = "manifest.json"
 ADAPTER = "adapter"
 DELTA = "delta"  # the folder of what changed in the parent: see deltas.py
 READERS = 8  # files hashed at a time
-ASIDE = ".aside_"  # in the name of a whole checkpoint that prune.py is about to remove
+ASIDE = ".aside_"  # in the name of a whole checkpoint that retention.py is about to remove
 REBUILD = "rebuild"  # in the name of a draft of a delta checkpoint's files of weights
 DRAFT_SECONDS = 86400.0  # without a change; an older draft is left over from a dead process
 # the files of a Hugging Face directory for serving and training; no code and no pickles

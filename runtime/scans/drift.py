@@ -6,7 +6,7 @@ difference the mean of x is 0. Two betting tests (`Stream` in cray_agents/promot
 collect evidence for a mean above and below it. With h habits a habit has drifted when one of its
 two reaches 2 h / alpha. The probability that any habit is reported though none differs is at most
 alpha, however often one looks while runs come in. The test takes the runs of both versions for
-draws of the same tasks: give a filter where they are not. Called by cli/drift.py.
+draws of the same tasks: give a filter where they are not. Called by cli/version_scans.py.
 """
 
 import re

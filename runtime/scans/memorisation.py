@@ -7,7 +7,7 @@ Carlini et al. 2019, arXiv 1802.08232) was put into training data on purpose, an
 else; a run that says it has memorised it.
 
 Rows of tokens are compared by 64-bit hashes: of a billion different ones fewer than one in ten is
-taken for another's. Called by cli/memorisation.py.
+taken for another's. Called by cli/version_scans.py.
 """
 
 import math

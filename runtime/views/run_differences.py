@@ -2,7 +2,7 @@
 
 Messages are aligned as a whole first, so that equal messages match at any position. Messages that
 take each other's place are compared line by line. Called by gateway/routes/run_views.py and
-cli/run_diff.py.
+cli/run_text.py.
 """
 
 import difflib

@@ -27,6 +27,7 @@ from cray_agents.runtime.batches.batch_records import BatchFolder
 from cray_agents.runtime.batches.board import Board
 from cray_agents.runtime.batches.claims import Holder
 from cray_agents.runtime.batches.queue import BatchQueue
+from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.files.files import Files
 from cray_agents.runtime.gateway.http.api_keys import Keys
 from cray_agents.runtime.views.view_records import BatchErrors
@@ -400,8 +401,8 @@ def test_an_expired_batch_says_which_lines_were_not_asked(tmp_path: Path) -> Non
 def soon(client: Client, batch: Batch, seconds: int) -> None:
     """Let a batch expire earlier than the least window, before any worker has seen it."""
     path = BatchFolder(client.home.batches / batch.id).request_file
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps(record | {"expires_at": int(time.time()) + seconds}))
+    record = checksums.read_json(path) | {"expires_at": int(time.time()) + seconds}
+    durable.replace_file(path, checksums.with_crc(json.dumps(record).encode()))
 
 
 @pytest.mark.slow

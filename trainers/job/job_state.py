@@ -82,12 +82,12 @@ Move = Literal[
 
 @dataclass(frozen=True)
 class JobFacts:
-    """The facts that a look at a job found. The first row that holds says its state and the move.
+    """What was found of a job. The first row that holds gives its state and the next move.
 
     fact          state          move             what it means
     cancelled     cancelled      report
     ended         of its status  report           status.json is there
-    all_done      queued         report           by commands, which all have results; no process
+    all_done      queued         report           it is driven by commands: each has its result
     command queued or running:
     nodes_changed queued         resubmit         other nodes failed lately than it leaves out
     paused        paused         withdraw         no process of it yet could see the pause

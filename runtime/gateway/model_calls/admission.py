@@ -15,8 +15,8 @@ A request whose model no replica holds is parked. It takes no slot from requests
 answered, such as the evaluation of a candidate, and queues again when its model is back. Nothing is
 refused while weights are swapped: requests beyond the bound wait, too. At other times the parked
 requests have a bound of their own, of the same size. A request that nothing could serve for
-`outage` seconds gets EngineUnavailable. One whose model cannot be looked up, since its record is
-damaged or the disk is away, gets that error; the others go on.
+`outage` seconds gets EngineUnavailable. If the look-up of a request's model fails (a damaged
+record, no disk), this request alone gets that error.
 
 Several gateways must not let in more together than one would alone: `GatewayShares` gives each a
 share of the engines' capacity, and of the queue, in proportion to the requests that it reports.
