@@ -100,8 +100,8 @@ class Config(BaseModel):
     train_session_parked_gib: float | None = Field(
         None,
         ge=0,
-        description="GiB of host memory in which a session keeps trainings that it does not work on; "
-        "default: a quarter of this host's if jobs run on it, else 0. 0: they are saved to files",
+        description="GiB of host memory in which a session keeps trainings that it does not work "
+        "on; default: a quarter of this host's if jobs run on it, else 0. 0: they are saved to files",
     )
     train_hang_seconds: float = Field(
         120,
