@@ -1,7 +1,7 @@
 """Cost of recording finished runs, to loop and platform together, when many end at once.
 
-Runs that share requests (cray_agents/platform/client.py) against a request for each. Client and
-gateway are one process here, so that its processor time is that of both sides.
+Runs that share requests (`Recording` in cray_agents/platform/transport.py) against a request for
+each. Client and gateway are one process here, so that its processor time is that of both sides.
 """
 
 import asyncio

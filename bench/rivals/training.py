@@ -1,6 +1,6 @@
 """The main job beside TRL and SkyRL: an agent learns to use a calculator, from one checkpoint.
 
-For each seed the cookbook's seed model is warmed up once, as its GRPO wants it. From there our
+For each seed the demo's seed model is warmed up once, as its GRPO wants it. From there our
 loops (GRPO and rejection sampling), TRL's GRPOTrainer and SkyRL's server with tinker-cookbook's
 loop learn in turn, each until held-out success is 0.94 by its own count or its time is up. All
 checkpoints on the way are measured by one program (held_out.py), off every clock.

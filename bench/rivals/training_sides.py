@@ -1,10 +1,10 @@
 """A process that lets one side learn the calculator task, or makes the checkpoint they begin with.
 
 `python -m bench.rivals.training_sides SIDE SEED LIMIT FOLDER` writes FOLDER/SIDE.json. SIDE
-is `start` (seed model and warm-up, as the cookbook's GRPO has them), `grpo` or `rft` (our loop),
+is `start` (seed model and warm-up, as the demo's GRPO has them), `grpo` or `rft` (our loop),
 `trl` (TRL's GRPOTrainer with the calculator among its `tools`), `skyrl` (SkyRL's server with
 tinker-cookbook's loop). All begin with FOLDER/start, have the same training tasks, and end at the
-cookbook's target or after LIMIT seconds. Called by training.py.
+demo's target or after LIMIT seconds. Called by training.py.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ def start(seed: int, limit: float, folder: Path) -> Learned:
 
 
 def ours(method: Literal["grpo", "rft"], seed: int, limit: float, folder: Path) -> Learned:
-    """Run the cookbook's loop, whose own evaluations are on its clock: they decide.
+    """Run the demo's loop, whose own evaluations are on its clock: they decide.
 
     It has no test tasks here, which would decide nothing.
     """

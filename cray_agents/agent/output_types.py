@@ -1,6 +1,6 @@
 """Output types: instructions and schema for the model, and the reading of its answer.
 
-Called by agent.py and conversation.py.
+Called by description.py, run_state.py and conversation.py.
 """
 
 import json

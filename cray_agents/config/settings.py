@@ -101,7 +101,7 @@ class Config(BaseModel):
         None,
         ge=0,
         description="GiB of host memory in which a session keeps trainings that it does not work "
-        "on; default: a quarter of this host's if jobs run on it, else 0. 0: they are saved to files",
+        "on; default: a quarter of this host's if jobs run on it, else 0. 0: they go through files",
     )
     train_hang_seconds: float = Field(
         120,

@@ -2,7 +2,7 @@
 
 The engine requests exact tokens, unless the server cannot report them. Retries (429, 408, 409,
 5xx, no connection) are the openai client's own, with its back-off. That client is imported when
-first used, as its import takes longer than all of ours. Called by agent/agent.py and
+first used, as its import takes longer than all of ours. Called by agent/description.py and
 platform/transport.py.
 """
 

@@ -15,7 +15,7 @@ The schema restricts the model's distribution, so the recorded log-probabilities
 Such calls suit `sft` and `rft`, not the ratios of `grpo`. A small model may write blanks without
 end, where JSON allows them; vLLM's flag
 `--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'` prevents
-that. Called by agent/agent.py.
+that. Called by agent/description.py.
 """
 
 import json

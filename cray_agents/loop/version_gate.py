@@ -3,8 +3,8 @@
 A replica holds one version. Where there is one replica, a candidate that is evaluated takes its
 place, and the rollouts of other iterations are held back here: no new call begins, those in flight
 are drained by the pool, and each run goes on later with the version that it began with. With
-several replicas, `stage` takes a spare one and the others serve on. Made by loop.py; runs reach
-it through `GatedEngine`, the engine that rollouts.py gives to the agent.
+several replicas, `stage` takes a spare one and the others serve on. Made by components.py; runs
+reach it through `GatedEngine`, the engine that rollouts.py gives to the agent.
 
 Such a loop has the platform's only replica to itself: while it tests another version, the promoted
 one is not served. The loop holds a lease on the replica, under its name as the `holder`, and renews

@@ -6,7 +6,7 @@ reaches the threshold. `NearDuplicates` states the share of missed pairs.
 
 Signatures come from rensa, written in Rust. On one core it makes 190,000 a second of 200 tokens and
 100,000 of 2,000; datasketch 2.0 makes 19,000 and 2,500. Hashes and seed are ours, so signatures are
-the same everywhere (a test pins one). Called by build.py, methods.py and selection.py; see
+the same everywhere (a test pins one). Called by build.py and selection.py; see
 decontamination.py for texts.
 """
 

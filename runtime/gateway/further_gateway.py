@@ -7,7 +7,7 @@ route is forwarded as it came, for callers who may use it. What happens here tha
 must know goes to it in reports (routes/platform.py). Without a controller calls are answered on,
 the rest is 503 `no_controller`.
 
-Started by cray_agents/server/compose.py. Read next: controller_link.py,
+Made by server/further_process.py. Read next: controller_link.py,
 runtime/pool/published_replicas.py.
 """
 

@@ -3,7 +3,7 @@
 A run is the same by its id, a demonstration by its messages. The lines are those of runs.parquet,
 which names every run that was considered, so a difference also says why a run is out. Both tables
 are joined by pyarrow in columns: a million runs take a second or two. Called by
-gateway/routes/datasets.py and cli/datasets.py.
+gateway/routes/datasets.py.
 """
 
 from typing import Any, Literal

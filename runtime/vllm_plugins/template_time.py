@@ -3,7 +3,7 @@
 Jinja compiles a template to Python code that runs in some thread. A watcher raises TemplateTooSlow
 in that thread, which a template cannot catch. A single long step, such as a sort of millions,
 cannot be interrupted. vLLM's own limit gives the request up but leaves its thread running, and with
-it the GIL held. Called by server.py for requests, and by demonstrations.py.
+it the GIL held. Called by server.py for requests, and by datasets/chat_template.py.
 """
 
 import contextlib

@@ -4,8 +4,8 @@ Every rank writes its share of the tensors into safetensors files of its own, an
 writes; nothing is gathered on one rank. Each tensor is written whole by one of the ranks that hold
 it (`plan_export`). Rank 0 adds the parent's config, tokenizer and chat template, the golden probe
 and all hashes, and renames the folder into place. Weights keep the parent's stored types, and the
-probe scores the weights as stored, or adapters beside theirs (see Training.as_stored). Called by
-job/rank.py. Read next: weight_files.py.
+probe scores the weights as stored, or adapters beside theirs (see RankTraining.as_stored). Called
+by job/rank.py. Read next: weight_files.py.
 """
 
 import json

@@ -3,8 +3,8 @@
 A sequence is cut into twice as many chunks as there are ranks. A rank takes one from the front and
 its mirror image from the back, so that causal attention is equal work for all ranks (arXiv
 2407.21783, section 3.3.2; Transformer Engine cuts `thd` sequences in the same places). No torch.
-training/train_step.py calls `share` on every micro-batch. Read next: models/attention.py, which
-gathers the keys.
+training/parallel_groups.py calls `share` on every micro-batch. Read next: models/attention.py,
+which gathers the keys.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ With r = p / p_sampled, the advantage A and the weight w, the loss of a token is
     cispo                 -w stop_gradient(clip(r)) A log p         arXiv 2506.13585
     linear                w g log p, where the client's own loss has the gradient g at log p
 
-Each is summed over tokens and never divided. Called by training/train_step.py.
+Each is summed over tokens and never divided. Called by job/command_run.py.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """LoRA (arXiv 2106.09685): W x + alpha / rank * B A x, where only A and B are trained.
 
-training/train_step.py calls `add_lora` after loading the parent's weights. The linears are
+backends.py calls `add_lora` after loading the parent's weights. The linears are
 Megatron's column and row parallel ones, torch's or Transformer Engine's. Matrices that Megatron
 keeps as one (q, k and v; gate and up) share one A. Tensor ranks split an adapter like its linear:
 

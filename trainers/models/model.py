@@ -1,6 +1,6 @@
 """Model: build this rank's chunks of an Architecture as Megatron GPTModels.
 
-training/train_step.py calls `build_model` once the process groups exist. On GPUs the layers are
+backends.py calls `build_model` once the process groups exist. On GPUs the layers are
 Transformer Engine's if it is installed. Else they are Megatron's local ones, with attention.py's
 modules for layers that Megatron has on CUDA only: see layer_choice.py. Read next: head.py for the
 logits, weights.py for filling the model.

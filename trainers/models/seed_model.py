@@ -1,8 +1,8 @@
 """Seed model: make a tiny untrained Qwen3, the starting point of the demo, without a download.
 
-The demo, the cookbook and the end-to-end tests call `make_seed_model`. vLLM, transformers and the
-Megatron trainer then read the directory like any other Hugging Face model. Two choices
-matter to the reader of a run:
+Tests call `make_seed_model`, the demo and the cookbook `make_tiny_model`. vLLM, transformers and
+the Megatron trainer then read the directory like any other Hugging Face model. Two choices matter
+to the reader of a run:
 
 * The chat template repeats sampled tokens exactly: it renders a tool call from its parsed form in
   the one spelling that the demonstrations use. So the prompt of an agent's second turn starts with

@@ -4,7 +4,7 @@ One table maps each Megatron parameter to its Hugging Face tensors. Loading read
 of these and packs them. Exporting divides the parameters among all ranks that hold them: each is
 gathered on its own writer and unpacked there, one parameter at a time. The table has the names of
 torch's and Transformer Engine's layers; weights under an adapter (lora.py) keep their entries.
-training/train_step.py loads, checkpointing/hf_export.py exports. InitialWeights stand in for the
+backends.py loads, checkpointing/hf_export.py exports. InitialWeights stand in for the
 files of a model that starts at random.
 """
 

@@ -1,8 +1,8 @@
 """Layouts: which ones a model supports, and which of them is the fastest that fits in memory.
 
-job/job.py checks a job's layout with `check_layout` before it starts ranks. job_layout.py calls
-`choose_layout` for jobs without a layout, plan.py shows the whole ranking. Memory and speed are
-estimates, see arithmetic.py and step_time.py. No torch.
+job/job_inputs.py checks a job's layout with `check_layout` before it starts ranks. job_layout.py
+calls `choose_layout` for jobs without a layout, plan.py shows the whole ranking. Memory and speed
+are estimates, see arithmetic.py and step_time.py. No torch.
 """
 
 from collections.abc import Iterator, Sequence

@@ -46,7 +46,7 @@ class Parked:
     """Host copies of a training's storages. `nbytes`: of all ranks together.
 
     Without `origin` they are frozen weights. `key` names the state; equal on all ranks. `first`:
-    see Training.
+    see RankTraining.
     """
 
     key: tuple[Any, ...]

@@ -18,8 +18,8 @@ PlanName = Literal["resume", "continue", "unpark", "begin", "read"]
 class JobStart:
     """The start of a job: its build, its weights, and the job that it goes on from.
 
-    `build`: see Training. `parent`: its weights; None: random ones, of no file. `resumes`: it goes
-    on from a resume point whose content its session holds or has parked.
+    `build`: see RankTraining. `parent`: its weights; None: random ones, of no file. `resumes`: it
+    goes on from a resume point whose content its session holds or has parked.
     """
 
     job: str

@@ -3,7 +3,7 @@
     Loop(agent, tasks, rewards=[...], method=KTO(), live=Live(runs=64, quiet="08:00-18:00"))
     cray-agents loop FILE --watch
 
-All other steps are the loop's own: build, train, prove, evaluate, promote. `take` waits until an
+All other steps are the loop's own: build, train, prove, evaluate, promote. `begin` waits until an
 update is due. It writes the update's runs and parent version into the journal once, as `take-<n>`.
 Then each of these runs becomes a run of this loop and iteration, of split `train`. So a loop that
 was killed anywhere goes on with the same runs. A run is used in one update only, even if it is

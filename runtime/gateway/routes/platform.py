@@ -302,7 +302,7 @@ async def stream_changes(
 async def report_gateway(services: Current, body: GatewayReport) -> Response:
     """Take a further gateway's report, and return its share of the engines.
 
-    Gateways send it; see `cray-agents gateway`.
+    Gateways send it; see `cray-agents up --gateway-only`.
     """
     services.note_other_gateways()
     services.shares.note(body.gateway, body.demand)

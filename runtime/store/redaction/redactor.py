@@ -3,8 +3,8 @@
 Every text of a body is searched, also JSON in a text, and texts split over the pieces of a recorded
 stream (replies.py). A match becomes `[redacted:email]` or the like, counted in body["redacted"]. A
 call with a match loses its exact tokens, for they would reveal the text. Ids, hashes and names of
-models stay, since events refer to each other by them. For the kinds see sensitive.py.
-Made by server/compose.py from the configuration; called by store.py in `append`.
+models stay, since events refer to each other by them. For the kinds see sensitive.py. Made by
+server/gateway_parts.py and cli/screen.py from the configuration; called by store.py in `append`.
 """
 
 import difflib

@@ -11,7 +11,7 @@ in skippable frames, which zstd readers ignore. Each has its own checksum:
 - the footer: sizes of all frames, counts and hashes (Footer);
 - the trailer, of fixed size: the place of the footer.
 
-Written by sealed.py; read by reader.py, reader.py, sealed.py and repair.py.
+Written by sealed.py; read by reader.py, sealed.py and repair.py.
 """
 
 import os

@@ -51,7 +51,8 @@ def assistant(content: Any, tool_calls: list[dict[str, Any]], **more: Any) -> Me
 def content_of(texts: Sequence[str]) -> Any:
     """Return the content of a message of these texts: the text, or the parts as they were sent.
 
-    The chat template, or the engine for it, joins several: see `text_of` of the store's facts.
+    The chat template, or the engine for it, joins several: see `text_of` of
+    cray_agents/messages.py.
     """
     content = [{"type": "text", "text": text} for text in texts]
     return content if len(content) > 1 else "".join(texts)
