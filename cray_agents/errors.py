@@ -24,7 +24,7 @@ Each is also an error of the standard library.
     │   ├── DiskFull                     ... because there is no room left on it
     │   ├── Corrupt                      a file does not match its checksum
     │   └── NewerFormat                  ... or was written by a newer version of this package
-    ├── SwapError (RuntimeError)         new weights did not come up, or could not be proven
+    ├── SwapError (RuntimeError)         new weights did not load, or failed their logprob check
     │   ├── Displaces                    ... because a promoted version would be served no more
     │   ├── PoolBusy                     ... because no replica could be had; later one may
     │   └── Overtaken                    ... because a rollback came first
@@ -209,7 +209,7 @@ class NewerFormat(StoreError):
 
 
 class SwapError(CrayError, RuntimeError):
-    """New weights did not come up, or their golden probe did not match."""
+    """New weights did not load, or failed their logprob check."""
 
     code = "swap_failed"
 

@@ -206,7 +206,7 @@ def test_a_candidate_that_is_not_proven_is_not_promoted(tmp_path: Path) -> None:
         engine.drift = 0.5  # from here on the engine's weights are not the trainer's
         second = next(steps)
         assert not second.promoted
-        assert "not proven" in second.note
+        assert "check failed" in second.note
         assert Registry(Home(tmp_path)).resolve("m").id == "m@1"
 
 

@@ -147,7 +147,7 @@ def outcome(g: Iteration) -> str:
     if not g.iteration:
         text = "the start"
     elif not g.promoted and not g.holdout_tasks:
-        text = g.note.partition(":")[0] or "passed on"  # not proven, no update
+        text = g.note.partition(":")[0] or "passed on"  # check failed, no update
     if g.zero_variance_groups:
         text += f", {g.zero_variance_groups} groups without variance"
     if g.carried:

@@ -169,7 +169,7 @@ def _explain_loop(home: Home, name: str) -> Answer:
             step = (
                 "look at its runs: `cray-agents runs list`; more held-out tasks tell smaller"
                 " differences, more attempts or a temperature of 0.8 bring more good runs, and"
-                " parent='latest' goes on from an unproven candidate"
+                " parent='latest' goes on from a candidate that is not shown to be better"
             )
         if last.note:
             sentences.append(_sentence(last.note))

@@ -99,7 +99,7 @@ class HoldoutEvaluator:
         """Prove a candidate, evaluate it against the incumbent, and promote or reject it.
 
         With a single replica, rollouts of other versions wait at the gate meanwhile. Raises
-        SwapError if the candidate is not proven; the pool then serves what it served before.
+        SwapError if the candidate fails its check; the pool then serves what it served before.
         """
         guarding = await self._probes()
         with self.clock.phase("evaluate holdout"):

@@ -1,4 +1,4 @@
-"""The self-improving loop: collect, score, build, train, prove, evaluate, promote.
+"""The self-improving loop: collect, score, build, train, check, evaluate, promote.
 
 The loop is a client of the platform and holds no state of its own. Each step names its result by
 its inputs: run ids from loop, phase, task and attempt; dataset and job ids from their content. Each
@@ -227,7 +227,7 @@ class Loop:
         return await self._measure_test(iteration)
 
     async def _improve(self, done: list[Iteration], iterations: int) -> Iteration:
-        """One iteration: collect, score, build, train, prove, evaluate, promote or reject."""
+        """One iteration: collect, score, build, train, check, evaluate, promote or reject."""
         number, gate = len(done), self._running().gate
         done = await self._running().source.begin(done)
         parent = await self._client.version(base_version(done))
@@ -356,7 +356,7 @@ class Loop:
             verdict = await self._running().judge.judge(candidate, before, len(done))
             self._timer.note_direct(verdict.proof.seconds)
         except SwapError as error:  # the pool has put back what it held
-            note = f"not proven: {error}"
+            note = f"check failed: {error}"
             await self._client.reject(candidate, who=f"loop {self.name}", reason=note)
             return {"note": note, "onward": done[-1].onward}
         if verdict.promoted:
@@ -380,7 +380,7 @@ class Loop:
         return await self._running().evaluator.is_measured(version, split)
 
     async def stage(self, version: ModelVersion) -> ProbeReport:
-        """Load and prove a version. Raises SwapError."""
+        """Load and check a version. Raises SwapError."""
         with self._timer.phase("swap", version.id):
             return await self._running().gate.stage(version)
 

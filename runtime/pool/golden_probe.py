@@ -181,8 +181,8 @@ class LoadedVersion:
         """Build one. Raises SwapError where a job trained the weights and there is no probe."""
         if not probe and was_trained(checkpoint):
             raise SwapError(
-                f"{version} was made by a training job and brings no golden probe: it cannot "
-                f"be proven. Train it again, or look at {checkpoint / 'manifest.json'}"
+                f"{version} was made by a training job and has no probe for the logprob check: "
+                f"it cannot serve. Train it again, or look at {checkpoint / 'manifest.json'}"
             )
         dtype = _read_object(checkpoint / "manifest.json").get("dtype")
         return cls(version, checkpoint, tuple(probe), str(dtype) if dtype else None)

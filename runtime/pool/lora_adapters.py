@@ -71,7 +71,7 @@ class Adapters:
         self._adapters: dict[str, LoadedAdapter] = {}
 
     def get(self, version: str) -> LoadedAdapter | None:
-        """Return a version's adapter if it is loaded and proven."""
+        """Return a version's adapter if it is loaded and checked."""
         return self._adapters.get(version)
 
     @property
@@ -112,7 +112,7 @@ class Adapters:
             except CrayError as error:
                 failures.append(str(error))
         raise SwapError(
-            f"the adapter of {new.version} could not be proven in {_TRIES} tries: "
+            f"the adapter of {new.version} failed its logprob check in {_TRIES} tries: "
             f"{'. Then: '.join(failures)}"
         )
 

@@ -349,7 +349,7 @@ class Replica:
             else:
                 return self.accept(new, _with_failures(report, failures))
         why = (
-            f"{new.version} could not be proven in {len(failures)} tries: "
+            f"{new.version} failed its logprob check in {len(failures)} tries: "
             f"{'. Then: '.join(failures)}"
         )
         if old is None or not go_back:
@@ -589,11 +589,11 @@ class Replica:
 
 
 def _with_failures(report: ProbeReport, failures: list[str]) -> ProbeReport:
-    """Return the proof of a version with the failed tries before it in its note, if any."""
+    """Return the report of a version's check, with failed tries before it in its note."""
     if not failures:
         return report
     note = f"tries before this one failed: {'. Then: '.join(failures)}"
-    log.warning("%s is proven and serves; %s", report.version, note)
+    log.warning("%s passed its logprob check and serves; %s", report.version, note)
     if report.load_note:
         note = f"{report.load_note}; {note}"
     return report.model_copy(update={"load_note": note})

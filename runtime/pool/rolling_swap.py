@@ -41,7 +41,7 @@ async def rolling_swap(
         raise PoolBusy(
             f"{new.version} was not loaded: "
             + ("all replicas wait for a place" if slots else "this platform has no replica")
-            + ", and a version is proven on a replica before it serves (GET /v1/pool)"
+            + ", and a version is checked on a replica before it serves (GET /v1/pool)"
         )
     proofs = [(slot, slot.select_version(new.version)) for slot in slots]
     reports = [report for _, report in proofs if report is not None]

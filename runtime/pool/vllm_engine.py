@@ -266,7 +266,7 @@ class VllmEngine:
         before, came = self._fetched
         if weights == before:
             if came:
-                self.load_note = f"weights that came by {backend} were not proven"
+                self.load_note = f"weights that came by {backend} failed the logprob check"
             return False
         self._fetched, self.load_note = (weights, False), ""
         try:

@@ -220,7 +220,7 @@ _LOOP_NUMBERS = {  # an iteration's fields as families
     "idle_share": "Share of the iteration in which no replica had a request",
     "wall": "Seconds of the last iteration",
     "zero_variance_groups": "Tasks whose attempts all got the same reward",
-    "probe_max_logprob_diff": "Difference on the golden probe after the swap (nats)",
+    "probe_max_logprob_diff": "Difference in the logprob check after the swap (nats)",
     "trained_tokens": "Tokens trained on in the last iteration",
     "loss_last": "Loss of the last step (nats)",
 }

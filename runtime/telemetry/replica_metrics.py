@@ -51,9 +51,9 @@ def replica_families(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     yield family("cray_replica_busy_seconds", "Seconds with at least one request in flight",
                  busy, *BY, counter=True)  # fmt: skip
     yield family("cray_replica_restarts", "Restarts of a replica", restarts, *BY, counter=True)
-    about = "Difference from the trainer's logprobs on the golden probe (nats)"
+    about = "Difference from the trainer's logprobs in the logprob check (nats)"
     yield family("cray_probe_logprob_diff", about, probe, *BY, "version", "kind")
-    yield family("cray_probe_passed", "1 if the last golden probe passed", passed, *BY, "version")
+    yield family("cray_probe_passed", "1 if the last logprob check passed", passed, *BY, "version")
     yield family("cray_replica_change_seconds", "Seconds by phase of the last change of version",
                  phases, *BY, "version", "phase")  # fmt: skip
 

@@ -211,7 +211,7 @@ async def test_a_damaged_adapter_is_not_served_and_no_name_is_used_twice(
     text = manifest.model_copy(update={"files": files}).model_dump_json()
     (damaged / checkpoints.MANIFEST).write_bytes(checksums.with_crc(text.encode()))
     with pytest.raises(
-        SwapError, match=r"adapter of m@7 could not be proven in 2 tries.*served on"
+        SwapError, match=r"adapter of m@7 failed its logprob check in 2 tries.*served on"
     ):
         await serving.pool.stage(damaged, "m@7", golden_probe(damaged))
     assert serving.pool.status()[0]["versions"] == versions and not serving.pool.serves("m@7")

@@ -215,7 +215,7 @@ async def test_the_share_of_equal_argmaxes_is_recorded_and_in_16_bits_judged(
 
 async def test_an_unproven_version_of_a_job_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path, InProcessEngine(ScriptedEngine(says_version))) as pool:
-        with pytest.raises(SwapError, match="no golden probe"):
+        with pytest.raises(SwapError, match="no probe for the logprob check"):
             await pool.swap(checkpoint(tmp_path, 2), "m@2", [])
         report = await pool.swap(checkpoint(tmp_path, 3, job=None), "m@3", [])
         assert (report.prompts, report.passed) == (0, True)

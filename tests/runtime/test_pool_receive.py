@@ -132,6 +132,6 @@ async def test_another_version_takes_the_place_of_received_weights(tmp_path: Pat
 async def test_weights_that_are_not_proven_are_never_served(tmp_path: Path) -> None:
     async with serving(tmp_path, host()) as pool:
         assert await pool.receive(JOB, displace=True)
-        with pytest.raises(SwapError, match=r"m@2 could not be proven in 3 tries.*m@1"):
+        with pytest.raises(SwapError, match=r"m@2 failed its logprob check in 3 tries.*m@1"):
             await pool.stage(checkpoint(tmp_path, 2), "m@2", probe(3))
         assert await ask(pool, "m@1") == "m@1" and not pool.serves("m@2")

@@ -253,7 +253,7 @@ async def test_a_replica_that_cannot_prove_it_is_left_out(
         await pool.swap(checkpoint(tmp_path, 2), "m@2", probe(2))
         assert sorted(versions_and_states(pool)) == [("m@2", "out"), ("m@2", "serving")]
         out = next(status for status in pool.status() if status["state"] == "out")
-        assert "could not be proven in 3 tries" in out["error"] and out["probe"] is None
+        assert "failed its logprob check in 3 tries" in out["error"] and out["probe"] is None
         assert "left out" in caplog.text
         assert await ask(pool, "m@2") == "m@2" and broken.engine.requests == []
         # reloaded once more, then from scratch; put back only while nobody else had proven it

@@ -169,7 +169,7 @@ async def test_without_an_offer_files_are_read_and_that_is_no_failure(tmp_path: 
 async def test_a_tensor_that_the_replica_lost_is_found_by_the_probe(tmp_path: Path) -> None:
     report, vllm, after = await swap(tmp_path, faults={"drop"})
     assert sorted(vllm.came) == sorted(after), "the second try does not fetch again"
-    assert "were not proven" in report.load_note and "reload_weights" in vllm.calls
+    assert "failed the logprob check" in report.load_note and "reload_weights" in vllm.calls
     assert "boot" not in vllm.calls
 
 
@@ -394,7 +394,7 @@ async def test_received_weights_that_the_probe_refuses_are_read_from_files(tmp_p
             assert await pool.receive(JOB, displace=True)
             report = await publish(home, pool, ranks, tensors(2))
         assert_equal(vllm.weights, tensors(2))
-        assert "were not proven" in report.load_note and "reload_weights" in vllm.calls
+        assert "failed the logprob check" in report.load_note and "reload_weights" in vllm.calls
 
 
 async def test_weights_that_do_not_come_whole_leave_the_former_version(

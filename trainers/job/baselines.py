@@ -236,7 +236,7 @@ def check_probe(training: RankTraining, checkpoint: Path, role: str) -> None:
     if limits.exceeded(distance):
         raise FailedEverywhere(
             f"the weights in memory are not those of the {role} {checkpoint.name}: over"
-            f" {distance.tokens} tokens of its golden probe their log-probabilities differ by"
+            f" {distance.tokens} tokens of its probe their log-probabilities differ by"
             f" {distance.max:.3g} at most and {distance.mean:.3g} on average (allowed: {limits})."
             " Nothing was trained. Were its files changed by hand? Then make the checkpoint anew"
         )
