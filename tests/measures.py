@@ -12,13 +12,13 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 109_130,
-    "modules of source": 542,
+    "lines of source": 106_500,
+    "modules of source": 526,
     "lines of the longest module": 600,
-    "circles of folders": 2,
-    "lines of tests": 86_400,
+    "circles of folders": 0,
+    "lines of tests": 82_700,
     "commands": 48,
-    "parameters of commands": 225,
+    "parameters of commands": 213,
     "words of ARCHITECTURE.md": 3_000,
     "words of README.md": 900,
     "words of CHANGELOG.md": 300,

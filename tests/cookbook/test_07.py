@@ -136,12 +136,12 @@ def check_tokens(call: ModelCall) -> None:
     assert json.loads(bytes(call.prompt_token_ids)) == call.messages
 
 
+NAMED, FOUND = ["--run", "mine"], ["--stream"]  # whole answers; a run found by its prefix
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [["--run", "mine"], ["--stream"]],
-    ids=["whole, named", "streaming, found by its prefix"],
+    ("framework", "arguments"), list(zip(FRAMEWORKS, [NAMED, FOUND, NAMED], strict=True))
 )
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_captured(python: Path, tmp_path: Path, framework: str, arguments: list[str]) -> None:
     engine = ScriptedEngine(say)
     with gateway(python, engine, tmp_path) as recipe:
