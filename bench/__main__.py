@@ -122,6 +122,8 @@ async def main(names: list[str]) -> None:
     if names[:1] == ["rivals"]:
         await catalog.main(names[1:])
         return
+    if unknown := set(names) - ALL.keys():
+        sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are rivals, {', '.join(ALL)}")
     print("| what | of | median | ratio |\n|---|---|---|---|", flush=True)
     for name in names or ALL:
         with tempfile.TemporaryDirectory() as folder:
