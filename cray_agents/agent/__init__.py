@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from cray_agents.agent.sessions import FileSession as FileSession
     from cray_agents.agent.sessions import MemorySession as MemorySession
     from cray_agents.agent.sessions import PlatformSession as PlatformSession
+    from cray_agents.agent.stream_events import AgentEvent as AgentEvent
+    from cray_agents.agent.stream_events import Handoff as Handoff
+    from cray_agents.agent.stream_events import LimitReached as LimitReached
+    from cray_agents.agent.stream_events import ModelFinished as ModelFinished
+    from cray_agents.agent.stream_events import ModelStarted as ModelStarted
+    from cray_agents.agent.stream_events import RunEnded as RunEnded
+    from cray_agents.agent.stream_events import TextDelta as TextDelta
+    from cray_agents.agent.stream_events import ToolFinished as ToolFinished
+    from cray_agents.agent.stream_events import ToolStarted as ToolStarted
     from cray_agents.agent.trl_class import as_trl as as_trl
     from cray_agents.engines.openai_engine import OpenAIEngine as OpenAIEngine
     from cray_agents.engines.tool_calls import ConstrainedEngine as ConstrainedEngine
@@ -29,6 +38,17 @@ __getattr__, __all__ = lazy_names(
         "agent.hooks": ["Hooks"],
         "agent.run_context": ["RunContext"],
         "agent.sessions": ["FileSession", "MemorySession", "PlatformSession"],
+        "agent.stream_events": [
+            "AgentEvent",
+            "Handoff",
+            "LimitReached",
+            "ModelFinished",
+            "ModelStarted",
+            "RunEnded",
+            "TextDelta",
+            "ToolFinished",
+            "ToolStarted",
+        ],
         "agent.trl_class": ["as_trl"],
         "engines.tool_calls": ["ConstrainedEngine"],
         "engines.openai_engine": ["OpenAIEngine"],

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from cray_agents.promotion.sequential_test import Decision as Decision
     from cray_agents.promotion.sequential_test import Pair as Pair
     from cray_agents.promotion.sequential_test import PromotionTest as PromotionTest
-    from cray_agents.promotion.sequential_test import Verdict as Verdict
     from cray_agents.promotion.sequential_test import decide as decide
 
 __getattr__, __all__ = lazy_names(
@@ -44,6 +43,6 @@ __getattr__, __all__ = lazy_names(
         "loop.settings": ["Data", "Sampling"],
         "loop.stop_rules": ["Budget", "Stop"],
         "loop.warmup": ["WarmUp"],
-        "promotion.sequential_test": ["Decision", "Pair", "PromotionTest", "Verdict", "decide"],
+        "promotion.sequential_test": ["Decision", "Pair", "PromotionTest", "decide"],
     },
 )
