@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests import measures
 from tests.support import architecture
+from tests.test_layers import modules
 
 
 @pytest.mark.slow
@@ -24,9 +24,9 @@ def test_files_that_are_named_are_there() -> None:
 
 def test_files_that_docstrings_point_to_are_there() -> None:
     """Those after "Called by", "Read next:" and the like, by the end of their path."""
-    files = [f"/{file.relative_to(architecture.ROOT)}" for file in measures.modules()]
+    files = [f"/{file.relative_to(architecture.ROOT)}" for file in modules()]
     pointed, missing = 0, []
-    for file in measures.modules():
+    for file in modules():
         text = ast.get_docstring(ast.parse(file.read_text())) or ""
         for pointers in re.findall(r"(?:Read next:|(?:Call|Us|Mad|Start)ed? by)([^:;]*)", text):
             for name in re.findall(r"\w[\w/]*\.py\b", pointers):
