@@ -101,10 +101,7 @@ def read_json(path: Path, known: int = 1) -> Any:
 
     Raises FileNotFoundError, Corrupt, NewerFormat.
     """
-    content = parse(path.read_bytes(), path)
-    if isinstance(content, dict):
-        check_version(content.get(FORMAT), known, path)
-    return content
+    return _parse_known(path.read_bytes(), known, path)
 
 
 def read_record(kind: type[Kind], path: Path, known: int = 1) -> Kind:
@@ -114,11 +111,20 @@ def read_record(kind: type[Kind], path: Path, known: int = 1) -> Kind:
     """
     text = path.read_bytes()
     if b'"format":' in text:
-        content = read_json(path, known)
-        if FORMAT not in kind.model_fields:  # of which some take no other fields
+        content = _parse_known(text, known, path)
+        if (
+            isinstance(content, dict) and FORMAT not in kind.model_fields
+        ):  # of which some take no other fields
             content.pop(FORMAT, None)
         text = dump_json(content)
     return parse_as(kind, text, path)
+
+
+def _parse_known(text: bytes, known: int, path: Path) -> Any:
+    content = parse(text, path)
+    if isinstance(content, dict):
+        check_version(content.get(FORMAT), known, path)
+    return content
 
 
 def check_version(version: Any, known: int, what: object) -> int:
