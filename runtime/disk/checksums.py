@@ -112,10 +112,8 @@ def read_record(kind: type[Kind], path: Path, known: int = 1) -> Kind:
     text = path.read_bytes()
     if b'"format":' in text:
         content = _parse_known(text, known, path)
-        if (
-            isinstance(content, dict) and FORMAT not in kind.model_fields
-        ):  # of which some take no other fields
-            content.pop(FORMAT, None)
+        if isinstance(content, dict) and FORMAT not in kind.model_fields:
+            content.pop(FORMAT, None)  # some kinds take no other fields
         text = dump_json(content)
     return parse_as(kind, text, path)
 
