@@ -1,8 +1,9 @@
 """The gateway's event loop serves everybody: no client's request takes it for long.
 
 Each kind of input is sent as large as it may be, and larger by one, to a gateway in a process of
-its own. No callback of its loop may take more than LONGEST of its thread's processor time: other
-load on this host makes no difference to that.
+its own. No callback of its loop may take more than LONGEST of its thread's processor time. Idle,
+the slowest takes 0.03 s; what LONGEST is there to catch took seconds. A loaded host shares its
+caches, which doubles a processor's time.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from tests.support.timed_gateway import TimedGateway, timed_gateway
 
 pytestmark = pytest.mark.slow
 
-LONGEST = 0.05  # seconds
+LONGEST = 0.2  # seconds
 RUNS = 3000
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EVENTS = "/v1/trajectories/events"

@@ -258,6 +258,8 @@ hang_report.write_stacks_on_signal(log)
 torch.distributed.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
 for _ in range(3):
     torch.distributed.all_reduce(torch.ones(1))
+while dump().count(b'"retired":true') < 3:  # a thread of torch's own notes each end
+    time.sleep(0.01)
 hang_report.write_collectives(log)
 print(flush=True)
 time.sleep(600)
