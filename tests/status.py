@@ -28,9 +28,11 @@ a loop that learns | demo | |
 a loop that continues after kills | loop_kills | |
 promotion test | cray_agents/promotion | |
 training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B
+master weights over iterations | trainers/master_weights | | session-small-rate
+mixtures of experts | trainers/numerics | | train-moe
 distillation | trainers/distillation | |
 LoRA | trainers/lora | | lora-8B
-layouts over ranks | trainers/numerics trainers/context | | parallel
+layouts over ranks | trainers/numerics trainers/context | | parallel resume train-all
 full sharding | trainers/transformers_backend/weight_shards | | sharding
 any model of transformers | trainers/transformers_backend/transformers_jobs | | transformers
 Megatron-Bridge | trainers/megatron_bridge/bridge_choice | |
@@ -38,11 +40,11 @@ fused kernels, Transformer Engine, FP8 | trainers/kernels trainers/layer_choice 
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
 training sessions | trainers/session training_session | | session session-lora
 agreement of trainer and engine | trainers/engine_agreement | | logprobs
-estimates of `plan` | trainers/plan trainers/planned_memory | |
+estimates of `plan` | trainers/plan trainers/planned_memory | | train-1B train-3B train-moe
 APIs of OpenAI and Anthropic | runtime/vllm_apis runtime/anthropic_shapes | |
 Tinker scripts | runtime/tinker | |
 batches, files, fine-tuning | runtime/batches runtime/fine_tuning | |
-changes of version without lost requests | runtime/vllm | |
+changes of version without lost requests | runtime/vllm | | swap
 adapters in vLLM | runtime/adapters | |
 weights sent by NCCL or IPC | runtime/weight_transfer | |
 GPUs divided, or used by turns | runtime/gpu_placement cray_agents/gpu_turns | |

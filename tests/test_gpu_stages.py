@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as gpu
+from tests.gpu import swap
 from tests.gpu.bench import ONE_CORE, Bench, Failed
 from tests.gpu.report import Report
 
@@ -20,12 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.megatron
 def test_every_stage_runs_in_tiny_sizes(tmp_path: Path) -> None:
     out = tmp_path / "report"
+    names = [name for name in gpu.STAGES if name != "swap"]
+    chosen = [option for name in names for option in ("--only", name)]
     command = [sys.executable, "-m", "tests.gpu", "--cpu-tiny", "--peak", "0.1", "--out", str(out)]
+    command += chosen
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     stages = json.loads((out / "gpu.json").read_bytes())["stages"]
     assert {name: stage["state"] for name, stage in stages.items()} == dict.fromkeys(
-        ["imports", *gpu.STAGES], "done"
+        ["imports", *names], "done"
     )
     rows = {name: stage["rows"] for name, stage in stages.items()}
     assert not any("problem" in row for stage in rows.values() for row in stage)
@@ -35,7 +39,7 @@ def test_every_stage_runs_in_tiny_sizes(tmp_path: Path) -> None:
         assert float32["model"] == bfloat16["model"] == name
         assert float32["loss_apart"] == float32["gradient_apart"] == 0  # it is the golden run again
         assert 0 < bfloat16["gradient_apart"] < bfloat16["gradient_bound"]
-    for name in ("train-1B", "train-3B", "train-4B", "lora-8B"):
+    for name in ("train-1B", "train-3B", "train-moe", "train-4B", "lora-8B"):
         assert [row["sequences"] for row in rows[name]] == ["equal", "equal", "chats"]
         assert all(row["mfu"] > 0 and row["planned_gib"] > 0 for row in rows[name])
     for row in rows["transformers"]:  # the same weights and data: the same loss, but for rounding
@@ -49,6 +53,10 @@ def test_every_stage_runs_in_tiny_sizes(tmp_path: Path) -> None:
     assert [row["layout"] for row in rows["parallel"]] == [
         "tensor=2", "pipeline=2", "data=2, expert=2",
     ]  # fmt: skip
+    assert [row["layouts"] for row in rows["resume"]] == [
+        "tensor=2 then pipeline=2", "data=2 then tensor=2", "data=2, expert=2 then data=2",
+    ]  # fmt: skip
+    assert rows["train-all"][0]["ranks"] == 2 and rows["train-all"][0]["mfu"] > 0
     assert rows["hang"][0]["recorded"]
     assert {row["against"] for row in rows["logprobs"]} == {"float32", "chosen by torch"}
     assert any("export" in row["what"] for row in rows["export"])
@@ -56,7 +64,18 @@ def test_every_stage_runs_in_tiny_sizes(tmp_path: Path) -> None:
     assert (whole["sharding"], sharded["sharding"]) == ("optimizer", "full")
     assert sharded["loss_last"] == pytest.approx(whole["loss_last"], rel=2e-2)
     table = (out / "gpu.md").read_text()
-    assert "tiny, on the CPU" in table and table.count("| model |") == len(gpu.STAGES)
+    assert "tiny, on the CPU" in table and table.count("| model |") == len(names)
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("forked_servers")
+def test_a_replica_changes_its_weights(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 3600
+    bench = Bench(Report(tmp_path / "report"), tmp_path, ONE_CORE, on_cpu=True, deadline=deadline)
+    bench.report.begin({})
+    swap.main(bench, "swap")
+    (row,) = bench.report.read()["stages"]["swap"]["rows"]
+    assert 0 < row["logprobs_apart"] < 1e-3
 
 
 def test_a_stage_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +87,13 @@ def test_a_stage_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
         raise Failed("out of bounds")
 
     def endless(bench: Bench) -> None:
-        signal.raise_signal(signal.SIGALRM)  # as when the minutes are over
+        signal.raise_signal(signal.SIGALRM)  # as when its time is over
 
-    stages = {"broken": broken, "refused": refused, "good": lambda b: b.report.add("good", n=1)}
-    stages |= {"endless": endless}
+    def good(bench: Bench) -> None:
+        bench.report.add("good", seconds=bench.deadline - time.monotonic())
+
+    works = {"broken": broken, "refused": refused, "good": good, "endless": endless}
+    stages = {name: gpu.Stage(work, 60) for name, work in works.items()}
     monkeypatch.setattr(gpu, "STAGES", stages)
     monkeypatch.setattr(gpu, "imports", lambda bench: bench.report.begin({}))
     for later, failed, states in (
@@ -81,13 +103,14 @@ def test_a_stage_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
         report = Report(tmp_path / str(later))
         deadline = time.monotonic() + later
         bench = Bench(report, tmp_path, ONE_CORE, on_cpu=True, deadline=deadline)
-        assert gpu.run(bench, list(stages)) == failed
+        assert gpu.run(bench, list(stages), share=2.0) == failed
         found: dict[str, Any] = report.read()["stages"]
         assert [found[name]["state"] for name in stages] == states
         if failed:
             assert found["broken"]["rows"] == [{"seen": 1.5}]
             assert "out of luck" in found["broken"]["problem"]
-            assert "minutes are over" in found["endless"]["problem"]
+            assert "its time is over" in found["endless"]["problem"]
+            assert 60 < found["good"]["rows"][0]["seconds"] < 120  # its share of an hour
 
 
 def test_a_machine_without_a_gpu_is_told(

@@ -1,5 +1,8 @@
 """`make gpu`, or `python -m tests.gpu`: run the GPU stages, each as far as it gets.
 
+A stage has a budget, a share of --minutes; what it has measured when that is over stays. `--only`
+gives its stages all the time. With several GPUs `--several` runs what needs them, and nothing else.
+
 exit 0   no stage failed; some may have had no time, which the report says
 exit 1   a stage failed: the report says which, and why
 exit 2   this machine has no GPU that torch can use; nothing was run
@@ -8,6 +11,7 @@ exit 2   this machine has no GPU that torch can use; nothing was run
 import argparse
 import importlib.metadata
 import importlib.util
+import math
 import os
 import platform
 import signal
@@ -16,15 +20,17 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cray_agents.errors import CrayError, JobError
 from cray_agents.training_jobs import Lora
-from tests.gpu import export, golden, logprobs, session, several, sharding, speed
+from tests.gpu import export, golden, logprobs, session, several, sharding, speed, swap
 from tests.gpu.bench import FULL, ONE_CORE, Bench, Failed, kernel_paths
 from tests.gpu.report import Report
+from tests.soak import ROOT, commit
 
 NO_GPU = 2
 MARGIN = 20.0  # seconds that a measurement which has begun may take beyond --minutes
@@ -38,31 +44,47 @@ PACKAGES = {
     "apex": "apex",
     "liger-kernel": "liger_kernel",
     "numpy": "numpy",
+    "vllm": "vllm",
 }
 
+MINUTES = 13.0  # what the budgets below are made for: a quarter of an hour with the host's start
+
+
+class Stage(NamedTuple):
+    """What a stage does, and the seconds it may take of MINUTES."""
+
+    work: Callable[[Bench], None]
+    seconds: float
+    several: bool = False  # it needs two GPUs or more
+
+
 # in the order of their worth: the time may not suffice for all
-STAGES: dict[str, Callable[[Bench], None]] = {
-    "golden": golden.main,
-    "train-1B": partial(speed.main, stage="train-1B", name="1B"),
-    "session": partial(session.main, stage="session", name="1B"),
-    "session-small-rate": partial(
-        session.main, stage="session-small-rate", name="1B", rate=1e-6, growing=True
+STAGES: dict[str, Stage] = {
+    "golden": Stage(golden.main, 100),
+    "train-1B": Stage(partial(speed.main, stage="train-1B", name="1B", aims=speed.AIMS), 100),
+    "train-3B": Stage(partial(speed.main, stage="train-3B", name="3B"), 90),
+    "session-small-rate": Stage(
+        partial(session.main, stage="session-small-rate", name="1B", rate=1e-6, growing=True), 90
     ),
-    "session-lora": partial(session.main, stage="session-lora", name="1B", lora=Lora()),
-    "train-4B": partial(speed.main, stage="train-4B", name="4B"),
-    "lora-8B": partial(speed.main, stage="lora-8B", name="8B", lora=Lora()),
-    "transformers": partial(speed.against_transformers, stage="transformers", name="1B"),
-    "logprobs": partial(logprobs.main, stage="logprobs", name="4B"),
-    "export": partial(export.main, stage="export", name="4B"),
-    "train-3B": partial(speed.main, stage="train-3B", name="3B"),
-    "parallel": partial(several.parallel, stage="parallel"),
-    "hang": partial(several.hang, stage="hang"),
-    "sharding": partial(sharding.main, stage="sharding", name="1B"),
+    "train-moe": Stage(partial(speed.main, stage="train-moe", name="moe"), 75),
+    "session-lora": Stage(partial(session.main, stage="session-lora", name="1B", lora=Lora()), 75),
+    "session": Stage(partial(session.main, stage="session", name="1B"), 75),
+    "export": Stage(partial(export.main, stage="export", name="4B"), 60),
+    "swap": Stage(partial(swap.main, stage="swap"), 120),
+    "parallel": Stage(partial(several.parallel, stage="parallel"), 90, several=True),
+    "resume": Stage(partial(several.resume, stage="resume"), 60, several=True),
+    "train-all": Stage(partial(speed.on_all, stage="train-all", name="8B"), 90, several=True),
+    "hang": Stage(partial(several.hang, stage="hang"), 60, several=True),
+    "sharding": Stage(partial(sharding.main, stage="sharding", name="1B"), 90, several=True),
+    "logprobs": Stage(partial(logprobs.main, stage="logprobs", name="4B"), 60),
+    "transformers": Stage(partial(speed.against_transformers, stage="transformers", name="1B"), 60),
+    "lora-8B": Stage(partial(speed.main, stage="lora-8B", name="8B", lora=Lora()), 75),
+    "train-4B": Stage(partial(speed.main, stage="train-4B", name="4B"), 75),
 }
 
 
 class TimeUp(Exception):
-    """The minutes are over."""
+    """A stage's time is over."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,7 +111,8 @@ def main(argv: list[str] | None = None) -> int:
             deadline,
             options.peak,
         )
-        failed = run(bench, options.only or list(STAGES))
+        chosen = options.only or [n for n, s in STAGES.items() if s.several or not options.several]
+        failed = run(bench, chosen, share=None if options.only else options.minutes / MINUTES)
     print(f"\nwritten to {options.out}/gpu.json and gpu.md; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 
@@ -98,7 +121,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     add = parser.add_argument
     add("--only", action="append", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
-    add("--minutes", type=float, default=25.0, help="stop when they are over (25)")
+    add("--several", action="store_true", help="only the stages that need two GPUs or more")
+    add("--minutes", type=float, default=MINUTES, help=f"stop when they are over ({MINUTES:.0f})")
     add("--peak", type=float, metavar="TFLOPS", help="of dense bfloat16, for MFU")
     add("--out", type=Path, default=Path("build/gpu"), help="the report's folder (build/gpu)")
     add("--scratch", type=Path, help="where 60 GB of models may lie for a while")
@@ -106,20 +130,26 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(bench: Bench, names: list[str]) -> list[str]:
-    """Run the stages by name, after the imports; return those that failed."""
+def run(bench: Bench, names: list[str], share: float | None = None) -> list[str]:
+    """Run the stages by name, after the imports; return those that failed.
+
+    A stage may take `share` of its seconds, or all the time that is left if that is None.
+    """
     failed = []
     before = signal.signal(signal.SIGALRM, _time_up)
-    for name, stage in {"imports": imports, **{name: STAGES[name] for name in names}}.items():
+    imported = Stage(imports, math.inf)
+    for name, stage in {"imports": imported, **{name: STAGES[name] for name in names}}.items():
         begun = time.monotonic()
-        left = bench.deadline - begun
+        budget = math.inf if share is None else share * stage.seconds
+        deadline = min(bench.deadline, begun + budget)
+        left = deadline - begun
         if left <= 0 and name != "imports":
             bench.report.end(name, "skipped", 0.0, "no time left")
             continue
         signal.setitimer(signal.ITIMER_REAL, left + MARGIN)
         problem = None
         try:
-            stage(bench)
+            stage.work(replace(bench, deadline=deadline))
         except JobError as death:
             problem = f"{death.log_tail}\n{death}"
         except (CrayError, Failed, TimeUp) as reason:
@@ -137,7 +167,7 @@ def run(bench: Bench, names: list[str]) -> list[str]:
 
 
 def _time_up(number: int, frame: object) -> None:
-    raise TimeUp("stopped: the minutes are over")
+    raise TimeUp("stopped: its time is over")
 
 
 # ---- the first stage
@@ -146,7 +176,8 @@ def imports(bench: Bench) -> None:
     import torch
 
     versions = {name: _version(name, module) for name, module in PACKAGES.items()}
-    bench.report.begin({"python": platform.python_version(), **versions})
+    of_source = commit() if (ROOT / ".git").exists() else "unknown"
+    bench.report.begin({"commit": of_source, "python": platform.python_version(), **versions})
     if bench.on_cpu:
         bench.report.know(sizes="tiny, on the CPU: no figure below means anything")
     from cray_agents.trainers.job import rank  # noqa: F401
@@ -181,7 +212,9 @@ def look_at_device(bench: Bench) -> None:
     if not bench.on_cpu:
         properties = torch.cuda.get_device_properties(0)
         known = {"device": properties.name, "device GiB": properties.total_memory / 2**30}
-        known |= {"CUDA": torch.version.cuda}
+        known |= {"GPUs": torch.cuda.device_count(), "CUDA": torch.version.cuda}
+        known |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        known |= {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     peak = speed.peak_of(bench)
     bench.report.know(**known, **{"peak TFLOP/s": peak and peak / 1e12})
 

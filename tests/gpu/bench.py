@@ -46,12 +46,20 @@ QWEN3_4B = QWEN3_06B | {
     "num_attention_heads": 32,
     "num_hidden_layers": 36,
 }
+#: 1.5B weights, of which 0.5B work on a token.
+QWEN3_MOE = QWEN3_30B_A3B | {
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "num_hidden_layers": 2,
     "vocab_size": 128,
 }
@@ -78,7 +86,10 @@ class Scale:
 
 FULL = Scale(
     {"1B": LLAMA_32_1B, "3B": LLAMA_32_3B, "4B": QWEN3_4B, "8B": LLAMA_31_8B, "small": SMALL}
-    | {"small-moe": QWEN3_30B_A3B | SMALL_SIZES | EXPERTS | {"moe_intermediate_size": 128}},
+    | {
+        "moe": QWEN3_MOE,
+        "small-moe": QWEN3_30B_A3B | SMALL_SIZES | EXPERTS | {"moe_intermediate_size": 128},
+    },
     longest=4096,
     tokens=32768,
     microbatches=(4096, 16384, 32768),
@@ -88,7 +99,7 @@ FULL = Scale(
 ONE_CORE = Scale(
     {"1B": LLAMA_32_1B | TINY, "3B": LLAMA_32_3B | TINY, "4B": QWEN3_4B | TINY}
     | {"8B": LLAMA_31_8B | TINY, "small": QWEN3_06B | TINY}
-    | {"small-moe": QWEN3_30B_A3B | TINY | EXPERTS},
+    | dict.fromkeys(("moe", "small-moe"), QWEN3_30B_A3B | TINY | EXPERTS),
     longest=24,
     tokens=96,
     microbatches=(24, 96),
@@ -141,7 +152,13 @@ class Bench:
         durable.replace_file(folder / "config.json", json.dumps(self.scale.config(name)).encode())
         return folder, read_architecture(folder)
 
-    def build(self, name: str, hyper: Hyperparameters, recompute: str = "none") -> Any:
+    def build(
+        self,
+        name: str,
+        hyper: Hyperparameters,
+        recompute: str = "none",
+        layout: Layout | None = None,
+    ) -> Any:
         """Build the `RankTraining` of a model whose random weights are made on the device."""
         from cray_agents.trainers.models.weights import InitialWeights
         from cray_agents.trainers.training.train_step import RankTraining
@@ -149,7 +166,7 @@ class Bench:
         parent, model = self.model(name)
         return RankTraining(
             model,
-            Layout(),
+            layout or Layout(),
             hyper,
             parent,
             self.on_cpu,

@@ -1,10 +1,12 @@
-"""Stages of several ranks: a hang is told with its cause, and a split model learns as a whole one.
+"""Stages of several ranks: a split model learns as a whole one, in whatever layout it goes on.
 
-Both take two GPUs, or two ranks on the CPU, and leave a note where there is one GPU.
+A hang is told with its cause. All take two GPUs, or two ranks on the CPU, and leave a note where
+there is one GPU.
 """
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,12 @@ SPLIT = (
     ("small", Layout(tensor=2)),
     ("small", Layout(pipeline=2)),
     ("small-moe", Layout(data=2, expert=2)),
+)
+#: From the layout that saves to the one that goes on.
+MOVES = (
+    ("small", Layout(tensor=2), Layout(pipeline=2)),
+    ("small", Layout(data=2), Layout(tensor=2)),
+    ("small-moe", Layout(data=2, expert=2), Layout(data=2)),
 )
 
 
@@ -79,8 +87,7 @@ def parallel(bench: Bench, stage: str) -> None:
         whole, split = (losses(bench, name, one) for one in (Layout(), layout))
         apart = max(abs(a - b) / b for a, b in zip(split, whole, strict=True))
         ok = apart <= BOUND  # False if not a number
-        of = layout.model_dump(exclude_defaults=True)
-        words = ", ".join(f"{part}={size}" for part, size in of.items())
+        words = describe(layout)
         bench.report.add(
             stage, model=name, layout=words, loss_last=split[-1], apart=apart, bound=BOUND, ok=ok
         )
@@ -90,22 +97,75 @@ def parallel(bench: Bench, stage: str) -> None:
         raise Failed(f"not as on one rank: {', '.join(failed)}")
 
 
-def losses(bench: Bench, name: str, layout: Layout) -> list[float]:
-    """Return the losses of some steps in a layout."""
+def losses(
+    bench: Bench,
+    name: str,
+    layout: Layout,
+    steps: int = STEPS,
+    *,
+    save: Path | None = None,
+    start: Path | None = None,
+) -> list[float]:
+    """Return the losses of some steps in a layout; save in a folder, start at a resume point."""
     out = bench.folder / "losses.json"
-    bench.in_rank(take_steps, name, layout, out, layout=layout)
+    bench.in_rank(take_steps, name, layout, steps, save, start, out, layout=layout)
     found: list[float] = json.loads(out.read_bytes())
     return found
 
 
-def take_steps(bench: Bench, name: str, layout: Layout, out: Path) -> None:
+def take_steps(
+    bench: Bench,
+    name: str,
+    layout: Layout,
+    steps: int,
+    save: Path | None,
+    start: Path | None,
+    out: Path,
+) -> None:
     """In each rank: take steps; rank 0 writes the losses, which all ranks have."""
+    from cray_agents.trainers.checkpointing.resume import load
+    from cray_agents.trainers.checkpointing.save import Saver
     from cray_agents.trainers.training.parallel_groups import is_rank0
 
     training, known = build(bench, name, layout)
-    found = [training.step(known).loss for _ in range(STEPS)]
+    if start is not None:
+        load(training, start)
+    found = [training.step(known).loss for _ in range(steps)]
+    if save is not None:
+        saver = Saver(training, save, 1, 1, lambda: True)
+        saver.save({})
+        saver.finish()
     if is_rank0():
         out.write_text(json.dumps(found))
+
+
+def resume(bench: Bench, stage: str) -> None:
+    """Save in one layout, go on in another: the losses are those of training without a stop."""
+    from cray_agents.trainers.checkpointing.save import folder_name
+
+    if bench.most_ranks < 2:
+        bench.report.add(stage, note="one GPU: not run")
+        return
+    failed = []
+    for name, first, second in MOVES:
+        through = losses(bench, name, first, 2 * STEPS)
+        points = bench.folder / "points"
+        points.mkdir()
+        losses(bench, name, first, save=points)
+        again = losses(bench, name, second, start=points / folder_name(STEPS))
+        shutil.rmtree(points)
+        apart = max(abs(a - b) / b for a, b in zip(again, through[STEPS:], strict=True))
+        words = " then ".join(map(describe, (first, second)))
+        ok = apart <= BOUND  # False if not a number
+        bench.report.add(stage, model=name, layouts=words, apart=apart, bound=BOUND, ok=ok)
+        if not ok:
+            failed.append(f"{name}: {words}")
+    if failed:
+        raise Failed(f"not as without a stop: {', '.join(failed)}")
+
+
+def describe(layout: Layout) -> str:
+    return ", ".join(f"{k}={v}" for k, v in layout.model_dump(exclude_defaults=True).items())
 
 
 def build(bench: Bench, name: str, layout: Layout) -> tuple[Any, Any]:

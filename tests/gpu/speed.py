@@ -4,14 +4,21 @@ MFU is tokens a second, times the operations to train on one (6 N + 12 L a d s: 
 arithmetic.py), over the peak of the device's dense bfloat16 (planning/step_time.py, or --peak).
 """
 
+import json
 import math
 import statistics
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cray_agents.errors import JobError
 from cray_agents.training_jobs import Hyperparameters, Layout, Lora
 from tests.gpu.bench import (
+    TE,
+    VARLEN,
     Bench,
     Failed,
     free_memory,
@@ -23,10 +30,21 @@ from tests.gpu.bench import (
 from tests.gpu.golden import last_line
 
 SHAPES = ("equal", "chats")
+#: MFU that a dense model of 1B should reach, by the kind of layers.
+AIMS = {TE: 0.5, VARLEN: 0.35}
 
 
-def main(bench: Bench, stage: str, name: str, lora: Lora | None = None) -> None:
-    """Measure a model in each kind of layers, each in a rank of its own."""
+def main(
+    bench: Bench,
+    stage: str,
+    name: str,
+    lora: Lora | None = None,
+    aims: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Measure a model in each kind of layers, each in a rank of its own.
+
+    `aims`: the MFU to reach, by the kind of layers. A missed one is a figure, not a failure.
+    """
     problems = []
     for path in kernel_paths(bench.on_cpu):
         try:
@@ -34,6 +52,15 @@ def main(bench: Bench, stage: str, name: str, lora: Lora | None = None) -> None:
         except JobError as death:
             bench.report.add(stage, model=name, layers=path, problem=last_line(death))
             problems.append(path)
+            continue
+        if path in aims:
+            rows = bench.report.read()["stages"][stage]["rows"]
+            best = max(
+                (row.get("mfu") or 0.0 for row in rows if row["layers"] == path), default=0.0
+            )
+            bench.report.add(
+                stage, model=name, layers=path, sequences="best", mfu=best, aim=aims[path]
+            )
     if problems:
         raise Failed(f"died with {', '.join(problems)}")
 
@@ -79,6 +106,47 @@ def measure(bench: Bench, stage: str, name: str, path: str, lora: Lora | None) -
             training = None
         free_memory(bench)
         bench.report.add(stage, **row)
+
+
+def on_all(bench: Bench, stage: str, name: str) -> None:
+    """Measure a model on all GPUs, in the layout that the plan chooses for them."""
+    ranks = bench.most_ranks
+    if ranks == 1:
+        bench.report.add(stage, note="one GPU: not run")
+        return
+    from cray_agents.trainers.planning.layouts import LayoutQuestion, choose_layout
+
+    _, model = bench.model(name)
+    tokens, longest = bench.scale.microbatches[0], bench.scale.longest
+    hyper = hyperparameters(ranks * bench.scale.tokens // longest, tokens)
+    question = LayoutQuestion(model, hyper, ranks, bench.gib, ranks, longest)
+    choice = choose_layout(question)
+    words = ", ".join(
+        f"{k}={v}" for k, v in choice.layout.model_dump(exclude_defaults=True).items()
+    )
+    row = {"model": name, "ranks": ranks, "layout": words, "planned_gib": choice.memory.gib}
+    if not choice.fits:
+        bench.report.add(stage, **row, problem="does not fit by the plan: not tried")
+        return
+    out = bench.folder / "all.json"
+    bench.in_rank(measure_on_all, name, choice.layout, choice.recompute, out, layout=choice.layout)
+    bench.report.add(stage, **row, **json.loads(out.read_bytes()))
+
+
+def measure_on_all(bench: Bench, name: str, layout: Layout, recompute: str, out: Path) -> None:
+    """In each rank: take steps; rank 0 writes their figures, by the GPU."""
+    from cray_agents.trainers.training.parallel_groups import is_rank0
+
+    _, model = bench.model(name)
+    wide = replace(bench, scale=replace(bench.scale, tokens=layout.world * bench.scale.tokens))
+    known = data(wide, model.vocab, "equal")
+    hyper = hyperparameters(len(known.samples), bench.scale.microbatches[0])
+    training = bench.build(name, hyper, recompute, layout)
+    row = take_steps(bench, training, known)
+    for per_gpu in ("tokens_per_second", "mfu"):
+        row[per_gpu] = row[per_gpu] and row[per_gpu] / layout.world
+    if is_rank0():
+        out.write_text(json.dumps(row))
 
 
 def data(bench: Bench, vocab: int, shape: str) -> Any:
