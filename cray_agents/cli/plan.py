@@ -26,7 +26,7 @@ from cray_agents.training_jobs import (
 
 if TYPE_CHECKING:
     from cray_agents.trainers.models.architecture import Architecture
-    from cray_agents.trainers.planning.plan import Cluster, Plan
+    from cray_agents.trainers.planning.plan import Cluster, NodeBytes, Plan
 
 COLUMNS = [
     "data",
@@ -347,7 +347,18 @@ def _fitting(estimate: "Plan") -> list[tuple[str, str]]:
     return [
         ("memory", f"{choice.memory.gib:,.1f} {has}: {breakdown}{fits}"),
         ("layout", describe_layout(choice.layout) + recompute),
+        *([("files", _files(estimate.files))] if estimate.files else []),
     ]
+
+
+def _files(files: "NodeBytes") -> str:
+    load, save, publish, swap = (
+        f"{size / 1e9:,.3g} GB" for size in (files.load, files.save, files.publish, files.swap)
+    )
+    return (
+        f"a node reads {load} to start, and writes {save} of a resume point and {publish} of the"
+        f" checkpoint; a serving node reads {swap} at a swap"
+    )
 
 
 def _duration(seconds: float) -> str:

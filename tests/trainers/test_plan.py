@@ -23,7 +23,7 @@ from cray_agents.trainers.planning.arithmetic import (
     flops_per_token,
     weights_per_token,
 )
-from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan
+from cray_agents.trainers.planning.plan import Cluster, Workload, make_plan, node_bytes
 from cray_agents.trainers.planning.step_time import (
     find_gpu,
     identify,
@@ -33,14 +33,57 @@ from cray_agents.trainers.planning.step_time import (
 from cray_agents.training_jobs import Layout, Lora
 from tests.support.trainers.model_configs import (
     LLAMA_2_7B,
+    LLAMA_2_70B,
     LLAMA_31_8B,
     MIXTRAL_8X7B,
     QWEN3_30B_A3B,
+    QWEN3_235B_A22B,
     hyper,
     written,
 )
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "qwen3-tied", "qwen3_moe", "mixtral")
+
+
+# ---- files
+LARGE = {
+    # name: config, GPUs, GB that a node loads, saves, publishes; GB that a serving node reads
+    "8B": (LLAMA_31_8B, 8, 16.06, 96.4, 16.06, 16.06),
+    "70B": (LLAMA_2_70B, 64, None, 103.5, 17.24, 137.95),
+    "235B-A22B": (QWEN3_235B_A22B, 64, None, 352.6, 58.77, 470.19),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_run_fits_and_its_nodes_bytes_are_known(name: str, tmp_path: Path) -> None:
+    config, gpus, load, *others = LARGE[name]
+    model = written(tmp_path, config)
+    plan = make_plan(model, Workload(1e9, 4096), Cluster(find_gpu("H100"), gpus), hyper())
+    assert plan.choice is not None and plan.choice.fits and plan.files is not None
+    found = plan.files
+    assert [x / 1e9 for x in (found.save, found.publish, found.swap)] == pytest.approx(
+        others, rel=1e-3
+    )
+    # no node reads more than the model, nor less than its share of it
+    assert found.publish <= found.load <= found.swap
+    if load is not None:
+        assert found.load / 1e9 == pytest.approx(load, rel=1e-3)
+
+
+def test_a_node_loads_what_its_ranks_hold(tmp_path: Path) -> None:
+    model = written(tmp_path, MIXTRAL_8X7B)
+    counts = count_weights(model)
+    dense, experts = 2 * (counts.total - counts.experts), 2 * counts.experts
+    for layout, expected in (
+        (Layout(data=16), dense + experts),
+        (Layout(data=4, tensor=4), dense + experts),
+        (Layout(data=1, tensor=16), (dense + experts) / 2),
+        (Layout(data=8, pipeline=2), (dense + experts) / 2),
+        (Layout(data=4, pipeline=4), (dense + experts) / 2),
+        (Layout(data=16, expert=8), dense + experts),
+        (Layout(data=8, tensor=2, expert=8), dense + experts / 2),
+    ):
+        assert node_bytes(model, layout, hyper(), 8).load == pytest.approx(expected), layout
 
 
 # ---- weights

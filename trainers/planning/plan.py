@@ -12,12 +12,14 @@ from scratch. No torch. Read next: layouts.py.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any
 
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.planning.arithmetic import (
     GIB,
     Memory,
+    adapter_weights,
     count_weights,
     flops_per_scored_token,
     flops_per_token,
@@ -30,7 +32,7 @@ from cray_agents.trainers.planning.layouts import (
     choose_layout,
 )
 from cray_agents.trainers.planning.step_time import Gpu
-from cray_agents.training_jobs import Hyperparameters, MethodName
+from cray_agents.training_jobs import Hyperparameters, Layout, MethodName
 
 BY_SIZE = 0.4  # share of the peak, of a model of which only the size is known
 
@@ -99,6 +101,45 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class NodeBytes:
+    """Bytes of files that a node reads or writes. A node's ranks read a weight once together.
+
+    `load`: of the parent, before the first step. `save`: a resume point's share; a node reads as
+    much when it resumes. `publish`: its share of the checkpoint. `swap`: a serving node reads all
+    of the checkpoint, or gets as much from the trainer directly.
+    """
+
+    load: float
+    save: float
+    publish: float
+    swap: float
+
+
+def node_bytes(
+    model: Architecture, layout: Layout, hyper: Hyperparameters, gpus_per_node: int
+) -> NodeBytes:
+    """Return what nodes read and write; ranks are placed tensor first, pipeline last.
+
+    A resume point has a float32 weight and two moments of all that is trained. Adapters are
+    published in float32, without the weights below them.
+    """
+    counts, size = count_weights(model), 4 if hyper.dtype == "float32" else 2
+    each = min(gpus_per_node, layout.world)
+    nodes = ceil(layout.world / each)
+    stage = layout.world // layout.pipeline  # ranks of a pipeline stage: neighbours
+    stages = max(1.0, each / stage) / layout.pipeline
+    within = min(each, stage)
+    dense = stages * min(1.0, within / layout.tensor)
+    sparse = stages * min(1.0, within / (layout.tensor * layout.expert))
+    load = size * ((counts.total - counts.experts) * dense + counts.experts * sparse)
+    if hyper.lora is not None:
+        trained = adapter_weights(model, hyper.lora)
+        return NodeBytes(load, 12 * trained / nodes, 4 * trained / nodes, 4 * trained)
+    total = counts.total
+    return NodeBytes(load, 12 * total / nodes, size * total / nodes, size * total)
+
+
+@dataclass(frozen=True)
 class Plan:
     """The needs of a run. Without `choice`, `microbatch` only a number of parameters was known."""
 
@@ -111,6 +152,7 @@ class Plan:
     floor: float  # bytes of a GPU for weights, gradients and optimizer, if all are split evenly
     choice: Choice | None = None
     microbatch: int | None = None  # tokens
+    files: NodeBytes | None = None
 
     @property
     def seconds(self) -> float:
@@ -137,6 +179,7 @@ class Plan:
             "fits": choice.fits if choice else None,
             "memory_gib": gib(choice.memory) if choice else None,
             "least_gib": self.floor / GIB,
+            "node_bytes": asdict(self.files) if self.files else None,
             "reasons": choice.reasons if choice else [],
             "layouts": self.rows(choice.ranking) if choice else [],
         }
@@ -188,7 +231,10 @@ def make_plan(
     total, used = count_weights(model).total, weights_per_token(model)
     floor = least_memory(total, cluster, lora=hyper.lora is not None, half=hyper.dtype != "float32")
     tokens = hyper.max_tokens_per_microbatch
-    return Plan(total, used, workload, cluster, flops, choice.slowdown, floor, choice, tokens)
+    files = node_bytes(model, choice.layout, hyper, cluster.gpus_per_node)
+    return Plan(
+        total, used, workload, cluster, flops, choice.slowdown, floor, choice, tokens, files
+    )
 
 
 def plan_by_size(
