@@ -16,6 +16,7 @@ from cray_agents.records import Record, StrictRecord, digest
 MethodName = Literal["sft", "dpo", "kto", "grpo", "distill"]
 ON_POLICY = ("grpo", "distill")  # methods with a policy loss on the tokens that were sampled
 Dtype = Literal["float32", "bfloat16"]
+ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 MICROBATCH = 4096  # tokens, where no GPU's memory decides
 #: Hyperparameters that the trainer decides, if they are not given.
 DECIDED_BY_TRAINER = {"dtype", "learning_rate", "max_tokens_per_microbatch"}
@@ -92,9 +93,11 @@ class PolicyLoss(StrictRecord):
       batch's sequences times `constant` (Dr. GRPO, arXiv 2503.20783). None: `token`; for gspo
       `sequence`, its only one.
     - `kl`: weight of the k3 estimate of the divergence from the reference, added to the loss.
-    - `importance_cap`: truncated importance sampling. Each token is weighted by
-      min(p_trainer / p_engine, cap), which corrects numeric differences of the engine and tokens
-      sampled by older versions. The KL is not weighted. None: not corrected.
+    - `importance_cap` bounds the weight p_trainer / p_engine, which corrects numeric differences of
+      the engine and tokens sampled by older versions. The KL is not weighted. None: not corrected.
+    - `importance_mode`: the weight is the token's, or the product over its sequence (`token_`,
+      `sequence_`); above the cap it is the cap, or the token or sequence is left out (`truncate`,
+      `mask`). Named as in TRL; trainers/methods/grpo.py has formulas and sources.
     """
 
     objective: Literal["ppo", "cispo", "gspo"] = "ppo"
@@ -105,6 +108,7 @@ class PolicyLoss(StrictRecord):
     constant: int = Field(1024, gt=0)
     kl: float = Field(0.0, ge=0)
     importance_cap: float | None = Field(2.0, gt=0)
+    importance_mode: ImportanceMode = "token_truncate"
 
     @property
     def normalized_by(self) -> Literal["token", "sequence", "constant"]:
@@ -115,6 +119,14 @@ class PolicyLoss(StrictRecord):
     def _check_dual_clip(self) -> Self:
         if self.dual_clip is not None and self.objective != "ppo":
             raise ValueError(f"dual_clip has no effect with {self.objective}: it is of ppo")
+        return self
+
+    @model_validator(mode="after")
+    def _check_importance(self) -> Self:
+        if self.importance_cap is None and self.importance_mode != "token_truncate":
+            raise ValueError(
+                f"importance_mode {self.importance_mode!r} has no effect without importance_cap"
+            )
         return self
 
     @model_validator(mode="after")
@@ -422,8 +434,10 @@ class JobSpec(StrictRecord):
         for name in ("commands", "teacher_sha256", "state_from"):  # likewise
             if decisive[name] is None:
                 del decisive[name]
-        if self.hyperparameters.policy.dual_clip is None:  # likewise
-            del decisive["hyperparameters"]["policy"]["dual_clip"]
+        policy = decisive["hyperparameters"]["policy"]
+        for name, since in (("dual_clip", None), ("importance_mode", "token_truncate")):  # likewise
+            if policy[name] == since:
+                del policy[name]
         if self.hyperparameters.fp8 is None:  # likewise
             del decisive["hyperparameters"]["fp8"]
         backend = decisive["hyperparameters"].pop("backend")
