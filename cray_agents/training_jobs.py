@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from cray_agents.config.job_section import check_options_of_job
-from cray_agents.records import Record, StrictRecord, digest
+from cray_agents.records import LogprobDistance, Record, StrictRecord, digest
 
 MethodName = Literal["sft", "dpo", "kto", "grpo", "distill"]
 ON_POLICY = ("grpo", "distill")  # methods with a policy loss on the tokens that were sampled
 Dtype = Literal["float32", "bfloat16"]
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+MANY_EPOCHS = 10.0  # a set that is seen more often is rather learned by heart
 MICROBATCH = 4096  # tokens, where no GPU's memory decides
 #: Hyperparameters that the trainer decides, if they are not given.
 DECIDED_BY_TRAINER = {"dtype", "learning_rate", "max_tokens_per_microbatch"}
@@ -220,7 +221,11 @@ def with_backend_of_older(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class Hyperparameters(TrainingSettings):
-    """Hyperparameters of a training job: its settings, its `steps`, and its method's own loss."""
+    """Hyperparameters of a training job: its settings, its `steps`, and its method's own loss.
+
+    A step takes `batch_size` samples, also where the set has fewer: then it has some twice. So each
+    sample is seen steps * batch_size / samples times; above ten a warning says so.
+    """
 
     steps: int = Field(gt=0)
     preference: Preference = Field(default_factory=Preference)
@@ -496,7 +501,10 @@ class JobStatus(Record):
     write the files. `reason`: why a queued job waits, as the scheduler says it.
     `changed_share`: the share of the trained weights that the checkpoint's files changed in the
     parent's. `update_ratio`: the norm of that change, by that of the weights in float32; None where
-    these did not move. `warnings`: what was lost, in sentences.
+    these did not move. `warnings`: what was lost, or is likely not meant, in sentences.
+    `agreement`: the distance of trainer and engine before the first step, on at most 256 samples
+    of the parent; None before it, and without such samples. `mean_metrics`: the method's measures,
+    as means over the tokens that the job trained on: of grpo its ratios and the shares clipped.
     """
 
     id: str
@@ -520,4 +528,6 @@ class JobStatus(Record):
     changed_share: float | None = None
     update_ratio: float | None = None
     warnings: list[str] = Field(default_factory=list)
+    agreement: LogprobDistance | None = None
+    mean_metrics: dict[str, float] = Field(default_factory=dict)
     checkpoint: str | None = None
