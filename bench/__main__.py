@@ -128,7 +128,8 @@ async def main(names: list[str]) -> None:
         await catalog.main(names[1:])
         return
     if unknown := set(names) - ALL.keys():
-        sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are rivals, disagreement, {', '.join(ALL)}")
+        known = ", ".join(("rivals", "disagreement", *ALL))
+        sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are {known}")
     print("| what | of | median | ratio |\n|---|---|---|---|", flush=True)
     for name in names or ALL:
         with tempfile.TemporaryDirectory() as folder:

@@ -20,11 +20,12 @@ import numpy as np
 
 from cray_agents.records import LogprobDistance
 from cray_agents.runtime.logprob_limits import measure
+from cray_agents.runtime.pool.vllm_process import EngineSettings, environment
 from cray_agents.trainers.job.engine_agreement import disagreement_of
 from cray_agents.training_jobs import Dtype, Hyperparameters, Layout
 
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
-ATTEMPTS, TOKENS, LONGEST = 4, 96, 512
+ATTEMPTS, TOKENS, LONGEST, THREADS = 4, 96, 512, 2
 THINGS = ("rain", "a bridge", "the number seven", "bread", "a bicycle", "sleep", "Paris", "a queue")
 PROMPTS = [
     request.format(thing)
@@ -55,6 +56,7 @@ def sample(model: str, out: str, dtype: str) -> None:
         max_num_seqs=64,
         enforce_eager=True,
         enable_prefix_caching=False,
+        kv_cache_memory_bytes=2**30,
         seed=0,
         **settings,
     )
@@ -67,11 +69,12 @@ def sample(model: str, out: str, dtype: str) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         said = answer.outputs[0]
         ids = list(said.token_ids)
-        (read,) = engine.generate(
-            [{"prompt_token_ids": [*prompt, *ids]}], again, use_tqdm=False
-        )
+        (read,) = engine.generate([{"prompt_token_ids": [*prompt, *ids]}], again, use_tqdm=False)
         row = {"prompt": list(prompt), "ids": ids}
-        for name, found in (("drawn", said.logprobs), ("alone", read.prompt_logprobs[len(prompt) :])):
+        for name, found in (
+            ("drawn", said.logprobs),
+            ("alone", read.prompt_logprobs[len(prompt) :]),
+        ):
             row[name] = [at[token].logprob for at, token in zip(found, ids, strict=True)]
         rows.append(row)
     Path(out).write_text(json.dumps(rows))
@@ -87,11 +90,13 @@ def score(parent: Path, rows: list[dict[str, Any]], out: Path, dtype: Dtype, *ra
     from cray_agents.trainers.training.train_step import RankTraining
 
     number, store, _ = rank
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     join_ranks(Layout(), number, store=store, world=1, on_cpu=True)
     hyper = Hyperparameters(steps=1, learning_rate=0, dtype=dtype)
     training = RankTraining(read_architecture(parent), Layout(), hyper, parent, on_cpu=True)
-    masks = [np.repeat(np.float32([0, 1]), [len(r["prompt"]), len(r["ids"])]) for r in rows]
+    masks = [
+        np.repeat(np.array([0, 1], np.float32), [len(r["prompt"]), len(r["ids"])]) for r in rows
+    ]
     samples = Samples.of([[*r["prompt"], *r["ids"]] for r in rows], masks)
     found = training.score(samples, temperature=1.0)
     out.write_text(json.dumps([row.tolist() for row in found]))
@@ -125,8 +130,9 @@ def main(words: list[str]) -> None:
         folder = Path(name)
         for sampled in DTYPES:
             drawn = folder / f"{sampled}.json"
-            child = [sys.executable, "-m", "bench.disagreement", str(parent), str(drawn), sampled]
-            subprocess.run(child, check=True, stdout=sys.stderr)
+            child = [sys.executable, __file__, str(parent), str(drawn), sampled]
+            variables = environment(EngineSettings(threads=THREADS))
+            subprocess.run(child, check=True, stdout=sys.stderr, env=variables)
             rows = json.loads(drawn.read_bytes())
             sides = {"vLLM, alone": [row["alone"] for row in rows]}
             for dtype in DTYPES:
@@ -138,7 +144,9 @@ def main(words: list[str]) -> None:
                 d = distance(rows, logprobs)
                 cells = [f"{number:.2g}" for number in (d.mean, d.p99, d.max, d.kl or 0)]
                 cells += [f"{d.tokens_above or 0:.2%}", f"{d.sequences_above or 0:.2%}"]
-                print(f"| vLLM, {sampled} | {side} | {d.tokens:,} | {' | '.join(cells)} |", flush=True)
+                print(
+                    f"| vLLM, {sampled} | {side} | {d.tokens:,} | {' | '.join(cells)} |", flush=True
+                )
 
 
 if __name__ == "__main__":
