@@ -142,7 +142,7 @@ def row(g: Iteration) -> dict[str, str]:
 
 
 def disagreement(iterations: Sequence[Iteration]) -> str:
-    """Say in a line what trainer and sampler disagreed by over a loop's jobs; "" without figures."""
+    """Say what trainer and sampler disagreed by over a loop's jobs; "" without figures."""
     found = [g for g in iterations if g.agreement is not None]
     if not found:
         return ""

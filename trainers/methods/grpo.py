@@ -76,10 +76,8 @@ def _ratio(tokens: TrainedTokens, policy: Policy, lengths: torch.Tensor) -> torc
     return _exp(logs)
 
 
-def _engine_weight(
-    tokens: TrainedTokens, policy: Policy
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weight w [n] that corrects the engine, and a mask [n]: where the cap changed it."""
+def _engine_weight(tokens: TrainedTokens, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weight w [n] that corrects the engine, and a mask [n] of where the cap acts."""
     logs, cap = tokens.before - tokens.sampled, policy.importance_cap
     if cap is None:
         return torch.ones_like(logs), torch.zeros_like(logs, dtype=torch.bool)
