@@ -1,4 +1,5 @@
-"""Runs the benchmarks named on the command line, or all; `rivals` has parts of its own."""
+"""Runs the benchmarks named on the command line, or all; `rivals` has parts of its own,
+`disagreement` takes a model."""
 
 import asyncio
 import os
@@ -14,6 +15,7 @@ from bench import (
     batches,
     crowd,
     delta,
+    disagreement,
     exporting,
     gateway,
     gateways,
@@ -119,11 +121,15 @@ ALL = {
 
 async def main(names: list[str]) -> None:
     """Those of these names, or all; after `rivals` its parts."""
+    if names[:1] == ["disagreement"]:
+        disagreement.main(names[1:])
+        return
     if names[:1] == ["rivals"]:
         await catalog.main(names[1:])
         return
     if unknown := set(names) - ALL.keys():
-        sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are rivals, {', '.join(ALL)}")
+        known = ", ".join(("rivals", "disagreement", *ALL))
+        sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are {known}")
     print("| what | of | median | ratio |\n|---|---|---|---|", flush=True)
     for name in names or ALL:
         with tempfile.TemporaryDirectory() as folder:

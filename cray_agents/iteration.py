@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from cray_agents.records import Record
+from cray_agents.records import LogprobDistance, Record
 from cray_agents.training_jobs import TakenUp
 
 
@@ -38,6 +38,8 @@ class Iteration(Record):
       promotion/sequential_test.py).
     - `zero_variance_groups` counts tasks whose attempts all got the same reward, `resampled` the
       tasks drawn in their place.
+    - `agreement` and `mean_metrics` are those of JobStatus: what trainer and sampler disagreed by,
+      and what the method's clips and corrections did.
     - `samples` counts the training set's, `demonstrations` those of them that are no runs; the job
       saw each `epochs` times. `kinds` counts the good runs by kind of task, where a metadata key
       names the kinds. `remarks` are warnings about these: see loop/remarks.py.
@@ -65,6 +67,8 @@ class Iteration(Record):
     layers: str = ""
     loss_first: float | None = None
     loss_last: float | None = None
+    agreement: LogprobDistance | None = None
+    mean_metrics: dict[str, float] = Field(default_factory=dict)
     probe_max_logprob_diff: float | None = None
     load_note: str = ""
     seconds: dict[str, float] = Field(default_factory=dict)

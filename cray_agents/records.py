@@ -433,6 +433,10 @@ class LogprobDistance(Record):
 
     `equal_argmax`: the share of places where both name the same most likely token; None where less
     than a hundred are known.
+
+    Of tokens that the other program drew: `kl`, the k3 estimate of ours from theirs (the mean of
+    r - 1 - log r, r = p_ours / p_theirs); `tokens_above`, `sequences_above`, the shares of tokens
+    and of sequences whose r, or its product, is above 2: what an `importance_cap` of 2 changes.
     """
 
     tokens: int
@@ -440,6 +444,9 @@ class LogprobDistance(Record):
     p99: float  # the 99th percentile
     max: float
     equal_argmax: float | None = None
+    kl: float | None = None
+    tokens_above: float | None = None
+    sequences_above: float | None = None
 
 
 class DeltaOf(Record):

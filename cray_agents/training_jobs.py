@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from cray_agents.config.job_section import check_options_of_job
-from cray_agents.records import Record, StrictRecord, digest
+from cray_agents.records import LogprobDistance, Record, StrictRecord, digest
 
 MethodName = Literal["sft", "dpo", "kto", "grpo", "distill"]
 ON_POLICY = ("grpo", "distill")  # methods with a policy loss on the tokens that were sampled
 Dtype = Literal["float32", "bfloat16"]
+ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+MANY_EPOCHS = 10.0  # a set that is seen more often is rather learned by heart
 MICROBATCH = 4096  # tokens, where no GPU's memory decides
 #: Hyperparameters that the trainer decides, if they are not given.
 DECIDED_BY_TRAINER = {"dtype", "learning_rate", "max_tokens_per_microbatch"}
@@ -92,9 +94,11 @@ class PolicyLoss(StrictRecord):
       batch's sequences times `constant` (Dr. GRPO, arXiv 2503.20783). None: `token`; for gspo
       `sequence`, its only one.
     - `kl`: weight of the k3 estimate of the divergence from the reference, added to the loss.
-    - `importance_cap`: truncated importance sampling. Each token is weighted by
-      min(p_trainer / p_engine, cap), which corrects numeric differences of the engine and tokens
-      sampled by older versions. The KL is not weighted. None: not corrected.
+    - `importance_cap` bounds the weight p_trainer / p_engine, which corrects numeric differences of
+      the engine and tokens sampled by older versions. The KL is not weighted. None: not corrected.
+    - `importance_mode`: the weight is the token's, or the product over its sequence (`token_`,
+      `sequence_`); above the cap it is the cap, or the token or sequence is left out (`truncate`,
+      `mask`). Named as in TRL; trainers/methods/grpo.py has formulas and sources.
     """
 
     objective: Literal["ppo", "cispo", "gspo"] = "ppo"
@@ -105,6 +109,7 @@ class PolicyLoss(StrictRecord):
     constant: int = Field(1024, gt=0)
     kl: float = Field(0.0, ge=0)
     importance_cap: float | None = Field(2.0, gt=0)
+    importance_mode: ImportanceMode = "token_truncate"
 
     @property
     def normalized_by(self) -> Literal["token", "sequence", "constant"]:
@@ -115,6 +120,14 @@ class PolicyLoss(StrictRecord):
     def _check_dual_clip(self) -> Self:
         if self.dual_clip is not None and self.objective != "ppo":
             raise ValueError(f"dual_clip has no effect with {self.objective}: it is of ppo")
+        return self
+
+    @model_validator(mode="after")
+    def _check_importance(self) -> Self:
+        if self.importance_cap is None and self.importance_mode != "token_truncate":
+            raise ValueError(
+                f"importance_mode {self.importance_mode!r} has no effect without importance_cap"
+            )
         return self
 
     @model_validator(mode="after")
@@ -208,7 +221,11 @@ def with_backend_of_older(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class Hyperparameters(TrainingSettings):
-    """Hyperparameters of a training job: its settings, its `steps`, and its method's own loss."""
+    """Hyperparameters of a training job: its settings, its `steps`, and its method's own loss.
+
+    A step takes `batch_size` samples, also where the set has fewer: then it has some twice. So each
+    sample is seen steps * batch_size / samples times; above ten a warning says so.
+    """
 
     steps: int = Field(gt=0)
     preference: Preference = Field(default_factory=Preference)
@@ -422,8 +439,10 @@ class JobSpec(StrictRecord):
         for name in ("commands", "teacher_sha256", "state_from"):  # likewise
             if decisive[name] is None:
                 del decisive[name]
-        if self.hyperparameters.policy.dual_clip is None:  # likewise
-            del decisive["hyperparameters"]["policy"]["dual_clip"]
+        policy = decisive["hyperparameters"]["policy"]
+        for name, since in (("dual_clip", None), ("importance_mode", "token_truncate")):  # likewise
+            if policy[name] == since:
+                del policy[name]
         if self.hyperparameters.fp8 is None:  # likewise
             del decisive["hyperparameters"]["fp8"]
         backend = decisive["hyperparameters"].pop("backend")
@@ -482,7 +501,10 @@ class JobStatus(Record):
     write the files. `reason`: why a queued job waits, as the scheduler says it.
     `changed_share`: the share of the trained weights that the checkpoint's files changed in the
     parent's. `update_ratio`: the norm of that change, by that of the weights in float32; None where
-    these did not move. `warnings`: what was lost, in sentences.
+    these did not move. `warnings`: what was lost, or is likely not meant, in sentences.
+    `agreement`: the distance of trainer and engine before the first step, on at most 256 samples
+    of the parent; None before it, and without such samples. `mean_metrics`: the method's measures,
+    as means over the tokens that the job trained on: of grpo its ratios and the shares clipped.
     """
 
     id: str
@@ -506,4 +528,6 @@ class JobStatus(Record):
     changed_share: float | None = None
     update_ratio: float | None = None
     warnings: list[str] = Field(default_factory=list)
+    agreement: LogprobDistance | None = None
+    mean_metrics: dict[str, float] = Field(default_factory=dict)
     checkpoint: str | None = None

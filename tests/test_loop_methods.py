@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cray_agents import Distill, PromotionTest, TaskSet, Training, reward
-from cray_agents.cli.iteration_table import row
+from cray_agents.cli.iteration_table import disagreement, row
 from cray_agents.cli.why import explain
 from cray_agents.errors import BadInput
 from cray_agents.iteration import Iteration
@@ -18,7 +18,7 @@ from cray_agents.loop.methods import DPO, GRPO, KTO, RFT, SFT
 from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.queries import RunQuery
-from cray_agents.records import Run, Task
+from cray_agents.records import LogprobDistance, Run, Task
 from cray_agents.runtime.datasets import dataset_runs, read_dataset
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.runtime.store import Store
@@ -240,6 +240,32 @@ def test_an_iteration_tells_its_set_and_a_control_has_no_demonstrations(
     assert "without any success so far: even" in told
     assert row(trained)["set"] == f"{samples} ×{trained.epochs:.3g}"
     assert "without any success so far: even" in str(explain(Home(tmp_path / "home"), "loop"))
+
+
+def test_a_loop_tells_what_trainer_and_sampler_disagreed_by() -> None:
+    distances = [
+        LogprobDistance(tokens=9, mean=mean, p99=1.0, max=4 * mean, kl=mean / 10)
+        for mean in (0.01, 0.02)
+    ]
+    done = [
+        Iteration(iteration=0, holdout_success=0, holdout_tasks=9, version="m@1"),
+        *(
+            Iteration(
+                iteration=number,
+                holdout_success=0,
+                holdout_tasks=9,
+                version=f"m@{number}",
+                agreement=distance,
+                mean_metrics={"engine_clip_fraction": number / 1000},
+            )
+            for number, distance in enumerate(distances, 1)
+        ),
+    ]
+    assert disagreement(done[:1]) == ""
+    assert disagreement(done) == (
+        "logprobs of trainer and sampler differ by 0.01 to 0.02 nats on average, 0.08 at most, KL"
+        " 0.001 to 0.002, tokens clipped by importance_cap 0.10% to 0.20%"
+    )
 
 
 def test_adapters_go_on_with_their_optimizer_but_not_in_other_weights(

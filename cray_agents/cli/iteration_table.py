@@ -141,6 +141,30 @@ def row(g: Iteration) -> dict[str, str]:
     }
 
 
+def disagreement(iterations: Sequence[Iteration]) -> str:
+    """Say what trainer and sampler disagreed by over a loop's jobs; "" without figures."""
+    found = [g for g in iterations if g.agreement is not None]
+    if not found:
+        return ""
+    distances = [g.agreement for g in found if g.agreement is not None]
+    parts = [
+        f"{_span([d.mean for d in distances])} nats on average",
+        f"{max(d.max for d in distances):.2g} at most",
+    ]
+    if kl := [d.kl for d in distances if d.kl is not None]:
+        parts.append(f"KL {_span(kl)}")
+    shares = {"engine_clip_fraction": "by importance_cap", "clip_fraction": "by the policy's clip"}
+    for name, by in shares.items():
+        if clipped := [g.mean_metrics[name] for g in found if name in g.mean_metrics]:
+            parts.append(f"tokens clipped {by} {min(clipped):.2%} to {max(clipped):.2%}")
+    return f"logprobs of trainer and sampler differ by {', '.join(parts)}"
+
+
+def _span(numbers: Sequence[float]) -> str:
+    least, most = (f"{number:.2g}" for number in (min(numbers), max(numbers)))
+    return least if least == most else f"{least} to {most}"
+
+
 def outcome(g: Iteration) -> str:
     """Describe the outcome of an iteration in a few words."""
     text = "promoted" if g.promoted else "not promoted"

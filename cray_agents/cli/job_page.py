@@ -117,7 +117,17 @@ def _agreement(event: Event) -> str:
         "the trainer's log-probabilities differ from the engine's by"
         f" {_number(event, 'max_difference', '.2g')} at most{',' if judged else ''}{judged} and"
         f" {_number(event, 'mean_difference', '.2g')} on average, over {event['tokens']:,} tokens"
-        f" ({limits}{place})"
+        f" ({limits}{place}){_above(event)}"
+    )
+
+
+def _above(event: Event) -> str:
+    """Describe what the engine's importance ratios came to; "" in older events."""
+    if event.get("kl") is None:
+        return ""
+    return (
+        f"; KL {event['kl']:.2g}, ratio above 2 for {event['tokens_above']:.2%} of the tokens and"
+        f" {event['sequences_above']:.2%} of the samples"
     )
 
 
@@ -308,7 +318,8 @@ def _progress_rows(job: Json) -> list[tuple[str, str]]:
         ("moved", _moved(status)),
         ("trained", f"{status['trained_tokens']:,} tokens in {clock(status['seconds'])}"),
         ("pace", "" if pace is None else f"{pace:.3f} s a step, {rate or 0:,.0f} trained tokens/s"),
-        ("newest measures", ", ".join(f"{name} {_short(v)}" for name, v in measures.items())),
+        ("newest measures", _listed(measures)),
+        ("mean measures", _listed(status["mean_metrics"])),
     ]
 
 
@@ -331,6 +342,10 @@ def _output_rows(job: Json) -> list[tuple[str, str]]:
 
 def _range(first: float | None, last: float | None) -> str:
     return "" if first is None or last is None else f"{first:.4f} → {last:.4f}"
+
+
+def _listed(measures: Json) -> str:
+    return ", ".join(f"{name} {_short(value)}" for name, value in measures.items())
 
 
 def _short(value: float | None) -> str:

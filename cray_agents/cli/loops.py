@@ -15,7 +15,7 @@ import typer
 
 from cray_agents.agent.agent import Agent
 from cray_agents.cli.agents import platform_for
-from cray_agents.cli.iteration_table import LEGEND, LoopScreen, iterations_table
+from cray_agents.cli.iteration_table import LEGEND, LoopScreen, disagreement, iterations_table
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import console, errors, print_json, settings
 from cray_agents.cli.user_files import find, load
@@ -96,6 +96,8 @@ def loop(
         return
     console.print(iterations_table(done))
     console.print(LEGEND, style="dim")
+    if text := disagreement(done):
+        console.print(text, style="dim", soft_wrap=True)
     for iteration in done:
         for remark in iteration.remarks:
             console.print(f"iteration {iteration.iteration}: {remark}", soft_wrap=True)

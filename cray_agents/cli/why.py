@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cray_agents.cli.iteration_table import disagreement
 from cray_agents.cli.jobs import job_ids, named_job
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.platform import describe_controller
@@ -173,7 +174,7 @@ def _explain_loop(home: Home, name: str) -> Answer:
             )
         if last.note:
             sentences.append(_sentence(last.note))
-        sentences += map(_sentence, last.remarks)
+        sentences += map(_sentence, filter(None, [*last.remarks, disagreement(done)]))
         if last.stopped:
             sentences.append(f"The loop ended itself: {_sentence(last.stopped)}")
             state = "stopped"

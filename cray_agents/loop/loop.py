@@ -257,6 +257,8 @@ class Loop:
             "layers": job.layers,
             "loss_first": job.loss_first,
             "loss_last": job.loss_last,
+            "agreement": job.agreement,
+            "mean_metrics": job.mean_metrics,
             "version": candidate.id,
         }
         judged = await self._judge(candidate, done, iterations)

@@ -37,7 +37,9 @@ class Training(TrainingSettings):
     """Settings of a loop's training jobs.
 
     Args:
-        steps: of a job. None: as many as see its set three times, with GRPO and Distill once.
+        steps: of a job. None: as many as see its set three times, with GRPO and Distill once. A
+            number is taken as it is, however few samples an iteration has: a remark says how often
+            each was seen.
         seed: each iteration's job has a seed of its own, made of this one.
         logprob_limit: how far trainer and engine may lie apart before a job's first step, in nats:
             see JobSpec. None: by the rounding of both.

@@ -8,8 +8,9 @@ from cray_agents.loop.dataset_recipes import min_reward_for
 from cray_agents.loop.methods import Method
 from cray_agents.loop.settings import LoopSettings
 from cray_agents.records import Run
+from cray_agents.training_jobs import MANY_EPOCHS
 
-SMALL, OFTEN = 64, 10.0  # of fewer samples, and in more epochs, a set is learned by heart
+SMALL = 64  # a set of fewer samples is learned by heart
 FEW = 0.1  # of a set: so many demonstrations teach little beside the runs
 MANY = 100  # kinds: a key with more values names tasks
 
@@ -33,7 +34,7 @@ def successes_by_kind(runs: Sequence[Run], loop: LoopSettings, method: Method) -
 def remarks_on(new: Iteration, done: Sequence[Iteration], loop: LoopSettings) -> list[str]:
     """The remarks on an iteration that trained, as sentences without a full stop."""
     remarks, won = [], Counter[str]()
-    if new.samples < SMALL or new.epochs > OFTEN:
+    if new.samples < SMALL or new.epochs > MANY_EPOCHS:
         remarks.append(
             f"a set of {new.samples} samples, each seen {new.epochs:.3g} times, is rather learned "
             "by heart: larger groups or more tasks bring more good runs, or a lower temperature, "

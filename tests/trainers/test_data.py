@@ -29,6 +29,7 @@ from cray_agents.trainers.job.job_inputs import (
     check_samples,
     check_temperature,
     check_tokenizer,
+    remark_on_epochs,
 )
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.methods.learning_rate import learning_rate
@@ -88,6 +89,12 @@ def test_every_epoch_goes_through_every_unit_once(
         assert sorted(seen[start : start + size]) == list(range(size))
     last = steps - 1
     assert step_units(hyper, last, np.ones(size)) == seen[last * batch :]  # of the step alone
+
+
+def test_a_job_that_sees_few_samples_often_is_told() -> None:
+    hyper = Hyperparameters(steps=12, batch_size=16)
+    assert "train on each of 5 samples 38.4 times" in remark_on_epochs(hyper, 5)
+    assert not remark_on_epochs(hyper, 20)
 
 
 def test_epochs_and_seeds_differ() -> None:

@@ -1,6 +1,7 @@
 """The trainer's log-probabilities of sampled tokens against the engine's, for the same weights."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,11 +26,13 @@ from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.data.samples import Floats, Samples
 from cray_agents.trainers.job.engine_agreement import (
     compare,
+    disagreement_of,
     limits_of,
     places_of_parent,
     select_sampled,
 )
 from cray_agents.trainers.job.job_inputs import read_inputs
+from cray_agents.trainers.job.journal import distance_in
 
 VERSION = "m@1"
 DRAWN = 24  # tokens of each request
@@ -90,6 +93,13 @@ def test_the_largest_difference_is_found_and_refused_above_the_limit() -> None:
     found = compare(samples, [floats(-1, -2, -3), floats(-1.25, -2, -2.5)])
     assert found is not None
     assert (found.distance.tokens, found.distance.max, found.distance.mean) == (6, 0.5, 0.125)
+    kl = (math.exp(-0.25) - 1 + 0.25 + math.exp(0.5) - 1 - 0.5) / 6  # k3, four tokens agree
+    assert found.distance.kl == pytest.approx(kl)
+    assert (found.distance.tokens_above, found.distance.sequences_above) == (0, 0)
+    event = {"event": "agreement", "time": 1.0, **found.event(LogprobLimits(max=0.5))}
+    assert distance_in(event) == found.distance
+    older = {name: event[name] for name in event if name not in ("kl", "p99_difference")}
+    assert distance_in(older) is None
     assert (found.run_id, found.place, found.ours, found.theirs) == ("run-1", 4, -2.5, -3)
     found.refuse(LogprobLimits(max=0.5))
     with pytest.raises(JobError, match=r"for token 4 of run-1 .* -2.5000, .* -3.0000; the limit"):
@@ -101,6 +111,19 @@ def test_the_largest_difference_is_found_and_refused_above_the_limit() -> None:
     with pytest.raises(JobError, match=r"mean difference is nan and the 99th percentile nan"):
         broken.refuse(LogprobLimits(mean=1e9, p99=1e9))
     assert compare(Samples.of([]), []) is None
+
+
+def test_a_cap_counts_tokens_and_sequences() -> None:
+    """Ratios of 3 and 1/3 make a sequence of ratio 1; of 1.9 and 1.9 one that is above 2."""
+    logs, sequence = np.log(np.array([3, 1 / 3, 1.9, 1.9])), np.array([4, 4, 7, 7])
+    found = disagreement_of(logs.astype(np.float32), sequence)
+    assert (found["tokens_above"], found["sequences_above"]) == (0.25, 0.5)
+    assert disagreement_of(logs.astype(np.float32), sequence, cap=4)["sequences_above"] == 0
+
+
+def test_greedy_tokens_say_nothing_about_the_divergence() -> None:
+    found = compare(sampled(1, temperatures=np.zeros(1)), [floats(-1, -2, -2)])
+    assert found is not None and found.distance.max == 1 and found.distance.kl is None
 
 
 def test_in_bfloat16_the_distribution_is_judged() -> None:

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from cray_agents.errors import NewerFormat
 from cray_agents.paths import Home
-from cray_agents.records import Manifest
+from cray_agents.records import LogprobDistance, Manifest
 from cray_agents.trainers.job import job
 from cray_agents.trainers.job.job_state import read_status
-from cray_agents.trainers.job.journal import TAIL_BYTES, JobJournal, measures
+from cray_agents.trainers.job.journal import TAIL_BYTES, JobJournal, mean_measures, measures
 from cray_agents.trainers.job.session_journal import SessionJournal, SessionSpec
 from cray_agents.training_jobs import Hyperparameters, JobSpec, JobStatus
 
@@ -48,6 +48,17 @@ def test_a_restart_drops_all_that_is_told_of_later_steps(journal: JobJournal) ->
     step(journal, 5)  # the superseded attempt's file is nobody's any more
     expected = ["started", "agreement", "step 1", "step 2", "evaluation 2", "saved 2", "step 3"]
     assert kinds(journal) == expected and journal.step == 3
+
+
+def test_a_jobs_measures_are_means_over_its_tokens(journal: JobJournal) -> None:
+    step(journal, 1, clip_fraction=0.25, engine_kl=math.nan)
+    step(journal, 2, clip_fraction=0.5, engine_kl=1e-3, tokens=30, lr=1e-6)
+    assert mean_measures(journal.events()) == {"clip_fraction": 0.4375, "engine_kl": 1e-3}
+    journal.event("agreement", tokens=5, max_difference=0.1, mean_difference=0.01,
+                  p99_difference=0.05, kl=1e-4)  # fmt: skip
+    status = read_status(journal.home, journal.job_id)
+    assert status.mean_metrics["clip_fraction"] == 0.4375
+    assert status.agreement == LogprobDistance(tokens=5, mean=0.01, p99=0.05, max=0.1, kl=1e-4)
 
 
 def test_numbers_that_are_not_finite_are_null_and_named(journal: JobJournal) -> None:

@@ -178,6 +178,25 @@ def test_jobs_from_files_end_as_one_unless_the_master_is_forgotten(
     assert not any(status.warnings for status in carried.statuses)
 
 
+def test_a_rejected_candidate_costs_the_promoted_one_nothing(lab: Any, parent: Path) -> None:
+    """Six jobs, each second one rejected: the next goes on from the promoted one's master."""
+    first = load_file(parent / "model.safetensors")
+    session = RunningSession(lab.home, Layout())
+    chain, undisturbed = Chain(lab, parent, HYPER, "loop"), Chain(lab, parent, HYPER, "calm")
+    changed = []
+    for number in range(3):
+        undisturbed.go_on(session)
+        chain.go_on(session)
+        changed.append(1 - equal_share(chain.files, first))
+        rejected = Chain(lab, parent, HYPER, f"rejected-{number}")
+        rejected.jobs = [*chain.jobs]
+        rejected.go_on(session)
+    assert session.end() == 0, session.log
+    assert apart(chain, undisturbed) <= 1e-6
+    assert 0 < changed[0] < changed[1] < changed[2], "the files move at a learning rate of 1e-6"
+    assert not any(status.warnings for status in chain.statuses)
+
+
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [

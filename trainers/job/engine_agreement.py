@@ -9,6 +9,7 @@ the share that are the trainer's most likely ones too. job_inputs.py finds the p
 rank.py compares. Read next: runtime/logprob_limits.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from cray_agents.training_jobs import JobSpec
 
 MOST = 256  # samples compared, at most
 FLOAT32_LIMIT = 0.01  # nats, of the largest difference
+CAP = 2.0  # the usual importance_cap
+LARGEST = 20.0  # log of a ratio, as in methods/grpo.py
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class Agreement:
             "mean_difference": distance.mean,
             "p99_difference": distance.p99,
             "equal_argmax": distance.equal_argmax,
+            "kl": distance.kl,
+            "tokens_above": distance.tokens_above,
+            "sequences_above": distance.sequences_above,
             "run_id": self.run_id,
             "place": self.place,
             "ours": self.ours,
@@ -74,9 +80,10 @@ class Agreement:
             f"trainer and engine do not agree on the parent's weights: for token {self.place} of"
             f" {self.run_id} the trainer computes a log-probability of {self.ours:.4f}, and the"
             f" engine recorded {self.theirs:.4f}{measured}. Either other weights answered"
-            " under the parent's name, or the engine's options (engine_args: another dtype,"
-            " quantization) make another distribution of them. Raise logprob_limit if that is"
-            " meant: of the loop, or of the job (--set logprob_limit=NATS)"
+            " under the parent's name, or the engine's options (engine_args: quantization) make"
+            " another distribution of them. If an engine in bfloat16 sampled, and no platform knows"
+            " it, say so: --set engine_dtype=bfloat16. If the difference is meant, raise the limit:"
+            " in a loop Training(logprob_limit=NATS), of a job --set logprob_limit=NATS"
         )
 
 
@@ -135,13 +142,28 @@ def compare(
         for i in np.flatnonzero(samples.temperatures == 0):
             equal += (np.asarray(samples.tokens[i])[places[i]] == tops[i]).tolist()
     of = np.repeat(np.arange(len(samples)), [len(at) for at in places])
+    drawn = samples.temperatures[of] != 0
+    disagreement = disagreement_of((mine - theirs)[drawn], of[drawn]) if drawn.any() else {}
     return Agreement(
-        distance=measure(mine, theirs, equal),
+        distance=measure(mine, theirs, equal).model_copy(update=disagreement),
         run_id=samples.run_ids[of[worst]],
         place=int(np.concatenate(places)[worst]),
         ours=float(mine[worst]),
         theirs=float(theirs[worst]),
     )
+
+
+def disagreement_of(logs: Floats, sequence: Ints, cap: float = CAP) -> dict[str, float]:
+    """Return `kl`, `tokens_above` and `sequences_above` of a LogprobDistance, with any `cap`.
+
+    `logs`: ours minus theirs of tokens that they drew, [tokens]; `sequence`: those of each token.
+    """
+    whole = np.bincount(sequence, logs)[np.unique(sequence)]
+    return {
+        "kl": float((np.expm1(np.minimum(logs, LARGEST)) - logs).mean()),
+        "tokens_above": float((logs > math.log(cap)).mean()),
+        "sequences_above": float((whole > math.log(cap)).mean()),
+    }
 
 
 def limits_of(spec: JobSpec, parent: LogprobDistance | None) -> LogprobLimits:

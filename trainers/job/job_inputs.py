@@ -34,7 +34,13 @@ from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.megatron_bridge.bridged_kinds import check_bridged
 from cray_agents.trainers.models.tensors import read_parent
 from cray_agents.trainers.planning.layouts import check_layout, scoring_backend
-from cray_agents.training_jobs import ON_POLICY, Hyperparameters, JobSpec, explain_learning_rate
+from cray_agents.training_jobs import (
+    MANY_EPOCHS,
+    ON_POLICY,
+    Hyperparameters,
+    JobSpec,
+    explain_learning_rate,
+)
 
 TOKENIZER = "tokenizer.json"
 
@@ -237,7 +243,21 @@ def choose_start(
         learning_rate=explain_learning_rate(work.model.hidden, spec.method, hyper),
     )
     print(f"attempt {work.attempt} starts at step {step}", flush=True)
+    if spec.commands is None and (remark := remark_on_epochs(hyper, len(work.samples.units))):
+        print(f"warning: {remark}", flush=True)
+        work.journal.event("warning", message=remark)
     return work
+
+
+def remark_on_epochs(hyper: Hyperparameters, units: int) -> str:
+    """Say that a job trains on each of its samples, or pairs, very often; "" if it does not."""
+    epochs = hyper.steps * hyper.batch_size / units
+    if epochs <= MANY_EPOCHS:
+        return ""
+    return (
+        f"{hyper.steps} steps of {hyper.batch_size} train on each of {units} samples {epochs:.3g}"
+        " times: so few are rather learned by heart. Give fewer steps, or more samples"
+    )
 
 
 # ---- samples against the model

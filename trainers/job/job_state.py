@@ -25,7 +25,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,6 +45,8 @@ from cray_agents.trainers.job.journal import (
     CommandJournal,
     JobJournal,
     changes,
+    distance_in,
+    mean_measures,
     measures,
     tail_from,
 )
@@ -213,7 +215,8 @@ def read_status(home: Home, job_id: str) -> JobStatus:
 
 def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
     """Return the status of a job without a status.json, from its events."""
-    steps = [e for e in journal.events() if e.get("event") == "step"]
+    events = journal.events()
+    steps = [e for e in events if e.get("event") == "step"]
     return JobStatus(
         id=spec.id,
         state=state,
@@ -231,7 +234,17 @@ def describe(journal: JobJournal, spec: JobSpec, state: JobState) -> JobStatus:
         layers=journal.layers,
         warnings=journal.warnings,
         offered=state == "running" and bool(find_offers(journal.home.sessions, spec.id)),
+        **_disagreement(events),
     )
+
+
+def _disagreement(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return `agreement` and `mean_metrics` of a JobStatus."""
+    agreements = [distance_in(event) for event in events if event["event"] == "agreement"]
+    return {
+        "agreement": agreements[-1] if agreements else None,
+        "mean_metrics": mean_measures(events),
+    }
 
 
 def session_of(journal: JobJournal, last: Handover) -> dict[str, Any]:
@@ -366,6 +379,7 @@ def record_success(journal: JobJournal, spec: JobSpec) -> None:
             changed_share=metrics.get("changed_share"),
             update_ratio=metrics.get("update_ratio"),
             checkpoint=spec.id,
+            **_disagreement(journal.events()),
         )
     )
     journal.event("succeeded", checkpoint=spec.id)

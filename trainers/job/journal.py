@@ -40,9 +40,10 @@ The training process and the trainers that watch it share this module. Events ar
     agreement   tokens, max_difference, mean_difference, p99_difference (99th percentile):
                 log-probabilities of the sampled tokens, the trainer's against the engine's, nats;
                 equal_argmax: the share of greedy tokens that the trainer finds most likely too
-                (null below a hundred of them); limit (of the maximum in float32, of the 99th
-                percentile in bfloat16), mean_limit and argmax_limit (null in float32), agrees;
-                run_id, place, ours, theirs: of the token that differs most
+                (null below a hundred of them); kl, tokens_above, sequences_above: see
+                LogprobDistance (null if all tokens are greedy); limit (of the maximum in float32,
+                of the 99th percentile in bfloat16), mean_limit and argmax_limit (null in float32),
+                agrees; run_id, place, ours, theirs: of the token that differs most
     step        step (counted from 1), loss (nats), lr, grad_norm, tokens (trained on), seconds,
                 tokens_per_second (all tokens read), mfu (fraction; of GPUs whose peak is known),
                 communication (of several ranks: the fraction of the step in which the first one
@@ -71,7 +72,7 @@ from pydantic import ValidationError
 
 from cray_agents.errors import FULL, BadInput, Corrupt, NotFound
 from cray_agents.paths import Home
-from cray_agents.records import Record, canonical
+from cray_agents.records import LogprobDistance, Record, canonical
 from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.disk.durable import resume_points
 from cray_agents.training_commands import COMMAND, CommandResult, End, TrainingCommand
@@ -82,6 +83,8 @@ JOB_FORMAT = 1  # of a job's folder
 GIVEN_UP = "given up"  # a verdict's `done` after which the job failed
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 _NOT_MEASURES = {"event", "time", "step", "not_finite"}
+_NOT_METHOD = _NOT_MEASURES | {"loss", "lr", "grad_norm", "tokens", "tokens_per_second", "seconds",
+                               "mfu", "communication", "memory_gib"}  # fmt: skip
 
 
 class JobJournal:
@@ -478,6 +481,30 @@ def changes(before: JobSpec, after: JobSpec) -> list[str]:
 def measures(step: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of a step's event, by name; None stands for one that was not finite."""
     return {name: value for name, value in step.items() if name not in _NOT_MEASURES}
+
+
+def mean_measures(events: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return the method's measures as means over the steps, each step by its tokens."""
+    sums: dict[str, tuple[float, int]] = {}
+    for step in events:
+        for name, value in step.items() if step["event"] == "step" else ():
+            if isinstance(value, int | float) and name not in _NOT_METHOD:
+                total, tokens = sums.get(name, (0.0, 0))
+                sums[name] = total + value * step["tokens"], tokens + step["tokens"]
+    return {name: total / tokens for name, (total, tokens) in sums.items() if tokens}
+
+
+def distance_in(event: dict[str, Any]) -> LogprobDistance | None:
+    """Return the distance of an `agreement` event; None if it was not finite, or is from old code.
+
+    What such events did not have yet is None.
+    """
+    names = {"tokens", "mean_difference", "p99_difference", "max_difference"}
+    if any(event.get(name) is None for name in names):
+        return None
+    given = {name.removesuffix("_difference"): event[name] for name in names}
+    more = ("equal_argmax", "kl", "tokens_above", "sequences_above")
+    return LogprobDistance(**given, **{name: event.get(name) for name in more})
 
 
 def numbered(record: Record, version: int) -> bytes:

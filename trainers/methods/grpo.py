@@ -1,7 +1,7 @@
 """GRPO and its variants: importance ratios, clipped, times advantages (arXiv 2402.03300).
 
-With r = p / p_before, the advantage A, the bounds [1 - clip_low, 1 + clip_high] and the weight
-w = min(p_before / p_sampled, cap) that corrects the engine, the loss of a token is
+With r = p / p_before, the advantage A, the bounds [1 - clip_low, 1 + clip_high] and a weight w that
+corrects the engine, the loss of a token is
 
     ppo    -w min(r A, clip(r) A)                              arXiv 1707.06347
            with dual_clip c, where A < 0:                      arXiv 1912.09729, equation 8
@@ -12,8 +12,17 @@ w = min(p_before / p_sampled, cap) that corrects the engine, the loss of a token
 
 plus kl (u - log u - 1) with u = p_reference / p: the k3 estimate of the divergence from the
 reference. gspo is its paper's GSPO-token, which has GSPO's value and gradient if the tokens of a
-sequence have equal advantages. w (truncated importance sampling,
-https://fengyao.notion.site/off-policy-rl) has no gradient, and is per token in all three.
+sequence have equal advantages.
+
+w has no gradient. With v = p_before / p_sampled of the token, and V their product over the tokens
+of its sequence, importance_mode is
+
+    token_truncate     w = min(v, cap)                  Yao et al. 2025, "Your Efficient RL
+                                                        Framework Secretly Brings You Off-Policy
+                                                        RL Training" (TIS)
+    sequence_truncate  w = min(V, cap)                  Liu et al. 2025, "When Speed Kills
+    sequence_mask      w = V if V <= cap else 0         Stability" (sequence-level TIS and MIS)
+    token_mask         w = v if v <= cap else 0         the same rule for one token
 """
 
 import torch
@@ -30,22 +39,24 @@ def loss(tokens: TrainedTokens, hyper: Hyperparameters) -> Loss:
     Measures are means over tokens: `ratio` (p / p_before in the objective's form), `clip_fraction`
     (tokens whose gradient the clip removed; cispo: whose weight it bounded), `kl_before` (k3, of
     p_before from p), `engine_ratio` (p_before / p_sampled), `engine_gap` (the distance of their
-    logarithms), and `kl` and `entropy` if they are computed.
+    logarithms), `engine_kl` (k3, of p_before from p_sampled), `engine_clip_fraction` (tokens whose
+    weight the cap changed), and `kl` and `entropy` if they are computed.
     """
     policy = hyper.policy
     lengths = per_sequence(tokens, torch.ones_like(tokens.logprobs))
     ratio = _ratio(tokens, policy, lengths)
     gain, clipped = _gain(tokens, policy, ratio)
-    engine = _exp(tokens.before - tokens.sampled)
-    if policy.importance_cap is not None:
-        gain = gain * engine.clamp(max=policy.importance_cap)
-    values = -gain
+    weight, bounded = _engine_weight(tokens, policy)
+    gaps = tokens.before - tokens.sampled
+    values = -gain * weight
     measures = {
         "ratio": ratio,
         "clip_fraction": clipped.to(ratio.dtype),
         "kl_before": _k3(tokens.logprobs - tokens.before),
-        "engine_ratio": engine,
-        "engine_gap": (tokens.before - tokens.sampled).abs(),
+        "engine_ratio": _exp(gaps),
+        "engine_gap": gaps.abs(),
+        "engine_kl": _k3(gaps),
+        "engine_clip_fraction": bounded.to(ratio.dtype),
     }
     if policy.kl:
         measures["kl"] = _k3(tokens.reference - tokens.logprobs)
@@ -63,6 +74,18 @@ def _ratio(tokens: TrainedTokens, policy: Policy, lengths: torch.Tensor) -> torc
         means = per_sequence(tokens, logs.detach()) / lengths
         logs = means[tokens.sequence] + (tokens.logprobs - tokens.logprobs.detach())
     return _exp(logs)
+
+
+def _engine_weight(tokens: TrainedTokens, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weight w [n] that corrects the engine, and a mask [n] of where the cap acts."""
+    logs, cap = tokens.before - tokens.sampled, policy.importance_cap
+    if cap is None:
+        return torch.ones_like(logs), torch.zeros_like(logs, dtype=torch.bool)
+    if policy.importance_mode.startswith("sequence"):
+        logs = per_sequence(tokens, logs)[tokens.sequence]
+    weight = _exp(logs)
+    beyond = weight > cap
+    return weight.masked_fill(beyond, 0 if policy.importance_mode.endswith("mask") else cap), beyond
 
 
 def _gain(

@@ -93,6 +93,7 @@ VARIANTS: dict[str, Variant] = {
     "grpo-constant": ("grpo", hyper(policy=Policy(normalization="constant", constant=7))),
     "cispo": ("grpo", hyper(policy=Policy(objective="cispo", clip_low=1, kl=0.05))),
     "gspo": ("grpo", hyper(policy=Policy(objective="gspo", clip_low=0.05, clip_high=0.05))),
+    "sequence-mask": ("grpo", hyper(policy=Policy(importance_mode="sequence_mask"))),
     "uncorrected": ("grpo", hyper(policy=Policy(importance_cap=None))),
     "distill": ("distill", hyper()),
     "distill-sequence": ("distill", hyper(policy=Policy(normalization="sequence", kl=0.1))),

@@ -20,11 +20,16 @@ def clip(ratio: float, policy: Policy) -> float:
 
 
 def engine_weights(answer: Answer, policy: Policy) -> Numbers:
-    """min(p_before / p_sampled, cap) of each token."""
-    if policy.importance_cap is None:
+    """p_before / p_sampled of each token or of the whole answer, bounded or masked by the cap."""
+    cap = policy.importance_cap
+    if cap is None:
         return np.ones(len(answer.now))
     pairs = zip(answer.before, answer.sampled, strict=True)
-    return np.array([min(math.exp(b) / math.exp(s), policy.importance_cap) for b, s in pairs])
+    ratios = [math.exp(b) / math.exp(s) for b, s in pairs]
+    if policy.importance_mode.startswith("sequence"):
+        ratios = [math.prod(ratios)] * len(ratios)
+    instead = 0.0 if policy.importance_mode.endswith("mask") else cap
+    return np.array([ratio if ratio <= cap else instead for ratio in ratios])
 
 
 def by_hand(batch: Sequence[Answer], policy: Policy) -> tuple[float, Numbers]:
@@ -72,6 +77,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"clip_low": 0.1, "clip_high": 0.28},
     {"importance_cap": None},
     {"kl": 0.2, "importance_cap": 1.1},
+    *[
+        {"importance_cap": 1.1, "importance_mode": mode}
+        for mode in ("token_mask", "sequence_truncate", "sequence_mask")
+    ],
 ]
 
 
@@ -116,6 +125,33 @@ def test_a_dual_clip_bounds_what_a_bad_token_costs(normalization: Any) -> None:
     assert taken > before
     with pytest.raises(ValueError, match="dual_clip"):
         Policy(objective="gspo", dual_clip=3.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [
+        ("token_truncate", [0.5, 2, 2, 1]),
+        ("token_mask", [0.5, 0, 2, 1]),
+        ("sequence_truncate", [1.5, 1.5, 2, 2]),
+        ("sequence_mask", [1.5, 1.5, 2, 2]),
+        ("sequence_mask above", [1.5, 1.5, 0, 0]),
+    ],
+)
+def test_an_engines_ratio_counts_by_token_or_sequence(mode: str, weights: list[float]) -> None:
+    """Two answers of two tokens with p_before / p_sampled of 1/2, 3 and 2, 1; the cap is 2."""
+    ratios = [np.array([0.5, 3]), np.array([2, 1.01 if "above" in mode else 1])]
+    batch = [
+        replace(a, before=a.now, sampled=a.now - np.log(r), advantage=1.0)
+        for a, r in zip(answers(29, [2, 2]), ratios, strict=True)
+    ]
+    given = marked(batch)
+    policy: Any = {"importance_mode": mode.split()[0], "importance_cap": 2.0 + 1e-9}
+    loss = METHODS["grpo"](given, hyper(policy=policy))
+    np.testing.assert_allclose(-gradient(given, loss), weights, rtol=1e-6)
+    changed = {"token": 1, "sequence": 2 if "above" in mode else 0}[mode.split("_")[0]]
+    assert loss.measures["engine_clip_fraction"][0] == changed
+    with pytest.raises(ValueError, match="no effect without importance_cap"):
+        Policy(importance_cap=None, importance_mode="token_mask")
 
 
 @pytest.mark.parametrize("objective", ["ppo", "cispo", "gspo"])
@@ -195,6 +231,8 @@ def test_measures_are_means_over_tokens() -> None:
         "kl_before": ratio - 1 - np.log(ratio),
         "engine_ratio": np.exp(before - sampled),
         "engine_gap": np.abs(before - sampled),
+        "engine_kl": np.exp(before - sampled) - 1 - (before - sampled),
+        "engine_clip_fraction": np.exp(before - sampled) > 2,
         "kl": u - 1 - np.log(u),
         "entropy": entropy,
     }
