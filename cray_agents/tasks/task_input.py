@@ -27,7 +27,7 @@ def read_input(given: Any) -> str | list[Message]:
 def read_messages(given: Any) -> list[Message]:
     """Return messages as they are sent. Raises ValueError, naming the message and the rule.
 
-    Null fields are left out: tables have them for other rows. Tool calls get what servers want and
+    Nulls are left out: tables have them for other rows. Tool calls get what servers want and
     data sets lack: ids, and arguments that are texts.
     """
     if not isinstance(given, Sequence) or isinstance(given, bytes):
@@ -86,15 +86,17 @@ def _read_call(given: Any, default_id: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"has the tool call {given!r:.80}: it must have a function with a name")
     arguments = function.get("arguments") or {}
+    if isinstance(arguments, dict):
+        set_ones = {name: value for name, value in arguments.items() if value is not None}
+        arguments = json.dumps(set_ones, ensure_ascii=False)
     try:
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        read = None
-    if not isinstance(read, dict):
+        is_object = isinstance(json.loads(arguments), dict)
+    except (TypeError, ValueError):
+        is_object = False
+    if not is_object:
         raise ValueError(f"has the arguments {arguments!r:.80}: they must be a JSON object")
-    text = arguments if isinstance(arguments, str) else json.dumps(read, ensure_ascii=False)
     shape = {"id": default_id, "type": "function"}
-    return {**shape, **call, "function": {**function, "arguments": text}}
+    return {**shape, **call, "function": {**function, "arguments": arguments}}
 
 
 def text_of_input(given: str | Sequence[Message]) -> str:

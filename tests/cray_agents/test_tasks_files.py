@@ -18,7 +18,7 @@ ROWS = [{"question": f"What is {n} + {n}?", "answer": 2 * n, "level": n % 3} for
 
 
 def told(tasks: TaskSet) -> list[tuple[str, Any]]:
-    return [(task.input, task.target) for task in tasks]
+    return [(task.text, task.target) for task in tasks]
 
 
 def test_columns_have_names_or_functions(tmp_path: Path) -> None:

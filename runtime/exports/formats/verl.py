@@ -96,9 +96,9 @@ def _prompt(run: Run, conversation: Conversation, losses: list[str]) -> list[dic
 
 def _text(run: Run, index: int, message: Message, losses: list[str]) -> str:
     content = message.get("content")
-    if calls := message.get("tool_calls"):
+    if message.get("tool_calls"):
         path = f"messages[{index}].tool_calls"
-        raise unsupported(run, path, f"are {len(calls)}, and verl's prompt has no field for them")
+        raise unsupported(run, path, "are there, and verl's prompt has no field for them")
     if isinstance(content, str):
         return content
     if any(part_text(part) is None for part in with_parts(content)):
