@@ -35,7 +35,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import is_instance_schema
 
-from cray_agents.agent.environment import EnvironmentMaker, declared_tools
+from cray_agents.agent.environment import EnvironmentMaker, WorkerEnvironment, declared_tools
 from cray_agents.agent.handoffs import handoff_tool
 from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.output_types import OutputReader
@@ -131,6 +131,9 @@ class AgentDescription(Generic[Deps, Output]):
         if isinstance(self.instructions, str):
             check_text(self.instructions, "instructions")
         object.__setattr__(self, "examples", _read_examples(self.examples))
+        if self.examples and isinstance(self.environment, WorkerEnvironment):
+            problem = f"examples: the workers of {self.environment.name!r} make the messages"
+            raise BadInput(f"{problem}: give them there", param="examples")
         object.__setattr__(self, "reader", OutputReader(self.output_type, self.json_schema))
         object.__setattr__(self, "server", ServerCapabilities())
 

@@ -100,7 +100,7 @@ def _describe(leak: Leak, tasks: Sequence[Task], places: Sequence[str]) -> str:
     if leak.how in ("near", "contained"):
         how = f"similarity {leak.similarity:.2f}" if leak.how == "near" else "all of it is in there"
         alike = f" as {other.text[:60]!r} ({how})"
-        hint = "; a long text that all tasks share belongs into the agent's instructions"
+        hint = "; what all tasks share belongs into the agent's instructions or examples"
     return (
         f"{places[leak.one]}: the {what} is in split {one.split!r} here and in {other.split!r} at "
         f"{places[leak.other]}{alike}. What a split judges must not be known from another: give "

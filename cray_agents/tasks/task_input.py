@@ -67,6 +67,8 @@ def _read_message(given: Any, place: int, unanswered: list[str]) -> Message:
     if not all(map(_is_part, parts)):
         raise ValueError(f"has the content {content!r:.80}: it must be a text, or a list of parts"
                          ' with their type, as in {"type": "text", "text": "Hello"}')  # fmt: skip
+    if role == "system" and any(part["type"] != "text" for part in parts):
+        raise ValueError("is of the system: its content must be text")
     if role == "tool":
         call_id = message.setdefault("tool_call_id", unanswered[0] if unanswered else None)
         if call_id not in unanswered:

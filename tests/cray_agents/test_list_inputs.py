@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from cray_agents import Agent, Environment, Run, Task, TaskSet
-from cray_agents.agent import MemorySession, PlatformSession
+from cray_agents.agent import MemorySession, PlatformSession, WorkerEnvironment
 from cray_agents.errors import BadInput
 from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.loop.settings_record import _agent, differences
@@ -64,6 +64,7 @@ BAD: list[tuple[Any, str]] = [
     ([user(3)], "message 0 has the content 3: it must be a text"),
     ([user([{"text": "no type"}])], "message 0 has the content "),
     ([user("x"), ASKED[0]], "message 1 is of the system: only the first"),
+    ([{"role": "system", "content": [{"type": "image_url"}]}], "message 0 is of the system: its"),
     (["x"], "message 0 is 'x'"),
     ([{"role": "tool", "content": "5"}], "message 0 is the result of a tool call None that is not"),
     ([*SHOTS[:1], {**SHOTS[1], "tool_calls": [3]}], "message 1 has the tool call 3"),
@@ -101,6 +102,8 @@ def test_examples_that_are_none(examples: Any, problem: str) -> None:
     with pytest.raises(BadInput, match=re.escape(problem)) as refused:
         agent(script("never"), examples=examples)
     assert refused.value.param == "examples"
+    with pytest.raises(BadInput, match="the workers of 'w' make the messages"):
+        Agent("a", examples=SHOTS, environment=WorkerEnvironment("w"))
 
 
 def test_the_messages_of_data_sets(tmp_path: Path) -> None:

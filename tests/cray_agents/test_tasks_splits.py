@@ -29,8 +29,8 @@ def test_a_near_duplicate_on_both_sides_is_an_error_that_names_both() -> None:
         "task 1: the input 'A farmer has seventeen sheep in the north field and four goa' is in "
         "split 'train' here and in 'holdout' at task 2 as 'A farmer has seventeen sheep in the "
         "north field and four goa' (similarity 0.89). What a split judges must not be known from "
-        'another: give both one split, leave one out, or say on_leak="drop"; a long text that all '
-        "tasks share belongs into the agent's instructions"
+        'another: give both one split, leave one out, or say on_leak="drop"; what all tasks '
+        "share belongs into the agent's instructions or examples"
     )
     assert caught.value.param == "split"
 
