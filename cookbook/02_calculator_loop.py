@@ -62,7 +62,7 @@ def question(draw: random.Random) -> Task:
 
 def demonstration(task: Task) -> list[Message]:
     """Return the conversation of a perfect agent."""
-    expression = task.input.removeprefix("What is ").removesuffix("?")
+    expression = task.text.removeprefix("What is ").removesuffix("?")
     call = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
     return [
         {"role": "system", "content": agent.instructions},

@@ -49,7 +49,7 @@ def question(draw: random.Random, split: str) -> Task:
 
 def demonstration(task: Task) -> list[Message]:
     """Return the conversation of a perfect agent."""
-    expression = task.input.removeprefix("What is ").removesuffix("?")
+    expression = task.text.removeprefix("What is ").removesuffix("?")
     call = {"name": "calculator", "arguments": f'{{"expression": "{expression}"}}'}
     return [
         {"role": "system", "content": agent.instructions},

@@ -146,7 +146,7 @@ def order(draw: random.Random) -> Task:
 
 def solution(task: Task) -> list[str]:
     """The two queries of a perfect agent."""
-    count, name = task.input.split()[:2]
+    count, name = task.text.split()[:2]
     sign = "-" if task.metadata["sold"] else "+"
     return [
         f"UPDATE items SET stock = stock {sign} {count} WHERE name = '{name}'",

@@ -214,7 +214,7 @@ async def train(platform: Any, seed: int, iterations: int, count: int, steps: in
     serving = await platform.promoted(MODEL)
     before = await asked(platform.url, serving.id, held_out)
     for number in range(1, iterations + 1):
-        tasks = {task.input: task for task in (question(draw, "train") for _ in range(count))}
+        tasks = {task.text: task for task in (question(draw, "train") for _ in range(count))}
         since = time.time()
         await asked(platform.url, serving.id, list(tasks.values()))
         where = RunFilter(since=begun, model=MODEL)

@@ -33,6 +33,27 @@ def text_or_json(value: Any) -> str:
     return dump_json(value).decode() if value else ""
 
 
+def asked_text(given: str | Iterable[Message]) -> str:
+    """Return all that tells an input from others, as one text.
+
+    A list of one message of the user is its text. A system message does not count: it is for the
+    agent, and many inputs share it.
+    """
+    if isinstance(given, str):
+        return given
+    said = [message for message in given if message.get("role") != "system"]
+    if [message.get("role") for message in said] == ["user"]:
+        return _whole(said[0])
+    return "\n".join(f"{message.get('role')}: {_whole(message)}" for message in said)
+
+
+def _whole(message: Message) -> str:
+    """Return a message's text, and its other parts and tool calls as JSON."""
+    others = [part for part in with_parts(message.get("content")) if part_text(part) is None]
+    others += [call.get("function") for call in tool_calls_of(message)]
+    return "\n".join(filter(None, [text_of(message), *map(text_or_json, others)]))
+
+
 def first_question(messages: Iterable[Message]) -> str:
     """Return the text of the user's first message, or ""."""
     return next((text_of(message) for message in messages if message.get("role") == "user"), "")

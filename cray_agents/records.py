@@ -3,8 +3,8 @@
     Task -> Run -> Trajectory(Turn(ModelCall, ToolCall...)...) -> Reward
     queries.DatasetRecipe -> dataset;  JobSpec -> training job -> checkpoint -> ModelVersion
 
-All other modules import this one; it imports none of them. Times are unix seconds, durations
-seconds.
+All other modules import this one; it imports tasks/task_input.py alone. Times are unix seconds,
+durations seconds.
 """
 
 import hashlib
@@ -28,7 +28,10 @@ from pydantic import (
 from pydantic_core import to_json
 from typing_extensions import TypeVar
 
-Message = dict[str, Any]  # one chat message in OpenAI's shape
+from cray_agents.tasks.task_input import Input as Input
+from cray_agents.tasks.task_input import Message as Message
+from cray_agents.tasks.task_input import read_input, text_of_input
+
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # a whole number that the index can hold
 #: The type of an agent's answers: its `output_type`, and the `output` of its runs.
 Output = TypeVar("Output", default=Any)
@@ -80,7 +83,7 @@ Split = Literal["train", "holdout", "test"]
 
 def task_id(data: Mapping[str, Any]) -> str:
     """Return the default id of a task with these fields."""
-    known = [data["input"], data.get("target")]
+    known = [read_input(data["input"]), data.get("target")]
     identity, metadata = data.get("identity"), data.get("metadata")
     if isinstance(identity, Sequence) and isinstance(metadata, Mapping) and identity:
         known.append(world_of(metadata, identity))
@@ -95,13 +98,17 @@ def world_of(metadata: Mapping[str, Any], identity: Sequence[str]) -> str:
 class Task(StrictRecord):
     """An input to an agent. The id defaults to a hash of input and target.
 
+    The input is a text, or a list of messages as OpenAI, TRL and verifiers have them. It ends with
+    a message of the user or of a tool; `text` is then the text of its user's last message. A system
+    message may stand first: it follows the agent's instructions, in one system message with them.
+
     `identity` names the keys of the metadata that distinguish tasks with the same input:
     `Task(input="Find the way out.", metadata={"maze": 7}, identity=["maze"])`. Their values enter
     the id, and such tasks are compared by them. A held-out maze then keeps that maze out of
     training, not all mazes.
     """
 
-    input: str
+    input: str | list[Message]
     target: Any = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     split: Split = "train"
@@ -112,7 +119,7 @@ class Task(StrictRecord):
     @classmethod
     def _set_default_id(cls, data: Any) -> Any:
         if isinstance(data, dict) and not data.get("id") and "input" in data:
-            with suppress(TypeError):  # the checks of the fields say what JSON cannot hold
+            with suppress(TypeError, ValueError):  # the checks of the fields say what is wrong
                 return {**data, "id": task_id(data)}
         return data
 
@@ -125,6 +132,11 @@ class Task(StrictRecord):
             raise ValueError(f"identity: JSON cannot hold the values of {self.identity}")
         return self
 
+    @field_validator("input", mode="before")
+    @classmethod
+    def _read_input(cls, value: Any) -> Any:
+        return read_input(value)
+
     @field_validator("target", "metadata")
     @classmethod
     def _check_json(cls, value: Any, field: ValidationInfo) -> Any:
@@ -133,6 +145,11 @@ class Task(StrictRecord):
         except (TypeError, ValueError) as error:
             raise ValueError(f"JSON cannot hold it: {error}") from None
         return value
+
+    @property
+    def text(self) -> str:
+        """The text that stands for the input: itself, or that of its user's last message."""
+        return text_of_input(self.input)
 
     @property
     def world(self) -> str | None:
@@ -329,6 +346,8 @@ class RunError(Record):
 
 class Run(Record, Generic[Output]):
     """One execution of an agent on an input. It always ends with a trajectory and a reason.
+
+    `input` is a text, also where the task's is a list of messages: `Task.text`.
 
     For type checkers `Run[int]` is a run whose `output` is an int, or None if it has no output.
 

@@ -16,7 +16,7 @@ from cray_agents.agent.run_context import Deps, RunContext
 from cray_agents.agent.run_state import RunOptions, pinned, start_run
 from cray_agents.agent.stream_events import AgentEvent, RunEnded
 from cray_agents.agent.tool import Tool
-from cray_agents.records import Output, Run, Task
+from cray_agents.records import Input, Output, Run, Task
 
 
 class Agent(AgentDescription[Deps, Output]):
@@ -30,6 +30,9 @@ class Agent(AgentDescription[Deps, Output]):
         name: names the agent in records.
         instructions: the system message (none is sent if it is empty), or a function of nothing or
             of the RunContext, sync or async, that returns it for each run.
+        examples: messages of users, tools and this agent that stand between the system message and
+            each input, and end with an answer: `[{"role": "user", "content": "2+2"}, {"role":
+            "assistant", "content": "4"}]`. They are read, never trained on, and kept in no session.
         tools: functions marked with @tool, or plain ones; afterwards a tuple of Tool.
         model: `name`, `name@N`, or what the server calls it.
         output_type: what `run.output` is: str, int, float, bool, or whatever pydantic reads
@@ -89,19 +92,20 @@ class Agent(AgentDescription[Deps, Output]):
 
     async def run(
         self,
-        input: str | Task,  # noqa: A002 - the word for it
+        input: Input | Task,  # noqa: A002 - the word for it
         **options: Unpack[RunOptions[Deps]],
     ) -> Run[Output]:
         """Work on an input to the end; failures and limits are in the Run, not raised.
 
-        Raises StoreError when the finished run could not be recorded, or taken into its session,
-        and CancelledError, after recording, when it was cancelled.
+        The input is a text, or messages as those of a Task. Raises BadInput, before the run, for
+        anything else; StoreError when the finished run could not be recorded, or taken into its
+        session; and CancelledError, after recording, when it was cancelled.
         """
         return await execute(start_run(self, input, options))
 
     def run_sync(
         self,
-        input: str | Task,  # noqa: A002
+        input: Input | Task,  # noqa: A002
         **options: Unpack[RunOptions[Deps]],
     ) -> Run[Output]:
         """`run` for code that is not async; it also works where an event loop is running."""
@@ -109,7 +113,7 @@ class Agent(AgentDescription[Deps, Output]):
 
     async def stream(
         self,
-        input: str | Task,  # noqa: A002
+        input: Input | Task,  # noqa: A002
         **options: Unpack[RunOptions[Deps]],
     ) -> AsyncGenerator[AgentEvent, None]:
         """Run, and yield what happens as it happens; the last event is RunEnded.
@@ -131,7 +135,7 @@ class Agent(AgentDescription[Deps, Output]):
 
     def stream_sync(
         self,
-        input: str | Task,  # noqa: A002
+        input: Input | Task,  # noqa: A002
         **options: Unpack[RunOptions[Deps]],
     ) -> Generator[AgentEvent, None, None]:
         """`stream` for code that is not async; it also works where an event loop is running."""

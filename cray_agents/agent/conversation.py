@@ -80,6 +80,7 @@ async def _begin(state: RunState) -> None:
     """Gather all that the model is to know when it is first asked."""
     if state.session is not None:
         state.earlier = without_system(await state.session.history())
+    state.earlier = state.agent.without_examples(state.earlier)
     state.messages[:0] = state.earlier
     environment = state.agent.environment
     if environment is not None and not isinstance(environment, WorkerEnvironment):

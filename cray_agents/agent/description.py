@@ -35,7 +35,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import is_instance_schema
 
-from cray_agents.agent.environment import EnvironmentMaker, declared_tools
+from cray_agents.agent.environment import EnvironmentMaker, WorkerEnvironment, declared_tools
 from cray_agents.agent.handoffs import handoff_tool
 from cray_agents.agent.hooks import Hooks
 from cray_agents.agent.output_types import OutputReader
@@ -49,7 +49,8 @@ from cray_agents.engines.tool_calls import (
 )
 from cray_agents.errors import BadInput
 from cray_agents.ports import ChatEngine
-from cray_agents.records import Output, Run
+from cray_agents.records import Message, Output, Run
+from cray_agents.tasks.task_input import read_messages
 
 #: Sync or async.
 Recorder = Callable[[Run], Awaitable[None] | None]
@@ -106,6 +107,7 @@ class AgentDescription(Generic[Deps, Output]):
     retries: NonNegativeInt = 0
     hooks: Sequence[Hooks[Deps]] = ()
     recorder: Recorder | Literal["auto"] | None = "auto"
+    examples: Sequence[Mapping[str, Any]] = ()
     reader: OutputReader = field(init=False, repr=False)
     server: ServerCapabilities = field(init=False, repr=False)
 
@@ -128,6 +130,10 @@ class AgentDescription(Generic[Deps, Output]):
                 )
         if isinstance(self.instructions, str):
             check_text(self.instructions, "instructions")
+        object.__setattr__(self, "examples", _read_examples(self.examples))
+        if self.examples and isinstance(self.environment, WorkerEnvironment):
+            problem = f"examples: the workers of {self.environment.name!r} make the messages"
+            raise BadInput(f"{problem}: give them there", param="examples")
         object.__setattr__(self, "reader", OutputReader(self.output_type, self.json_schema))
         object.__setattr__(self, "server", ServerCapabilities())
 
@@ -152,6 +158,12 @@ class AgentDescription(Generic[Deps, Output]):
         copy = replace(self, engine=engine)
         object.__setattr__(copy, "server", self.server.for_engine(engine))
         return copy
+
+    def without_examples(self, history: Sequence[Message]) -> list[Message]:
+        """The messages of earlier runs, without the examples that a run's messages begin with."""
+        known = (agent.examples for agent in (self, *self.handoffs))
+        begins = (len(one) for one in known if one and [*history[: len(one)]] == [*one])
+        return [*history[next(begins, 0) :]]
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -190,6 +202,11 @@ class AgentDescription(Generic[Deps, Output]):
         return with_tool_calls(self.own_engine, self.tool_calls, self.server)
 
     @property
+    def shown_examples(self) -> list[Message]:
+        """The examples, as messages that a run may change."""
+        return [{**message} for message in self.examples]
+
+    @property
     def run_recorder(self) -> Recorder | None:
         """What is called with each finished run."""
         if self.recorder == "auto":
@@ -221,6 +238,22 @@ class AgentDescription(Generic[Deps, Output]):
         """The agent, asking this engine unless it has one of its own."""
         own = self.engine is not None or self.base_url is not None
         return self if own or engine is None else self.through(engine)
+
+
+def _read_examples(given: Sequence[Mapping[str, Any]]) -> Sequence[Message]:
+    if not given:
+        return ()
+    try:
+        messages = read_messages(given)
+    except ValueError as error:
+        raise BadInput(f"examples: {error}", param="examples") from error
+    if messages[0]["role"] == "system":
+        problem = "message 0 is of the system: give that text as the agent's instructions"
+        raise BadInput(f"examples: {problem}", param="examples")
+    if (last := messages[-1]["role"]) != "assistant":
+        problem = f"they end with a message of role {last!r}: they must end with an answer"
+        raise BadInput(f"examples: {problem}, of role 'assistant'", param="examples")
+    return messages
 
 
 def check_text(text: str, what: str) -> None:

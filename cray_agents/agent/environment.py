@@ -27,6 +27,7 @@ from cray_agents.agent import hooks, user_code
 from cray_agents.agent.run_context import RunContext
 from cray_agents.agent.tool import Tool, as_tool
 from cray_agents.errors import BadInput, HookError
+from cray_agents.messages import with_parts
 from cray_agents.records import Task
 
 Answer = str | Awaitable[str | None] | None  # the return value of a sync or async method
@@ -113,8 +114,10 @@ async def begin(make: Callable[[], Environment], context: RunContext) -> dict[st
     task = context.task or Task(input=context.input)
     if seen := await _text(made, "reset", task, context):
         first = context.messages[-1]
-        text = "\n\n".join(filter(None, [first["content"], seen]))
-        context.messages[-1] = {**first, "content": text}
+        content: Any = [*with_parts(first["content"]), {"type": "text", "text": seen}]
+        if isinstance(first["content"], str):
+            content = "\n\n".join(filter(None, [first["content"], seen]))
+        context.messages[-1] = {**first, "content": content}
     return {
         tool.name: replace(tool, function=getattr(made, attribute))
         for attribute, tool in _tools(made.__class__)

@@ -21,7 +21,8 @@ class RunContext(Generic[Deps]):
     """A run in progress. `deps` is the caller's `run(deps=...)`, for tools to share.
 
     `messages` is the conversation so far, system message first: read it, do not change it. `turn`
-    counts model calls from 0. `environment` is the run's own, if its agent has one. The run asks
+    counts model calls from 0. `input` is a text, also where the task's is a list of messages.
+    `environment` is the run's own, if its agent has one. The run asks
     `engine` for `model`, with the sampling `seed` if there is one. `agent` names the agent that
     speaks, also after a handoff.
     """

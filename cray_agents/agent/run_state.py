@@ -22,7 +22,9 @@ from cray_agents.agent.sessions import FileSession, Session, without_system
 from cray_agents.agent.stream_events import AgentEvent, LimitReached
 from cray_agents.agent.tool import Tool
 from cray_agents.errors import BadInput, EngineError, HookError
+from cray_agents.messages import text_of
 from cray_agents.records import (
+    Input,
     Message,
     ModelCall,
     Reward,
@@ -36,6 +38,7 @@ from cray_agents.records import (
     digest,
     new_id,
 )
+from cray_agents.tasks.task_input import read_input, text_of_input
 
 _RUN_ID = re.compile(r"[\w.:@-]{1,200}", re.ASCII)
 
@@ -73,6 +76,7 @@ class RunState:
     context: the public half of the state; its `messages` are the conversation.
     model: asked in place of the active agent's model, if the caller named one.
     earlier: messages from before this run.
+    system: the text of a system message in the input.
     labels: further fields of the Run.
     active: the agent that speaks; a handoff changes it by `enter`.
     request: the fields that all requests of the active agent share.
@@ -88,6 +92,7 @@ class RunState:
     model: str | None
     earlier: list[Message]
     labels: dict[str, Any]
+    system: str = ""
     session: Session | None = None
     active: AgentDescription = field(init=False)
     emit: Callable[[AgentEvent], None] | None = None
@@ -117,7 +122,7 @@ class RunState:
     @property
     def added_messages(self) -> list[Message]:
         """The messages that this run added to the conversation, its input first."""
-        return without_system(self.messages)[len(self.earlier) :]
+        return without_system(self.messages)[len(self.active.examples) + len(self.earlier) :]
 
     @property
     def one_by_one(self) -> bool:
@@ -127,6 +132,9 @@ class RunState:
     async def enter(self, agent: AgentDescription) -> None:
         """Let this agent speak from here on. Raises HookError from its instructions."""
         present = self.request.get("model")
+        conversation = without_system(self.messages)
+        if present is not None:  # a handoff
+            conversation = conversation[len(self.active.examples) :]
         self.active = agent
         added = (hook for hook in agent.hooks if hook not in self.agent.hooks)
         self.hooks = [*self.agent.hooks, *added]
@@ -135,15 +143,15 @@ class RunState:
         self.request = {**agent.request}
         if self.model is not None:
             self.request["model"] = self.model
-        if present is not None:  # a handoff
+        if present is not None:
             self.request["model"] = pinned(agent.request["model"], present)
         if self.tools:
             self.request["tools"] = [tool.schema for tool in self.tools.values()]
         else:
             self.request.pop("parallel_tool_calls", None)  # servers refuse it where there are none
         self.context.model = self.request["model"]
-        system = await _system_message(agent, self.context)
-        self.messages[:] = [*system, *without_system(self.messages)]
+        system = await _system_message(agent, self.context, self.system)
+        self.messages[:] = [*system, *agent.shown_examples, *conversation]
 
     def next_request(self, *, final: bool) -> dict[str, Any]:
         """The next model call's request. `final`: the model is to answer, not to call tools.
@@ -236,7 +244,9 @@ class RunState:
         )
 
 
-async def _system_message(agent: AgentDescription, context: RunContext) -> list[Message]:
+async def _system_message(
+    agent: AgentDescription, context: RunContext, of_input: str
+) -> list[Message]:
     """The system message as a list; empty if there is nothing to say. Raises HookError."""
     instructions = agent.instructions
     if not isinstance(instructions, str):
@@ -246,11 +256,11 @@ async def _system_message(agent: AgentDescription, context: RunContext) -> list[
         if not isinstance(instructions, str):
             raise HookError(f"{what} returned {instructions!r}: give a str")
         check_text(instructions, "instructions")
-    text = "\n\n".join(filter(None, [instructions, agent.reader.instructions]))
+    text = "\n\n".join(filter(None, [instructions, of_input, agent.reader.instructions]))
     return [{"role": "system", "content": text}] if text else []
 
 
-def start_run(agent: AgentDescription, given: str | Task, options: RunOptions[Any]) -> RunState:
+def start_run(agent: AgentDescription, given: Input | Task, options: RunOptions[Any]) -> RunState:
     """Begin a run of the agent on an input. Raises BadInput, and TypeError for unknown options."""
     if isinstance(agent.environment, WorkerEnvironment):
         raise BadInput(
@@ -260,10 +270,15 @@ def start_run(agent: AgentDescription, given: str | Task, options: RunOptions[An
         )
     if unknown := options.keys() - RunOptions.__annotations__.keys():
         raise TypeError(f"run() got an unexpected keyword argument {min(unknown)!r}")
-    if not isinstance(given, str | Task):
-        raise BadInput(f"input is a {type(given).__name__}: give a str or Task", param="input")
-    text = given.input if isinstance(given, Task) else given
+    try:
+        asked = read_input(given.input if isinstance(given, Task) else given)
+    except ValueError as error:
+        raise BadInput(f"input: {error}, or a Task", param="input") from error
+    text, task = text_of_input(asked), given if isinstance(given, Task) else None
     check_text(text, "input")
+    messages = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    if task is None and isinstance(asked, list):
+        task = Task(input=asked)  # so that the messages are on record as its input
     session, history = _session(options.get("session")), options.get("history", ())
     if session is not None and history:
         raise BadInput("give a session or a history, not both", param="history")
@@ -273,10 +288,10 @@ def start_run(agent: AgentDescription, given: str | Task, options: RunOptions[An
         run_id=options.get("run_id") or new_id("run"),
         agent=agent.name,
         input=text,
-        task=given if isinstance(given, Task) else None,
+        task=task,
         deps=options.get("deps"),
         seed=options.get("seed"),
-        messages=[{"role": "user", "content": text}],
+        messages=without_system(messages),
         engine=agent.own_engine,
     )
     return RunState(
@@ -285,6 +300,7 @@ def start_run(agent: AgentDescription, given: str | Task, options: RunOptions[An
         model=options.get("model"),
         earlier=without_system(history),
         labels={"agent": agent.name, "tags": tags, **purpose},
+        system="\n\n".join(text_of(m) for m in messages if m["role"] == "system"),
         session=session,
     )
 

@@ -128,11 +128,11 @@ def questions(
         if kind in exhausted:
             continue
         tries = (question(draw, *kind) for _ in range(2000))
-        task = next((t for t in tries if t.split == split and t.input not in drawn), None)
+        task = next((t for t in tries if t.split == split and t.text not in drawn), None)
         if task is None:
             exhausted.add(kind)
         else:
-            drawn[task.input] = task
+            drawn[task.text] = task
         if len(drawn) == count or len(exhausted) == len(KINDS):
             break
     return list(drawn.values())
@@ -141,8 +141,8 @@ def questions(
 def demonstrated(seed: int, count: int) -> list[Task]:
     """Draw the questions to demonstrate: two of each kind, then more of the harder kinds."""
     each = questions(seed, "train", 2 * len(KINDS))
-    first = {task.input: task for task in each}
-    more = [t for t in questions(seed, "train", count, HARDNESS) if t.input not in first]
+    first = {task.text: task for task in each}
+    more = [t for t in questions(seed, "train", count, HARDNESS) if t.text not in first]
     return [*each, *more][:count]
 
 

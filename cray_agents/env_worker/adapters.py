@@ -71,6 +71,13 @@ class Rollout:
     api_key: str
 
     @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The task's input as messages."""
+        given = self.task["input"]
+        text = isinstance(given, str)
+        return [{"role": "user", "content": given}] if text else [{**one} for one in given]
+
+    @property
     def metadata(self) -> dict[str, Any]:
         """The task's metadata, which name its row, sample or index."""
         return dict(self.task.get("metadata") or {})

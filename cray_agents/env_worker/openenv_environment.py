@@ -53,9 +53,13 @@ class OpenEnvAdapter:
         client = kind(base_url=self._url, message_timeout_s=rollout.seconds).sync()
         with client:
             begun = client.reset(**rollout.metadata)
-            first = "\n\n".join(filter(None, [rollout.task["input"], _as_text(begun.observation)]))
+            *before, last = rollout.messages
+            content, seen = last["content"], _as_text(begun.observation)
+            text = isinstance(content, str)
+            part = {"type": "text", "text": seen}
+            shown = "\n\n".join(filter(None, [content, seen])) if text else [*content, part]
             tools = [] if self._text else self._tools(client)
-            talk = ModelConversation(rollout, [{"role": "user", "content": first}], tools)
+            talk = ModelConversation(rollout, [*before, {**last, "content": shown}], tools)
             episode = _Episode(client, self._calls_tools)
             stop = self._played(talk, episode)
         if episode.reward is None:

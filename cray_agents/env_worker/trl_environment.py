@@ -50,7 +50,7 @@ class TrlAdapter:
         for row in self._rows:
             columns = json.loads(json.dumps(dict(row)))
             yield {
-                "input": _text_of(columns.get("prompt")),
+                "input": columns.get("prompt") or "",
                 "metadata": columns,
                 "identity": sorted(columns),
             }
@@ -67,7 +67,7 @@ class TrlAdapter:
         environment = self._made.get(name) or self._factories[name]()
         self._made[name] = environment
         passed = {key: value for key, value in row.items() if name is None or key != "environment"}
-        passed.setdefault("prompt", [{"role": "user", "content": rollout.task["input"]}])
+        passed.setdefault("prompt", rollout.messages)
         prompt = _messages(passed["prompt"])
         observation = environment.reset(**passed)
         if observation is not None:
@@ -163,8 +163,3 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [dict(message) for message in prompt]
-
-
-def _text_of(prompt: Any) -> str:
-    content = _messages(prompt or "")[-1].get("content")
-    return content if isinstance(content, str) else json.dumps(content)

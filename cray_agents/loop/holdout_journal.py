@@ -9,6 +9,7 @@ a dataset; read by runtime/datasets/decontamination.py.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from cray_agents.messages import asked_text
 from cray_agents.records import HELD_OUT_ENTRY, HeldOut, Task, digest
 from cray_agents.tasks.leakage import task_key
 
@@ -29,7 +30,8 @@ async def hold_out(platform: "Platform", loop: str, tasks: "TaskSet") -> None:
 def _entries(tasks: Sequence[Task]) -> Iterator[HeldOut]:
     inputs, worlds, size = list[tuple[str, str]](), list[tuple[str, str]](), 0
     for task in tasks:
-        text, known = (task.input, inputs) if task.world is None else (task_key(task), worlds)
+        world = task.world is not None
+        text, known = (task_key(task), worlds) if world else (asked_text(task.input), inputs)
         known.append((f"{task.split} task {task.id}", text))
         size += len(text)
         if size >= MAX_CHARACTERS:

@@ -153,7 +153,7 @@ def differences(known: dict[str, Any], settings: dict[str, Any]) -> list[tuple[s
     changes: list[tuple[str, Any, Any]] = []
     for name in settings:
         old, new = known.get(name), settings[name]
-        if name not in known or old == new:
+        if old == new or (name not in known and name != "examples"):  # older agents have none
             continue
         if isinstance(old, dict) and isinstance(new, dict):
             changes += [(f"{name}.{n}", was, now) for n, was, now in differences(old, new)]
@@ -179,6 +179,7 @@ def _agent(agent: Agent) -> dict[str, Any]:
         "name": agent.name,
         "model": agent.model,
         "instructions": instructions,
+        "examples": _fingerprint([*agent.examples]) if agent.examples else None,
         "tools": _fingerprint(agent.tool_schemas),
         "code": code_of(agent),
         **{name: getattr(agent, name) for name in VERBATIM},

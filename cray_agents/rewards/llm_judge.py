@@ -176,6 +176,8 @@ def bind_engine(rewards: Iterable[RewardFunction], engine: ChatEngine) -> list[R
 def judged_sections(run: Run, *, transcript: bool) -> dict[str, str]:
     """Return the sections of a run that a judge reads, by name."""
     sections = {"task": run.input}
+    if run.task is not None and not isinstance(run.task.input, str):
+        sections["task"] = "\n\n".join(map(_render_message, run.task.input))
     if run.task is not None and run.task.target is not None:
         sections["expected answer"] = _text(run.task.target)
     if transcript:

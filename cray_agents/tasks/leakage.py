@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cray_agents.errors import BadInput
+from cray_agents.messages import asked_text
 from cray_agents.records import Split, Task
 from cray_agents.tasks.text_index import WORLD, TextIndex, input_key
 
@@ -34,9 +35,10 @@ class Leak:
 def task_key(task: Task) -> str:
     """Return the key of a task: the key of its input, and its world if it has one.
 
-    Tasks with a world are equal or not, never similar.
+    Tasks with a world are equal or not, never similar. Of a list of messages all but the system's
+    count, and one message of the user is equal to its text.
     """
-    key = input_key(task.input)
+    key = input_key(asked_text(task.input))
     return key if task.world is None else f"{key}{WORLD}{task.world}"
 
 
@@ -93,12 +95,12 @@ def find_leaks(tasks: Sequence[Task], keys: Sequence[str]) -> Iterator[Leak]:
 def _describe(leak: Leak, tasks: Sequence[Task], places: Sequence[str]) -> str:
     """Describe a leak in words: both tasks, their similarity, and the remedies."""
     one, other = tasks[leak.one], tasks[leak.other]
-    what = f"task id {one.id!r}" if leak.how == "id" else f"input {one.input[:60]!r}"
+    what = f"task id {one.id!r}" if leak.how == "id" else f"input {one.text[:60]!r}"
     alike, hint = "", ""
     if leak.how in ("near", "contained"):
         how = f"similarity {leak.similarity:.2f}" if leak.how == "near" else "all of it is in there"
-        alike = f" as {other.input[:60]!r} ({how})"
-        hint = "; a long text that all tasks share belongs into the agent's instructions"
+        alike = f" as {other.text[:60]!r} ({how})"
+        hint = "; what all tasks share belongs into the agent's instructions or examples"
     return (
         f"{places[leak.one]}: the {what} is in split {one.split!r} here and in {other.split!r} at "
         f"{places[leak.other]}{alike}. What a split judges must not be known from another: give "

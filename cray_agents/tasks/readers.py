@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from cray_agents.errors import BadInput, SetupError
 from cray_agents.exact_json import memory_of
-from cray_agents.records import Task
+from cray_agents.records import Input, Task
 from cray_agents.tasks.record_source import RecordSource, TooLong, lines_of
 
 Row = tuple[str, dict[str, Any]]  # location (`tasks.jsonl:17`), fields
@@ -171,7 +171,7 @@ def _unreadable(path: Path, error: OSError) -> BadInput:
     return BadInput(f"cannot read {path}: {error.strerror or error}", param="path")
 
 
-TaskLike = Task | Mapping[str, Any] | str
+TaskLike = Task | Mapping[str, Any] | Input
 Column = str | Callable[[Mapping[str, Any]], Any]
 
 
@@ -195,7 +195,7 @@ def make_task(value: TaskLike, location: str, columns: Columns | None = None) ->
     """Make a task of a Task, its fields or its input. Raises BadInput, naming the location."""
     if isinstance(value, Task):
         return value
-    row: Any = {"input": value} if isinstance(value, str) else dict(value)
+    row: Any = dict(value) if isinstance(value, Mapping) else {"input": value}
     if columns:
         row = _map_columns(row, columns, location)
     try:
@@ -203,9 +203,10 @@ def make_task(value: TaskLike, location: str, columns: Columns | None = None) ->
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"])) or "task"
+        message = problem["msg"].removeprefix("Value error, ")
         hint = "" if columns else '; other columns are named as in input="question"'
         raise BadInput(
-            f"{location}: {place}: {problem['msg']} (fields: {', '.join(Task.model_fields)}{hint})",
+            f"{location}: {place}: {message} (fields: {', '.join(Task.model_fields)}{hint})",
             param=place,
         ) from error
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from cray_agents.errors import BadInput, NotFound
 from cray_agents.exact_json import DEEPEST_FOREIGN, parse_json
-from cray_agents.messages import first_question, text_of
+from cray_agents.messages import asked_text, first_question, text_of
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunQuery
 from cray_agents.records import HELD_OUT_ENTRY, HeldOut, Message, Run
@@ -127,17 +127,35 @@ def inputs_of(run: Run) -> list[str]:
 
     Messages of its model calls are included, since a client could report a different trajectory.
     """
-    prompts = (text for call in run.calls for text in inputs_of_messages(call.messages))
-    return list(dict.fromkeys([run.input, *inputs_of_messages(run.trajectory.messages), *prompts]))
+    calls = run.calls
+    texts = [input_of(run), run.input, *(asked_text(call.messages) for call in calls[:1])]
+    texts += (
+        _texts_of_user(run.trajectory.messages)
+        if calls
+        else inputs_of_messages(run.trajectory.messages)
+    )
+    texts += (text for call in calls for text in _texts_of_user(call.messages))
+    return list(dict.fromkeys(texts))
 
 
 def inputs_of_messages(messages: Iterable[Message]) -> list[str]:
-    """Return the texts of a demonstration to compare: each message of its user, no answers."""
+    """Return the texts of a demonstration to compare: each message of its user, no answers.
+
+    What stands before an answer may be the input of a held-out task, and is compared as a whole.
+    """
+    given = [*messages]
+    answers = [place for place, m in enumerate(given) if m.get("role") == "assistant"]
+    return [*_texts_of_user(given), *(asked_text(given[:place]) for place in answers)]
+
+
+def _texts_of_user(messages: Iterable[Message]) -> list[str]:
     return [text_of(m) for m in messages if m.get("role") == "user"]
 
 
 def input_of(run: Run) -> str:
     """Return the text to hold out for a run: its input, or the first message of its user."""
+    if run.task is not None and not isinstance(run.task.input, str):
+        return asked_text(run.task.input)
     return run.input or first_question(run.trajectory.messages)
 
 

@@ -284,7 +284,7 @@ class RolloutQueue:
                 update={
                     "agent": spec.agent,
                     "model": spec.model,
-                    "input": spec.task.input,
+                    "input": spec.task.text,
                     "task": spec.task,
                     "loop": spec.loop,
                     "iteration": spec.iteration,
@@ -317,7 +317,7 @@ class RolloutQueue:
                 id=spec.run_id,
                 agent=spec.agent,
                 model=spec.model,
-                input=spec.task.input,
+                input=spec.task.text,
                 stop_reason=StopReason.completed,
                 trajectory=Trajectory(),
                 started=begun,

@@ -479,7 +479,7 @@ async def test_stream_sync_also_beside_a_loop():
     events = list(a.stream_sync("go"))
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == "It is four."
     assert isinstance(events[-1], RunEnded) and events[-1].run.output == "It is four."
-    with pytest.raises(BadInput, match="input is a int"):
+    with pytest.raises(BadInput, match="input: it is of type int: give a text or a list"):
         next(a.stream_sync(7))  # type: ignore[arg-type]
 
 

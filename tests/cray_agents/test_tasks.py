@@ -57,7 +57,7 @@ def test_a_named_split_stays_and_draws_its_like():
         ("[1]", r"t\.jsonl:2: not a JSON object"),
         ("NaN", r"t\.jsonl:2: not valid JSON"),
         ({"target": 1}, r"t\.jsonl:2: input: Field required \(fields: input, target"),
-        ({"input": 5}, r"t\.jsonl:2: input: Input should be a valid string"),
+        ({"input": 5}, r"t\.jsonl:2: input: it is of type int: give a text or a list"),
         ({"input": "x", "answer": 5}, r"t\.jsonl:2: answer: Extra inputs"),
         ({"input": "x", "split": "dev"}, r"t\.jsonl:2: split: Input should be 'train', "),
         ({"input": "first"}, r"t\.jsonl:2: the same task id '\w+' as .*t\.jsonl:1"),

@@ -18,7 +18,7 @@ ROWS = [{"question": f"What is {n} + {n}?", "answer": 2 * n, "level": n % 3} for
 
 
 def told(tasks: TaskSet) -> list[tuple[str, Any]]:
-    return [(task.input, task.target) for task in tasks]
+    return [(task.text, task.target) for task in tasks]
 
 
 def test_columns_have_names_or_functions(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_columns_have_names_or_functions(tmp_path: Path) -> None:
             r"t\.jsonl:1: input: Field required .*other columns are named as in input=\"question\"",
         ),
         ({"input": "text"}, r"t\.jsonl:1: no column 'text'; there are question, answer, level"),
-        ({"input": "answer"}, r"t\.jsonl:1: input: Input should be a valid string"),
+        ({"input": "answer"}, r"t\.jsonl:1: input: it is of type int: give a text or a list"),
         ({"input": "question", "target": "a"}, r"t\.jsonl:1: no column 'a'"),
         ({"input": lambda row: row["x"]}, r"t\.jsonl:1: the function for input failed: KeyError: "),
         (

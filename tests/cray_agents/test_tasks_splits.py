@@ -29,8 +29,8 @@ def test_a_near_duplicate_on_both_sides_is_an_error_that_names_both() -> None:
         "task 1: the input 'A farmer has seventeen sheep in the north field and four goa' is in "
         "split 'train' here and in 'holdout' at task 2 as 'A farmer has seventeen sheep in the "
         "north field and four goa' (similarity 0.89). What a split judges must not be known from "
-        'another: give both one split, leave one out, or say on_leak="drop"; a long text that all '
-        "tasks share belongs into the agent's instructions"
+        'another: give both one split, leave one out, or say on_leak="drop"; what all tasks '
+        "share belongs into the agent's instructions or examples"
     )
     assert caught.value.param == "split"
 
@@ -126,7 +126,7 @@ def test_the_rule_is_that_of_decontamination() -> None:
     theirs = BlockedTexts([HeldText(str(n), text) for n, text in enumerate(held)])
     tasks = [task(text, "holdout", f"h{n}") for n, text in enumerate(held)]
     tasks += [task(text, name=f"t{n}") for n, text in enumerate(texts)]
-    mine = {leak.one: leak for leak in find_leaks(tasks, [input_key(t.input) for t in tasks])}
+    mine = {leak.one: leak for leak in find_leaks(tasks, [input_key(t.text) for t in tasks])}
     ways = set()
     for number, text in enumerate(texts, len(held)):
         expected, leak = theirs.match(text), mine.get(number)
@@ -134,7 +134,7 @@ def test_the_rule_is_that_of_decontamination() -> None:
         if expected is not None and leak is not None:
             assert leak.how == expected.how
             ways.add(leak.how)
-            one, two = ({*grams(input_key(t))} for t in (text, tasks[leak.other].input))
+            one, two = ({*grams(input_key(t))} for t in (text, tasks[leak.other].text))
             if leak.how != "equal":
                 assert leak.similarity == pytest.approx(len(one & two) / len(one | two))
     assert ways == {"equal", "near", "contained"} and 200 < len(mine) < 1300

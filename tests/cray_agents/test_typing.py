@@ -6,10 +6,13 @@ An ignored error that is none any more is an error there, too (pyproject.toml).
 from dataclasses import dataclass
 from typing import Any, Literal, assert_type
 
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel
 
-from cray_agents import Agent, Loop, Run, RunContext, TaskSet, reward, tool
+from cray_agents import Agent, Loop, Run, RunContext, Task, TaskSet, reward, tool
 from cray_agents.agent import Hooks
+from cray_agents.errors import BadInput
 from cray_agents.records import ToolCall
 from cray_agents.testing import ScriptedEngine, tool_call
 
@@ -102,6 +105,18 @@ def test_wrong_deps_are_type_errors() -> None:
     Agent[Shop, int]("clerk", instructions=of_texts)  # type: ignore[arg-type]
     Agent[Shop, int]("clerk", handoffs=[Agent[str, Any]("other")])  # type: ignore[list-item]
     Agent[Shop, int]("clerk", output_type=str)  # type: ignore[arg-type]
+
+
+def test_inputs_and_examples_are_texts_or_messages() -> None:
+    asked: list[ChatCompletionMessageParam] = [{"role": "user", "content": "2+2"}]
+    plain = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    again = NUMBER.override(examples=plain, engine=ScriptedEngine(["4"] * 2))
+    assert again.run_sync(asked).output == again.run_sync(Task(input=plain[:1])).output == 4
+    assert_type(Task(input=plain[:1]).input, str | list[dict[str, Any]])
+    assert_type(Task(input=plain[:1]).text, str)
+    assert len(TaskSet.from_list([asked, "3+3"])) == 2
+    with pytest.raises(BadInput, match="message 0 is '2"):
+        again.run_sync(["2+2"])  # type: ignore[list-item]
 
 
 async def test_also_of_async_runs() -> None:

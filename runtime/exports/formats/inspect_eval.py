@@ -34,6 +34,7 @@ from cray_agents.runtime.exports.export_format import (
 from cray_agents.runtime.exports.formats.jsonl import check_finite
 from cray_agents.runtime.exports.losses import text_losses
 from cray_agents.runtime.store.run_conversation import Conversation, conversation_of
+from cray_agents.tasks.task_input import text_of_input
 
 VERSION = 2  # of the layout
 SEVERAL = "several"  # models or agents in one log: each sample names its own
@@ -54,7 +55,7 @@ def _write_run(run: Run) -> Written:
     sample = {
         "id": run.task.id if run.task is not None else run.id,
         "epoch": 1,  # pack_log counts
-        "input": run.input,
+        "input": _input(run, losses),
         "target": _target(run),
         "messages": messages,
         "output": _output(run, conversation, messages),
@@ -75,6 +76,15 @@ def _write_run(run: Run) -> Written:
         "turn_count": len(run.trajectory.turns),
     }
     return Written([sample], tuple(sorted(losses)))
+
+
+def _input(run: Run, losses: set[str]) -> str | list[Json]:
+    """Return what the agent was asked: a text, or a task's messages. Raises BadInput."""
+    asked = run.input if run.task is None else run.task.input
+    if isinstance(asked, str):
+        return run.input
+    writer = MessageWriter(run, losses)
+    return [writer.write(f"task.input[{n}]", one, run.model) for n, one in enumerate(asked)]
 
 
 def _output(run: Run, conversation: Conversation, messages: list[Json]) -> Json:
@@ -199,7 +209,7 @@ def _summary(sample: Json) -> Json:
     }
     return {
         **{name: sample[name] for name in same},
-        "input": sample["input"][:LONGEST],
+        "input": text_of_input(sample["input"])[:LONGEST],
         "metadata": short,
         "error": sample["error"] and sample["error"]["message"][:LONGEST],
         "limit": sample["limit"] and sample["limit"]["type"],

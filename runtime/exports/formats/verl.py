@@ -1,7 +1,8 @@
 """`verl`: tasks as Parquet for verl's RL trainers, a row per task: prompt and ground truth.
 
     data_source   string: metadata["data_source"] of the task, else the loop, else the agent
-    prompt        list<struct<role, content>>: what the model read before its first answer
+    prompt        list<struct<role, content>>: what the model read before its first answer, with the
+                  messages of an input and an agent's examples
     ability       string: metadata["ability"] of the task, else the agent
     reward_model  struct<style "rule", ground_truth string>: the task's target
     extra_info    struct<index, split, task_id, run_id, agent, loop, iteration, model>
@@ -20,7 +21,7 @@ from cray_agents.records import Message, Run
 from cray_agents.runtime.exports.export_files import TableFormat
 from cray_agents.runtime.exports.export_format import Written, unsupported
 from cray_agents.runtime.exports.losses import text_losses
-from cray_agents.runtime.store.run_conversation import conversations_of
+from cray_agents.runtime.store.run_conversation import Conversation, conversations_of
 
 
 @cache
@@ -69,7 +70,7 @@ def rows_of(run: Run, first: int) -> Written:
     }
     row = {
         "data_source": str(task.metadata.get("data_source") or run.loop or run.agent),
-        "prompt": _prompt(run, conversation.messages, losses),
+        "prompt": _prompt(run, conversation, losses),
         "ability": str(task.metadata.get("ability") or run.agent),
         "reward_model": {"style": "rule", "ground_truth": target},
         "extra_info": extra,
@@ -77,11 +78,14 @@ def rows_of(run: Run, first: int) -> Written:
     return Written([row], tuple(dict.fromkeys(losses)))
 
 
-def _prompt(run: Run, messages: list[Message], losses: list[str]) -> list[dict[str, str]]:
+def _prompt(run: Run, conversation: Conversation, losses: list[str]) -> list[dict[str, str]]:
     """Return the messages before the first answer, or the run's input if it has no messages."""
-    prompt = messages or [{"role": "user", "content": run.input}]
-    ends = (n for n, message in enumerate(prompt) if message.get("role") == "assistant")
-    prompt = prompt[: next(ends, len(prompt))]
+    asked = run.input if run.task is None else run.task.input
+    given = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    prompt, known = conversation.messages or given, conversation.history
+    if conversation.messages:
+        ends = (n for n, m in enumerate(prompt) if m.get("role") == "assistant" and n not in known)
+        prompt = prompt[: next(ends, len(prompt))]
     if not prompt:
         raise unsupported(run, "trajectory.messages", "begin with an answer: there is no prompt")
     return [
@@ -92,6 +96,9 @@ def _prompt(run: Run, messages: list[Message], losses: list[str]) -> list[dict[s
 
 def _text(run: Run, index: int, message: Message, losses: list[str]) -> str:
     content = message.get("content")
+    if message.get("tool_calls"):
+        path = f"messages[{index}].tool_calls"
+        raise unsupported(run, path, "are there, and verl's prompt has no field for them")
     if isinstance(content, str):
         return content
     if any(part_text(part) is None for part in with_parts(content)):
