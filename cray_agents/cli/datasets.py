@@ -116,8 +116,7 @@ def _build_or_plan(recipe: DatasetRecipe, *, dry_run: bool) -> None:
     leave_out("torch")
     home = open_root(settings(), new=bool(recipe.demonstrations))
     if recipe.tokenizer is not None:
-        folder = Path(recipe.tokenizer).expanduser().absolute()
-        tokenizer = folder if folder.is_dir() else Registry(home).directory(recipe.tokenizer)
+        tokenizer = Registry(home).named(recipe.tokenizer)
         recipe = recipe.model_copy(update={"tokenizer": str(tokenizer)})
     store = Store(home)
     examples = _Examples()

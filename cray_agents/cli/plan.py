@@ -221,9 +221,7 @@ def _architecture(root: Home, model: str, backend: str | None = None) -> "Archit
     from cray_agents.runtime.registry.registry import Registry
     from cray_agents.trainers.models.architecture import read_architecture
 
-    folder = Path(model).expanduser()
-    directory = folder if folder.is_dir() else Registry(root).directory(model)
-    return read_architecture(directory, cast("Backend | None", backend))
+    return read_architecture(Registry(root).named(model), cast("Backend | None", backend))
 
 
 def _usual_length(root: Home, dataset: str | None, known: "Architecture | float") -> int:

@@ -45,7 +45,10 @@ def add_to(app: Commands) -> None:
 def up(
     model: Annotated[
         Path | None,
-        typer.Option(help="The directory of a Hugging Face checkpoint to serve at first."),
+        typer.Option(
+            help="What to serve at first: a Hugging Face directory, a GGUF file, or OWNER/NAME of"
+            " the hub."
+        ),
     ] = None,
     name: Annotated[
         str | None,

@@ -136,9 +136,7 @@ def steps_of_epochs(dataset: Fields, spec: JobSpec, epochs: float) -> dict[str, 
 def _directory(registry: Any, model: str) -> Path:
     from cray_agents.runtime.registry.deltas import materialize
 
-    folder = Path(model).expanduser().absolute()
-    directory: Path = folder if folder.is_dir() else registry.directory(model)
-    return materialize(registry.home, directory)
+    return materialize(registry.home, registry.named(model))
 
 
 def _trainable(directory: Path, param: str, init: str, backend: Backend | None) -> Any:

@@ -29,17 +29,17 @@ def first_version(
 ) -> ModelVersion | None:
     """Return the version to serve at first, importing `model` if its name has none.
 
+    `model` is a directory, a GGUF file or a hub's `owner/name`.
     Raises BadInput if there is neither version nor model, unless none is `required`, or if `model`
     would not be served.
     """
-    model = model.expanduser().absolute() if model is not None else None
     with contextlib.suppress(NotFound):
         promoted = registry.promoted(name)
         if promoted is not None:
-            if model is not None and not is_version(registry, name, model):
+            if model is not None and (why := _why_none(registry, name, model)) is not None:
                 raise BadInput(
                     f"{name!r} means {promoted.id} on {registry.home.root}, and {model} is none of "
-                    f"its versions{'' if model.is_dir() else ' (it is no directory)'}: leave out "
+                    f"its versions{why}: leave out "
                     "--model to serve what is promoted, or serve the model by another name "
                     "(--name) or on another root (--home)",
                     param="model",
@@ -52,20 +52,27 @@ def first_version(
         known = ", ".join(names) or "none"
         raise BadInput(
             f"no version of {name!r} is promoted on {registry.home.root} (names there: {known}): "
-            f"give a Hugging Face checkpoint directory with --model"
+            f"give a Hugging Face directory, a GGUF file or a hub's name with --model"
             f"{', or one of these names with --name' if names else ''}",
             param="model",
         )
-    checkpoint, manifest = registry.import_checkpoint(model)
+    checkpoint, manifest = registry.import_checkpoint(registry.named(model))
     version = registry.register(name, checkpoint, manifest)
     registry.promote(name, version.number, who="up", reason=f"first model, from {model}")
     return version
 
 
+def _why_none(registry: Registry, name: str, model: Path) -> str | None:
+    """Return why a model is none of a name's versions; None if it is one of them."""
+    try:
+        directory = registry.named(model)
+    except NotFound as error:
+        return f" ({error})"
+    return None if is_version(registry, name, directory) else ""
+
+
 def is_version(registry: Registry, name: str, model: Path) -> bool:
     """Tell whether a checkpoint directory is one of a name's versions."""
-    if not model.is_dir():
-        return False
     manifest_hashes = read_manifest(model).files if (model / MANIFEST).is_file() else None
     sizes = {
         path.name: path.stat().st_size for path in model.iterdir() if _is_checkpoint_file(path)

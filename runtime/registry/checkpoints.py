@@ -296,7 +296,7 @@ def take_in(home: Home, source: Path) -> tuple[str, Manifest]:
     target = home.checkpoint(checkpoint_id)
     if (target / MANIFEST).is_file():
         return checkpoint_id, verify(target)
-    _copy(source.resolve(), target, manifest, changed, _copy_mode(home))
+    _copy(source.resolve(), target, manifest, changed, copy_mode(home))
     return checkpoint_id, verify(target)  # also proves the copy
 
 
@@ -388,7 +388,7 @@ def _refuse_other_files(source: Path, names: Iterable[str]) -> None:
             )
 
 
-def _copy_mode(home: Home) -> int:
+def copy_mode(home: Home) -> int:
     """Return a copy's permission bits: the owner's, and the group's where the root has them."""
     mode = home.root.stat().st_mode if home.root.exists() else 0
     return 0o770 if mode & 0o070 == 0o070 and not mode & 0o007 else 0o700

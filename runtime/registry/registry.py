@@ -22,7 +22,7 @@ from cray_agents.paths import Home
 from cray_agents.records import Manifest, ModelVersion, Record
 from cray_agents.runtime.controller_lease import Term, unguarded
 from cray_agents.runtime.disk import checksums, durable
-from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry import checkpoints, named_models
 
 EventKind = Literal["promoted", "rolled_back", "rejected", "canary_started", "canary_ended"]
 
@@ -89,9 +89,9 @@ NUMBER = re.compile(r"[1-9][0-9]{0,8}")  # a version's number
 Numbered = TypeVar("Numbered", bound=Record)
 
 
-def _is_directory(path: Path) -> bool:
+def _holds(test: Callable[[], bool]) -> bool:
     try:
-        return path.is_dir()
+        return test()
     except OSError:  # a name that is too long, or a folder without access
         return False
 
@@ -301,8 +301,10 @@ class Registry:
     def directory(self, reference: str, within: Sequence[Path] | None = None) -> Path:
         """Return a checkpoint's directory by directory, checkpoint id, `name@N` or `name`.
 
-        `within`: directories outside the home must lie in one of these, links resolved; None: any.
-        Raises BadInput, NotFound, AccessDenied.
+        A GGUF file is converted once, and `owner/name` is a hub's model (named_models.py), which
+        takes its time. `within`: directories and files outside the home must lie in one of these,
+        links resolved, and a hub is not asked; None: any.
+        Raises BadInput, NotFound, AccessDenied, SetupError, DiskFull.
         """
         if "\0" in reference:
             raise BadInput(f"no path has a NUL in it: {reference!r}", param="checkpoint")
@@ -313,11 +315,21 @@ class Registry:
             checkpoints.refuse_pruned(self.home.checkpoint(path.name))
         if path.is_absolute() and not checkpoints.is_ours(self.home, path):
             path = _resolve_within(path, within)
-        if path.is_absolute() and _is_directory(path):
+        if path.is_absolute() and _holds(path.is_dir):
             return path
         if NAME.fullmatch(reference.partition("@")[0]):
             return self.home.checkpoint(self.resolve(reference).checkpoint)
+        if path.is_absolute() and _holds(path.is_file):
+            return named_models.convert_gguf(self.home, path)
+        if named_models.HUB_NAME.fullmatch(reference):
+            _resolve_within(path, within and ())
+            return named_models.fetch_from_hub(reference)
         raise NotFound(f"no checkpoint at {reference!r}", param="checkpoint")
+
+    def named(self, model: str | Path) -> Path:
+        """Return the directory of a model as a command names it: a path may begin here or at ~."""
+        path = Path(model).expanduser().absolute()
+        return self.directory(str(path if _holds(path.exists) else model))
 
     def _append(
         self,

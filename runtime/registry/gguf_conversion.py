@@ -1,0 +1,246 @@
+"""The conversion of a GGUF file to a Hugging Face directory, as a process of its own.
+
+    python -m cray_agents.runtime.registry.gguf_conversion FILE FOLDER PARENT_PID
+
+The file is not trusted: each length of its header is compared with what is left of the file, and
+the model is built without memory before a weight is read. So a header that lies is an error, and
+takes neither memory nor time. transformers reads weights, config, tokenizer and chat template; the
+weights become bfloat16. What transformers would leave out is refused: scaled RoPE, further tensors,
+and weights that are missing, which it would make up at random.
+
+What is wrong goes to stdout, with exit code 2 or 3. Called by named_models.py.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import shutil
+import struct
+import sys
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from cray_agents.processes import die_with_parent
+
+MOST_TENSORS = 500_000
+MOST_ENTRIES = 1 << 24  # of the metadata, and of an array of texts there
+MOST_TEXT = 4 << 20  # bytes of a text that is read, such as a chat template
+MOST_DIMENSIONS = 4  # of a tensor of ggml
+FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+TEXT, ARRAY = 8, 9  # the other types of values
+WINDOW = "attention.sliding_window"
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a file says of itself: its metadata, and its tensors.
+
+    In place of an array `metadata` has its length. `types`: the names of the types of tensors.
+    `elements`: the number of weights. `size`: bytes of the header.
+    """
+
+    metadata: dict[str, Any]
+    tensors: tuple[str, ...]
+    types: tuple[str, ...]
+    elements: int
+    size: int
+
+
+def refuse(why: str, code: int = 2) -> NoReturn:
+    """End this process with what is wrong with the file; `code` 3: there is no room for it."""
+    print(" ".join(why.split())[:1000])
+    raise SystemExit(code)
+
+
+class _HeaderFile:
+    """A file's header, read from front to back; each read is within the file."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.file = file
+        self.size = size
+        self.at = 0
+
+    def take(self, length: int, what: str, *, skip: bool = False) -> bytes:
+        if length > self.size - self.at:
+            refuse(
+                f"says that {what} has {length:,} bytes, and {self.size - self.at:,} are left: it"
+                " is cut off or damaged; load it down anew"
+            )
+        self.at += length
+        if skip:
+            self.file.seek(self.at)
+            return b""
+        if length > MOST_TEXT:
+            refuse(f"says that {what} has {length:,} bytes: it is damaged, or not meant for use")
+        return self.file.read(length)
+
+    def number(self, form: str, what: str) -> Any:
+        (value,) = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}"), what))
+        return value
+
+    def text(self, what: str, *, skip: bool = False) -> str:
+        content = self.take(self.number("Q", what), what, skip=skip)
+        return content.decode(errors="replace")
+
+    def value(self, key: str) -> Any:
+        kind = self.number("I", key)
+        if kind in FORMATS:
+            return self.number(FORMATS[kind], key)
+        if kind == TEXT:
+            return self.text(key)
+        if kind != ARRAY:
+            refuse(f"gives {key!r} the type {kind}, which GGUF does not have: it is damaged")
+        kind, count = self.number("I", key), self.number("Q", key)
+        if kind in FORMATS:
+            self.take(count * struct.calcsize(f"<{FORMATS[kind]}"), key, skip=True)
+        elif kind == TEXT and count <= MOST_ENTRIES:
+            for _ in range(count):
+                self.text(key, skip=True)
+        else:
+            refuse(f"gives {key!r} {count:,} entries of the type {kind}: it is damaged")
+        return count
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read and check a file's header. Ends the process where the file cannot be what it says."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = _HeaderFile(file, size)
+        magic, version = header.take(4, "its mark"), header.number("I", "its version")
+        if magic != b"GGUF" or version not in (2, 3):
+            refuse(
+                f"starts with {magic!r} and the version {version}: read are little-endian GGUF"
+                " files of the versions 2 and 3"
+            )
+        tensors, entries = header.number("Q", "its counts"), header.number("Q", "its counts")
+        if tensors > MOST_TENSORS or entries > MOST_ENTRIES:
+            refuse(f"claims {tensors:,} tensors and {entries:,} entries of metadata: it is damaged")
+        metadata = {}
+        for _ in range(entries):
+            key = header.text("a key of its metadata")
+            metadata[key] = header.value(key)
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            refuse(f"has general.alignment {alignment!r}, which must be a power of two")
+        ends, types, elements, total = {}, {}, 0, 0
+        for _ in range(tensors):
+            name = header.text("the name of a tensor")
+            count = header.number("I", name)
+            if count > MOST_DIMENSIONS or name in ends:
+                refuse(f"has the tensor {name!r} twice, or with {count:,} dimensions: it is damaged")
+            shape = [header.number("Q", name) for _ in range(count)]
+            kind, offset = header.number("I", name), header.number("Q", name)
+            if kind not in GGML_QUANT_SIZES:
+                refuse(f"has {name!r} in ggml's type {kind}, which this version of gguf lacks")
+            block, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            if not all(shape) or (shape or [1])[0] % block or offset % alignment:
+                refuse(f"has {name!r} with the shape {shape} at byte {offset:,}: it is damaged")
+            bytes_of = prod(shape) // block * width
+            ends[name], types[kind] = offset + bytes_of, name
+            elements, total = elements + prod(shape), total + bytes_of
+        start = -(-header.at // alignment) * alignment
+        last = max(ends, key=ends.__getitem__, default="")
+        if not ends or start + max(ends[last], total) > size:
+            refuse(
+                f"ends at byte {size:,}, and its tensors need {start + total:,}; the last,"
+                f" {last!r}, ends at {start + ends.get(last, 0):,}: it is cut off or damaged; load it"
+                " down anew"
+            )
+    _refuse_types({GGMLQuantizationType(kind): name for kind, name in types.items()})
+    names = tuple(GGMLQuantizationType(kind).name for kind in sorted(types))
+    return GgufHeader(metadata, tuple(ends), names, elements, start)
+
+
+def _refuse_types(first: dict[Any, str]) -> None:
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    for kind, name in first.items():
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            refuse(
+                f"has {name!r} in the type {kind.name}, which cannot be dequantized: take a file in"
+                " another type, such as Q8_0 or Q4_K_M"
+            )
+
+
+def check_kind(header: GgufHeader) -> None:
+    """Refuse a file that is no whole model, or of which transformers would leave a part out."""
+    metadata, architecture = header.metadata, header.metadata.get("general.architecture")
+    if metadata.get("general.type", "model") != "model" or not isinstance(architecture, str):
+        refuse(f"holds no model but a {metadata.get('general.type')!r} of {architecture!r}")
+    if metadata.get("split.count", 1) > 1:
+        refuse("is a part of a model: merge its parts with llama.cpp's `llama-gguf-split --merge`")
+    if not {"tokenizer.ggml.model", "tokenizer.ggml.tokens"} <= metadata.keys():
+        refuse("holds no tokenizer (tokenizer.ggml.tokens)")
+    linear = metadata.get(f"{architecture}.rope.scale_linear", "none")
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", linear)
+    if scaling not in ("none", 1) or any(name.startswith("rope_f") for name in header.tensors):
+        refuse(
+            f"scales its RoPE (rope.scaling.type {scaling!r}, or rope_freqs), which transformers"
+            " does not read from GGUF: take the model's Hugging Face directory"
+        )
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Write the Hugging Face directory of a file into an empty folder."""
+    header = read_header(source)
+    check_kind(header)
+    need, free = 2 * header.elements + header.size, shutil.disk_usage(folder).free
+    if free < need:
+        refuse(f"needs {need:,} bytes as a directory, and {folder.parent} has {free:,} free", 3)
+    import torch  # only now, for it takes seconds
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    place = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    try:
+        config = AutoConfig.from_pretrained(**place)
+        if not 0 < config.num_hidden_layers <= len(header.tensors):
+            refuse(f"claims {config.num_hidden_layers:,} layers for {len(header.tensors)} tensors")
+        window = header.metadata.get(f"{header.metadata['general.architecture']}.{WINDOW}", 0)
+        kept = getattr(config, "sliding_window", None) == window
+        if 0 < window < config.max_position_embeddings and not kept:
+            refuse(f"attends to {window:,} tokens, and transformers does not read that from GGUF")
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        kinds = ", ".join(GGUF_SUPPORTED_ARCHITECTURES)
+        refuse(f"cannot be read by transformers: {error!s:.300} (it reads {kinds})")
+    places = sum(weight.numel() for weight in [*empty.parameters(), *_kept_buffers(empty)])
+    if places != header.elements:
+        refuse(
+            f"holds {header.elements:,} weights, and transformers' {type(empty).__name__} of its"
+            f" metadata has {places:,}: a part of the model would be lost or made up; take its"
+            " Hugging Face directory"
+        )
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        **place,
+        config=config,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
+    )
+    if wrong := [*loaded["missing_keys"], *loaded["unexpected_keys"], *loaded["mismatched_keys"]]:
+        refuse(f"does not have the weights of a {type(model).__name__}: {wrong[:3]}")
+    model.hf_quantizer = None  # the weights are dense; transformers refuses to save quantized ones
+    for name in ("quantization_config", "_model_name_or_path"):
+        vars(model.config).pop(name, None)
+    tokenizer = AutoTokenizer.from_pretrained(**place, config=config)
+    if len(tokenizer) > config.vocab_size:
+        refuse(f"has {len(tokenizer):,} tokens, and embeddings for {config.vocab_size:,}")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _kept_buffers(model: Any) -> list[Any]:
+    kept = model.state_dict().keys()
+    return [buffer for name, buffer in model.named_buffers() if name in kept]
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[3]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
