@@ -52,7 +52,12 @@ def evaluate_file(
 
 def _print(result: EvaluationResult, by: str | None) -> None:
     k = result.attempts
-    columns = ["version", *([by] if by else []), f"mean@{k}", *(f"pass@{n}" for n in dict.fromkeys((1, k)))]
+    columns = [
+        "version",
+        *([by] if by else []),
+        f"mean@{k}",
+        *(f"pass@{n}" for n in dict.fromkeys((1, k))),
+    ]
     rows = [row for name, one in result.models.items() for row in _rows(name, one, by, k)]
     print_table(rows, [*columns, "tasks", "missing"])
     for name, one in result.models.items():
@@ -63,7 +68,10 @@ def _print(result: EvaluationResult, by: str | None) -> None:
             )
     for comparison in result.comparisons:
         _say(_difference(comparison))
-    _say(f"The runs: cray-agents runs list --where loop={result.loop}{given().words}")
+    look = (
+        "" if given().url else f": cray-agents runs list --where loop={result.loop}{given().words}"
+    )
+    _say(f"The runs are those of loop={result.loop}{look}")
 
 
 def _rows(name: str, result: VersionResult, by: str | None, k: int) -> Iterator[dict[str, Any]]:
@@ -80,7 +88,7 @@ def _rows(name: str, result: VersionResult, by: str | None, k: int) -> Iterator[
 
 
 def _difference(found: Comparison) -> str:
-    left_out = f"; {found.left_out} tasks are left out: a version has no scored run of them"
+    left_out = f"; tasks left out, for a version has no scored run of them: {found.left_out}"
     return (
         f"{found.candidate} - {found.incumbent}: {_interval(found.difference, '+')}, "
         f"p {found.p:.2g}; better at {found.wins} of {found.tasks} tasks, worse at {found.losses}"
