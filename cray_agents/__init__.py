@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from cray_agents.agent.run_context import RunContext as RunContext
     from cray_agents.agent.tool import tool as tool
     from cray_agents.errors import ToolError as ToolError
+    from cray_agents.loop.evaluation import Evaluation as Evaluation
+    from cray_agents.loop.evaluation import EvaluationResult as EvaluationResult
+    from cray_agents.loop.evaluation import evaluate as evaluate
+    from cray_agents.loop.evaluation import evaluate_sync as evaluate_sync
     from cray_agents.loop.loop import Loop as Loop
     from cray_agents.loop.methods import DPO as DPO
     from cray_agents.loop.methods import GRPO as GRPO
@@ -49,6 +53,7 @@ __getattr__, __all__ = lazy_names(
         "agent.tool": ["tool"],
         "server.platform_process": ["local_platform"],
         "errors": ["ToolError"],
+        "loop.evaluation": ["Evaluation", "EvaluationResult", "evaluate", "evaluate_sync"],
         "loop.loop": ["Loop"],
         "loop.methods": ["DPO", "GRPO", "KTO", "RFT", "SFT", "Distill", "Training"],
         "loop.settings": ["Data", "Sampling"],

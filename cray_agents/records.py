@@ -268,6 +268,7 @@ class Reward(Record):
 
 SCAN = "scan:"  # begins the source of a scanner's finding, and the tag of a run with one
 CLEAR = "clear:"  # begins the tag of a run in which a scanner found nothing
+EVALUATION = "evaluation"  # the tag of a run that measures, and is never trained on
 #: The tag of a run whose texts spell control tokens of its model, which vLLM made tokens of.
 CONTROL_TOKENS = "control-tokens"
 

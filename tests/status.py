@@ -26,6 +26,7 @@ sandbox and verifier | tools/sandbox tools/verifier_attacks | |
 environments of other frameworks | environments environments_learn | |
 a loop that learns | demo | |
 a loop that continues after kills | loop_kills | |
+evaluation without a loop | evaluation cray_agents/figures | |
 promotion test | cray_agents/promotion | |
 training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B
 master weights over iterations | trainers/master_weights | | session-small-rate

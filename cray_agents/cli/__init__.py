@@ -38,6 +38,7 @@ COMMANDS = {
     "mcp": ("agents",),
     "env-worker": ("environments",),
     "loop": ("loops",),
+    "eval": ("evaluations",),
     "models": ("models",),
     "jobs": ("jobs",),
     "plan": ("plan",),

@@ -88,7 +88,7 @@ def run_agent(
     With --json the whole run is printed, with --stream also its events, one a line.
     """
     text = sys.stdin.read().strip() if question == "-" else question
-    module = load(_split_target(file)[0])
+    module = load(split_target(file)[0])
     request = requested_task(module, task, metadata, text)
     if text is None and (request is None or task is None):
         raise BadInput("say what to ask, or name a task of the file with --task", param="question")
@@ -120,7 +120,7 @@ def chat(
 ) -> None:
     """Talk with an agent: answers stream, tool calls are shown. /help lists what else it takes."""
     memory: Session = FileSession(session) if session else MemorySession()
-    module = load(_split_target(file)[0])
+    module = load(split_target(file)[0])
     request = requested_task(module, task, metadata)
     with with_engine(agent_in(module, file)) as agent:
         TerminalChat(agent, memory, task=request, forget=forget).run()
@@ -219,7 +219,7 @@ def _metadata_pairs(text: str) -> list[tuple[str, Any]]:
     return [key_value(text, "metadata")]
 
 
-def _split_target(text: str) -> tuple[Path, str]:
+def split_target(text: str) -> tuple[Path, str]:
     """Return the file and the name that `FILE` or `FILE:NAME` means."""
     path, _, name = text.rpartition(":")
     return (Path(text), "") if not path or Path(text).is_file() else (Path(path), name)
@@ -227,12 +227,12 @@ def _split_target(text: str) -> tuple[Path, str]:
 
 def load_agent(text: str) -> Agent:
     """Return the agent that `FILE` or `FILE:NAME` means. Raises BadInput."""
-    return agent_in(load(_split_target(text)[0]), text)
+    return agent_in(load(split_target(text)[0]), text)
 
 
 def agent_in(module: ModuleType, text: str) -> Agent:
     """Return the agent that `FILE` or `FILE:NAME` means, of its loaded module. Raises BadInput."""
-    path, name = _split_target(text)
+    path, name = split_target(text)
     agents = {key: value for key, value in vars(module).items() if isinstance(value, Agent)}
     if not name and len(agents) == 1:
         (name,) = agents

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from cray_agents.loop.stop_rules import Budget as Budget
     from cray_agents.loop.stop_rules import Stop as Stop
     from cray_agents.loop.warmup import WarmUp as WarmUp
+    from cray_agents.promotion.figures import Pair as Pair
     from cray_agents.promotion.sequential_test import Decision as Decision
-    from cray_agents.promotion.sequential_test import Pair as Pair
     from cray_agents.promotion.sequential_test import PromotionTest as PromotionTest
     from cray_agents.promotion.sequential_test import decide as decide
 
@@ -43,6 +43,7 @@ __getattr__, __all__ = lazy_names(
         "loop.settings": ["Data", "Sampling"],
         "loop.stop_rules": ["Budget", "Stop"],
         "loop.warmup": ["WarmUp"],
-        "promotion.sequential_test": ["Decision", "Pair", "PromotionTest", "decide"],
+        "promotion.figures": ["Pair"],
+        "promotion.sequential_test": ["Decision", "PromotionTest", "decide"],
     },
 )

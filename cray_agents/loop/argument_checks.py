@@ -1,9 +1,11 @@
 """Checks of a loop's settings against each other, before anything runs. Called by loop.py.
 
+Those of agent, rewards and keys are evaluation.py's, too.
+
 The groups of settings check themselves: methods.py, settings.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cray_agents.agent.agent import Agent
@@ -63,9 +65,8 @@ def check_keywords(given: Sequence[str], known: Sequence[str]) -> None:
 
 def check_types(loop: Any) -> None:
     """Check the kinds of a loop's arguments. Raises BadInput."""
-    agent, tasks, rewards = loop.agent, loop.tasks, loop.rewards
-    if not isinstance(agent, Agent):
-        raise BadInput(f"agent={agent!r}: give an Agent", param="agent")
+    agent, tasks = loop.agent, loop.tasks
+    check_agent(agent, loop.rewards)
     if "@" in agent.model:
         name = agent.model.partition("@")[0]
         raise BadInput(
@@ -79,12 +80,6 @@ def check_types(loop: Any) -> None:
             "TaskSet.from_list(tasks, holdout=0.2)",
             param="tasks",
         )
-    if not isinstance(rewards, Sequence) or isinstance(rewards, str):
-        raise BadInput(f"rewards={rewards!r}: give a function or a list", param="rewards")
-    for place, function in enumerate(rewards):
-        if not callable(function):
-            raise BadInput(f"rewards[{place}] is {function!r}: give a function", param="rewards")
-    check_names(rewards)
     for name, kinds in KINDS.items():
         value = getattr(loop, name)
         if not isinstance(value, kinds):
@@ -100,6 +95,18 @@ def check_types(loop: Any) -> None:
     if not callable(loop.on_progress):
         message = f"on_progress={loop.on_progress!r}: give a function"
         raise BadInput(message, param="on_progress")
+
+
+def check_agent(agent: Any, rewards: Any) -> None:
+    """Check the kinds of an agent and of the rewards of its runs. Raises BadInput."""
+    if not isinstance(agent, Agent):
+        raise BadInput(f"agent={agent!r}: give an Agent", param="agent")
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str):
+        raise BadInput(f"rewards={rewards!r}: give a function or a list", param="rewards")
+    for place, function in enumerate(rewards):
+        if not callable(function):
+            raise BadInput(f"rewards[{place}] is {function!r}: give a function", param="rewards")
+    check_names(rewards)
 
 
 def check(loop: LoopSettings) -> None:
@@ -160,13 +167,18 @@ def _check_keys(loop: LoopSettings) -> None:
         ("curriculum.key", loop.data.curriculum.key, of_tasks),
         ("promotion.guard", loop.promotion.guard, of_tasks),
     ):
-        known = {key for one in metadata for key in one}
-        if key is not None and metadata and key not in known:
-            have = ", ".join(sorted(map(repr, known))) or "none at all"
-            raise BadInput(
-                f"{name}={key!r}: no task has that in its metadata; there is {have}",
-                param=name.partition(".")[0],
-            )
+        check_key(name, key, metadata)
+
+
+def check_key(name: str, key: str | None, metadata: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a key, given as `name`, that none of the metadata has. Raises BadInput."""
+    known = {key for one in metadata for key in one}
+    if key is not None and metadata and key not in known:
+        have = ", ".join(sorted(map(repr, known))) or "none at all"
+        raise BadInput(
+            f"{name}={key!r}: no task has that in its metadata; there is {have}",
+            param=name.partition(".")[0],
+        )
 
 
 def _check_control(loop: LoopSettings, methods: set[str]) -> None:

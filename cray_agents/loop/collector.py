@@ -19,7 +19,7 @@ from cray_agents.iteration import Iteration, base_version
 from cray_agents.loop.curriculum import AttemptOutcome, Curriculum
 from cray_agents.loop.methods import Method, Scheduled, scheduled_at
 from cray_agents.loop.phase_timer import PhaseTimer
-from cray_agents.loop.rollouts import RolloutRequest, Rollouts, accepted, shuffled
+from cray_agents.loop.rollouts import RolloutRequest, Rollouts, accepted, attempts_at, shuffled
 from cray_agents.loop.settings import Sampling
 from cray_agents.records import ModelVersion, Run, Task
 from cray_agents.tasks.task_set import TaskSet
@@ -291,8 +291,4 @@ def _entry(number: int, turn: int) -> str:
 
 def _requests(tasks: Sequence[Task], number: int, turn: int, attempts: int) -> list[RolloutRequest]:
     scope = f"g{number}" + (f"/r{turn}" if turn else "")
-    return [
-        RolloutRequest(task, scope, attempt, number)
-        for task in tasks
-        for attempt in range(attempts)
-    ]
+    return attempts_at(tasks, scope, attempts, number)

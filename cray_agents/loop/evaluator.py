@@ -10,19 +10,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cray_agents.errors import HookError
+from cray_agents.errors import BadInput, HookError
 from cray_agents.iteration import Iteration, decisions_in
 from cray_agents.loop.phase_timer import PhaseTimer
-from cray_agents.loop.rollouts import RolloutRequest, Rollouts, failed_by_infrastructure, success
+from cray_agents.loop.rollouts import (
+    RolloutRequest,
+    Rollouts,
+    attempts_at,
+    failed_by_infrastructure,
+    success,
+)
 from cray_agents.loop.version_gate import VersionGate
 from cray_agents.loop.worker_runs import ENVIRONMENT_ERRORS
 from cray_agents.platform.client import Platform
+from cray_agents.promotion.figures import Pair
 from cray_agents.promotion.paired_evidence import PairedEvidence, entry_of, paired
 from cray_agents.promotion.sequential_test import (
     WHOLE,
     Decision,
     Gaps,
-    Pair,
     PromotionTest,
     decide,
     deciding_tasks,
@@ -127,10 +133,7 @@ class HoldoutEvaluator:
 
     async def is_measured(self, version: ModelVersion, split: Split) -> bool:
         """Tell whether all runs that `evaluate` needs of a version are on record."""
-        runs = await self.rollouts.stored(split, version=version)
-        return {task.id for task in self._measuring_tasks(split)} <= {
-            run.task.id for run in runs if run.task and run.reward is not None
-        }
+        return await self.rollouts.are_scored(_once(version, self._measuring_tasks(split)), version)
 
     def _measuring_tasks(self, split: Split) -> list[Task]:
         """All tasks of a split but the hidden probes, which are only a guard."""
@@ -140,7 +143,7 @@ class HoldoutEvaluator:
     async def _answers(
         self, version: ModelVersion, tasks: Sequence[Task], phase: str, before: int = 0
     ) -> list[Run]:
-        requests = [RolloutRequest(task, f"{version.id}/{task.split}") for task in tasks]
+        requests = _once(version, tasks)
 
         def report(done: int) -> None:
             self.clock.report(phase, before + done, before + len(requests), version.id)
@@ -225,6 +228,25 @@ class HoldoutEvaluator:
                 pair = Pair(task=task.id, incumbent=other.reward, candidate=reward, tag=tag)
                 pairs.append(pair)
         return pairs, gaps
+
+
+async def version_named(platform: Platform, model: str) -> ModelVersion:
+    """The version `name@N`, or the promoted one of a name. Raises NotFound, BadInput."""
+    if "@" in model:
+        return await platform.version(model)
+    version = await platform.promoted(model)
+    if version is None:
+        raise BadInput(
+            f"no version of model {model!r} is promoted; "
+            f"start the platform with `cray-agents up --model DIR --name {model}`",
+            param="model",
+        )
+    return version
+
+
+def _once(version: ModelVersion, tasks: Sequence[Task]) -> list[RolloutRequest]:
+    """A run for each task of one split."""
+    return attempts_at(tasks, f"{version.id}/{tasks[0].split}", 1) if tasks else []
 
 
 def _by_task(runs: Sequence[Run]) -> dict[str, Run]:

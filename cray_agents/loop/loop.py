@@ -33,6 +33,7 @@ from cray_agents.loop.dataset_recipes import (
     recipe_of,
     units_in,
 )
+from cray_agents.loop.evaluator import version_named
 from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.methods import RFT, Distill, Method, Scheduled, ended, scheduled, scheduled_at
@@ -210,7 +211,7 @@ class Loop:
 
         Where none of its runs had success, the record and a warning name the remedies.
         """
-        version = await self._promoted()
+        version = await version_named(self._client, self.agent.model)
         proof = await self.stage(version)
         holdout = await self.evaluate(version, "holdout")
         if note := cold_start(self.settings, holdout):
@@ -435,21 +436,11 @@ class Loop:
     def _scheduled(self, number: int) -> Scheduled:
         return scheduled_at(self.settings.schedule, number)
 
-    async def _promoted(self) -> ModelVersion:
-        version = await self._client.promoted(self.agent.model)
-        if version is None:
-            raise BadInput(
-                f"no version of model {self.agent.model!r} is promoted; "
-                f"start the platform with `cray-agents up --model DIR --name {self.agent.model}`",
-                param="model",
-            )
-        return version
-
     async def _measure_test(self, iteration: Iteration) -> Iteration:
         """Measure the version this loop would hand out on tasks that never decided anything."""
         if iteration.test_success is not None or not self.tasks.split("test"):
             return iteration
-        version = await self._promoted()
+        version = await version_named(self._client, self.agent.model)
         runs = await self.evaluate(version, "test")
         measured = {"test_success": success(runs), "test_tasks": len(runs)}
         return iteration.model_copy(update={**measured, "test_version": version.id})

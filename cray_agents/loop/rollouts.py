@@ -4,7 +4,7 @@ A run's id is derived from its purpose (loop, scope, task, attempt), so a restar
 runs of a killed one. A run that the infrastructure failed stays on record, and is tried again under
 the same id with `-retry<n>`: RETRIES times, and as often again whenever it is requested again,
 unless its set is final. Model calls go through version_gate.py. Called by collector.py (training
-runs) and evaluator.py (held-out runs).
+runs), evaluator.py (held-out runs) and evaluation.py.
 
 A set of runs may close early (`close_at` below 1), so that slow tools do not hold it up. It closes
 when all runs have begun, that share of them has ended, and each of the rest has taken more than
@@ -17,6 +17,7 @@ import math
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from cray_agents.errors import BadInput, EngineUnavailable
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.loop.worker_runs import SECONDS, run_by_worker
 from cray_agents.platform.client import Platform
+from cray_agents.promotion.figures import figures_of
 from cray_agents.records import REWARD_REFUSED, ModelVersion, Run, Split, Task, digest
 from cray_agents.rewards.llm_judge import bind_engine
 from cray_agents.rewards.reward import RewardFunction, needs_scoring, prepare_rescoring, score_run
@@ -81,7 +83,8 @@ class ActiveRollout:
 class Rollouts:
     """The runs of one loop, `concurrency` at a time, in the order of their requests.
 
-    `seeded`: a run's sampling seed follows from its id, so that a repeated run is the same.
+    `seeded`: a run's sampling seed follows from its id, so that a repeated run is the same. `tags`
+    are those of all the runs.
     """
 
     platform: Platform
@@ -91,6 +94,7 @@ class Rollouts:
     rewards: Sequence[RewardFunction]
     concurrency: int
     seeded: bool = True
+    tags: Sequence[str] = ()
     going: dict[str, ActiveRollout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,7 +105,7 @@ class Rollouts:
 
     async def stored(
         self,
-        split: Split,
+        split: Split | None,
         *,
         iteration: int | None = None,
         version: ModelVersion | None = None,
@@ -115,7 +119,7 @@ class Rollouts:
         self,
         requests: Sequence[RolloutRequest],
         version: ModelVersion,
-        temperature: float,
+        temperature: float | None,
         on_done: Callable[[int], None],
         *,
         close_at: float = 1.0,
@@ -167,6 +171,14 @@ class Rollouts:
         """Cancel the runs in progress, as if they had never begun."""
         await cancel(list(self.going.values()))
 
+    async def are_scored(self, requests: Sequence[RolloutRequest], version: ModelVersion) -> bool:
+        """Tell whether all these runs are on record with a reward."""
+        known = await self._known(requests, version) if requests else {}
+        scored = {
+            name.partition("-retry")[0] for name, run in known.items() if run.reward is not None
+        }
+        return all(self.name(item) in scored for item in requests)
+
     def name(self, item: RolloutRequest) -> str:
         """The id of a run."""
         return "run_" + digest([self.loop, item.scope, item.task.id, item.attempt], 24)
@@ -187,16 +199,17 @@ class Rollouts:
     async def _known(
         self, requests: Sequence[RolloutRequest], version: ModelVersion
     ) -> dict[str, Run]:
-        first = requests[0]
+        first, splits = requests[0], {item.task.split for item in requests}
         of = None if first.iteration is not None else version
-        runs = await self.stored(first.task.split, iteration=first.iteration, version=of)
+        split = first.task.split if len(splits) == 1 else None
+        runs = await self.stored(split, iteration=first.iteration, version=of)
         return {run.id: run for run in runs}
 
     def _start(
         self,
         item: RolloutRequest,
         version: ModelVersion,
-        temperature: float,
+        temperature: float | None,
         known: dict[str, Run],
         paired: bool = False,
         final: bool = False,
@@ -305,6 +318,7 @@ class Rollouts:
         rewards = bind_engine(self.rewards, self.platform.engine())
         for _ in range(1 + RETRIES):
             done = await score_run(run, rewards)
+            done = done.model_copy(update={"tags": list(dict.fromkeys([*done.tags, *self.tags]))})
             if not needs_scoring(done):
                 break
         if again and needs_scoring(done):
@@ -342,6 +356,14 @@ def worker_spec(
         "sampling": {**agent.sampling, **sampling},
         "seconds": SECONDS if agent.timeout in (None, math.inf) else agent.timeout,
     }
+
+
+def attempts_at(
+    tasks: Sequence[Task], scope: str, attempts: int, iteration: int | None = None
+) -> list[RolloutRequest]:
+    """The runs of several attempts at tasks, those at one task side by side."""
+    numbers = range(attempts)
+    return [RolloutRequest(task, scope, number, iteration) for task in tasks for number in numbers]
 
 
 def patience(started: Sequence[ActiveRollout], close_at: float) -> float | None:
@@ -382,8 +404,15 @@ def failed_by_infrastructure(run: Run) -> bool:
 
 def success(runs: Sequence[Run]) -> float:
     """The mean reward over runs that were scored; an infrastructure failure does not count."""
-    scored = [run.reward for run in runs if run.reward is not None]
-    return sum(scored) / len(scored) if scored else 0.0
+    return figures_of(scores_of(runs)).mean.value or 0.0
+
+
+def scores_of(runs: Sequence[Run]) -> dict[str, list[float | None]]:
+    """The rewards of runs by task; None for one without, such as an infrastructure failure."""
+    scores = defaultdict[str, list[float | None]](list)
+    for run in runs:
+        scores[run.task.id if run.task else ""].append(run.reward)
+    return dict(scores)
 
 
 def accepted(runs: Sequence[Run], min_reward: float) -> int:

@@ -7,6 +7,7 @@ another. Called by loop.py.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -53,11 +54,8 @@ def settings_record(loop: LoopSettings) -> dict[str, Any]:
     data, curriculum = loop.data, loop.data.curriculum
     return {
         "version": VERSION,
-        "agent": _agent(loop.agent),
         "tasks": _fingerprint([_task(task) for task in loop.tasks]),
-        "rewards": [_reward(function) for function in loop.rewards],
-        "reward_weights": [options_of(function).weight for function in loop.rewards],
-        "reward_code": {name_of(function): fingerprint(function) for function in loop.rewards},
+        **record_of(loop.agent, loop.rewards),
         "method": {
             str(one.first): {"name": one.method.name, **_method(one.method)}
             | ({"iterations": None} if one is loop.schedule[-1] else {})  # how far it runs
@@ -74,6 +72,16 @@ def settings_record(loop: LoopSettings) -> dict[str, Any]:
         "promotion": loop.promotion.model_dump(mode="json"),
         "control": loop.control,
         "warm_up": loop.warm_up,
+    }
+
+
+def record_of(agent: Agent, rewards: Sequence[RewardFunction]) -> dict[str, Any]:
+    """An agent and the rewards of its runs as they are recorded."""
+    return {
+        "agent": _agent(agent),
+        "rewards": [_reward(function) for function in rewards],
+        "reward_weights": [options_of(function).weight for function in rewards],
+        "reward_code": {name_of(function): fingerprint(function) for function in rewards},
     }
 
 

@@ -8,7 +8,8 @@ runtime/views/iteration_evidence.py. Hidden probes are not noted: they are never
 from collections.abc import Sequence
 
 from cray_agents.promotion.e_process import Deadline
-from cray_agents.promotion.sequential_test import Pair, PromotionTest
+from cray_agents.promotion.figures import Pair
+from cray_agents.promotion.sequential_test import PromotionTest
 from cray_agents.records import Record
 
 MOST_PAIRS = 100_000  # noted: a body has its limit

@@ -39,6 +39,7 @@ from pydantic import Field, model_validator
 
 from cray_agents.errors import BadInput
 from cray_agents.promotion.e_process import Deadline
+from cray_agents.promotion.figures import Pair, tally
 from cray_agents.records import Record, StrictRecord, Task, digest
 
 Verdict = Literal["promote", "reject", "continue"]
@@ -84,15 +85,6 @@ class PromotionTest(StrictRecord):
         if not self.low < self.high:
             raise ValueError(f"low ({self.low:g}) must be less than high ({self.high:g})")
         return self
-
-
-class Pair(Record):
-    """The rewards of both versions for a task, and its guarded tag."""
-
-    task: str
-    incumbent: float
-    candidate: float
-    tag: str | None = None
 
 
 class Gaps(Record):
@@ -199,11 +191,8 @@ def decide(
         reason="; ".join(filter(None, [reason, gaps.description])),
         evidence=wealth.wealth,
         limit=goal,
-        tasks=len(pairs),
+        **tally(differences),
         planned=total,
-        wins=sum(d > 0 for d in differences),
-        losses=sum(d < 0 for d in differences),
-        ties=sum(d == 0 for d in differences),
         incumbent=_mean([pair.incumbent for pair in pairs]),
         candidate=_mean([pair.candidate for pair in pairs]),
         difference=_mean(differences),

@@ -15,6 +15,7 @@ from cray_agents.errors import BadInput, Corrupt, NotFound
 from cray_agents.queries import DatasetRecipe
 from cray_agents.records import (
     CONTROL_TOKENS,
+    EVALUATION,
     UNSCORED,
     ModelCall,
     Run,
@@ -116,6 +117,8 @@ class Selection:
         rewarding = self.recipe.method != "distill"  # its teacher judges
         if facts.split not in (None, "train"):
             candidate.refuse("held_out", facts.split)
+        elif EVALUATION in facts.tags:
+            candidate.refuse("held_out", EVALUATION)
         elif facts.infrastructure:
             candidate.refuse("infrastructure_error", facts.error)
         elif rewarding and facts.error == UNSCORED:

@@ -8,10 +8,10 @@ import pytest
 
 from cray_agents.errors import BadInput
 from cray_agents.promotion.e_process import Deadline, Stream
+from cray_agents.promotion.figures import Pair
 from cray_agents.promotion.sequential_test import (
     HIDDEN,
     Decision,
-    Pair,
     PromotionTest,
     decide,
     deciding_tasks,

@@ -1,0 +1,264 @@
+"""Evaluation: an agent's tasks answered by versions of a model, without a loop.
+
+It is a client of the platform, as a loop is, and holds no state: a run's id follows from the name,
+the agent, the rewards, the temperature, the version, the task and the attempt. So the same
+evaluation run again asks for nothing that is on record; more tasks, models or attempts are added
+to it. Read next: rollouts.py; promotion/figures.py.
+"""
+
+import inspect
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ParamSpec
+
+from cray_agents.agent import user_code
+from cray_agents.agent.agent import Agent
+from cray_agents.agent.environment import WorkerEnvironment
+from cray_agents.errors import BadInput, EngineUnavailable, NotFound
+from cray_agents.iteration import LoopProgress
+from cray_agents.loop.argument_checks import check_agent, check_key
+from cray_agents.loop.evaluator import version_named
+from cray_agents.loop.loop import STOP_SECONDS
+from cray_agents.loop.rollouts import Rollouts, attempts_at, scores_of
+from cray_agents.loop.settings_record import record_of
+from cray_agents.loop.version_gate import VersionGate
+from cray_agents.platform.client import Platform
+from cray_agents.promotion.figures import Comparison, Figures, compare, figures_of
+from cray_agents.records import EVALUATION, UNSCORED, ModelVersion, Record, Run, digest
+from cray_agents.rewards.reward import RewardFunction
+from cray_agents.tasks.readers import TaskLike
+from cray_agents.tasks.task_set import TaskSet
+
+P = ParamSpec("P")
+
+
+class VersionResult(Figures):
+    """A version's figures: over all tasks, and `by` the values of a metadata key.
+
+    `errors` counts the missing attempts by the type of their error.
+    """
+
+    by: dict[str, Figures]
+    errors: dict[str, int]
+
+
+class EvaluationResult(Record):
+    """The results of an evaluation, by `name@N`, and each later version against the first one.
+
+    `loop` is the name that the runs are recorded under, with the tag `evaluation`.
+    """
+
+    loop: str
+    attempts: int
+    temperature: float | None
+    models: dict[str, VersionResult]
+    comparisons: list[Comparison]
+
+
+@dataclass
+class Evaluation:
+    """Measures versions of a model behind an agent on tasks. Nothing is trained or promoted.
+
+    Args:
+        agent: what answers, with each version in turn.
+        tasks: all of them, whatever their split; those of a plain list are test tasks. Their runs
+            are never trained on.
+        rewards: functions marked with @reward, as in Loop.
+        models: versions `name@N`, or names, which mean their promoted version; default: the
+            agent's model.
+        attempts: runs of each task, for mean@k and pass@k.
+        temperature: of the runs; 0 is greedy, for which one attempt is enough. Default: the
+            agent's.
+        by: a metadata key of the tasks, by whose values the figures are broken down.
+        min_reward: the least reward with which an attempt passes.
+        concurrency: runs at a time.
+        name: names the evaluation. Default: the agent's name.
+        platform: where to run; default: the one at $CRAY_AGENTS_URL.
+        on_progress: called with each LoopProgress, whose phase is the version.
+
+    Raises BadInput for settings that cannot be.
+    """
+
+    agent: Agent
+    tasks: TaskSet | Sequence[TaskLike]
+    rewards: Sequence[RewardFunction]
+    models: Sequence[str] = ()
+    attempts: int = 1
+    temperature: float | None = None
+    by: str | None = None
+    min_reward: float = 1.0
+    concurrency: int = 64
+    name: str = ""
+    platform: Platform | None = None
+    on_progress: Callable[[LoopProgress], None] = lambda progress: None
+
+    def __post_init__(self) -> None:
+        self.rewards = (self.rewards,) if callable(self.rewards) else self.rewards
+        check_agent(self.agent, self.rewards)
+        own = isinstance(self.agent.environment, WorkerEnvironment)  # which gives rewards itself
+        if not self.rewards and not own:
+            raise BadInput("an evaluation needs at least one reward function", param="rewards")
+        given = self.tasks
+        self._tasks = (
+            given if isinstance(given, TaskSet) else TaskSet.from_list(given, holdout=0, test=1)
+        )
+        if not self._tasks:
+            raise BadInput("there are no tasks to evaluate on", param="tasks")
+        models = (self.models,) if isinstance(self.models, str) else tuple(self.models)
+        self.models = models or (self.agent.model,)
+        if not all(isinstance(model, str) for model in self.models):
+            raise BadInput(f"models={self.models!r}: give names, as in ['a@1']", param="models")
+        for name in ("attempts", "concurrency"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise BadInput(f"{name}={value!r}: give a whole number from 1", param=name)
+        for name in ("temperature", "min_reward"):
+            value, least = getattr(self, name), 0 if name == "temperature" else -math.inf
+            if value is not None and not (
+                isinstance(value, int | float) and least <= value < math.inf
+            ):
+                raise BadInput(f"{name}={value!r}: give a number", param=name)
+        if self.temperature is None:
+            self.temperature = self.agent.temperature
+        if self.temperature == 0 and self.attempts > 1:
+            raise BadInput(
+                f"attempts={self.attempts} at temperature 0 would all be the same: give attempts=1"
+                " or a temperature",
+                param="attempts",
+            )
+        check_key("by", self.by, [task.metadata for task in self._tasks])
+        self.name = self.name or re.sub(r"[^A-Za-z0-9._-]", "-", self.agent.name)
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", self.name):
+            message = f"name={self.name!r}: give up to 100 letters, digits, dots and dashes"
+            raise BadInput(message, param="name")
+
+    @property
+    def loop(self) -> str:
+        """The name that the runs are recorded under; other settings give another one."""
+        settings = record_of(self.agent.override(model="-"), self.rewards)
+        return f"eval-{self.name}-{digest([settings, self.temperature], 8)}"
+
+    async def run(self) -> EvaluationResult:
+        """Run what is not on record yet, and return the figures of all.
+
+        A run that the infrastructure failed, or that could not be scored, is missing. It is tried
+        again when the evaluation is run again. Raises NotFound or BadInput for a version that does
+        not exist, SwapError for one that cannot be served, EngineUnavailable if the infrastructure
+        failed all runs of a version, and BadInput if none of them could be scored.
+        """
+        platform = self.platform = self.platform or Platform()
+        versions = [await version_named(platform, model) for model in self.models]
+        ids = [version.id for version in versions]
+        if twice := [name for name in ids if ids.count(name) > 1]:
+            raise BadInput(f"models={list(self.models)}: {twice[0]} is in it twice", param="models")
+        holder = f"evaluation {self.name}"
+        gate = VersionGate(
+            platform, lambda why: self._report("waiting", note=f"waits: {why}"), holder
+        )
+        rollouts = Rollouts(
+            platform,
+            gate,
+            self.agent,
+            self.loop,
+            self.rewards,
+            self.concurrency,
+            True,
+            [EVALUATION],
+        )
+        try:
+            await gate.look()
+            runs = {version.id: await self._runs(rollouts, version) for version in versions}
+        finally:
+            await rollouts.stop()
+            await gate.stop()
+            with suppress(NotFound, EngineUnavailable):  # no replica is held, or nobody is there
+                await platform.renew(holder, 0)
+        scores = [scores_of(each) for each in runs.values()]
+        return EvaluationResult(
+            loop=self.loop,
+            attempts=self.attempts,
+            temperature=self.temperature,
+            models={name: self._result(each) for name, each in runs.items()},
+            comparisons=[
+                compare((ids[0], other), scores[0], theirs)
+                for other, theirs in zip(ids[1:], scores[1:], strict=True)
+            ],
+        )
+
+    def run_sync(self) -> EvaluationResult:
+        """`run` for code that is not async; it closes the platform's connections at its end."""
+
+        async def alone() -> EvaluationResult:
+            try:
+                return await self.run()
+            finally:
+                if self.platform is not None:
+                    await self.platform.close()
+
+        return user_code.wait_for(alone(), STOP_SECONDS)
+
+    async def _runs(self, rollouts: Rollouts, version: ModelVersion) -> list[Run]:
+        """A version's runs at all tasks: recorded ones, and the rest carried out now."""
+        requests = []
+        for task in self._tasks:
+            scope = f"{version.id}/{digest(task.model_dump(mode='json'))}"
+            requests += attempts_at([task], scope, self.attempts)
+
+        def report(done: int) -> None:
+            self._report(version.id, done, len(requests))
+
+        report(0)
+        if not await rollouts.are_scored(requests, version):
+            await rollouts.gate.stage(version)
+        runs = await rollouts.run(requests, version, self.temperature, report, paired=True)
+        unscored = [run.error for run in runs if run.error and run.error.type == UNSCORED]
+        if unscored and all(run.reward is None for run in runs):
+            raise BadInput(
+                f"none of {len(runs)} runs of {version.id} could be scored: {unscored[0].message}",
+                param="rewards",
+            )
+        return runs
+
+    def _report(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
+        self.on_progress(LoopProgress(0, phase, done, total, note))
+
+    def _result(self, runs: Sequence[Run]) -> VersionResult:
+        groups: dict[str, list[Run]] = {}
+        for run in runs:
+            value = run.task.metadata.get(self.by) if run.task and self.by else None
+            groups.setdefault("-" if value is None else str(value), []).append(run)
+        errors = (
+            run.error.type if run.error else "no reward" for run in runs if run.reward is None
+        )
+        return VersionResult(
+            **dict(self._figures(runs)),
+            by={name: self._figures(groups[name]) for name in sorted(groups)} if self.by else {},
+            errors=dict(Counter(errors)),
+        )
+
+    def _figures(self, runs: Sequence[Run]) -> Figures:
+        return figures_of(scores_of(runs), self.min_reward, self.attempts)
+
+
+def _called(make: Callable[P, Evaluation]) -> Callable[P, Coroutine[Any, Any, EvaluationResult]]:
+    async def evaluate(*args: P.args, **settings: P.kwargs) -> EvaluationResult:
+        """Run an Evaluation of these arguments; `evaluate_sync` blocks."""
+        return await make(*args, **settings).run()
+
+    return evaluate
+
+
+def _called_sync(make: Callable[P, Evaluation]) -> Callable[P, EvaluationResult]:
+    def evaluate_sync(*args: P.args, **settings: P.kwargs) -> EvaluationResult:
+        """Run an Evaluation of these arguments, in code that is not async."""
+        return make(*args, **settings).run_sync()
+
+    return evaluate_sync
+
+
+evaluate, evaluate_sync = _called(Evaluation), _called_sync(Evaluation)
+for _form in (evaluate, evaluate_sync):
+    _form.__dict__["__signature__"] = inspect.signature(Evaluation)

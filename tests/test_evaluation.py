@@ -1,0 +1,178 @@
+"""Evaluation of versions without a loop: its figures, its records, its ends."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cray_agents import Agent, Evaluation, Run, Task, TaskSet, evaluate_sync
+from cray_agents.agent.user_code import wait_for
+from cray_agents.errors import BadInput, NotFound, SwapError
+from cray_agents.loop import rollouts
+from cray_agents.paths import Home
+from cray_agents.queries import DatasetRecipe, RunFilter, RunQuery
+from cray_agents.runtime.store import Store
+from cray_agents.testing import ScriptedEngine
+from tests.support.bare_models import bare_model
+from tests.support.command_line import cli, refused
+from tests.support.scripted_platform import platform
+from tests.support.waiting import wait_until
+
+#: How many of four attempts pass, by version and task.
+PASSED = {
+    "m@1": {"a0": 2, "a1": 0, "a2": 4, "b0": 0, "b1": 1, "b2": 0},
+    "m@2": {"a0": 4, "a1": 1, "a2": 4, "b0": 0, "b1": 0},  # b2: the infrastructure fails it
+}
+AGENT = Agent("clerk", model="m", temperature=1.0)
+TASKS = TaskSet([Task(input=name, metadata={"kind": name[0]}) for name in PASSED["m@1"]])
+
+
+def passed(run: Run) -> bool:
+    return run.attempt < PASSED[run.model][run.input]
+
+
+def answer(request: dict[str, Any], version: str) -> Any:
+    said = request["messages"][-1]["content"]
+    return said if said in PASSED[version] else SwapError("it will not")
+
+
+@pytest.mark.slow
+def test_two_versions_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "RETRIES", 1)
+    engine = ScriptedEngine(answer)
+    settings: dict[str, Any] = {"models": ["m", "m@2"], "attempts": 4, "by": "kind"}
+    with platform(tmp_path / "home", engine) as where:
+        arguments = (AGENT, TASKS, [passed])
+        with pytest.raises(NotFound, match="m@2"):
+            evaluate_sync(*arguments, **settings, platform=where)
+        assert engine.requests == []
+        add_version(where, tmp_path)
+        found = evaluate_sync(*arguments, **settings, platform=where)
+        wait_until(lambda: engine.version == "m@1")  # the promoted version is served again
+        first, second = found.models["m@1"], found.models["m@2"]
+        assert first.mean.value == pytest.approx((0.5 + 0 + 1 + 0 + 0.25 + 0) / 6)
+        assert first.pass_at[2].value == pytest.approx((5 / 6 + 0 + 1 + 0 + 0.5 + 0) / 6)
+        assert first.by["a"].mean.value == pytest.approx(0.5) and first.by["b"].mean.tasks == 3
+        assert (first.missing, second.missing, second.runs) == (0, 4, 20)
+        assert second.mean.value == pytest.approx((1 + 0.25 + 1 + 0 + 0) / 5)
+        assert second.errors == {"EngineError": 4}
+        (difference,) = found.comparisons
+        assert difference.difference.value == pytest.approx((0.5 + 0.25 + 0 + 0 - 0.25) / 5)
+        assert (difference.wins, difference.losses, difference.ties) == (2, 1, 2)
+        assert (difference.left_out, difference.missing, difference.p) == (1, 4, 0.75)
+        # asked again: what the infrastructure failed alone, also with more attempts and tasks
+        engine.requests.clear()
+        assert evaluate_sync(*arguments, **settings, platform=where) == found
+        assert {said(request) for request in engine.requests} == {"b2"}
+        engine.requests.clear()
+        evaluate_sync(AGENT, TASKS[:2], [passed], models="m@1", attempts=5, platform=where)
+        assert Counter(map(said, engine.requests)) == {"a0": 1, "a1": 1}
+        greedy = evaluate_sync(*arguments, temperature=0, platform=where)
+        assert greedy.loop != found.loop and greedy.attempts == 1
+        assert {request["temperature"] for request in engine.requests[-6:]} == {0}
+        # train tasks, and no training set takes their runs
+        recipe = DatasetRecipe(where=RunFilter(model="m@1"))
+        with pytest.raises(BadInput, match=r"32 considered \(held_out 32\)"):
+            wait_for(where.build_dataset(recipe))
+    runs = Store(Home(tmp_path / "home")).runs(RunQuery(loop=found.loop, model="m@1"))
+    assert {run.task.split for run in runs} == {"train"}
+    assert all(run.tags == ["evaluation"] for run in runs) and len(runs) == 26
+
+
+def said(request: dict[str, Any]) -> str:
+    return str(request["messages"][-1]["content"])
+
+
+def add_version(where: Any, folder: Path) -> None:
+    wait_for(where.register("m", str(bare_model(folder / "second", b"other"))))
+
+
+FILE = """
+from cray_agents import Agent, Evaluation, Task, TaskSet, reward
+
+@reward
+def right(run):
+    return run.output == run.task.target
+
+@reward
+def broken(run):
+    raise ValueError("no such column")
+
+agent = Agent(name="echo", model="m")
+tasks = [Task(input=str(n), target=str(n), metadata={"kind": n % 2}) for n in range(30)]
+evaluation = Evaluation(agent, tasks, right, models=["m@1", "m@2"], attempts=2, by="kind",
+                        concurrency=4)
+failing = Evaluation(agent, tasks[:3], [right, broken], name="failing")
+absent = Evaluation(agent, tasks, right, models=["m@9"])
+unknown = Evaluation(agent, tasks, right, models=["nobody"])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> None:
+    (tmp_path / "e.py").write_text(FILE)
+    home = Home(tmp_path / "home")
+
+    def right_by_version(request: dict[str, Any], version: str) -> str:
+        number = said(request)
+        return number if version == "m@2" or int(number) % 3 == 0 else "no"
+
+    engine = ScriptedEngine(right_by_version, delay=0.05)
+    with platform(home.root, engine) as where:
+        add_version(where, tmp_path)
+        words = ["eval", "e.py", "--url", where.url]
+        argv = [sys.executable, "-m", "cray_agents", *words]
+        with subprocess.Popen(argv, cwd=tmp_path, stdout=-1, stderr=-1) as command:
+            wait_until(lambda: len(engine.requests) >= 80 or command.poll() is not None)
+            command.kill()
+        recorded = {(run.input, run.attempt, run.model) for run in Store(home).runs(RunQuery())}
+        assert 60 < len(recorded) < 120
+        engine.requests.clear()
+        engine.delay = 0
+        done = cli(*words, "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert len(engine.requests) <= 120 - len(recorded)
+        result = json.loads(done.stdout)
+        assert result["models"]["m@1"]["mean"]["value"] == pytest.approx(1 / 3)
+        assert result["models"]["m@2"]["pass_at"]["2"]["value"] == 1
+        assert result["comparisons"][0]["wins"] == 20 and result["comparisons"][0]["p"] < 1e-4
+        engine.requests.clear()
+        loaded = engine.loaded.count("m@2")
+        table = cli(*words, cwd=tmp_path).stdout
+        assert engine.requests == [] and engine.loaded.count("m@2") == loaded
+        assert "m@2 - m@1: +0.667 [+0.488, +0.846]" in table and "20 of 30 tasks" in table
+        assert table.count("0.333 [") == 9 and result["loop"] in table
+        refused(
+            cli("eval", "e.py:failing", *words[2:], cwd=tmp_path),
+            "none of 3 runs of m@1 could be scored",
+            "broken failed: ValueError: no such column",
+        )
+        refused(cli("eval", "e.py:absent", *words[2:], cwd=tmp_path), "m@9")
+        refused(cli("eval", "e.py:unknown", *words[2:], cwd=tmp_path), "nobody")
+        refused(cli("eval", "e.py:agent", *words[2:], cwd=tmp_path), "agent = Evaluation(...)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "told"),
+    [
+        ({"attempts": 0}, "attempts", "a whole number from 1"),
+        ({"tasks": []}, "tasks", "no tasks"),
+        ({"rewards": []}, "rewards", "at least one reward"),
+        ({"rewards": ["passed"]}, "rewards", r"rewards\[0\] is 'passed'"),
+        ({"temperature": -1}, "temperature", "temperature=-1"),
+        ({"temperature": 0, "attempts": 2}, "attempts", "would all be the same"),
+        ({"by": "level"}, "by", "there is 'kind'"),
+        ({"models": [1]}, "models", "give names"),
+        ({"name": "a/b"}, "name", "letters, digits"),
+        ({"agent": "clerk"}, "agent", "give an Agent"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], param: str, told: str) -> None:
+    arguments: dict[str, Any] = {"agent": AGENT, "tasks": TASKS, "rewards": [passed]}
+    with pytest.raises(BadInput, match=told) as error:
+        Evaluation(**arguments | changes)
+    assert error.value.param == param
