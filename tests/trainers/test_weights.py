@@ -207,7 +207,7 @@ def published(folder: Path, out: Path, limit: str, rank: int, store: Any, _: Any
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
     spec = JobSpec(dataset="d", parent=str(folder), parent_sha256="0", hyperparameters=hyper)
     draft, final = out / ".made.1", out / "made"
-    hf_export.publish(training, spec, [[1, 2, 3]], {}, None, draft, final, share=SHARE)
+    hf_export.publish(training, spec, [[1, 2, 3]], {}, None, Home(out), draft, final, share=SHARE)
     return 0
 
 
