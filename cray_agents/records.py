@@ -456,9 +456,9 @@ class Manifest(Record):
     `files`: the hash of each file by its name. A plain hex number is a SHA-256. In version 2 the
     files of weights have `blake3:` and 64 hex digits.
 
-    `base`: the checkpoint that the adapters are over, if these are all that the version holds: see
-    runtime/registry/adapters.py. `base_sha256`: the weights that the adapters are over, in `base` or
-    beside merged ones. None: those of `parent_sha256`; or there are no adapters.
+    `base`: the checkpoint that the adapters are over, if they are all that this one holds: see
+    runtime/registry/adapters.py. `base_sha256`: the weights that the adapters are over, also where
+    merged ones are beside them. None: those of `parent_sha256`; or there are no adapters.
 
     `delta`: the weights can be rebuilt from another checkpoint, and may not be there themselves.
 

@@ -17,7 +17,7 @@ import secrets
 import signal
 import socket
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +28,7 @@ from cray_agents.paths import host_cache
 from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
-from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
+from cray_agents.runtime.pool.golden_probe import MAX_ADAPTERS
 from cray_agents.runtime.pool.place import LocalPlace
 from cray_agents.runtime.pool.private_folder import PrivateFolder
 from cray_agents.runtime.pool.serving_plan import AUTO
@@ -173,6 +173,10 @@ class VllmHost:
     def lora_rank(self) -> int:
         """The largest rank of an adapter: see `EngineProcess`."""
         return self.settings.max_lora_rank
+
+    @lora_rank.setter
+    def lora_rank(self, rank: int) -> None:
+        self.settings = replace(self.settings, max_lora_rank=rank)
 
     async def check_alive(self) -> None:
         """Return when the engine core has answered: see `EngineProcess`."""

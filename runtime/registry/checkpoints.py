@@ -2,7 +2,8 @@
 
 A checkpoint is a Hugging Face directory with `manifest.json` beside the weights, published last. A
 LoRA job's has `adapter/` in PEFT's layout in place of the weights, and its manifest names the
-checkpoint that the adapter is over (adapters.py); older ones have merged weights too. The registry imports checkpoints; the pool and the trainer read them. Only safetensors are
+checkpoint that the adapter is over (adapters.py); older ones have merged weights too. The registry
+imports checkpoints; the pool and the trainer read them. Only safetensors are
 imported: a pickle can run code when it is loaded. `inspect` refuses a directory that cannot be a
 model before a byte is copied. The copy is readable by this user, and by a group that the root is
 open to. A checkpoint that runtime/retention.py removed leaves the file `<id>.pruned`.
@@ -251,7 +252,8 @@ def base_of(directory: Path) -> Path | None:
         ) from error
     if weights != manifest.base_sha256:
         raise Corrupt(
-            f"{directory} is an adapter over weights {manifest.base_sha256}, and {base} has {weights}"
+            f"{directory} is an adapter over weights {manifest.base_sha256}, and {base} has"
+            f" {weights}"
         )
     return base
 

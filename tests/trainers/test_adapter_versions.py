@@ -1,14 +1,10 @@
 """Versions of LoRA jobs are adapters over a base: published, gone on with, merged, verified."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cray_agents.errors import BadInput, Corrupt, NotFound
-from cray_agents.records import Manifest
 from cray_agents.runtime import fsck
 from cray_agents.runtime.registry import adapters, checkpoints
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import BadInput, JobError, NotFound
+from cray_agents.paths import Home
 from cray_agents.runtime.disk.checksums import BLAKE3, hash_of
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import cut, name_files, weights_sha256

@@ -3,10 +3,10 @@
 Every rank writes its share of the tensors into safetensors files of its own, and hashes them as it
 writes; nothing is gathered on one rank. Each tensor is written whole by one of the ranks that hold
 it (`plan_export`). Of adapters over a checkpoint of this root only they are written
-(peft_adapter.py), elsewhere the weights with the adapters merged in. Rank 0 adds the parent's config, tokenizer and chat template, the golden probe
-and all hashes, and renames the folder into place. Weights keep the parent's stored types, and the
-probe scores the weights as stored, or adapters beside theirs (see RankTraining.as_stored). Called
-by job/rank.py. Read next: weight_files.py.
+(peft_adapter.py), else the weights with the adapters merged in. Rank 0 adds the parent's config,
+tokenizer and chat template, the golden probe and all hashes, and renames the folder into place.
+Weights keep the parent's stored types, and the probe scores the weights as stored, or adapters
+beside theirs (see RankTraining.as_stored). Called by job/rank.py. Read next: weight_files.py.
 """
 
 import json
@@ -311,7 +311,9 @@ def publish(
         manifest = Manifest(
             version=2,
             files=files,
-            weights_sha256=checkpoints.weights_sha256(files, over.sha256 if base and over else None),
+            weights_sha256=checkpoints.weights_sha256(
+                files, over.sha256 if base and over else None
+            ),
             parent_sha256=spec.parent_sha256,
             base=None if base is None else base.name,
             base_sha256=None if over is None else over.sha256,

@@ -24,6 +24,7 @@ from cray_agents.trainers.training.parallel_groups import (
 )
 from cray_agents.training_jobs import Lora
 
+
 def write_adapter(
     chunks: list[Any], model: Architecture, lora: Lora, parent: str, folder: Path
 ) -> None:

@@ -216,7 +216,7 @@ def add_lora(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> N
 
 @torch.no_grad()
 def load_adapters(chunks: list[Any], model: Architecture, parent: Path) -> None:
-    """Fill this rank's adapters with those of an adapter version; a layer without one keeps its own.
+    """Fill this rank's adapters with an adapter version's; a layer without one keeps its own.
 
     Raises Corrupt, and BadInput for adapters that were not made by this module.
     """

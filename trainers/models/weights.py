@@ -113,7 +113,8 @@ class SafeTensors:
     """The tensors of a checkpoint directory by name, in one file or many. Nothing is unpickled.
 
     `tied`: embedding and head are one, under either name. An adapter version's are those of its
-    base, merged as they are read. Raises NotFound without safetensors, BadInput for a tensor that is missing or not of a float type.
+    base, merged as they are read. Raises NotFound without safetensors, BadInput for a tensor that
+    is missing or not of a float type.
     """
 
     def __init__(self, folder: Path, *, tied: bool = False) -> None:

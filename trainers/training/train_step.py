@@ -276,9 +276,10 @@ class RankTraining:
     def as_stored(self, *, merged: bool = True) -> Iterator[None]:
         """Let the model compute within the context with its weights as the files store them.
 
-        Adapters that are not `merged` are stored beside their base, as they are. Where a file's type is coarser than the training's, such as bfloat16 under float32, weights
+        Where a file's type is coarser than the training's, such as bfloat16 under float32, weights
         are rounded, with their adapters merged in, and come back as they were. Elsewhere they are
-        left alone: files hold what the model computes with, beside which adapters stay.
+        left alone: files hold what the model computes with, beside which adapters stay. So do
+        adapters that are not `merged` into files.
         """
         types = self.stored_types()
         coarse = [

@@ -62,9 +62,10 @@ class ExportUnit:
 class ParentFiles:
     """The weights of one Hugging Face directory, for its causal language model.
 
-    Those of an adapter version are its base's, merged in `fill` and in `read`. Making one reads the headers alone, and compares them with the config. Raises NotFound without a
-    config or safetensors, and BadInput for a kind that transformers does not know, for files that
-    are damaged, lack a tensor or have one of another shape, and for a format that is not read.
+    Those of an adapter version are its base's, merged in `fill` and in `read`. Making one reads the
+    headers alone, and compares them with the config. Raises NotFound without a config or
+    safetensors, and BadInput for a kind that transformers does not know, for files that are
+    damaged, lack a tensor or have one of another shape, and for a format that is not read.
     """
 
     def __init__(self, folder: Path) -> None:
