@@ -33,9 +33,10 @@ from cray_agents.runtime.pool.golden_probe import (
     prove,
     same_shape,
     stored_type,
+    takes_adapter,
     weights_of,
 )
-from cray_agents.runtime.pool.place import EngineProcess
+from cray_agents.runtime.pool.place import KILLED, EngineProcess
 from cray_agents.runtime.pool.request_router import InFlightRequests, PoolNotifier
 from cray_agents.runtime.registry.adapters import merge
 from cray_agents.runtime.registry.checkpoints import ADAPTER
@@ -43,7 +44,6 @@ from cray_agents.runtime.registry.checkpoints import ADAPTER
 log = logging.getLogger(__name__)
 
 _TRIES = 2
-_REFUSAL = "does not support LoRA"  # in vLLM's reason to end
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class Adapters:
             return (
                 0 < adapter_rank(new.checkpoint) <= self._engine_host.lora_rank
                 and exact
+                and takes_adapter(new.checkpoint)
                 and adapter_base_of(new.checkpoint) == weights_of(base.checkpoint)
                 and same_shape(base.checkpoint, new.checkpoint)
             )
@@ -108,23 +109,27 @@ class Adapters:
         Where the engine takes none, the two merged. `held`: see `LoadedVersion.with_base`. Raises
         SwapError.
         """
-        if not self._refused or new.over is None:
-            return new.with_base(held)
+        if new.over is None:
+            return new
         try:
+            if not self._refused and takes_adapter(new.checkpoint):
+                return new.with_base(held)
+            log.info("%s is merged with its base when it is loaded", new.version)
             directory = await asyncio.to_thread(merge, new.checkpoint)
         except (CrayError, OSError) as error:
             raise SwapError(f"{new.version} was not loaded: {error}") from error
         return replace(new, checkpoint=directory, over=None)
 
     async def merged_where_refused(self, new: LoadedVersion) -> LoadedVersion:
-        """Return what to load where the process ended since vLLM takes no adapters for its model.
+        """Return what to load where an engine that was to take adapters ended with an exception.
 
-        `new`: what was to be loaded; it stays where the process ended otherwise. Raises SwapError.
+        vLLM has models that take none, such as mixtures on CPUs. `new`: what was to be loaded; it
+        stays where the process was killed, or no adapter was needed. Raises SwapError.
         """
         why = self._engine_host.death_reason()
-        if not new.needs or _REFUSAL not in why:
+        if not new.needs or not why or why.startswith(KILLED):
             return new
-        log.warning("adapters are merged when they are loaded here, since the engine says: %s", why)
+        log.warning("adapters are merged when they are loaded here, as the engine ended: %s", why)
         self._refused, self._engine_host.lora_rank = True, 0
         return await self.whole(next(v for v in new.beside if v.version == new.needs), None)
 

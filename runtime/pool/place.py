@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from cray_agents.ports import Engine
 
+KILLED = "it was ended by"  # begins the reason of an engine's death by a signal
+
 
 class Place(Protocol):
     """Cores, memory and GPUs to run an engine on: of this host, or of a Slurm job.

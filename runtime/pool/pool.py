@@ -149,7 +149,7 @@ class Pool:
                 for slot in self._slots[:replicas]:
                     group.create_task(self._open(slot, loaded, failed))
                 for slot in self._slots[len(self._slots[:replicas]) :]:
-                    slot.upkeep.stay_away(loaded)
+                    slot.upkeep.stay_away(await slot.adapters.whole(loaded, None))
                     self._keep(slot)
         except ExceptionGroup as errors:
             await self.stop()

@@ -247,7 +247,7 @@ class Replica:
 
         Not for a replica that is `placed`.
         """
-        self.loaded, self.selected = new.with_base(self.loaded), new.version
+        self.loaded, self.selected = new, new.needs or new.version
 
     def missing_resource(self, new: LoadedVersion) -> str:
         """Return "" for a replica in use; else see `EngineProcess.missing_resource`."""
@@ -256,7 +256,7 @@ class Replica:
     # ---- start
     async def open(self, loaded: LoadedVersion) -> None:
         """Start for the first time. Raises EngineError, SchedulerError, SetupError, SwapError."""
-        self.expect(loaded)
+        self.expect(await self.adapters.whole(loaded, None))
         if not self.engine_host.placed:
             self.take("wait")
         try:

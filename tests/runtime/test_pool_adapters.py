@@ -179,9 +179,11 @@ async def test_an_adapter_alone_brings_its_base_and_its_rank(tmp_path: Path) -> 
         assert loaded_versions(pool) == [["m@5", "m@6"]]
 
 
+@pytest.mark.parametrize("layer", ["q_proj", "c_attn"])
 async def test_where_the_engine_takes_no_adapters_they_are_merged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layer: str
 ) -> None:
+    """It says so itself, or has no adapters for such layers."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -194,21 +196,23 @@ async def test_where_the_engine_takes_no_adapters_they_are_merged(
         def death_reason(self) -> str:
             return "ValueError: This does not support LoRA yet."
 
-    weights = {"model.x.weight": torch.ones(2, 3), "model.y.weight": torch.ones(2)}
+    weights = {f"model.{layer}.weight": torch.ones(2, 3), "model.y.weight": torch.ones(2)}
     save_file(weights, checkpoint(tmp_path, 1) / "model.safetensors", {"format": "pt"})
     directory = over(tmp_path, 2, rank=1)
     a, b = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0], [-1.0]])
     pair = {"lora_A": a, "lora_B": b}
-    adapters = {f"base_model.model.model.x.{name}.weight": one for name, one in pair.items()}
+    adapters = {f"base_model.model.model.{layer}.{name}.weight": one for name, one in pair.items()}
     save_file(adapters, directory / "adapter" / "adapter_model.safetensors")
-    config = {"r": 1, "lora_alpha": 2, "target_modules": ["x"], "fan_in_fan_out": False}
+    config = {"r": 1, "lora_alpha": 2, "target_modules": [layer], "fan_in_fan_out": False}
     (directory / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    async with serving(tmp_path, Refusing(ScriptedEngine(says_version)), name_of=named) as pool:
+    replica = Refusing(ScriptedEngine(says_version))
+    async with serving(tmp_path, replica, name_of=named) as pool:
         await pool.stage(directory, "m@2", probe(2))
         assert loaded_versions(pool) == [["m@2"]] and await ask(pool, "m@2") == "m@2"
         merged = load_file(directory / "merged" / "model.safetensors")
-        assert torch.equal(merged["model.x.weight"], 1 + 2 * b @ a)
+        assert torch.equal(merged[f"model.{layer}.weight"], 1 + 2 * b @ a)
         assert torch.equal(merged["model.y.weight"], torch.ones(2))
         await pool.stage(checkpoint(tmp_path, 1), "m@1", probe(1))
         await pool.stage(directory, "m@2", probe(2))
-        assert caplog.text.count("adapters are merged when they are loaded here") == 1
+        told = caplog.text.count("adapters are merged when they are loaded here")
+        assert told == (layer == "q_proj") and replica.starts == (2 if told else 1)
