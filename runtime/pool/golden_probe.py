@@ -27,11 +27,6 @@ from cray_agents.runtime.registry.checkpoints import (
 log = logging.getLogger(__name__)
 
 MAX_ADAPTERS = 4  # the incumbent, the version before it, a canary, a candidate
-#: The names that vLLM's models have for the layers that the trainer gives adapters to.
-ADAPTED = (
-    *("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    *("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "w13", "w2"),
-)
 #: Files that a server reads at its start alone; weights can be replaced later.
 _READ_AT_START = (
     "tokenizer.json",
@@ -144,13 +139,6 @@ def adapter_rank(checkpoint: Path) -> int:
     """Return the rank of the checkpoint's adapter; 0: it has none."""
     rank = _read_object(checkpoint / ADAPTER / "adapter_config.json").get("r")
     return rank if isinstance(rank, int) else 0
-
-
-def takes_adapter(checkpoint: Path) -> bool:
-    """Tell whether a checkpoint's adapter is of layers alone that replicas take adapters for."""
-    modules = _read_object(checkpoint / ADAPTER / "adapter_config.json").get("target_modules")
-    names = modules if isinstance(modules, list) else []
-    return {str(name).rpartition(".")[2] for name in names} <= set(ADAPTED)
 
 
 def same_shape(one: Path, other: Path) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
 from cray_agents.errors import (
@@ -33,12 +33,11 @@ from cray_agents.runtime.pool.golden_probe import (
     prove,
     same_shape,
     stored_type,
-    takes_adapter,
     weights_of,
 )
 from cray_agents.runtime.pool.place import KILLED, EngineProcess
 from cray_agents.runtime.pool.request_router import InFlightRequests, PoolNotifier
-from cray_agents.runtime.registry.adapters import merge
+from cray_agents.runtime.registry.adapters import MERGED, merge
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Adapters:
         self._requests = requests
         self._notifier = notifier
         self._adapters: dict[str, LoadedAdapter] = {}
-        self._refused = False  # the engine loads no adapters for its model
+        self._works: bool | None = None  # the engine serves adapters of its model; None: not tried
 
     def get(self, version: str) -> LoadedAdapter | None:
         """Return a version's adapter if it is loaded and checked."""
@@ -96,7 +95,6 @@ class Adapters:
             return (
                 0 < adapter_rank(new.checkpoint) <= self._engine_host.lora_rank
                 and exact
-                and takes_adapter(new.checkpoint)
                 and adapter_base_of(new.checkpoint) == weights_of(base.checkpoint)
                 and same_shape(base.checkpoint, new.checkpoint)
             )
@@ -106,32 +104,53 @@ class Adapters:
     async def whole(self, new: LoadedVersion, held: LoadedVersion | None) -> LoadedVersion:
         """Return what to load for a version: of an adapter its base, to load it beside that.
 
-        Where the engine takes none, the two merged. `held`: see `LoadedVersion.with_base`. Raises
+        Where the engine serves none, the two merged. `held`: see `LoadedVersion.with_base`. Raises
         SwapError.
         """
-        if new.over is None:
+        if self._works is False and new.over is not None:
+            return await _merged(new)
+        return new.with_base(held)
+
+    async def instead(self, new: LoadedVersion) -> LoadedVersion:
+        """Return what to try once `new` has failed: base and adapter merged, or the same again.
+
+        vLLM has models that take no adapters, such as mixtures on CPUs, or not those of all layers.
+        Nothing is merged where an adapter was proven before, or the process was killed.
+        """
+        killed = self._engine_host.death_reason().startswith(KILLED)
+        if not new.needs or self._works or killed:
             return new
         try:
-            if not self._refused and takes_adapter(new.checkpoint):
-                return new.with_base(held)
-            log.info("%s is merged with its base when it is loaded", new.version)
-            directory = await asyncio.to_thread(merge, new.checkpoint)
-        except (CrayError, OSError) as error:
-            raise SwapError(f"{new.version} was not loaded: {error}") from error
-        return replace(new, checkpoint=directory, over=None)
-
-    async def merged_where_refused(self, new: LoadedVersion) -> LoadedVersion:
-        """Return what to load where an engine that was to take adapters ended with an exception.
-
-        vLLM has models that take none, such as mixtures on CPUs. `new`: what was to be loaded; it
-        stays where the process was killed, or no adapter was needed. Raises SwapError.
-        """
-        why = self._engine_host.death_reason()
-        if not new.needs or not why or why.startswith(KILLED):
+            merged = await _merged(next(v for v in new.beside if v.version == new.needs))
+        except SwapError as error:
+            log.error("%s", error)
             return new
-        log.warning("adapters are merged when they are loaded here, as the engine ended: %s", why)
-        self._refused, self._engine_host.lora_rank = True, 0
-        return await self.whole(next(v for v in new.beside if v.version == new.needs), None)
+        self._engine_host.lora_rank = 0
+        return merged
+
+    def untried(self, new: LoadedVersion) -> bool:
+        """Tell whether no adapter was proven here yet, so that `new` may have to be merged."""
+        return new.over is not None and self._works is None
+
+    async def start(
+        self, new: LoadedVersion, start: Callable[[LoadedVersion], Awaitable[ProbeReport]]
+    ) -> tuple[LoadedVersion, ProbeReport]:
+        """Start on a version, or on what `instead` says; return that and its proof."""
+        try:
+            return new, await start(new)
+        except (SwapError, EngineError) as error:
+            other = await self.instead(new)
+            if other is new:
+                raise
+            report = await start(other)
+            self.note_proven(other, [str(error)])
+            return other, report
+
+    def note_proven(self, loaded: LoadedVersion, failures: Collection[str]) -> None:
+        """Merge adapters from now on, if `loaded` was proven merged after it had failed."""
+        if loaded.checkpoint.name == MERGED and self._works is None:
+            self._works = False
+            log.warning("adapters are merged when they are loaded here: %s", ". ".join(failures))
 
     async def load(self, new: LoadedVersion, base: ProbeReport | None) -> ProbeReport:
         """Load and prove an adapter, in two tries. `base`: the proof of the weights below it.
@@ -166,6 +185,7 @@ class Adapters:
             raise
         report = report.model_copy(update={"seconds": {"load": seconds, **report.seconds}})
         self._adapters[new.version] = LoadedAdapter(new, name, engine, report)
+        self._works = True
         self._notifier.notify()
         return report
 
@@ -236,3 +256,12 @@ class Adapters:
                 if version.version == needed:
                     raise
                 log.error("%s is not served any more by this replica: %s", version.version, error)
+
+
+async def _merged(new: LoadedVersion) -> LoadedVersion:
+    """Return an adapter version as whole weights. Raises SwapError."""
+    try:
+        directory = await asyncio.to_thread(merge, new.checkpoint)
+    except (CrayError, OSError) as error:
+        raise SwapError(f"{new.version} was not loaded: {error}") from error
+    return replace(new, checkpoint=directory, over=None)

@@ -262,30 +262,25 @@ class Replica:
         try:
             await self.engine_host.allocate()
             async with self.changing:
+                loaded = self.loaded or loaded  # a swap may have passed while it waited
                 self.take("start")
-                report = await self._start_with_retries()
-                self.accept(self.loaded or loaded, report)
+                self.accept(*await self.adapters.start(loaded, self._start_with_retries))
         except BaseException as error:
             if self.state != "down":
                 self.mark_lost(str(error))
             raise
 
-    async def _start_with_retries(self) -> ProbeReport:
-        """Start on `loaded` from scratch; retry if the process dies, as it may have been killed.
+    async def _start_with_retries(self, loaded: LoadedVersion) -> ProbeReport:
+        """Start from scratch; retry if the process dies, since it may have been killed.
 
         A process that dies twice of the same reason is not started again.
         """
         previous, attempt = None, 0
         while True:
             attempt += 1
-            loaded = self.loaded  # a swap may have passed while it waited for its place
-            assert loaded is not None
             try:
                 return await self.start_fresh(loaded)
             except EngineUnavailable as error:
-                merged = self.loaded = await self.adapters.merged_where_refused(loaded)
-                if merged is not loaded:
-                    continue
                 reason = self.engine_host.death_reason()
                 why = str(error) if reason in str(error) else reason
                 if attempt >= _STARTS or (reason and reason == previous):
@@ -319,7 +314,11 @@ class Replica:
         async with self.changing:
             self.notifier.abort_if_rollback_waits(new.version)
             if self.loaded is not None and self.can_load_as_adapter(new):
-                return await self._load_adapter(self.loaded, new, protected)
+                try:
+                    return await self._load_adapter(self.loaded, new, protected)
+                except SwapError as error:
+                    if isinstance(error, Overtaken | PoolBusy) or not self.adapters.untried(new):
+                        raise
             before, old = self.state, None if self.state == "out" else self.loaded
             whole = await self.adapters.whole(new, old)
             runs = before in ("serving", "unproven")
@@ -353,9 +352,10 @@ class Replica:
             except (CrayError, OSError) as error:
                 failures.append(str(error))
                 stuck = isinstance(error, CrayError) and error.code == STUCK
-                new = await self.adapters.merged_where_refused(new)
+                new = await self.adapters.instead(new)
             else:
                 self.accept(new, with_failures(report, failures))
+                self.adapters.note_proven(new, failures)
                 return self._proof(wanted) or report
         why = (
             f"{wanted} failed its logprob check in {len(failures)} tries: "

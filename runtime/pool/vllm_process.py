@@ -28,7 +28,7 @@ from cray_agents.paths import host_cache
 from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
-from cray_agents.runtime.pool.golden_probe import ADAPTED, MAX_ADAPTERS
+from cray_agents.runtime.pool.golden_probe import MAX_ADAPTERS
 from cray_agents.runtime.pool.place import KILLED, LocalPlace
 from cray_agents.runtime.pool.private_folder import PrivateFolder
 from cray_agents.runtime.pool.serving_plan import AUTO
@@ -51,6 +51,11 @@ _FATAL = re.compile(
     r"(?:EngineCore (?:encountered a fatal error|failed to start)|WorkerProc failed)"
 )
 _EXCEPTION = re.compile(r"\] ((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+#: The names that vLLM's models have for the layers that the trainer gives adapters to.
+_ADAPTED = (
+    *("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    *("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "w13", "w2"),
+)
 _QUANTIZES = ("--quantization", "-q", "--kv-cache-dtype")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 
@@ -426,7 +431,7 @@ def _lora_arguments(rank: int) -> tuple[str, ...]:
         # twice: an aborted request that still runs may reload an unloaded adapter for a moment
         *("--max-loras", str(MAX_ADAPTERS), "--max-cpu-loras", str(2 * MAX_ADAPTERS)),
         # the trainer's modules; an output layer prepared for adapters fails on prompt_logprobs
-        *("--lora-target-modules", *ADAPTED),
+        *("--lora-target-modules", *_ADAPTED),
     )
 
 
