@@ -483,8 +483,9 @@ class Manifest(Record):
     `files`: the hash of each file by its name. A plain hex number is a SHA-256. In version 2 the
     files of weights have `blake3:` and 64 hex digits.
 
-    `base_sha256`: the weights that the adapters beside the merged ones are over. None: those of
-    `parent_sha256`; or there are no adapters.
+    `base`: the checkpoint that the adapters are over, if they are all that this one holds: see
+    runtime/registry/adapters.py. `base_sha256`: the weights that the adapters are over, also where
+    merged ones are beside them. None: those of `parent_sha256`; or there are no adapters.
 
     `delta`: the weights can be rebuilt from another checkpoint, and may not be there themselves.
 
@@ -498,6 +499,7 @@ class Manifest(Record):
     files: dict[str, str]
     weights_sha256: str
     parent_sha256: str | None = None
+    base: str | None = None
     base_sha256: str | None = None
     job: str | None = None
     dataset: str | None = None

@@ -55,8 +55,9 @@ class Lora(StrictRecord):
     """Low-rank adapters instead of all weights (arXiv 2106.09685): W + alpha / rank * B A.
 
     `targets` are the projections with an adapter, never those of a mixture's experts. `dropout`
-    applies to the adapters' input. The checkpoint contains the merged weights, and beside them
-    `adapter/` in PEFT's layout.
+    applies to the adapters' input. The checkpoint contains `adapter/` in PEFT's layout alone, over
+    a checkpoint of the root. A job with the same `rank` and `alpha` goes on with its parent's
+    adapters; another one begins with the two merged, and publishes merged weights.
     """
 
     rank: int = Field(16, gt=0)

@@ -1,7 +1,7 @@
 """File check: read everything under the platform's root and report damaged or missing files.
 
     segments/                     every line and frame, by store/segments/repair.py (also repairs)
-    datasets/, checkpoints/       the manifest and every file in it
+    datasets/, checkpoints/       the manifest and every file in it; what an adapter is over
     jobs/*/megatron/*/            every file in a resume point's seal
     jobs/*/baselines/             the numbers, against the hash before them
     blobs/                        every content, against its name, which is its hash
@@ -29,6 +29,7 @@ from cray_agents.runtime.batches.validation import read_index
 from cray_agents.runtime.datasets import reader
 from cray_agents.runtime.disk import checksums, durable, journal
 from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.adapters import MERGED
 from cray_agents.runtime.store.segments import repair as segment_repair
 from cray_agents.runtime.store.segments.repair import Finding
 
@@ -70,6 +71,8 @@ def _checks(home: Home) -> Iterator[tuple[Path, Check]]:
         whole.add(folder)
     for folder in _folders(home.checkpoint("x").parent):
         yield folder, _check_checkpoint
+        if (folder / MERGED).is_dir():
+            yield folder / MERGED, _check_checkpoint
         whole.add(folder)
     for folder in _folders(home.jobs):
         for point in _folders(folder / "megatron"):

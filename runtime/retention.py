@@ -87,6 +87,8 @@ def prune(
     folders = {v.id: home.checkpoint(v.checkpoint) for v in versions.values()}
     free = [one for one in versions if one not in why and (chosen is None or one in chosen)]
     stay = {folders[one] for one in versions if one not in free}
+    stay |= {home.checkpoint(name) for one in versions if one not in free
+             for name in _needed_below(home, versions[one])}  # fmt: skip
     going: dict[Path, str] = {}
     for one in free:
         if folders[one] not in stay and folders[one].is_dir():
@@ -238,7 +240,7 @@ def reasons_to_keep(registry: Registry, keep: int, in_use: Collection[str]) -> d
         if (base := _base_of(home, versions[one])) is not None:
             add(by_weights.get(base, ()), f"{one} is an adapter over it")
     for one in list(why):
-        for parent in _needed_to_rebuild(home, versions[one]):
+        for parent in _needed_below(home, versions[one]):
             add(by_checkpoint.get(parent, ()), f"{one} is stored as what changed in it")
     for one in list(why):
         add(by_checkpoint[versions[one].checkpoint], f"the same checkpoint as {one}")
@@ -317,15 +319,18 @@ def _base_of(home: Home, version: ModelVersion) -> str | None:
     return manifest.base_sha256 or manifest.parent_sha256
 
 
-def _needed_to_rebuild(home: Home, version: ModelVersion) -> Iterator[str]:
-    """Yield the checkpoints, nearest first, that a delta checkpoint is made whole from."""
+def _needed_below(home: Home, version: ModelVersion) -> Iterator[str]:
+    """Yield the checkpoints, nearest first, that an adapter or a delta checkpoint is over."""
     directory = home.checkpoint(version.checkpoint)
     while (directory / MANIFEST).is_file():
         manifest = read_manifest(directory)
-        if manifest.delta is None or is_whole(directory, manifest):
+        below = manifest.base
+        if below is None and manifest.delta is not None and not is_whole(directory, manifest):
+            below = manifest.delta.parent
+        if below is None:
             return
-        yield manifest.delta.parent
-        directory = home.checkpoint(manifest.delta.parent)
+        yield below
+        directory = home.checkpoint(below)
 
 
 def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

@@ -116,7 +116,8 @@ def test_it_trains_and_registers_and_the_second_time_trains_nothing(site: Site) 
     assert hyper.lora is not None and (hyper.lora.rank, hyper.lora.alpha) == (4, 8)
     assert Path(spec.parent).parent == site.home.root / "checkpoints"  # taken in
     weights = site.home.checkpoint(status["checkpoint"])
-    assert (weights / "model.safetensors").is_file() and (weights / "adapter").is_dir()
+    assert not (weights / "model.safetensors").exists() and (weights / "adapter").is_dir()
+    assert f"an adapter over {Path(spec.parent).name}; " in done.stderr
     registry = Registry(site.home)
     [version] = registry.versions("tiny")
     assert (version.checkpoint, version.job) == (status["id"], status["id"])

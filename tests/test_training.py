@@ -172,10 +172,12 @@ def test_checkpoints_are_proven_in_the_pool_and_answer(site: Site, method: str) 
     assert run.error is None and run.model == proof.version
 
 
-def test_an_adapter_lies_beside_the_merged_weights(site: Site) -> None:
+def test_an_adapter_is_a_version_without_weights(site: Site) -> None:
     checkpoints = {m: site.home.checkpoint(job.checkpoint or "") for m, job in site.jobs.items()}
     there = {m: (path / "adapter").is_dir() for m, path in checkpoints.items()}
     assert there == {"grpo": False, "dpo": True, "kto": False}
+    whole = {m: (path / "model.safetensors").is_file() for m, path in checkpoints.items()}
+    assert whole == {"grpo": True, "dpo": False, "kto": True}
     config = json.loads((checkpoints["dpo"] / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["peft_type"]) == (4, "LORA")
 

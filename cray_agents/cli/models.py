@@ -1,8 +1,8 @@
 """`models`: list, show, promote, roll back and try out model versions.
 
-List and show only read the shared root, with or without a platform. Promote, rollback and reject
-call the running platform, which swaps at once. Without a platform they decide what the next one
-serves. A canary needs a platform. Read next: runtime/registry/registry.py,
+List and show only read the shared root, with or without a platform; merge writes there. Promote,
+rollback and reject call the running platform, which swaps at once. Without a platform they decide
+what the next one serves. A canary needs a platform. Read next: runtime/registry/registry.py,
 runtime/registry/canary.py.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 models = Commands(
     no_args_is_help=True,
-    help="Model versions: list, show, promote, rollback, reject, canary.",
+    help="Model versions: list, show, promote, rollback, reject, merge, canary.",
 )
 
 Name = Annotated[str, typer.Argument(help="The name of a model.")]
@@ -161,6 +161,25 @@ def reject(version: Version, reason: Reason = "", who: Who = "") -> None:
     )
 
 
+@models.command("merge")
+def merge(version: Version) -> None:
+    """Write an adapter version and its base as one whole model; print the directory.
+
+    It is for other tools: replicas load the adapter beside its base, and jobs go on with it. It is
+    deleted with the version.
+    """
+    from cray_agents.runtime.registry import adapters
+    from cray_agents.runtime.registry.registry import Registry
+
+    home = root()
+    found = Registry(home).resolve("@".join(map(str, parse_version(version))))
+    directory = adapters.merge(home.checkpoint(found.checkpoint))
+    if given().json:
+        print_json({"id": found.id, "directory": str(directory)})
+    else:
+        console.print(str(directory), highlight=False, soft_wrap=True)
+
+
 @models.command("canary", takes="")
 def canary(
     version: NameOrVersion,
@@ -283,6 +302,8 @@ def label(version: dict[str, Any]) -> str:
         words.append("[green]promoted[/]")
     elif last is not None:
         words.append(last["kind"].replace("_", " "))
+    if version["base"]:
+        words.append(escape(f"adapter over {version['base']}"))
     if version["job"]:
         about = version["about_dataset"]
         runs = f" of {about['accepted_runs']} runs" if about.get("accepted_runs") else ""

@@ -150,12 +150,14 @@ def _print_spec(spec: JobSpec) -> None:
 
 def _report_result(home: Home, status: JobStatus, name: str | None) -> None:
     """Print the result's folder, and register the result under a name, without promoting it."""
-    from cray_agents.runtime.registry.checkpoints import ADAPTER
+    from cray_agents.runtime.registry.checkpoints import ADAPTER, base_of
     from cray_agents.runtime.registry.registry import Registry
 
     folder = home.checkpoint(status.checkpoint or status.id)
     console.print(str(folder), highlight=False, soft_wrap=True)
-    if (folder / ADAPTER).is_dir():
+    if (base := base_of(folder)) is not None:
+        say(f"an adapter over {base.name}; `cray-agents models merge` makes one model of the two")
+    elif (folder / ADAPTER).is_dir():
         say(f"merged weights; the adapter alone is in {folder / ADAPTER}")
     if name is not None:
         registry = Registry(home)

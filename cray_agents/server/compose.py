@@ -384,6 +384,7 @@ def make_pool(
         swap_mode=config.swap_mode,
         swap_share=config.swap_share,
         silence_timeout=config.silence_timeout,
+        name_of=partial(Registry(config.root).name_of, first=name),
     )
 
 

@@ -5,17 +5,28 @@ lora_adapters.py compare the replica's own with them before a version serves.
 """
 
 import asyncio
+import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cray_agents.errors import Corrupt, SwapError
+from cray_agents.errors import Corrupt, NotFound, SwapError
 from cray_agents.ports import Engine, probe_token_ids
 from cray_agents.records import LogprobDistance, ProbePrompt, ProbeReport
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.logprob_limits import LogprobLimits, measure
-from cray_agents.runtime.registry.checkpoints import ADAPTER, MANIFEST, verify
+from cray_agents.runtime.registry.checkpoints import (
+    ADAPTER,
+    MANIFEST,
+    base_of,
+    read_manifest,
+    verify,
+)
 
+log = logging.getLogger(__name__)
+
+MAX_ADAPTERS = 4  # the incumbent, the version before it, a canary, a candidate
 #: Files that a server reads at its start alone; weights can be replaced later.
 _READ_AT_START = (
     "tokenizer.json",
@@ -162,7 +173,8 @@ def _content(file: Path) -> bytes | None:
 class LoadedVersion:
     """A version with its checkpoint, its probe, and the adapters to serve beside it.
 
-    `dtype`: what the trainer scored the probe in; None: unknown.
+    `dtype`: what the trainer scored the probe in; None: unknown. `over`: the weights below, of a
+    version that is an adapter alone; `needs`: one of `beside` for whose sake these are loaded.
     """
 
     version: str
@@ -170,6 +182,26 @@ class LoadedVersion:
     probe: tuple[ProbePrompt, ...]
     dtype: str | None = None
     beside: tuple["LoadedVersion", ...] = ()
+    over: "LoadedVersion | None" = None
+    needs: str = ""
+
+    def with_base(self, held: "LoadedVersion | None") -> "LoadedVersion":
+        """Return what to load on a replica: of an adapter its base, and the adapter beside it.
+
+        Adapters that it `held` over the same base stay.
+        """
+        if self.over is None:
+            return self
+        same = held is not None and held.checkpoint == self.over.checkpoint
+        beside = [v for v in (held.beside if held and same else ()) if v.version != self.version]
+        beside = beside[1 - MAX_ADAPTERS :]
+        base = held if held is not None and same else self.over
+        return replace(base, beside=(*beside, self), needs=self.version)
+
+    @property
+    def lora_rank(self) -> int:
+        """The largest rank of the adapters beside it; 0: none."""
+        return max((adapter_rank(adapter.checkpoint) for adapter in self.beside), default=0)
 
     @property
     def versions(self) -> list[str]:
@@ -177,19 +209,38 @@ class LoadedVersion:
         return [self.version, *(adapter.version for adapter in self.beside)]
 
     @classmethod
-    def create(cls, checkpoint: Path, version: str, probe: list[ProbePrompt]) -> "LoadedVersion":
-        """Build one. Raises SwapError where a job trained the weights and there is no probe."""
+    def create(
+        cls,
+        checkpoint: Path,
+        version: str,
+        probe: list[ProbePrompt],
+        name_of: Callable[[Path], str] = lambda directory: directory.name,
+    ) -> "LoadedVersion":
+        """Build one. Raises SwapError where a job trained the weights and there is no probe.
+
+        `name_of`: returns the version of a base, by its checkpoint.
+        """
         if not probe and was_trained(checkpoint):
             raise SwapError(
                 f"{version} was made by a training job and has no probe for the logprob check: "
                 f"it cannot serve. Train it again, or look at {checkpoint / 'manifest.json'}"
             )
         dtype = _read_object(checkpoint / "manifest.json").get("dtype")
-        return cls(version, checkpoint, tuple(probe), str(dtype) if dtype else None)
+        over = None
+        try:
+            if (base := base_of(checkpoint)) is not None:
+                over = cls.create(base, name_of(base), read_manifest(base).probe)
+        except (Corrupt, NotFound) as error:
+            raise SwapError(f"{version} was not loaded: {error}") from error
+        return cls(version, checkpoint, tuple(probe), str(dtype) if dtype else None, over=over)
 
     @classmethod
     async def verify_and_create(
-        cls, checkpoint: Path, version: str, probe: list[ProbePrompt]
+        cls,
+        checkpoint: Path,
+        version: str,
+        probe: list[ProbePrompt],
+        name_of: Callable[[Path], str] = lambda directory: directory.name,
     ) -> "LoadedVersion":
         """Check the files against the manifest, once a process, and build one.
 
@@ -198,9 +249,9 @@ class LoadedVersion:
         if (checkpoint / MANIFEST).is_file():
             try:
                 await asyncio.to_thread(verify, checkpoint)
-            except (Corrupt, OSError) as error:
+            except (Corrupt, NotFound, OSError) as error:
                 raise SwapError(f"{version} was not loaded: {error}") from error
-        return cls.create(checkpoint, version, probe)
+        return cls.create(checkpoint, version, probe, name_of)
 
     def fits(self, new: "LoadedVersion") -> bool:
         """Tell whether a process that runs this version can load `new`. Raises SwapError."""
@@ -208,3 +259,14 @@ class LoadedVersion:
             return same_shape(self.checkpoint, new.checkpoint)
         except (Corrupt, OSError) as error:
             raise SwapError(f"{new.version} was not loaded: {error}") from error
+
+
+def with_failures(report: ProbeReport, failures: list[str]) -> ProbeReport:
+    """Return the report of a version's check, with failed tries before it in its note."""
+    if not failures:
+        return report
+    note = f"tries before this one failed: {'. Then: '.join(failures)}"
+    log.warning("%s passed its logprob check and serves; %s", report.version, note)
+    if report.load_note:
+        note = f"{report.load_note}; {note}"
+    return report.model_copy(update={"load_note": note})

@@ -199,6 +199,7 @@ class SharePlace(Record):
 
     checkpoint: str
     port: int
+    lora_rank: int = 0
 
 
 class SupervisorState(Record):

@@ -1,17 +1,18 @@
 """LoRA adapters: the versions beside a replica's weights, each loaded and proven.
 
-A LoRA job writes a version as an adapter over other weights, and as the two merged.
+A LoRA job writes a version as an adapter over other weights; older ones have the two merged, too.
 replica.py loads the adapter where the replica holds the weights below. Requests in flight then
 go on, nobody waits, and a promotion or a rollback only changes the name that requests are given.
-Elsewhere the merged weights are loaded, as for any version. Read next: golden_probe.py;
-vllm_engine.py, which explains the names.
+Elsewhere the base is loaded first, or the merged weights of an older version. Read next:
+golden_probe.py; vllm_engine.py, which explains the names.
 """
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
 
 from cray_agents.errors import (
     Corrupt,
@@ -25,6 +26,7 @@ from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.logprob_limits import LogprobLimits
 from cray_agents.runtime.pool.golden_probe import (
+    MAX_ADAPTERS,
     LoadedVersion,
     adapter_base_of,
     adapter_rank,
@@ -33,13 +35,12 @@ from cray_agents.runtime.pool.golden_probe import (
     stored_type,
     weights_of,
 )
-from cray_agents.runtime.pool.place import EngineProcess
+from cray_agents.runtime.pool.place import KILLED, EngineProcess
 from cray_agents.runtime.pool.request_router import InFlightRequests, PoolNotifier
+from cray_agents.runtime.registry.adapters import MERGED, merge
 from cray_agents.runtime.registry.checkpoints import ADAPTER
 
 log = logging.getLogger(__name__)
-
-MAX_ADAPTERS = 4  # the incumbent, the version before it, a canary, a candidate
 
 _TRIES = 2
 
@@ -69,6 +70,7 @@ class Adapters:
         self._requests = requests
         self._notifier = notifier
         self._adapters: dict[str, LoadedAdapter] = {}
+        self._works: bool | None = None  # the engine serves adapters of its model; None: not tried
 
     def get(self, version: str) -> LoadedAdapter | None:
         """Return a version's adapter if it is loaded and checked."""
@@ -87,8 +89,9 @@ class Adapters:
     def fits(self, base: LoadedVersion, new: LoadedVersion) -> bool:
         """Tell whether `new` can be loaded as an adapter over these weights. Raises SwapError."""
         try:
-            # the probe is of the merged weights: in 16 bits these are rounded, the adapter is not
-            exact = self._probe_limits.max is None or stored_type(new.checkpoint) == "float32"
+            # a probe of merged weights: in 16 bits these are rounded, the adapter is not
+            rounded = new.over is None and stored_type(new.checkpoint) != "float32"
+            exact = self._probe_limits.max is None or not rounded
             return (
                 0 < adapter_rank(new.checkpoint) <= self._engine_host.lora_rank
                 and exact
@@ -97,6 +100,57 @@ class Adapters:
             )
         except (Corrupt, OSError) as error:
             raise SwapError(f"{new.version} was not loaded: {error}") from error
+
+    async def whole(self, new: LoadedVersion, held: LoadedVersion | None) -> LoadedVersion:
+        """Return what to load for a version: of an adapter its base, to load it beside that.
+
+        Where the engine serves none, the two merged. `held`: see `LoadedVersion.with_base`. Raises
+        SwapError.
+        """
+        if self._works is False and new.over is not None:
+            return await _merged(new)
+        return new.with_base(held)
+
+    async def instead(self, new: LoadedVersion) -> LoadedVersion:
+        """Return what to try once `new` has failed: base and adapter merged, or the same again.
+
+        vLLM has models that take no adapters, such as mixtures on CPUs, or not those of all layers.
+        Nothing is merged where an adapter was proven before, or the process was killed.
+        """
+        killed = self._engine_host.death_reason().startswith(KILLED)
+        if not new.needs or self._works or killed:
+            return new
+        try:
+            merged = await _merged(next(v for v in new.beside if v.version == new.needs))
+        except SwapError as error:
+            log.error("%s", error)
+            return new
+        self._engine_host.lora_rank = 0
+        return merged
+
+    def untried(self, new: LoadedVersion) -> bool:
+        """Tell whether no adapter was proven here yet, so that `new` may have to be merged."""
+        return new.over is not None and self._works is None
+
+    async def start(
+        self, new: LoadedVersion, start: Callable[[LoadedVersion], Awaitable[ProbeReport]]
+    ) -> tuple[LoadedVersion, ProbeReport]:
+        """Start on a version, or on what `instead` says; return that and its proof."""
+        try:
+            return new, await start(new)
+        except (SwapError, EngineError) as error:
+            other = await self.instead(new)
+            if other is new:
+                raise
+            report = await start(other)
+            self.note_proven(other, [str(error)])
+            return other, report
+
+    def note_proven(self, loaded: LoadedVersion, failures: Collection[str]) -> None:
+        """Merge adapters from now on, if `loaded` was proven merged after it had failed."""
+        if loaded.checkpoint.name == MERGED and self._works is None:
+            self._works = False
+            log.warning("adapters are merged when they are loaded here: %s", ". ".join(failures))
 
     async def load(self, new: LoadedVersion, base: ProbeReport | None) -> ProbeReport:
         """Load and prove an adapter, in two tries. `base`: the proof of the weights below it.
@@ -131,6 +185,7 @@ class Adapters:
             raise
         report = report.model_copy(update={"seconds": {"load": seconds, **report.seconds}})
         self._adapters[new.version] = LoadedAdapter(new, name, engine, report)
+        self._works = True
         self._notifier.notify()
         return report
 
@@ -186,13 +241,27 @@ class Adapters:
     def _idle(self, kept: Collection[str]) -> list[str]:
         return [v for v in self._adapters if v not in kept and not self._requests.count_for(v)]
 
-    async def restore(self, versions: Collection[LoadedVersion], base: ProbeReport | None) -> None:
+    async def restore(
+        self, versions: Collection[LoadedVersion], base: ProbeReport | None, needed: str = ""
+    ) -> None:
         """Load the adapters of a former process again. Raises EngineUnavailable.
 
-        An adapter that cannot be proven is left out, and an error is logged.
+        An adapter that cannot be proven is left out, and an error is logged. Of the version
+        `needed` SwapError is raised.
         """
         for version in versions:
             try:
                 await self.load(version, base)
             except SwapError as error:
+                if version.version == needed:
+                    raise
                 log.error("%s is not served any more by this replica: %s", version.version, error)
+
+
+async def _merged(new: LoadedVersion) -> LoadedVersion:
+    """Return an adapter version as whole weights. Raises SwapError."""
+    try:
+        directory = await asyncio.to_thread(merge, new.checkpoint)
+    except (CrayError, OSError) as error:
+        raise SwapError(f"{new.version} was not loaded: {error}") from error
+    return replace(new, checkpoint=directory, over=None)

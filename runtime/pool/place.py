@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from cray_agents.ports import Engine
 
+KILLED = "it was ended by"  # begins the reason of an engine's death by a signal
+
 
 class Place(Protocol):
     """Cores, memory and GPUs to run an engine on: of this host, or of a Slurm job.
@@ -51,16 +53,15 @@ class Place(Protocol):
 class EngineProcess(Protocol):
     """The process of a replica's engine: `VllmProcess` | `SlurmReplica`.
 
-    `lora_rank`: the largest rank of an adapter that the engine can load; 0: it loads none.
+    `lora_rank`: the largest rank of an adapter that the engine can load; 0: it loads none. A
+    larger one is that of the next start.
     `taken_over`: true if the last start took over an engine of an earlier platform.
     """
 
     pid: int | None
     port: int | None
     taken_over: bool
-
-    @property
-    def lora_rank(self) -> int: ...
+    lora_rank: int
 
     @property
     def engine(self) -> Engine:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Callable,
     Collection,
     Coroutine,
     Iterator,
@@ -84,6 +85,7 @@ class Pool:
         spares: replicas that start when a request names a version that no other holds
             (`load_beside`). No promoted version and no candidate is loaded on them.
         spare_seconds: seconds without a request after which a spare replica is ended.
+        name_of: returns the version that a checkpoint is, for the base of an adapter version.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Pool:
         silence_timeout: float = 60.0,
         spares: Sequence[EngineHost] = (),
         spare_seconds: float = 600.0,
+        name_of: Callable[[Path], str] = lambda directory: directory.name,
     ) -> None:
+        self._name_of = name_of
         self._notifier = PoolNotifier()
         limits = (probe_limits, drain_timeout, self._notifier)
         self._slots = [PoolReplica(engine, *limits) for engine in engines]
@@ -137,7 +141,7 @@ class Pool:
         Slurm come as they get their places. One that does not start is tried again, unless all
         fail.
         """
-        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
+        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
         self._incumbent = self._candidate = version
         failed: set[PoolReplica] = set()
         try:
@@ -145,7 +149,7 @@ class Pool:
                 for slot in self._slots[:replicas]:
                     group.create_task(self._open(slot, loaded, failed))
                 for slot in self._slots[len(self._slots[:replicas]) :]:
-                    slot.upkeep.stay_away(loaded)
+                    slot.upkeep.stay_away(await slot.adapters.whole(loaded, None))
                     self._keep(slot)
         except ExceptionGroup as errors:
             await self.stop()
@@ -324,7 +328,7 @@ class Pool:
         the caller is cancelled. Raises NotLoaded at once where neither way is possible; SwapError,
         EngineError.
         """
-        loaded = LoadedVersion.create(checkpoint, version, probe)
+        loaded = LoadedVersion.create(checkpoint, version, probe, self._name_of)
         return await self._change(self._load_beside(loaded, protected))
 
     async def _load_beside(self, new: LoadedVersion, protected: Collection[str]) -> ProbeReport:
@@ -413,7 +417,7 @@ class Pool:
         Raises SwapError, with everything as before. Raises Displaces where a single replica serves
         a `protected` version and `displace` is False.
         """
-        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
+        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
         return await self._change(self._stage(loaded, protected, displace))
 
     async def receive(
@@ -469,7 +473,7 @@ class Pool:
         caller is cancelled. Raises Displaces where a `protected` version would lose its last
         replica.
         """
-        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe)
+        loaded = await LoadedVersion.verify_and_create(checkpoint, version, probe, self._name_of)
         return await self._change(self._swap(loaded, replicas, protected))
 
     async def _stage(
@@ -504,6 +508,7 @@ class Pool:
             if new.version not in slot.versions and not slot.can_load_as_adapter(new)
         }
         stays = {v for s in self._slots if s not in changing for v in s.versions}
+        stays |= {v for s in changing for v in new.with_base(s.loaded).versions}
         served = {v for s in changing if s.loaded is not None for v in s.loaded.versions}
         gone = sorted(served & set(protected) - stays - {new.version})
         if gone:

@@ -43,7 +43,7 @@ from cray_agents.errors import (
 from cray_agents.ports import Engine
 from cray_agents.records import ProbeReport
 from cray_agents.runtime.logprob_limits import LogprobLimits
-from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove
+from cray_agents.runtime.pool.golden_probe import LoadedVersion, prove, with_failures
 from cray_agents.runtime.pool.lora_adapters import Adapters
 from cray_agents.runtime.pool.place import EngineHost
 from cray_agents.runtime.pool.published_replicas import PublishedReplica, State
@@ -247,7 +247,7 @@ class Replica:
 
         Not for a replica that is `placed`.
         """
-        self.loaded, self.selected = new, new.version
+        self.loaded, self.selected = new, new.needs or new.version
 
     def missing_resource(self, new: LoadedVersion) -> str:
         """Return "" for a replica in use; else see `EngineProcess.missing_resource`."""
@@ -256,7 +256,7 @@ class Replica:
     # ---- start
     async def open(self, loaded: LoadedVersion) -> None:
         """Start for the first time. Raises EngineError, SchedulerError, SetupError, SwapError."""
-        self.expect(loaded)
+        self.expect(await self.adapters.whole(loaded, None))
         if not self.engine_host.placed:
             self.take("wait")
         try:
@@ -264,7 +264,7 @@ class Replica:
             async with self.changing:
                 loaded = self.loaded or loaded  # a swap may have passed while it waited
                 self.take("start")
-                self.accept(loaded, await self._start_with_retries(loaded))
+                self.accept(*await self.adapters.start(loaded, self._start_with_retries))
         except BaseException as error:
             if self.state != "down":
                 self.mark_lost(str(error))
@@ -314,16 +314,22 @@ class Replica:
         async with self.changing:
             self.notifier.abort_if_rollback_waits(new.version)
             if self.loaded is not None and self.can_load_as_adapter(new):
-                return await self._load_adapter(self.loaded, new, protected)
+                try:
+                    return await self._load_adapter(self.loaded, new, protected)
+                except SwapError as error:
+                    if isinstance(error, Overtaken | PoolBusy) or not self.adapters.untried(new):
+                        raise
             before, old = self.state, None if self.state == "out" else self.loaded
+            whole = await self.adapters.whole(new, old)
             runs = before in ("serving", "unproven")
-            in_place = runs and old is not None and old.fits(new)
+            in_place = runs and old is not None and old.fits(whole)
+            in_place = in_place and whole.lora_rank <= self.engine_host.lora_rank
             self.take("change")
             try:
                 # requests under an adapter are never kept: it only fits the old weights
                 kept_version = old.version if old is not None and keep and in_place else None
                 await self.drain(before, new, kept_version)
-                report = await self._replace(old, new, in_place, go_back)
+                report = await self._replace(old, whole, in_place, go_back)
                 self.selected = new.version
                 return report
             finally:
@@ -335,7 +341,7 @@ class Replica:
     ) -> ProbeReport:
         reload, start = self.reload, self.start_fresh
         tries = [reload, reload, start] if in_place else [start, start]
-        failures, stuck = [], False
+        failures, stuck, wanted = [], False, new.needs or new.version
         for attempt in tries:
             if stuck and attempt == reload:
                 continue
@@ -346,10 +352,13 @@ class Replica:
             except (CrayError, OSError) as error:
                 failures.append(str(error))
                 stuck = isinstance(error, CrayError) and error.code == STUCK
+                new = await self.adapters.instead(new)
             else:
-                return self.accept(new, _with_failures(report, failures))
+                self.accept(new, with_failures(report, failures))
+                self.adapters.note_proven(new, failures)
+                return self._proof(wanted) or report
         why = (
-            f"{new.version} failed its logprob check in {len(failures)} tries: "
+            f"{wanted} failed its logprob check in {len(failures)} tries: "
             f"{'. Then: '.join(failures)}"
         )
         if old is None or not go_back:
@@ -473,13 +482,14 @@ class Replica:
         """Start a fresh process on the new weights, and prove them."""
         started = time.monotonic()
         self.adapters.clear()
+        self.engine_host.lora_rank = max(new.lora_rank, self.engine_host.lora_rank)
         await self.engine_host.start(new.checkpoint, new.version)
         return await self.prove_and_resume(new, {"start": time.monotonic() - started})
 
     async def prove_and_resume(self, new: LoadedVersion, seconds: dict[str, float]) -> ProbeReport:
         """Prove the loaded weights, and load the adapters beside them. Raises SwapError."""
         report = await self.prove_on(self.engine_host.engine, new, seconds)
-        await self.adapters.restore(new.beside, report)
+        await self.adapters.restore(new.beside, report, new.needs)
         return report
 
     async def prove_on(
@@ -496,7 +506,7 @@ class Replica:
 
     def accept(self, loaded: LoadedVersion, report: ProbeReport) -> ProbeReport:
         """Serve a version that is proven."""
-        self.loaded = replace(loaded, beside=self.adapters.loaded)
+        self.loaded = replace(loaded, beside=self.adapters.loaded, needs="")
         self.report, self.error = report, None
         self.lost.clear()
         self.take("serve")
@@ -586,14 +596,3 @@ class Replica:
         except (CrayError, OSError) as error:
             log.warning("%s is started again: %s", loaded.version, error)
         await self.restore(loaded)
-
-
-def _with_failures(report: ProbeReport, failures: list[str]) -> ProbeReport:
-    """Return the report of a version's check, with failed tries before it in its note."""
-    if not failures:
-        return report
-    note = f"tries before this one failed: {'. Then: '.join(failures)}"
-    log.warning("%s passed its logprob check and serves; %s", report.version, note)
-    if report.load_note:
-        note = f"{report.load_note}; {note}"
-    return report.model_copy(update={"load_note": note})

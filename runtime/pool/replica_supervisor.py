@@ -30,6 +30,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ from cray_agents.runtime.pool.job_lease import (
 from cray_agents.runtime.pool.private_folder import PrivateFolder
 from cray_agents.runtime.pool.vllm_http import CA, Http, TlsFiles, client_context
 from cray_agents.runtime.pool.vllm_process import (
+    EngineSettings,
     NodeShare,
     VllmProcess,
     bind,
@@ -184,11 +186,12 @@ class ReplicaSupervisor:
         }
 
     async def _start(self, request: web.Request) -> web.Response:
-        """Body: checkpoint, version, weights (their hash)."""
+        """Body: checkpoint, version, weights (their hash), lora_rank."""
         body = await request.json()
         async with self._changing:
             await self._end_engine()
             self._starts += 1
+            self.replica.lora_rank = int(body.get("lora_rank", self.replica.lora_rank))
             self._spread(str(body["checkpoint"]))
             await self.replica.start(Path(body["checkpoint"]), str(body["version"]))
             self._started_on = str(body["checkpoint"])
@@ -206,7 +209,8 @@ class ReplicaSupervisor:
         with bind(address) as free:  # torch binds it anew
             share = NodeShare(self.spec.nodes, 0, address, free.getsockname()[1])
         self.replica.share = share
-        self._share = {"checkpoint": checkpoint, "port": share.port}
+        rank = self.replica.lora_rank
+        self._share = {"checkpoint": checkpoint, "port": share.port, "lora_rank": rank}
         self._tell()
 
     async def _note(self, request: web.Request) -> web.Response:
@@ -361,7 +365,10 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
                 starts = state.starts
                 place = NodeShare(spec.nodes, rank, lease.address, share.port)
                 checkpoint = Path(share.checkpoint)
-                process = await _start_share(spec, folder, checkpoint, place, private)
+                settings = replace(spec.settings, max_lora_rank=share.lora_rank)
+                process = await _start_share(
+                    spec.model, settings, folder, checkpoint, place, private
+                )
         print(f"the share of node {rank} ended with {process.returncode}", flush=True)
         return 1
     except EngineError as error:
@@ -375,17 +382,20 @@ async def follow(spec: ReplicaSpec, folder: Path, rank: int) -> int:
 
 
 async def _start_share(
-    spec: ReplicaSpec, folder: Path, checkpoint: Path, share: NodeShare, private: PrivateFolder
+    model: str,
+    settings: EngineSettings,
+    folder: Path,
+    checkpoint: Path,
+    share: NodeShare,
+    private: PrivateFolder,
 ) -> asyncio.subprocess.Process:
     with (folder / f"engine-{share.rank}.txt").open("ab") as output:
         return await asyncio.create_subprocess_exec(
-            *command(checkpoint, (spec.model,), spec.settings, share=share),
+            *command(checkpoint, (model,), settings, share=share),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=environment(spec.settings)
-            | private.variables
-            | {VARIABLE: secrets.token_urlsafe(32)},
+            env=environment(settings) | private.variables | {VARIABLE: secrets.token_urlsafe(32)},
             start_new_session=True,
         )
 

@@ -87,7 +87,7 @@ async def rolling_swap(
             waiting.append(slot)
             await change_next()
         else:
-            slot.expect(new)
+            slot.expect(await slot.adapters.whole(new, slot.loaded))
     if overtaken:
         raise overtaken[0]
     if not reports:

@@ -485,6 +485,7 @@ class SlurmReplica(VllmHost):
             "checkpoint": str(checkpoint),
             "version": version,
             "weights": weights_of(checkpoint),
+            "lora_rank": str(self.lora_rank),
         }
         seconds = self.settings.start_timeout + ANSWER
         try:

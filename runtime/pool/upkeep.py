@@ -207,6 +207,7 @@ class Upkeep:
                 return  # its place was lost, and keep_alive starts on the successor's
             loaded, adapters = replica.loaded, replica.adapters_of(successor)
             try:
+                successor.lora_rank = host.lora_rank
                 await successor.start(loaded.checkpoint, loaded.version)
                 report = await replica.prove_on(successor.engine, loaded, {})
                 await adapters.restore(loaded.beside, report)

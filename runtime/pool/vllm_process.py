@@ -17,7 +17,7 @@ import secrets
 import signal
 import socket
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -28,8 +28,8 @@ from cray_agents.paths import host_cache
 from cray_agents.processes import SAFE_IMPORTS, python
 from cray_agents.runtime.background import BackgroundTasks
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits
-from cray_agents.runtime.pool.lora_adapters import MAX_ADAPTERS
-from cray_agents.runtime.pool.place import LocalPlace
+from cray_agents.runtime.pool.golden_probe import MAX_ADAPTERS
+from cray_agents.runtime.pool.place import KILLED, LocalPlace
 from cray_agents.runtime.pool.private_folder import PrivateFolder
 from cray_agents.runtime.pool.serving_plan import AUTO
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
@@ -174,6 +174,10 @@ class VllmHost:
         """The largest rank of an adapter: see `EngineProcess`."""
         return self.settings.max_lora_rank
 
+    @lora_rank.setter
+    def lora_rank(self, rank: int) -> None:
+        self.settings = replace(self.settings, max_lora_rank=rank)
+
     async def check_alive(self) -> None:
         """Return when the engine core has answered: see `EngineProcess`."""
         await self.engine.check_alive()
@@ -276,7 +280,7 @@ class VllmProcess(VllmHost, LocalPlace):
         if self.log.exists() and (exception := _fatal_exception(self.log, self._offset)):
             return exception
         code = self._process.returncode if self._process is not None else None
-        return f"it was ended by {signal.Signals(-code).name}" if code and code < 0 else ""
+        return f"{KILLED} {signal.Signals(-code).name}" if code and code < 0 else ""
 
     async def _launch(self, checkpoint: Path) -> None:
         self._folder = PrivateFolder()

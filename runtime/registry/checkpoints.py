@@ -1,8 +1,9 @@
 """Checkpoint directories: verify their files, and import foreign model directories.
 
 A checkpoint is a Hugging Face directory with `manifest.json` beside the weights, published last. A
-LoRA job's also has `adapter/` in PEFT's layout, equivalent to the weights when loaded over the
-parent. The registry imports checkpoints; the pool and the trainer read them. Only safetensors are
+LoRA job's has `adapter/` in PEFT's layout in place of the weights, and its manifest names the
+checkpoint that the adapter is over (adapters.py); older ones have merged weights too. The registry
+imports checkpoints; the pool and the trainer read them. Only safetensors are
 imported: a pickle can run code when it is loaded. `inspect` refuses a directory that cannot be a
 model before a byte is copied. The copy is readable by this user, and by a group that the root is
 open to. A checkpoint that runtime/retention.py removed leaves the file `<id>.pruned`.
@@ -43,6 +44,7 @@ from cray_agents.runtime.registry.foreign_model import (
 
 MANIFEST = "manifest.json"
 ADAPTER = "adapter"
+_OVER = f"{ADAPTER}/"
 DELTA = "delta"  # the folder of what changed in the parent: see deltas.py
 READERS = 8  # files hashed at a time
 ASIDE = ".aside_"  # in the name of a whole checkpoint that retention.py is about to remove
@@ -56,11 +58,13 @@ _OBJECTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # names of checkpoints, jobs, datasets
 
 
-def weights_sha256(files: dict[str, str]) -> str:
+def weights_sha256(files: dict[str, str], base: str | None = None) -> str:
     """Return one hash of a manifest's weights: a SHA-256 over names and hashes, 64 hex digits.
 
-    An adapter's files are left out: they are merged into the other weights.
+    An adapter's files count if they are over weights with the hash `base`, and not merged.
     """
+    if base is not None:
+        return digest({"base": base} | {n: h for n, h in files.items() if n.startswith(_OVER)}, 64)
     weights = {n: h for n, h in files.items() if n.endswith(".safetensors") and "/" not in n}
     return digest(weights, 64)
 
@@ -221,18 +225,49 @@ def _check_names(manifest: Manifest) -> None:
         if len(steps) > 2 or not {"", ".", ".."}.isdisjoint(steps) or "\0" in name:
             raise ValueError(f"{name[:200]!r} is not the name of a file in it")
     parent = manifest.delta.parent if manifest.delta is not None else None
-    for record in (manifest.job, manifest.dataset, parent):
+    for record in (manifest.job, manifest.dataset, parent, manifest.base):
         if record is not None and not _PLAIN.fullmatch(record):
-            raise ValueError(f"{record[:200]!r} names no job and no dataset")
+            raise ValueError(f"{record[:200]!r} names no job, dataset or checkpoint")
+
+
+def base_of(directory: Path) -> Path | None:
+    """Return the checkpoint that an adapter version is over; None: the directory has weights.
+
+    Raises NotFound, code `adapter_base`, where the base is gone, and Corrupt where it has become
+    another one.
+    """
+    if not (directory / ADAPTER).is_dir() or not (directory / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(directory)
+    if manifest.base is None:
+        return None
+    base = directory.with_name(manifest.base)
+    try:
+        weights = read_manifest(base).weights_sha256
+    except NotFound as error:
+        raise NotFound(
+            f"{directory.name} is an adapter over {base.name}, and that is gone: {error}",
+            param="checkpoint",
+            code="adapter_base",
+        ) from error
+    if weights != manifest.base_sha256:
+        raise Corrupt(
+            f"{directory} is an adapter over weights {manifest.base_sha256}, and {base} has"
+            f" {weights}"
+        )
+    return base
 
 
 def verify(directory: Path) -> Manifest:
     """Hash every file of the manifest, once a process; see runtime/disk/checksums.py.
 
     Several files are hashed at a time. Of a delta checkpoint that is not whole, the files of
-    changes are hashed in place of the weights. Raises Corrupt, naming the first file that differs.
+    changes are hashed in place of the weights. The base of an adapter version is verified with it.
+    Raises Corrupt, naming the first file that differs; NotFound where the base is gone.
     """
     manifest = read_manifest(directory)
+    if (base := base_of(directory)) is not None:
+        verify(base)
     files = dict(manifest.files)
     if manifest.delta is not None and not is_whole(directory, manifest):
         for name in weight_files(manifest):
@@ -314,6 +349,12 @@ def inspect(source: Path, *, with_manifest: bool = False) -> tuple[Manifest, dic
     """
     source = source.resolve()
     own = _own_manifest(source)
+    if own is not None and own.base is not None:
+        raise BadInput(
+            f"{source} is an adapter over {own.base} of another root: merge it there first"
+            " (`cray-agents models merge`), and bring what that makes",
+            param="checkpoint",
+        )
     if own is None and with_manifest:
         raise NotFound(f"{source} has no {MANIFEST}: it is not a checkpoint", param="checkpoint")
     names = own.files if own is not None else foreign_model.names_in(source, SUFFIXES)

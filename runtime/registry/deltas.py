@@ -35,6 +35,7 @@ from cray_agents.runtime.registry.checkpoints import (
     MANIFEST,
     READERS,
     REBUILD,
+    base_of,
     is_ours,
     is_whole,
     read_manifest,
@@ -322,10 +323,12 @@ def _delta_names(manifest: Manifest) -> Iterator[str]:
 def rebuilt_bytes(checkpoint: Path) -> int:
     """Return the size of the files of weights that a checkpoint holds or would be rebuilt to.
 
-    Raises Corrupt.
+    Of an adapter version those of its base. Raises Corrupt, NotFound.
     """
     from cray_agents.runtime.vllm_plugins import delta_codec
 
+    if (base := base_of(checkpoint)) is not None:
+        return rebuilt_bytes(base)
     sizes = {path.name: path.stat().st_size for path in checkpoint.glob("*.safetensors")}
     for path in (checkpoint / DELTA).glob("*.safetensors"):
         if path.name not in sizes:

@@ -25,12 +25,14 @@ class Ancestry(Record):
     """A version with its parent and children. `parent` is None for weights not trained here.
 
     `about_dataset`: method, samples, accepted_runs, loop and step of the training set, and the
-    versions that sampled it. `events`: the version's history, oldest first.
+    versions that sampled it. `base`: the checkpoint that the version is an adapter
+    over. `events`: the version's history, oldest first.
     """
 
     id: str
     checkpoint: str
     weights_sha256: str
+    base: str | None = None
     created: float
     promoted: bool
     parent: str | None
@@ -172,6 +174,7 @@ def _describe(
         id=version.id,
         checkpoint=version.checkpoint,
         weights_sha256=version.weights_sha256,
+        base=manifest.base,
         created=version.created,
         promoted=promoted == version,
         parent=parent,

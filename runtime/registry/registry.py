@@ -189,6 +189,17 @@ class Registry:
             raise _unknown(model, f"there is {have}")
         return versions[int(number)]
 
+    def name_of(self, directory: Path, first: str = "") -> str:
+        """Return the version that a checkpoint's directory is, of the name `first` if it has one.
+
+        A checkpoint that is no version has its own name.
+        """
+        for name in sorted(self.names(), key=lambda name: name != first):
+            for version in self._read(name).versions.values():
+                if version.checkpoint == directory.name:
+                    return version.id
+        return directory.name
+
     def register(self, name: str, checkpoint_id: str, manifest: Manifest) -> ModelVersion:
         """Return the name's version with these weights; create it if new. Raises BadInput."""
         if not NAME.fullmatch(name):

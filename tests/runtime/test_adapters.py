@@ -28,6 +28,7 @@ from tests.support.vllm_pool import (
     CHAT,
     Serving,
     adapted,
+    alone,
     distance,
     golden_probe,
     greedy,
@@ -276,3 +277,39 @@ async def test_every_api_is_answered_and_stamped_by_the_adapter(
         right = greedy(serving.models["m@2"], sample.prompt_token_ids, len(sample.token_ids))
         assert sample.version == "m@2"
         assert (sample.token_ids, sample.logprobs) == tokens_and_logprobs(right)
+
+
+async def test_an_adapter_version_brings_base_and_rank_and_the_next_one_loads_no_model(
+    tmp_path: Path, tiny_model: Any
+) -> None:
+    base, log = tiny_model(tmp_path / "m1", tie=False, seed=1), tmp_path / "replica.log"
+    manifest_of(base)
+    asked = {"messages": CHAT, "temperature": 0, "max_tokens": 4}
+    models = {}
+    for number, rank in ((2, 4), (3, 9), (4, 9), (5, 9)):
+        merged = adapted(tmp_path / f"m{number}", base, seed=number, rank=rank)
+        shutil.copytree(merged, tmp_path / f"merged{number}")
+        models[f"m@{number}"] = alone(merged, base)
+    pool = Pool(
+        [VllmProcess("m", EngineSettings(kv_cache_gib=0.125), log)],
+        name_of=lambda directory: f"m@{directory.name[1:]}",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+        await pool.start(models["m@2"], "m@2", checkpoints.read_manifest(models["m@2"]).probe)
+        try:
+            serving = Serving(pool, models)
+            (status,) = pool.status()
+            assert status["versions"] == ["m@1", "m@2"] and status["version"] == "m@2"
+            await serving.stage("m@3")  # of a larger rank: the process starts once more
+            pids = [status["pid"], serving.pid]
+            await serving.stage("m@4")
+            await serving.stage("m@5")
+            assert pids[0] != pids[1] == serving.pid, "no process was started for the last two"
+            for version in ("m@2", "m@5"):
+                _, sample = await serving.chat(version, asked)
+                truly = tmp_path / f"merged{version[2:]}"
+                expected = greedy(truly, sample.prompt_token_ids, 4)
+                assert (sample.token_ids, sample.logprobs) == tokens_and_logprobs(expected)
+        finally:
+            await pool.stop()

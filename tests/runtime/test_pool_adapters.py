@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cray_agents.engines.scripted import ScriptedEngine
-from cray_agents.errors import SwapError
+from cray_agents.errors import EngineError, EngineUnavailable, SwapError
 from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.registry import checkpoints
 from tests.support.in_process_engine import InProcessEngine
@@ -23,6 +23,19 @@ def adapter(folder: Path, number: int, *, parent: int = 1, rank: int = 4) -> Pat
     (directory / checkpoints.ADAPTER).mkdir(exist_ok=True)
     (directory / checkpoints.ADAPTER / "adapter_config.json").write_text(json.dumps({"r": rank}))
     return directory
+
+
+def over(folder: Path, number: int, *, base: int = 1, rank: int = 4) -> Path:
+    """A version that is an adapter alone, over the checkpoint of another number."""
+    directory = adapter(folder, number, rank=rank)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    below = {"base": checkpoint(folder, base).name, "base_sha256": str(base)}
+    (directory / "manifest.json").write_text(json.dumps(manifest | below))
+    return directory
+
+
+def named(directory: Path) -> str:
+    return f"m@{directory.name[1:]}"
 
 
 def host(script: Any = says_version) -> InProcessEngine:
@@ -141,3 +154,67 @@ async def test_what_is_no_adapter_over_what_is_held_is_loaded_merged(
     async with serving(tmp_path, replica) as pool:
         await pool.stage(directory, "m@2", probe(2))
         assert loaded_versions(pool) == [["m@2"]]
+
+
+async def test_an_adapter_alone_brings_its_base_and_its_rank(tmp_path: Path) -> None:
+    replica = Mortal(ScriptedEngine(says_version))
+    async with serving(tmp_path, replica, name_of=named) as pool:
+        await pool.swap(over(tmp_path, 2), "m@2", probe(2))
+        assert (replica.starts, replica.lora_rank) == (2, 4), "it had to start for adapters"
+        await pool.stage(over(tmp_path, 3), "m@3", probe(3))
+        assert loaded_versions(pool) == [["m@1", "m@2", "m@3"]] and replica.starts == 2
+        await pool.stage(over(tmp_path, 4, rank=8), "m@4", probe(4))
+        assert loaded_versions(pool) == [["m@1", "m@2", "m@4"]]
+        assert (replica.starts, replica.lora_rank) == (3, 8)
+        await pool.stage(over(tmp_path, 6, base=5), "m@6", probe(6))
+        assert loaded_versions(pool) == [["m@5", "m@6"]] and replica.starts == 3
+        assert [await ask(pool, v) for v in ("m@5", "m@6")] == ["m@5", "m@6"]
+        replica.die()
+        await until(lambda: pool.status()[0]["restarts"] == 1 and pool.ready)
+        assert loaded_versions(pool) == [["m@5", "m@6"]]
+        gone = over(tmp_path, 8, base=7)
+        (tmp_path / "c7" / "manifest.json").unlink()
+        with pytest.raises(SwapError, match="c8 is an adapter over c7, and that is gone"):
+            await pool.stage(gone, "m@8", probe(8))
+        assert loaded_versions(pool) == [["m@5", "m@6"]]
+
+
+@pytest.mark.parametrize("refuses", ["starts", "loads"])
+async def test_where_the_engine_takes_no_adapters_they_are_merged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, refuses: str
+) -> None:
+    """It does not start with them, or not with those of such layers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    class Refusing(Mortal):
+        async def start(self, checkpoint: Path, version: str) -> None:
+            if self.lora_rank and refuses == "starts":
+                raise EngineUnavailable("it ended")
+            await super().start(checkpoint, version)
+
+    class Engine(ScriptedEngine):
+        async def load_adapter(self, directory: Path, name: str) -> ScriptedEngine:
+            raise EngineError("expected target modules in")
+
+    layer = "q_proj"
+    weights = {f"model.{layer}.weight": torch.ones(2, 3), "model.y.weight": torch.ones(2)}
+    save_file(weights, checkpoint(tmp_path, 1) / "model.safetensors", {"format": "pt"})
+    directory = over(tmp_path, 2, rank=1)
+    a, b = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0], [-1.0]])
+    pair = {"lora_A": a, "lora_B": b}
+    adapters = {f"base_model.model.model.{layer}.{name}.weight": one for name, one in pair.items()}
+    save_file(adapters, directory / "adapter" / "adapter_model.safetensors")
+    config = {"r": 1, "lora_alpha": 2, "target_modules": [layer], "fan_in_fan_out": False}
+    (directory / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    replica = Refusing(Engine(says_version))
+    async with serving(tmp_path, replica, name_of=named) as pool:
+        await pool.stage(directory, "m@2", probe(2))
+        assert loaded_versions(pool) == [["m@2"]] and await ask(pool, "m@2") == "m@2"
+        merged = load_file(directory / "merged" / "model.safetensors")
+        assert torch.equal(merged[f"model.{layer}.weight"], 1 + 2 * b @ a)
+        assert torch.equal(merged["model.y.weight"], torch.ones(2))
+        await pool.stage(checkpoint(tmp_path, 1), "m@1", probe(1))
+        await pool.stage(directory, "m@2", probe(2))
+        told = caplog.text.count("adapters are merged when they are loaded here")
+        assert told == 1 and replica.starts == (2 if refuses == "starts" else 3)

@@ -21,6 +21,7 @@ from cray_agents.errors import NotFound
 from cray_agents.iteration import Iteration
 from cray_agents.paths import Home
 from cray_agents.records import canonical
+from cray_agents.runtime import fsck
 from cray_agents.runtime.disk import durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.lineage import lineage_of
@@ -245,6 +246,28 @@ def test_a_canary_and_what_an_adapter_is_over_stay(site: Site, trained_on: bool)
     assert site.left == [1, 2, 4, 5, 6]
     assert done.kept["calc@2"] == "its canary runs"
     assert done.kept["calc@4"] == "calc@5 is an adapter over it"
+
+
+def test_a_base_stays_as_long_as_an_adapter_version_whose_name_is_not_pruned(site: Site) -> None:
+    row(site, 3)
+    other, manifest = site.registry.import_checkpoint(checkpoint(site.directory / "o", b"other"))
+    another = site.registry.import_checkpoint(checkpoint(site.directory / "p", b"another"))
+    site.registry.register("other", other, manifest)
+    site.registry.promote("other", site.registry.register("other", *another).number)
+    alone = site.folder(2)  # nothing else needs it
+    (alone / checkpoints.ADAPTER).mkdir()
+    over = {"base": other, "base_sha256": manifest.weights_sha256}
+    text = checkpoints.read_manifest(alone).model_copy(update=over).model_dump_json()
+    (alone / checkpoints.MANIFEST).write_text(text)
+    assert checkpoints.base_of(alone) == site.home.checkpoint(other)
+    assert "other@1" not in site.prune(name="other", dry_run=True).weights
+    weights = next(site.home.checkpoint(other).glob("*.safetensors"))
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + b"?")
+    found = [finding.message for finding in fsck.check(site.home)]
+    assert sum(str(weights) in message for message in found) == 2, "of both versions"
+    weights.write_bytes(before)
+    assert set(site.prune().weights) >= {"calc@2", "other@1"}
 
 
 def test_a_loop_finds_what_it_goes_on_from(site: Site) -> None:

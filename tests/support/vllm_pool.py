@@ -155,6 +155,18 @@ def adapted(checkpoint: Path, parent: Path, seed: int, rank: int = 4) -> Path:
     return checkpoint
 
 
+def alone(checkpoint: Path, base: Path) -> Path:
+    """What `adapted` makes, as the adapter alone: the weights below are the base's."""
+    manifest, below = checkpoints.read_manifest(checkpoint), checkpoints.read_manifest(base)
+    (checkpoint / "model.safetensors").unlink()
+    files = {n: h for n, h in manifest.files.items() if n != "model.safetensors"}
+    sha256 = checkpoints.weights_sha256(files, below.weights_sha256)
+    over = {"base": base.name, "base_sha256": below.weights_sha256}
+    made = manifest.model_copy(update={"files": files, "weights_sha256": sha256, **over})
+    (checkpoint / checkpoints.MANIFEST).write_text(made.model_dump_json())
+    return checkpoint
+
+
 def distance(one: list[list[float]], other: list[list[float]]) -> float:
     return max(
         abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)

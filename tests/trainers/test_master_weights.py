@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cray_agents.runtime.disk.durable import sha256_file
-from cray_agents.runtime.registry.checkpoints import read_manifest
+from cray_agents.runtime.registry.adapters import merge
+from cray_agents.runtime.registry.checkpoints import base_of, read_manifest, take_in
 from cray_agents.trainers.checkpointing.hf_export import weights_sha256
 from cray_agents.trainers.checkpointing.save import SEAL
 from cray_agents.trainers.job.job_state import read_status
@@ -52,6 +53,11 @@ def half(parent: Path, folder: Path) -> Path:
     return folder
 
 
+def kept(lab: Any, parent: Path, kind: str) -> Path:
+    """The parent in the lab's root if adapters are trained: they are then published alone."""
+    return lab.home.checkpoint(take_in(lab.home, parent)[0]) if kind == "adapters" else parent
+
+
 class Chain:
     """Jobs on a dataset of its own, each with checkpoint and optimizer of the one before."""
 
@@ -81,7 +87,9 @@ class Chain:
 
     @property
     def files(self) -> dict[str, torch.Tensor]:
-        return load_file(self.lab.home.checkpoint(self.jobs[-1].job_id) / "model.safetensors")
+        folder = self.lab.home.checkpoint(self.jobs[-1].job_id)
+        folder = folder if base_of(folder) is None else merge(folder)
+        return load_file(folder / "model.safetensors")
 
     @property
     def master(self) -> Any:
@@ -129,6 +137,7 @@ def parent(lab: Any, tmp_path: Path) -> Path:
 )
 def test_many_jobs_of_a_session_end_as_one(lab: Any, parent: Path, kind: str, jobs: int) -> None:
     """Also where it is killed within a job."""
+    parent = kept(lab, parent, kind)
     long, short = (Chain(lab, parent, KINDS[kind], name) for name in ("long", "short"))
     session = RunningSession(lab.home, Layout())
     long.go_on(session, jobs * STEPS)
@@ -159,7 +168,7 @@ def test_jobs_from_files_end_as_one_unless_the_master_is_forgotten(
     Of its files: the share changed in its parent, their part of the update, the share changed since
     the first parent; then the distance of its master from the end of the one job.
     """
-    names = ("long", "carried", "forgotten")
+    names, parent = ("long", "carried", "forgotten"), kept(lab, parent, kind)
     long, carried, forgotten = (Chain(lab, parent, KINDS[kind], name) for name in names)
     session, first = RunningSession(lab.home, Layout()), load_file(parent / "model.safetensors")
     long.go_on(session, jobs * STEPS)
@@ -217,6 +226,7 @@ def test_masters_go_on_in_another_layout(
         kind, {**HYPER, "backend": "transformers" if kind == "transformers" else "megatron"}
     )
     parent = half(lab.models("qwen3_moe" if kind == "experts" else "qwen3"), tmp_path / "parent")
+    parent = kept(lab, parent, kind)
     short, long = (Chain(lab, parent, hyper, name) for name in ("short", "long"))
     for layout in layouts:
         spec = short.spec(layout=layout, save_every=1)

@@ -11,7 +11,7 @@ from cray_agents.trainers.training.train_step import AdapterBase
 BUILD = ("model", "layout", "none", "float32")
 PARENT, BASE = AdapterBase("models/p", "p" * 64), AdapterBase("models/b", "b" * 64)
 FULL = JobStart("job", BUILD, PARENT, optimizer_from="before")
-LORA = JobStart("job", BUILD, PARENT, optimizer_from="before", lora=True)
+LORA = JobStart("job", BUILD, PARENT, optimizer_from="before", base=PARENT, lora=True)
 
 
 def parked(*origins: StateOrigin, frozen: AdapterBase | None = None) -> ParkedStates:

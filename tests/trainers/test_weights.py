@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cray_agents.errors import BadInput, JobError, NotFound
+from cray_agents.paths import Home
 from cray_agents.runtime.disk.checksums import BLAKE3, hash_of
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.checkpointing.hf_export import cut, name_files, weights_sha256
@@ -207,7 +208,7 @@ def published(folder: Path, out: Path, limit: str, rank: int, store: Any, _: Any
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
     spec = JobSpec(dataset="d", parent=str(folder), parent_sha256="0", hyperparameters=hyper)
     draft, final = out / ".made.1", out / "made"
-    hf_export.publish(training, spec, [[1, 2, 3]], {}, None, draft, final, share=SHARE)
+    hf_export.publish(training, spec, [[1, 2, 3]], {}, None, Home(out), draft, final, share=SHARE)
     return 0
 
 

@@ -2,10 +2,11 @@
 
 Every rank writes its share of the tensors into safetensors files of its own, and hashes them as it
 writes; nothing is gathered on one rank. Each tensor is written whole by one of the ranks that hold
-it (`plan_export`). Rank 0 adds the parent's config, tokenizer and chat template, the golden probe
-and all hashes, and renames the folder into place. Weights keep the parent's stored types, and the
-probe scores the weights as stored, or adapters beside theirs (see RankTraining.as_stored). Called
-by job/rank.py. Read next: weight_files.py.
+it (`plan_export`). Of adapters over a checkpoint of this root only they are written
+(peft_adapter.py), else the weights with the adapters merged in. Rank 0 adds the parent's config,
+tokenizer and chat template, the golden probe and all hashes, and renames the folder into place.
+Weights keep the parent's stored types, and the probe scores the weights as stored, or adapters
+beside theirs (see RankTraining.as_stored). Called by job/rank.py. Read next: weight_files.py.
 """
 
 import json
@@ -43,7 +44,7 @@ from cray_agents.trainers.training.parallel_groups import (
     is_rank0,
     write_together,
 )
-from cray_agents.trainers.training.train_step import AdapterBase, RankTraining
+from cray_agents.trainers.training.train_step import RankTraining
 from cray_agents.training_jobs import JobSpec
 
 
@@ -53,6 +54,8 @@ def weights_sha256(checkpoint: Path) -> str:
     Computed from the files; a manifest says by which kind of hash. Raises NotFound without
     safetensors.
     """
+    if checkpoints.base_of(checkpoint) is not None:
+        return checkpoints.verify(checkpoint).weights_sha256
     like = checkpoints.stated_hashes(checkpoint)
     weights = sorted(checkpoint.glob("*.safetensors"))
     files = {path.name: checksums.hash_of(path, like.get(path.name, "")) for path in weights}
@@ -240,12 +243,26 @@ def draft_of(home: Home, name: str, attempt: int) -> Iterator[Path]:
         raise
 
 
+def published_base(training: RankTraining, home: Home) -> Path | None:
+    """Return the checkpoint of this root that adapters are published over.
+
+    None: weights are published, since all are trained, or those below the adapters are not kept
+    here: random ones, files outside of the root, or an adapter version's, merged in memory.
+    """
+    if training.base is None:
+        return None
+    base = home.root / training.base.path
+    kept = checkpoints.is_ours(home, base) and (base / checkpoints.MANIFEST).is_file()
+    return base if kept else None
+
+
 def publish(
     training: RankTraining,
     spec: JobSpec,
     prompts: Sequence[list[int]],
     metrics: dict[str, Any],
     agreement: LogprobDistance | None,
+    home: Home,
     draft: Path,
     final: Path,
     *,
@@ -267,18 +284,22 @@ def publish(
             draft.mkdir(parents=True)
 
     write_together("the checkpoint", make_draft)
-    if (lora := training.hyper.lora) is not None:
-        adapter = draft / checkpoints.ADAPTER
-        base = training.base or AdapterBase(spec.parent, spec.parent_sha256)
-        write_adapter(training.chunks, training.model, lora, base.path, adapter)
+    over, base = training.base, published_base(training, home)
+    chained = base is None and checkpoints.base_of(training.parent) is not None
+    if (lora := training.hyper.lora) is not None and not chained:
+        adapter, below = draft / checkpoints.ADAPTER, spec.parent if over is None else over.path
+        write_adapter(training.chunks, training.model, lora, below, adapter)
     ours = training.parent.resolve().parent == final.parent.resolve()
     config = config_of(training.parent, training.model)
     # a parent that was dequantised has no such tensors
     same = training.hyper.init != "random" and config == read_config(training.parent)
     changes = spec.changes_only and ours and same
     job = spec.id if training.hyper.lora is None else ""  # replicas load adapters from files
-    with training.as_stored():
-        hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes, job=job)
+    hashes: dict[str, str] = {}
+    packed: dict[str, str] = {}
+    with training.as_stored(merged=base is None):
+        if base is None:
+            hashes, packed = export(training, draft, FILE_BYTES, share, changes=changes, job=job)
         scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
 
     def finish() -> str:
@@ -290,9 +311,12 @@ def publish(
         manifest = Manifest(
             version=2,
             files=files,
-            weights_sha256=checkpoints.weights_sha256(files),
+            weights_sha256=checkpoints.weights_sha256(
+                files, over.sha256 if base and over else None
+            ),
             parent_sha256=spec.parent_sha256,
-            base_sha256=None if training.base is None else training.base.sha256,
+            base=None if base is None else base.name,
+            base_sha256=None if over is None else over.sha256,
             job=spec.id,
             dataset=spec.dataset or None,
             metrics=metrics,

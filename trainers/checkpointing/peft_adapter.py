@@ -1,7 +1,7 @@
 """PEFT adapter: write LoRA adapters in PEFT's layout, for PEFT and vLLM to load.
 
-hf_export.py calls `write_adapter` and writes the merged weights beside it. In Megatron q, k and v
-(gate and up) share one A; PEFT gets a copy for each. Read next: models/lora.py.
+hf_export.py calls `write_adapter`. In Megatron q, k and v (gate and up) share one A; PEFT gets a
+copy for each. Read next: models/lora.py, whose `load_adapters` reads them.
 """
 
 import json
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load, save
 
 from cray_agents.runtime.disk import durable
+from cray_agents.runtime.registry.adapters import CONFIG, WEIGHTS
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.lora import LoraLinear, adapters
 from cray_agents.trainers.models.transformers_backend.linear_adapter import LinearAdapter
@@ -22,8 +23,6 @@ from cray_agents.trainers.training.parallel_groups import (
     write_together,
 )
 from cray_agents.training_jobs import Lora
-
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def write_adapter(

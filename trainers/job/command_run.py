@@ -272,6 +272,7 @@ class CommandRun:
                     self._totals.prompts,
                     self._totals.metrics() | moved,
                     None,
+                    home,
                     draft,
                     home.checkpoint(name),
                 )

@@ -18,8 +18,9 @@ from cray_agents.errors import BadInput, NotFound
 from cray_agents.paths import Home
 from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.adapters import CONFIG
 from cray_agents.trainers.checkpointing import resume
-from cray_agents.trainers.checkpointing.peft_adapter import CONFIG
+from cray_agents.trainers.checkpointing.hf_export import published_base
 from cray_agents.trainers.checkpointing.state import (
     allocate_moments,
     local_ranges,
@@ -29,7 +30,7 @@ from cray_agents.trainers.checkpointing.state import (
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_weights
 from cray_agents.trainers.models.backends import fill_chunks, source_of
-from cray_agents.trainers.models.lora import adapters, without_adapters
+from cray_agents.trainers.models.lora import adapters, continued_base, without_adapters
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
 from cray_agents.trainers.training.train_step import AdapterBase, RankTraining
 
@@ -66,10 +67,17 @@ def _carry_adapters(training: RankTraining, point: Path, home: Home) -> str:
     """Put adapters of a resume point, and the weights that they are over, in place of the parent's.
 
     Only if merged they are the parent to the bit; else return why not, with the parent in place and
-    new adapters over it.
+    new adapters over it. Of an adapter version the adapters alone are compared, with its own.
     """
+    files = [each.detach().clone() for each in adapter_weights(training)]
     resume.load(training, point)
     training.done, training.saved = 0, None
+    if continued_base(training.parent, training.hyper.lora) is not None:
+        now = zip(files, adapter_weights(training), strict=True)
+        if training.ranks.on_any(any(not torch.equal(*pair) for pair in now)):
+            training.start_from_weights()
+            return OTHER
+        return ""
     known, why = broadcast_from_rank0(_find_base(training.parent, home) if is_rank0() else None)
     if known is None:
         training.start_from_weights()
@@ -115,6 +123,11 @@ def _find_base(parent: Path, home: Home) -> tuple[dict[str, str] | None, str]:
     return {"path": named, "sha256": sha256}, ""
 
 
+def adapter_weights(training: RankTraining) -> list[torch.Tensor]:
+    """Return this rank's share of A and B of each adapter, by turns."""
+    return [each for _, _, one in adapters(training.chunks) for each in (one.a, one.b)]
+
+
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield equal parts of flattened tensors: what is computed of a whole could take too much."""
     return zip(*(torch.split(one.reshape(-1), PIECE) for one in tensors), strict=True)
@@ -138,8 +151,7 @@ def note_first(training: RankTraining) -> None:
     Called before the first step, once moments are allocated.
     """
     if training.hyper.lora is not None:
-        pairs = [(one.a, one.b) for _, _, one in adapters(training.chunks)]
-        training.first = [each.to("cpu", copy=True) for pair in pairs for each in pair]
+        training.first = [each.to("cpu", copy=True) for each in adapter_weights(training)]
         return
     types = training.stored_types()
     training.first = [
@@ -149,17 +161,17 @@ def note_first(training: RankTraining) -> None:
 
 
 @torch.no_grad()
-def moved(training: RankTraining) -> dict[str, float]:
+def moved(training: RankTraining, home: Home) -> dict[str, float]:
     """Return what a job changed so far, as its files will show it; a part of the job's record.
 
     `changed_share`: of the trained weights, those that differ in the files from the parent's.
     `update_ratio`: the norm of the files' change by that of the master weights'; left out if these
-    did not move. Of adapters, the merged weights count. Collective.
+    did not move. Of adapters that are published merged, the merged weights count. Collective.
     """
     device = training.ranks.device
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # weights, changed, file^2, master^2
     types, first = training.stored_types(), iter(training.first)
-    for parameter, *tensors in _now_and_before(training, first):
+    for parameter, *tensors in _now_and_before(training, home, first):
         for master, weights, before in _pieces(*tensors):
             file = _as_stored(master, weights, types.get(parameter)).float()
             parent = _as_stored(before.to(device), weights, types.get(parameter)).float()
@@ -175,7 +187,7 @@ def moved(training: RankTraining) -> dict[str, float]:
 
 def note_moved(training: RankTraining, journal: JobJournal, checkpoint: str) -> dict[str, float]:
     """Record what a job moved, with a checkpoint's name; return it as `moved` does. Collective."""
-    record = moved(training)
+    record = moved(training, journal.home)
     if is_rank0():
         journal.event("moved", checkpoint=checkpoint, **record)
     if "update_ratio" in record and not record["changed_share"]:
@@ -195,10 +207,14 @@ def warn(journal: JobJournal, message: str) -> None:
         journal.event("warning", message=message)
 
 
-def _now_and_before(training: RankTraining, first: Any) -> Iterator[Any]:
+def _now_and_before(training: RankTraining, home: Home, first: Any) -> Iterator[Any]:
     """Yield (parameter, master weights, weights computed with, those at first): each once."""
     from megatron.core import parallel_state as ps
 
+    if published_base(training, home) is not None:
+        for now, before in zip(adapter_weights(training), first, strict=True):
+            yield now, now, now, before
+        return
     if training.hyper.lora is not None:
         counts = ps.get_data_parallel_rank(with_context_parallel=True) == 0
         for _, _, adapter in adapters(training.chunks):

@@ -21,6 +21,7 @@ import torch
 
 from cray_agents.errors import DiskFull, JobError
 from cray_agents.records import LogprobDistance
+from cray_agents.runtime.registry.checkpoints import base_of
 from cray_agents.trainers import progress
 from cray_agents.trainers.checkpointing import hf_export, resume
 from cray_agents.trainers.checkpointing.hf_export import probe_prompts
@@ -218,7 +219,8 @@ def execute(
     spec, home = work.spec, work.journal.home
     begin(training, work, optimizer_in_memory=optimizer_in_memory)
     try:
-        with training.as_stored():
+        # the engine served the parent's adapters beside their base, and so they are here
+        with training.as_stored(merged=base_of(work.parent) is None):
             agreement, scored = compare_with_engine(training, work)
             baseline, validation = score_baselines(training, work, scored)
         totals = restore(training, work)
@@ -236,6 +238,7 @@ def execute(
                         **master_weights.note_moved(training, work.journal, spec.id),
                     },
                     agreement if spec.hyperparameters.dtype == "bfloat16" else None,
+                    home,
                     draft,
                     home.checkpoint(spec.id),
                 )
@@ -288,9 +291,7 @@ def begin(training: RankTraining, work: JobInputs, *, optimizer_in_memory: bool 
     """Put what a job starts with in place: another's optimizer and master weights, or new ones."""
     spec, point = work.spec, work.optimizer_from
     if not optimizer_in_memory:
-        if spec.hyperparameters.lora is not None:
-            known = spec.hyperparameters.init == "parent"  # random weights have no files
-            training.base = AdapterBase(spec.parent, spec.parent_sha256) if known else None
+        training.base = AdapterBase.of_job(spec, work.parent)
         if point is None:
             allocate_moments(training, 0)  # a session's optimizer may hold another job's
         elif why := master_weights.carry_on(training, point, work.journal.home):

@@ -50,8 +50,10 @@ def check_weights(checkpoint: Path, expected: str) -> Iterator[None]:
     Raises FailedEverywhere at its end if they are not the ones that the job was made for.
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    files = sorted(checkpoint.glob("*.safetensors"), key=lambda file: (-file.stat().st_size, file))
-    stated = checkpoints.stated_hashes(checkpoint)
+    base = checkpoints.base_of(checkpoint)
+    folder = base or checkpoint
+    files = sorted(folder.glob("*.safetensors"), key=lambda file: (-file.stat().st_size, file))
+    stated = checkpoints.stated_hashes(folder)
     with ThreadPoolExecutor(READERS) as threads:
         hashes = [
             (file.name, threads.submit(checksums.hash_of, file, stated.get(file.name, "")))
@@ -61,6 +63,8 @@ def check_weights(checkpoint: Path, expected: str) -> Iterator[None]:
         mine = {name: hashed.result() for name, hashed in hashes}
     every = [json.loads(one) for one in gather_from_ranks(json.dumps(mine).encode())]
     actual = checkpoints.weights_sha256({name: one[name] for one in every for name in one})
+    if base is not None:
+        actual = checkpoints.weights_sha256(checkpoints.hash_files(checkpoint), actual)
     if actual != expected:
         raise FailedEverywhere(other_weights(checkpoint, actual, expected))
 

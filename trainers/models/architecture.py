@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cray_agents.errors import BadInput, NotFound
-from cray_agents.runtime.registry.checkpoints import max_tokens
+from cray_agents.runtime.registry.checkpoints import base_of, max_tokens
 from cray_agents.runtime.registry.foreign_model import (
     KINDS,
     MIXTURES,
@@ -97,7 +97,7 @@ def read_sizes(checkpoint: Path, config: dict[str, Any]) -> Sizes:
     model = TextModel(config, checkpoint)
     text = model.config.get_text_config()
     layers = _number(text, "num_hidden_layers")
-    stored = read_weights(checkpoint.resolve())
+    stored = read_weights((base_of(checkpoint) or checkpoint).resolve())
     if layers > (len(stored) or MOST_LAYERS):  # spares a hostile config's millions of modules
         raise BadInput(
             f"{checkpoint}/config.json speaks of {layers} layers, and there are {len(stored)}"

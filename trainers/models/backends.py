@@ -23,7 +23,7 @@ from cray_agents.errors import BadInput
 from cray_agents.runtime.registry.foreign_model import read_config, with_whole_references
 from cray_agents.trainers.models.architecture import SUPPORTED, Architecture
 from cray_agents.trainers.models.layer_choice import LayerChoice
-from cray_agents.trainers.models.lora import add_lora, without_adapters
+from cray_agents.trainers.models.lora import add_lora, continued_base, without_adapters
 from cray_agents.trainers.models.megatron_bridge.bridged_kinds import BRIDGE
 from cray_agents.trainers.models.megatron_bridge.bridged_model import (
     BridgedParent,
@@ -69,7 +69,11 @@ def choose_layers_of(model: Architecture, layout: Layout, dtype: str, on_cpu: bo
 
 
 def first_source(parent: Path, model: Architecture, hyper: Hyperparameters) -> AnySource:
-    """Return the source of a job's first weights. Raises BadInput, NotFound."""
+    """Return the source of a job's first weights. Raises BadInput, NotFound, Corrupt.
+
+    Adapters that the job goes on with are not in them: see `load_adapters`.
+    """
+    parent = continued_base(parent, hyper.lora) or parent
     if model.backend != "megatron":
         return source_of(parent, model)
     return weight_source(parent, model, hyper)

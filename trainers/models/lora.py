@@ -13,6 +13,7 @@ Read next: checkpointing/peft_adapter.py, which writes the adapters in PEFT's la
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,8 +21,15 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 
 from cray_agents.errors import BadInput
 from cray_agents.records import digest
+from cray_agents.runtime.registry.adapters import SavedAdapter
+from cray_agents.runtime.registry.checkpoints import base_of
 from cray_agents.trainers.models.architecture import Architecture
-from cray_agents.trainers.models.transformers_backend.linear_adapter import LinearAdapter
+from cray_agents.trainers.models.transformers_backend.linear_adapter import (
+    MIXER,
+    NAMES,
+    LinearAdapter,
+)
+from cray_agents.trainers.models.weights import Origin, pack
 from cray_agents.training_jobs import Lora
 
 Target = Literal["qkv", "proj", "fc1", "fc2"]
@@ -171,6 +179,19 @@ def choose_targets(model: Architecture, lora: Lora) -> list[Target]:
     return targets
 
 
+def continued_base(parent: Path, lora: Lora | None) -> Path | None:
+    """Return the base of a parent whose adapters a job of this `lora` goes on with.
+
+    None: the job begins with whole weights, those of an adapter version merged. Raises NotFound,
+    Corrupt.
+    """
+    if lora is None or (base := base_of(parent)) is None:
+        return None
+    saved, targets = SavedAdapter(parent), {MIXER, *(n for one in lora.targets for n in NAMES[one])}
+    known = saved.modules <= {name.rpartition(".")[2] for name in targets}
+    return base if known and (saved.rank, saved.alpha) == (lora.rank, lora.alpha) else None
+
+
 def add_lora(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> None:
     """Freeze a model's chunks and add adapters to its linears. Raises BadInput as `choose_targets`.
 
@@ -191,6 +212,33 @@ def add_lora(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> N
         if chunk.pre_process and chunk.config.recompute_granularity:
             # without a gradient of its input, a recomputed block would compute none for its weights
             chunk.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_())
+
+
+@torch.no_grad()
+def load_adapters(chunks: list[Any], model: Architecture, parent: Path) -> None:
+    """Fill this rank's adapters with an adapter version's; a layer without one keeps its own.
+
+    Raises Corrupt, and BadInput for adapters that were not made by this module.
+    """
+    saved = SavedAdapter(parent)
+    for chunk, name, adapter in adapters(chunks):
+        if isinstance(adapter, LoraLinear):
+            origin = Origin(chunk, f"{name}.weight", model)
+            layers, how = [one.removesuffix(".weight") for one in origin.names], origin.how
+        else:
+            layers, how = [adapter.saved_as.tensors], "whole"
+        pairs = [pair for pair in map(saved.pair, layers) if pair is not None]
+        if not pairs:
+            continue
+        a, bs = pairs[0][0], [b for _, b in pairs]
+        if len(pairs) < len(layers) or any(not torch.equal(a, other) for other, _ in pairs):
+            raise BadInput(f"{parent}: the adapters of {', '.join(layers)} do not share one A")
+        if isinstance(adapter, LoraLinear) and (size := adapter.group.size()) > 1:
+            rank = adapter.group.rank()
+            a = a if adapter.column else a.chunk(size, 1)[rank]
+            bs = [b.chunk(size)[rank] for b in bs] if adapter.column else bs
+        adapter.a.copy_(a)
+        adapter.b.copy_(pack(how, bs, model))
 
 
 def adapters(chunks: list[Any]) -> Iterator[tuple[Any, str, LoraLinear | LinearAdapter]]:

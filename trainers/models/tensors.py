@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cray_agents.errors import BadInput
+from cray_agents.runtime.registry.checkpoints import base_of
 from cray_agents.runtime.registry.foreign_model import (
     EMBEDDING,
     HEAD,
@@ -53,8 +54,9 @@ def read_parent(
         return model
     if init == "random":
         return model
-    weights = read_weights(checkpoint.resolve())
-    model = replace(model, tied=is_tied(checkpoint.resolve(), read_config(checkpoint), weights))
+    folder = (base_of(checkpoint) or checkpoint).resolve()
+    weights = read_weights(folder)
+    model = replace(model, tied=is_tied(folder, read_config(checkpoint), weights))
     _compare(weights, model, checkpoint)
     return model
 

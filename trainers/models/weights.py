@@ -22,6 +22,8 @@ import torch
 from safetensors import safe_open
 
 from cray_agents.errors import BadInput, NotFound
+from cray_agents.runtime.registry.adapters import SavedAdapter
+from cray_agents.runtime.registry.checkpoints import base_of
 from cray_agents.runtime.registry.foreign_model import EMBEDDING, HEAD, read_weights
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.tensors import hf_name, tensor_shapes
@@ -110,29 +112,41 @@ class InitialWeights:
 class SafeTensors:
     """The tensors of a checkpoint directory by name, in one file or many. Nothing is unpickled.
 
-    `tied`: embedding and head are one, under either name. Raises NotFound without safetensors,
-    BadInput for a tensor that is missing or not of a float type.
+    `tied`: embedding and head are one, under either name. An adapter version's are those of its
+    base, merged as they are read. Raises NotFound without safetensors, BadInput for a tensor that
+    is missing or not of a float type.
     """
 
     def __init__(self, folder: Path, *, tied: bool = False) -> None:
-        self.folder = folder
+        self.folder = base_of(folder) or folder
+        self._adapter = None if self.folder == folder else SavedAdapter(folder)
+        folder = self.folder
         stored = read_weights(folder.resolve())
         if not stored:
             raise NotFound(f"{folder} holds no model.safetensors; other formats are not read")
         self._file_of = {name: tensor.file for name, tensor in stored.items()}
+        if self._adapter is not None:
+            self._adapter.refuse_unknown(name.removesuffix(".weight") for name in stored)
         # like transformers, read tied embeddings from the head if only that is stored
         self._aliases = {EMBEDDING: HEAD} if tied and EMBEDDING not in stored else {}
         self._files = {n: safe_open(folder / n, "pt") for n in set(self._file_of.values())}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._slice(name)[:]
-        return tensor
+        return self._merged(name, tensor)
 
     def share(self, name: str, axis: int, start: int, end: int) -> torch.Tensor:
         """Read start..end along an axis (0 or 1), and nothing else."""
         whole = self._slice(name)
         tensor: torch.Tensor = whole[start:end] if axis == 0 else whole[:, start:end]
-        return tensor
+        return self._merged(name, tensor, (*(slice(None),) * axis, slice(start, end)))
+
+    def _merged(
+        self, name: str, tensor: torch.Tensor, part: tuple[slice, ...] = ()
+    ) -> torch.Tensor:
+        if self._adapter is None:
+            return tensor
+        return self._adapter.merged(name.removesuffix(".weight"), tensor, part)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""

@@ -343,6 +343,7 @@ class Resident:
             build_of_job(work),
             AdapterBase(spec.parent, spec.parent_sha256) if read else None,
             spec.optimizer_from,
+            AdapterBase.of_job(spec, work.parent),
             hyper.lora is not None,
             resumes,
         )

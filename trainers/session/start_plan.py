@@ -18,14 +18,16 @@ PlanName = Literal["resume", "continue", "unpark", "begin", "read"]
 class JobStart:
     """The start of a job: its build, its weights, and the job that it goes on from.
 
-    `build`: see RankTraining. `parent`: its weights; None: random ones, of no file. `resumes`: it
-    goes on from a resume point whose content its session holds or has parked.
+    `build`: see RankTraining. `parent`: its weights; None: random ones, of no file. `base`: those
+    below its adapters. `resumes`: it goes on from a resume point whose content its session holds or
+    has parked.
     """
 
     job: str
     build: tuple[Any, ...]
     parent: AdapterBase | None
     optimizer_from: str | None = None
+    base: AdapterBase | None = None
     lora: bool = False
     resumes: bool = False
 
@@ -84,20 +86,20 @@ def plan_start(here: StateOrigin | None, start: JobStart, parked: ParkedStates) 
         return StartPlan("continue", trained_stays=True, frozen_stays=True)
     if (before := _left_parked(here, start, parked)) is not None:
         return _restore("unpark", before, here, start)
-    if start.lora and start.parent is not None and here is not None and here.base == start.parent:
-        return StartPlan("begin", over=start.parent, frozen_stays=True)
+    if start.base is not None and here is not None and here.base == start.base:
+        return StartPlan("begin", over=start.base, frozen_stays=True)
     if published:
         return StartPlan("begin", over=start.parent, trained_stays=True)
     weights = parked.of_weights(start.build, parent) if parent and not start.lora else None
     if weights is not None:
         return StartPlan("begin", weights)
-    return StartPlan("read", over=start.parent if start.lora else None)
+    return StartPlan("read", over=start.base)
 
 
 def _restore(name: PlanName, state: Parked, here: StateOrigin | None, start: JobStart) -> StartPlan:
     """Return the plan to restore a state, over the frozen weights in memory if these are its."""
     origin = state.origin
-    over = start.parent if origin is None or origin.base is None else origin.base
+    over = start.base if origin is None or origin.base is None else origin.base
     over = over if start.lora else None
     below = over is not None and here is not None and here.base == over
     return StartPlan(name, state, over, frozen_stays=below)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from cray_agents.errors import BadInput
+from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.data.context_parallel import ContextShard
 from cray_agents.trainers.data.packer import (
     BaselineLogprobs,
@@ -42,7 +43,13 @@ from cray_agents.trainers.models.backends import (
     source_of,
     stored_types,
 )
-from cray_agents.trainers.models.lora import adapters, merged_weight, without_adapters
+from cray_agents.trainers.models.lora import (
+    adapters,
+    continued_base,
+    load_adapters,
+    merged_weight,
+    without_adapters,
+)
 from cray_agents.trainers.models.transformers_backend.passes import Packing
 from cray_agents.trainers.models.transformers_backend.weight_shards import WeightShards
 from cray_agents.trainers.progress import CLOCK, OwnWork
@@ -53,7 +60,7 @@ from cray_agents.trainers.training.optimizer import (
     wrap,
 )
 from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
-from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
+from cray_agents.training_jobs import ON_POLICY, Hyperparameters, JobSpec, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
 Item = TypeVar("Item")
@@ -89,6 +96,23 @@ class AdapterBase:
 
     path: str
     sha256: str
+
+    @classmethod
+    def of_job(cls, spec: JobSpec, parent: Path) -> "AdapterBase | None":
+        """Return what a job's adapters begin over; None: weights of no file, or it has no adapters.
+
+        `parent`: the directory of `spec.parent`. Weights of no file are random, or an adapter
+        version's, merged. If the job goes on with that version's adapters, its base is returned.
+        Raises NotFound, Corrupt.
+        """
+        hyper = spec.hyperparameters
+        if hyper.lora is None or hyper.init != "parent":
+            return None
+        if (base := continued_base(parent, hyper.lora)) is None:
+            merged = checkpoints.base_of(parent) is not None
+            return None if merged else cls(spec.parent, spec.parent_sha256)
+        path = str(Path(spec.parent).with_name(base.name))
+        return cls(path, checkpoints.read_manifest(base).weights_sha256)
 
 
 #: Hyperparameters that decide how model and optimizer are built; the others may change in between.
@@ -142,6 +166,8 @@ class RankTraining:
         )
         if hyper.lora is not None:
             adapt_chunks(self.chunks, model, hyper.lora, hyper.seed, source)
+            if loaded:
+                self._continue_adapters()
         overlap = not on_cpu if overlap is None else overlap
         self.wrapped_chunks = wrap(self.chunks, layout, hyper, overlap)
         if self.shards is not None:
@@ -204,13 +230,18 @@ class RankTraining:
         self.start_from_weights()
 
     def start_from_weights(self) -> None:
-        """Begin adapters anew, and give the optimizer the weights that the model has now."""
+        """Begin with the parent's adapters, or new ones; give the optimizer the model's weights."""
         for _, _, adapter in adapters(self.chunks):
             adapter.start(self.hyper.seed)
+        self._continue_adapters()
         if self.shards is None:
             self.optimizer.reload_model_params()
         else:
             self.shards.weights_to_optimizer()
+
+    def _continue_adapters(self) -> None:
+        if continued_base(self.parent, self.hyper.lora) is not None:
+            load_adapters(self.chunks, self.model, self.parent)
 
     def optimizer_to_weights(self) -> None:
         """Give the model, on all data ranks, the weights that the optimizer has now."""
@@ -242,12 +273,13 @@ class RankTraining:
 
     # ---- other weights for a while
     @contextmanager
-    def as_stored(self) -> Iterator[None]:
+    def as_stored(self, *, merged: bool = True) -> Iterator[None]:
         """Let the model compute within the context with its weights as the files store them.
 
         Where a file's type is coarser than the training's, such as bfloat16 under float32, weights
         are rounded, with their adapters merged in, and come back as they were. Elsewhere they are
-        left alone: files hold what the model computes with, beside which adapters stay.
+        left alone: files hold what the model computes with, beside which adapters stay. So do
+        adapters that are not `merged` into files.
         """
         types = self.stored_types()
         coarse = [
@@ -255,7 +287,7 @@ class RankTraining:
             for weight, stored in types.items()
             if any(torch.promote_types(weight.dtype, one) != one for one in stored)
         ]
-        if not self.ranks.on_any(bool(coarse)):
+        if not merged or not self.ranks.on_any(bool(coarse)):
             yield
             return
         under = (adapter.base.weight for _, _, adapter in adapters(self.chunks))

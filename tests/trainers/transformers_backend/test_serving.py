@@ -21,7 +21,8 @@ from cray_agents.records import ProbePrompt
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE, LogprobLimits, bfloat16_limits
 from cray_agents.runtime.pool.golden_probe import prove
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
-from cray_agents.runtime.registry.checkpoints import ADAPTER, read_manifest
+from cray_agents.runtime.registry.adapters import merge
+from cray_agents.runtime.registry.checkpoints import ADAPTER, base_of, read_manifest
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.training_jobs import Layout
 from tests.support.trainers.running_session import RunningSession
@@ -185,7 +186,7 @@ async def serve(
         report = await prove(replica.engine, "m@1", one, limits)
         found |= {"vllm": SERVED, "probe": float(f"{report.max_logprob_diff:.1e}")}
         try:
-            await replica.engine.load(second, "m@2")
+            await replica.engine.load(second if base_of(second) is None else merge(second), "m@2")
             await prove(replica.engine, "m@2", two, limits)
             found["reload"] = SERVED
             with suppress(SwapError):

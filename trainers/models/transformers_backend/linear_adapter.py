@@ -26,7 +26,7 @@ NAMES: dict[LoraTarget, tuple[str, ...]] = {
     "fc2": ("down_proj", "w2", "output_linear", "fc2", "mlp.c_proj"),
 }
 #: of a recurrent mixer, the counterpart of qkv: for networks that have none of the names above
-_MIXER = "in_proj"
+MIXER = "in_proj"
 #: PEFT gives adapters of these names to experts, in all kinds that transformers fuses like the key,
 #: also where they are of dense layers or shared experts: it would load them wrongly
 _EXPERTS = {
@@ -115,8 +115,8 @@ def add_adapters(
     requested = {name for target in lora.targets for name in NAMES[target]}
     chosen = _linear_layers(network, requested - _not_of_peft(network), names)
     if not chosen and "qkv" in lora.targets:
-        requested.add(_MIXER)
-        chosen = _linear_layers(network, {_MIXER}, names)
+        requested.add(MIXER)
+        chosen = _linear_layers(network, {MIXER}, names)
     if not chosen:
         raise BadInput(
             f"lora targets {lora.targets}, and {type(network).__name__} of transformers has no"

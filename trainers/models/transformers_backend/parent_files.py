@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 
 from cray_agents.errors import BadInput, NotFound
+from cray_agents.runtime.registry.adapters import SavedAdapter
+from cray_agents.runtime.registry.checkpoints import base_of
 from cray_agents.runtime.registry.foreign_model import read_config, read_weights
 from cray_agents.trainers.models.transformers_backend.conversions import (
     Conversion,
@@ -60,13 +62,16 @@ class ExportUnit:
 class ParentFiles:
     """The weights of one Hugging Face directory, for its causal language model.
 
-    Making one reads the headers alone, and compares them with the config. Raises NotFound without a
-    config or safetensors, and BadInput for a kind that transformers does not know, for files that
-    are damaged, lack a tensor or have one of another shape, and for a format that is not read.
+    Those of an adapter version are its base's, merged in `fill` and in `read`. Making one reads the
+    headers alone, and compares them with the config. Raises NotFound without a config or
+    safetensors, and BadInput for a kind that transformers does not know, for files that are
+    damaged, lack a tensor or have one of another shape, and for a format that is not read.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = base_of(folder) or folder
+        self._adapter = None if self.folder == folder else SavedAdapter(folder)
+        folder = self.folder
         self._raw = read_config(folder)
         stored = read_weights(folder.resolve())
         if not stored:
@@ -128,7 +133,13 @@ class ParentFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor as it is stored, or dequantised. Raises BadInput for NaN."""
-        return self._finite(name)
+        if self._adapter is not None:
+            self._adapter.refuse_unknown(one.removesuffix(".weight") for one in self._shapes)
+        return self._merged(name, self._finite(name))
+
+    def _merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        layer = name.removesuffix(".weight")
+        return tensor if self._adapter is None else self._adapter.merged(layer, tensor)
 
     def build(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, filled: bool = True
@@ -170,12 +181,17 @@ class ParentFiles:
         off are not read. Peak memory: one unit twice.
         """
         own, shown_back = _tensors(module), set()
+        saved = {} if self._adapter is None else self.adapter_names()
+        layers = {f"{name}.weight": saved_as.tensors for name, saved_as in saved.items()}
+        if self._adapter is not None:
+            self._adapter.refuse_unknown(layers.values())
         for conversion in self._conversions:
             if self._own_name(conversion.targets[0]) not in own:
                 continue
             made = conversion.load(self._finite, self._names)
             for name, tensor in made.items():
-                put(own[self._own_name(name)], tensor)
+                own_name = self._own_name(name)
+                put(own[own_name], self._merged(layers.get(own_name, ""), tensor))
             if conversion.rule is not None and id(conversion.rule) not in shown_back:
                 shown_back.add(id(conversion.rule))  # one layer speaks for all
                 self._show_way_back(conversion, made)
