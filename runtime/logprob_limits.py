@@ -76,11 +76,13 @@ class LogprobLimits:
         )
 
     def widened_to(self, dtype: str | None) -> "LogprobLimits":
-        """Return the limits of bfloat16 where these are float32's and one side is not in float32.
+        """Return a dtype's limits where these are float32's and one side is not in float32.
 
         The wider rounding of the two sides decides. None: unknown, and no reason to allow more.
         """
-        return self if self.max is None or dtype in (None, "float32") else bfloat16_limits()
+        if self.max is None or dtype in (None, "float32"):
+            return self
+        return limits_in(dtype)
 
     def __str__(self) -> str:
         """Describe them: "mean 0.1, 99th percentile 0.5, equal most likely tokens 0.85"."""
@@ -107,6 +109,12 @@ def bfloat16_limits(p99: float = 0.5) -> LogprobLimits:
     return LogprobLimits(mean=p99 / 5, p99=p99, equal_argmax=least)
 
 
+def limits_in(dtype: str | None) -> LogprobLimits:
+    """Return the limits of an engine that computes in a dtype, but for float32: fp8's are wider."""
+    return bfloat16_limits(_FP8_P99 if dtype == "fp8" else 0.5)
+
+
+_FP8_P99 = 1.0
 #: Differences like the published ones are never refused: a mean of 0.032, and the tail of probes of
 #: 500 tokens around its 99th percentile of 0.15.
 _GOOD = LogprobDistance(tokens=0, mean=0.04, p99=0.25, max=0.0)

@@ -33,6 +33,7 @@ _NOT_IN_ENGINE_ARGS = {
     "--dtype": "give the setting dtype in its place",
     "--max-model-len": "give the setting max_model_len in its place",
     "--max-num-seqs": "give the setting max_num_seqs in its place",
+    "--speculative-config": "give the settings speculative and speculative_tokens in its place",
     "--logprobs-mode": "training compares the logprobs that were sampled from: leave it out",
 }
 
@@ -222,6 +223,17 @@ class Config(BaseModel):
     reasoning_parser: str = Field(
         "", description="vLLM's parser that keeps thoughts apart from answers; empty: none"
     )
+    quantization: Literal["", "fp8"] = Field(
+        "",
+        description="fp8: replicas on GPUs compute in FP8 with weights that they quantise at each "
+        "load; methods that learn from log-probabilities then need their importance_cap",
+    )
+    speculative: str = Field(
+        "",
+        description="how replicas on GPUs guess tokens ahead, which the model then checks: ngram, "
+        "from the request's own text, or the directory of a draft model or an EAGLE head",
+    )
+    speculative_tokens: int = Field(4, gt=0, description="tokens that a guess has, at most")
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
     start_timeout: float = Field(0, ge=0, description="seconds to start; 0: by the weights' size")
     swap_timeout: float = Field(

@@ -140,7 +140,15 @@ def check(loop: LoopSettings) -> None:
 
 async def check_engine(platform: Platform, schedule: Sequence[Scheduled]) -> None:
     """Refuse replicas whose rounding no limit is known for, before the first run: BadInput."""
-    flag = (await platform.info()).get("engine", {}).get("quantized")
+    engine = (await platform.info()).get("engine", {})
+    flag = engine.get("quantized")
+    corrected = [one.method for one in schedule if one.method.on_policy]
+    if engine.get("rounding") == "fp8" and any(m.importance_cap is None for m in corrected):
+        raise BadInput(
+            "the replicas sample in FP8 (quantization), which is another policy than the trainer's:"
+            " importance_cap, which corrects that, must not be None",
+            param="importance_cap",
+        )
     open_ones = [one for one in schedule if one.method.training.logprob_limit is None]
     if flag and any(one.method.name != "sft" for one in open_ones):
         raise BadInput(
