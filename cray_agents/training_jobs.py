@@ -335,7 +335,7 @@ class JobSpec(StrictRecord):
     - `logprob_limit` bounds the difference between the trainer's and the engine's
       log-probabilities: the largest where both compute in float32 (None: 0.01), else the 99th
       percentile, and a fifth of it the mean (None: at most 0.5 and 0.1, less where the parent's job
-      measured less; twice as much of an engine in FP8).
+      measured less; three times as much of an engine in FP8).
     - `engine_dtype` is what the engine that sampled computes in, if that rounds more than float32.
       A platform names its replicas'.
     """

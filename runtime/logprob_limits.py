@@ -110,11 +110,16 @@ def bfloat16_limits(p99: float = 0.5) -> LogprobLimits:
 
 
 def limits_in(dtype: str | None) -> LogprobLimits:
-    """Return the limits of an engine that computes in a dtype, but for float32: fp8's are wider."""
-    return bfloat16_limits(_FP8_P99 if dtype == "fp8" else 0.5)
+    """Return the limits of an engine that computes in a dtype, but for float32: fp8's are wider.
+
+    FP8's three bits of mantissa put SmolLM2-135M, a small and so a hard case, 0.20 from bfloat16 on
+    average, 1.2 in the 99th percentile, with 0.88 of most likely tokens equal: FP8 as vLLM does it,
+    emulated on a CPU. bfloat16 lies 0.036, 0.17 and 0.985 from float32 there.
+    """
+    return _FP8 if dtype == "fp8" else bfloat16_limits()
 
 
-_FP8_P99 = 1.0
+_FP8 = LogprobLimits(mean=0.3, p99=1.5, equal_argmax=0.75)
 #: Differences like the published ones are never refused: a mean of 0.032, and the tail of probes of
 #: 500 tokens around its 99th percentile of 0.15.
 _GOOD = LogprobDistance(tokens=0, mean=0.04, p99=0.25, max=0.0)

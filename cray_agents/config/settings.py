@@ -270,6 +270,11 @@ class Config(BaseModel):
         "http://127.0.0.1:4318; none: no spans",
     )
     otlp_content: bool = Field(False, description="spans have messages, redacted as when stored")
+    trackers: list[str] = Field(
+        default_factory=list,
+        description="experiment trackers that get the numbers of jobs and loops: tensorboard, "
+        "wandb, trackio; wandb:/path/of/python if another Python has the package",
+    )
     silence_timeout: float = Field(
         60.0, gt=0, description="seconds without any answer after which a replica is restarted"
     )
@@ -329,6 +334,14 @@ class Config(BaseModel):
             if flag in _NOT_IN_ENGINE_ARGS:
                 raise ValueError(f"{flag}: {_NOT_IN_ENGINE_ARGS[flag]}")
         return flags
+
+    @field_validator("trackers")
+    @classmethod
+    def _check_trackers(cls, trackers: list[str]) -> list[str]:
+        for tracker in trackers:
+            if tracker.partition(":")[0] not in ("tensorboard", "wandb", "trackio"):
+                raise ValueError(f"{tracker!r} is none of tensorboard, wandb, trackio")
+        return trackers
 
     @field_validator("run_headers")
     @classmethod
@@ -418,7 +431,7 @@ _JSON_EXAMPLES = {
 
 def _parse_variable(key: str, value: str) -> Any:
     """Parse a variable: lists by spaces, paths by colons, JSON, else the text as it is."""
-    if key in ("engine_args", "redact", "run_headers", "slurm_options"):
+    if key in ("engine_args", "redact", "run_headers", "slurm_options", "trackers"):
         return value.split()
     if key in ("model_roots", "trust_remote_code"):
         return [path for path in value.split(os.pathsep) if path]

@@ -85,6 +85,7 @@ from cray_agents.server.replica_devices import (
     serving_device,
 )
 from cray_agents.server.root_claim import describe_inheritance, say, stand_by, start_anew
+from cray_agents.server.trackers import check_trackers, follow
 from cray_agents.trainers.job.failures.failure import failure_settings
 from cray_agents.trainers.job.job_command import code_version
 from cray_agents.trainers.job.job_state import restart_unfinished_jobs
@@ -109,6 +110,7 @@ def serve(
     home = config.root
     make_root(config)
     check_access(config)
+    check_trackers(config)
     resources_of(config)  # raises on a wrong configuration before anything starts
     control = (stand_by if standby else start_anew)(config, name, str(replicas))
     if control is None:
@@ -237,6 +239,8 @@ async def run(
     keep = services.tasks.keep
     keep("batch worker", partial(run_worker, home, address(listener), key=lease.token))
     keep("upkeep of the store", partial(keep_up, store))
+    for tracker in config.trackers:
+        keep("tracker", partial(follow, home, tracker), tracker)
     keep("restart of jobs", partial(restart_unfinished_jobs, home, trainer))
     ledger = LedgerFile(home.ledger, "platform")
     account = (ledger, pool.status, lambda: services.metrics.sampled_tokens, devices)

@@ -8,6 +8,7 @@ import pytest
 
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, ConfigError, SetupError
+from cray_agents.records import LogprobDistance
 from cray_agents.runtime.pool.serving_plan import (
     ServedModel,
     ServingDevice,
@@ -142,7 +143,12 @@ def test_the_rounding_that_a_trainer_is_told() -> None:
     assert EngineSettings(dtype="float16").rounding == "bfloat16"
     quantized = EngineSettings(dtype="float32", engine_args=("--quantization", "fp8"))
     assert (quantized.rounding, quantized.quantized) == ("bfloat16", "--quantization")
-    assert EngineSettings(dtype="float32", quantization="fp8").rounding == "fp8"
+    in_fp8 = EngineSettings(dtype="float32", quantization="fp8")
+    assert in_fp8.rounding == "fp8"
+    emulated = LogprobDistance(tokens=402, mean=0.205, p99=1.2, max=1.7, equal_argmax=0.88)
+    damaged = LogprobDistance(tokens=402, mean=0.5, p99=2.5, max=9.0, equal_argmax=0.88)
+    assert not in_fp8.probe_limits.exceeded(emulated) and in_fp8.probe_limits.exceeded(damaged)
+    assert EngineSettings(dtype="bfloat16").probe_limits.exceeded(emulated)
 
 
 @pytest.mark.parametrize(
