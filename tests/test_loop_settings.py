@@ -75,7 +75,7 @@ def test_replicas_that_quantise_are_refused_before_the_first_run(tmp_path: Path)
     in_fp8 = {"engine": {"name": "vllm", "rounding": "fp8"}}
     with platform(tmp_path / "fp8", ScriptedEngine(echo), facts=in_fp8) as where:
         trusting = site_loop(platform=where, **SMALL | {"method": GRPO(importance_cap=None)})
-        with pytest.raises(BadInput, match="FP8.*importance_cap, which corrects that"):
+        with pytest.raises(BadInput, match=r"FP8.*importance_cap, which corrects that"):
             list(trusting.run_sync(1))
     with platform(tmp_path, ScriptedEngine(echo), facts=facts) as where:
         with pytest.raises(

@@ -17,6 +17,7 @@ from cray_agents.loop.warmup import WarmUp
 from cray_agents.loop.warmup import check as check_warm_up
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import PromotionTest
+from cray_agents.rewards.llm_judge import GroupJudge
 from cray_agents.rewards.reward import check_names
 from cray_agents.tasks.task_set import TaskSet
 
@@ -111,6 +112,12 @@ def check(loop: LoopSettings) -> None:
     for split in ("train", "holdout"):
         if loop.live is None and not loop.tasks.split(split):
             raise BadInput(f"the task set has no {split} tasks", param="tasks")
+    compares = any(isinstance(one, GroupJudge) for one in loop.rewards)
+    if compares and (loop.live is not None or loop.sampling.straggler_quantile < 1):
+        raise BadInput(
+            "judge_group compares all attempts at a task: leave out live, and straggler_quantile",
+            param="rewards",
+        )
     if loop.live is not None:
         _check_live(loop, methods)
     _check_keys(loop)

@@ -179,6 +179,6 @@ def test_fp8_and_speculative_decoding_on_a_gpus_command_line(tmp_path: Path) -> 
 
     assert "--quantization" not in line() and "--speculative-config" not in line()
     assert "--quantization fp8_per_channel" in line(quantization="fp8")  # "fp8": stored so
-    guess = '{"model": "%s", "num_speculative_tokens": 2}' % draft
+    guess = json.dumps({"model": draft, "num_speculative_tokens": 2})
     assert f"--speculative-config {guess}" in line(speculative=draft, speculative_tokens=2)
     assert '{"method": "ngram", "num_speculative_tokens": 4}' in line(speculative="ngram")
