@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cray_agents.records import Task as Task
     from cray_agents.records import Trajectory as Trajectory
     from cray_agents.rewards.llm_judge import judge as judge
+    from cray_agents.rewards.llm_judge import judge_group as judge_group
     from cray_agents.rewards.reward import Verdict as Verdict
     from cray_agents.rewards.reward import reward as reward
     from cray_agents.rewards.scanner import scanner as scanner
@@ -61,7 +62,7 @@ __getattr__, __all__ = lazy_names(
         "platform.client": ["Platform"],
         "promotion.sequential_test": ["PromotionTest"],
         "records": ["Message", "Run", "Task", "Trajectory"],
-        "rewards.llm_judge": ["judge"],
+        "rewards.llm_judge": ["judge", "judge_group"],
         "rewards.reward": ["Verdict", "reward"],
         "rewards.scanner": ["scanner"],
         "tasks.task_set": ["TaskSet"],

@@ -41,6 +41,7 @@
       controller/terms/<n>.json        who claimed term n, and when; never deleted
       controller/standbys/<id>.json    a process that waits to take over, with its heartbeat
       controller/down.json             the term that `down` ended for good
+      trackers/<tracker>.json, .../    the steps that a tracker has, and its own files
       logs/                            logs of the running platform
 
 Rules for NFS, Lustre, Weka and a laptop alike: one writer per file, publish by rename, the
@@ -175,6 +176,10 @@ class Home:
     @property
     def audit(self) -> Path:
         return self.root / "audit"
+
+    @property
+    def trackers(self) -> Path:
+        return self.root / "trackers"
 
     @property
     def ledger(self) -> Path:

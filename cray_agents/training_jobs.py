@@ -353,7 +353,7 @@ class JobSpec(StrictRecord):
     - `logprob_limit` bounds the difference between the trainer's and the engine's
       log-probabilities: the largest where both compute in float32 (None: 0.01), else the 99th
       percentile, and a fifth of it the mean (None: at most 0.5 and 0.1, less where the parent's job
-      measured less).
+      measured less; three times as much of an engine in FP8).
     - `engine_dtype` is what the engine that sampled computes in, if that rounds more than float32.
       A platform names its replicas'.
     """
@@ -378,7 +378,7 @@ class JobSpec(StrictRecord):
     evaluate_every: int | None = Field(None, gt=0)
     recompute: Recompute = "none"
     logprob_limit: float | None = Field(None, gt=0)
-    engine_dtype: Literal["bfloat16"] | None = None
+    engine_dtype: Literal["bfloat16", "fp8"] | None = None
     session: str | None = Field(None, min_length=1)
     changes_only: bool = False
     oversubscribe: bool = False

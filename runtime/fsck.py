@@ -81,7 +81,8 @@ def _checks(home: Home) -> Iterator[tuple[Path, Check]]:
     for folder in _folders(home.batches):
         if folder.name != "workers":
             yield folder, _check_batch_input
-    unread = {home.segments, home.slurm, home.logs, home.exports, home.drafts, *whole}
+    others = {home.slurm, home.logs, home.exports, home.drafts, home.trackers}
+    unread = {home.segments, *others, *whole}
     for path in _files(home.root, unread):
         check_path = _choose_check(path.relative_to(home.root))
         if check_path is not None:

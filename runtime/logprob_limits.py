@@ -76,11 +76,13 @@ class LogprobLimits:
         )
 
     def widened_to(self, dtype: str | None) -> "LogprobLimits":
-        """Return the limits of bfloat16 where these are float32's and one side is not in float32.
+        """Return a dtype's limits where these are float32's and one side is not in float32.
 
         The wider rounding of the two sides decides. None: unknown, and no reason to allow more.
         """
-        return self if self.max is None or dtype in (None, "float32") else bfloat16_limits()
+        if self.max is None or dtype in (None, "float32"):
+            return self
+        return limits_in(dtype)
 
     def __str__(self) -> str:
         """Describe them: "mean 0.1, 99th percentile 0.5, equal most likely tokens 0.85"."""
@@ -107,6 +109,17 @@ def bfloat16_limits(p99: float = 0.5) -> LogprobLimits:
     return LogprobLimits(mean=p99 / 5, p99=p99, equal_argmax=least)
 
 
+def limits_in(dtype: str | None) -> LogprobLimits:
+    """Return the limits of an engine that computes in a dtype, but for float32: fp8's are wider.
+
+    FP8's three bits of mantissa put SmolLM2-135M, a small and so a hard case, 0.20 from bfloat16 on
+    average, 1.2 in the 99th percentile, with 0.88 of most likely tokens equal: FP8 as vLLM does it,
+    emulated on a CPU. bfloat16 lies 0.036, 0.17 and 0.985 from float32 there.
+    """
+    return _FP8 if dtype == "fp8" else bfloat16_limits()
+
+
+_FP8 = LogprobLimits(mean=0.3, p99=1.5, equal_argmax=0.75)
 #: Differences like the published ones are never refused: a mean of 0.032, and the tail of probes of
 #: 500 tokens around its 99th percentile of 0.15.
 _GOOD = LogprobDistance(tokens=0, mean=0.04, p99=0.25, max=0.0)

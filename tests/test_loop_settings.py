@@ -72,6 +72,11 @@ def test_other_settings_are_refused_by_name_unless_they_are_accepted(tmp_path: P
 @pytest.mark.slow
 def test_replicas_that_quantise_are_refused_before_the_first_run(tmp_path: Path) -> None:
     facts = {"engine": {"name": "vllm", "quantized": "--quantization"}}
+    in_fp8 = {"engine": {"name": "vllm", "rounding": "fp8"}}
+    with platform(tmp_path / "fp8", ScriptedEngine(echo), facts=in_fp8) as where:
+        trusting = site_loop(platform=where, **SMALL | {"method": GRPO(importance_cap=None)})
+        with pytest.raises(BadInput, match=r"FP8.*importance_cap, which corrects that"):
+            list(trusting.run_sync(1))
     with platform(tmp_path, ScriptedEngine(echo), facts=facts) as where:
         with pytest.raises(
             BadInput, match=r"--quantization.*Training\(logprob_limit=0.5\)"

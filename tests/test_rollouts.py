@@ -1,6 +1,7 @@
 """Runs of a loop: whose fault it is that one failed, and what is done again."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cray_agents import Agent, Platform, PromotionTest, Task
+from cray_agents import Agent, Platform, PromotionTest, Task, judge_group
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import EngineUnavailable, SwapError
 from cray_agents.iteration import Iteration, LoopProgress
@@ -287,3 +288,48 @@ def test_an_iteration_keeps_what_its_training_set_was_made_of(
 
 
 # ---- what is found out about the server
+
+
+# ---- a judge of whole groups
+
+
+async def test_a_group_is_judged_when_all_have_ended_also_after_a_kill(tmp_path: Path) -> None:
+    """A judge that fails, or a loop that dies before it, leaves runs that are judged later."""
+    engine, asked = ScriptedEngine(lambda request: said_to(request) + "!"), list[str]()
+    broken = True
+
+    def compare(request: dict[str, Any]) -> str:
+        asked.append(said_to(request))
+        if broken:
+            raise EngineUnavailable("nobody there")
+        scores = {f"attempt_{place + 1}": place / 10 for place in range(asked[-1].count("<<< ans"))}
+        return json.dumps({"comparison": "so", **scores})
+
+    best = judge_group("Best?", model="judge", name="best", engine=ScriptedEngine(compare))
+    requests = [
+        RolloutRequest(Task(input=text), "g1", attempt, 1)
+        for text in ("one", "two")
+        for attempt in range(3)
+    ]
+    with platform(tmp_path, engine) as where:
+        agent = Agent("a", model="m")
+        async with opened(where) as (gate, version):
+
+            async def collect() -> list[Run]:
+                new = Rollouts(where, gate, agent, "loop", [best, right], concurrency=1)
+                return await new.run(requests, version, 1.0, lambda done: None)
+
+            unjudged = await collect()
+            broken = False
+            judged = await collect()
+            again = await collect()
+    assert [run.reward for run in unjudged] == [None] * 6
+    assert all(run.error.type == "RewardError" for run in unjudged)
+    assert len(engine.requests) == 6, "no run is done twice"
+    for group in (judged[:3], judged[3:]):
+        assert sorted(run.reward for run in group) == [0.0, 0.1, 0.2]
+        assert all(run.error is None and len(run.rewards) == 2 for run in group)
+    assert [(r.id, r.reward) for r in again] == [(r.id, r.reward) for r in judged]
+    assert len(asked) == 2 * (1 + rollouts.RETRIES) + 2
+    kept = {run.id: run.reward for run in stored(tmp_path, loop="loop")}
+    assert kept == {run.id: run.reward for run in judged}

@@ -33,6 +33,7 @@ _NOT_IN_ENGINE_ARGS = {
     "--dtype": "give the setting dtype in its place",
     "--max-model-len": "give the setting max_model_len in its place",
     "--max-num-seqs": "give the setting max_num_seqs in its place",
+    "--speculative-config": "give the settings speculative and speculative_tokens in its place",
     "--logprobs-mode": "training compares the logprobs that were sampled from: leave it out",
 }
 
@@ -222,6 +223,17 @@ class Config(BaseModel):
     reasoning_parser: str = Field(
         "", description="vLLM's parser that keeps thoughts apart from answers; empty: none"
     )
+    quantization: Literal["", "fp8"] = Field(
+        "",
+        description="fp8: replicas on GPUs compute in FP8 with weights that they quantise at each "
+        "load; methods that learn from log-probabilities then need their importance_cap",
+    )
+    speculative: str = Field(
+        "",
+        description="how replicas on GPUs guess tokens ahead, which the model then checks: ngram, "
+        "from the request's own text, or the directory of a draft model or an EAGLE head",
+    )
+    speculative_tokens: int = Field(4, gt=0, description="tokens that a guess has, at most")
     engine_args: list[str] = Field(default_factory=list, description="more flags for vLLM")
     start_timeout: float = Field(0, ge=0, description="seconds to start; 0: by the weights' size")
     swap_timeout: float = Field(
@@ -258,6 +270,11 @@ class Config(BaseModel):
         "http://127.0.0.1:4318; none: no spans",
     )
     otlp_content: bool = Field(False, description="spans have messages, redacted as when stored")
+    trackers: list[str] = Field(
+        default_factory=list,
+        description="experiment trackers that get the numbers of jobs and loops: tensorboard, "
+        "wandb, trackio; wandb:/path/of/python if another Python has the package",
+    )
     silence_timeout: float = Field(
         60.0, gt=0, description="seconds without any answer after which a replica is restarted"
     )
@@ -317,6 +334,14 @@ class Config(BaseModel):
             if flag in _NOT_IN_ENGINE_ARGS:
                 raise ValueError(f"{flag}: {_NOT_IN_ENGINE_ARGS[flag]}")
         return flags
+
+    @field_validator("trackers")
+    @classmethod
+    def _check_trackers(cls, trackers: list[str]) -> list[str]:
+        for tracker in trackers:
+            if tracker.partition(":")[0] not in ("tensorboard", "wandb", "trackio"):
+                raise ValueError(f"{tracker!r} is none of tensorboard, wandb, trackio")
+        return trackers
 
     @field_validator("run_headers")
     @classmethod
@@ -406,7 +431,7 @@ _JSON_EXAMPLES = {
 
 def _parse_variable(key: str, value: str) -> Any:
     """Parse a variable: lists by spaces, paths by colons, JSON, else the text as it is."""
-    if key in ("engine_args", "redact", "run_headers", "slurm_options"):
+    if key in ("engine_args", "redact", "run_headers", "slurm_options", "trackers"):
         return value.split()
     if key in ("model_roots", "trust_remote_code"):
         return [path for path in value.split(os.pathsep) if path]

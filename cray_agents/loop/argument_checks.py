@@ -19,6 +19,7 @@ from cray_agents.loop.warmup import WarmUp
 from cray_agents.loop.warmup import check as check_warm_up
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.sequential_test import PromotionTest
+from cray_agents.rewards.llm_judge import GroupJudge
 from cray_agents.rewards.reward import check_names
 from cray_agents.tasks.task_set import TaskSet
 
@@ -118,6 +119,12 @@ def check(loop: LoopSettings) -> None:
     for split in ("train", "holdout"):
         if loop.live is None and not loop.tasks.split(split):
             raise BadInput(f"the task set has no {split} tasks", param="tasks")
+    compares = any(isinstance(one, GroupJudge) for one in loop.rewards)
+    if compares and (loop.live is not None or loop.sampling.straggler_quantile < 1):
+        raise BadInput(
+            "judge_group compares all attempts at a task: leave out live, and straggler_quantile",
+            param="rewards",
+        )
     if loop.live is not None:
         _check_live(loop, methods)
     _check_keys(loop)
@@ -147,7 +154,15 @@ def check(loop: LoopSettings) -> None:
 
 async def check_engine(platform: Platform, schedule: Sequence[Scheduled]) -> None:
     """Refuse replicas whose rounding no limit is known for, before the first run: BadInput."""
-    flag = (await platform.info()).get("engine", {}).get("quantized")
+    engine = (await platform.info()).get("engine", {})
+    flag = engine.get("quantized")
+    corrected = [one.method for one in schedule if one.method.on_policy]
+    if engine.get("rounding") == "fp8" and any(m.importance_cap is None for m in corrected):
+        raise BadInput(
+            "the replicas sample in FP8 (quantization), which is another policy than the trainer's:"
+            " importance_cap, which corrects that, must not be None",
+            param="importance_cap",
+        )
     open_ones = [one for one in schedule if one.method.training.logprob_limit is None]
     if flag and any(one.method.name != "sft" for one in open_ones):
         raise BadInput(

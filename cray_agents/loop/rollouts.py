@@ -10,6 +10,9 @@ A set of runs may close early (`close_at` below 1), so that slow tools do not ho
 when all runs have begun, that share of them has ended, and each of the rest has taken more than
 STRAGGLES times the median of the ended ones; time at the gate does not count. The rest is not lost:
 each run is stored when it ends, in the background.
+
+A judge of whole groups (llm_judge.py) scores the attempts at a task when all of them have ended.
+Until then they are on record as runs that must be scored again, so a kill in between loses nothing.
 """
 
 import asyncio
@@ -18,21 +21,36 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from cray_agents.agent.agent import Agent
 from cray_agents.agent.environment import WorkerEnvironment
-from cray_agents.errors import BadInput, EngineUnavailable
+from cray_agents.errors import BadInput, EngineUnavailable, RewardError
 from cray_agents.loop.version_gate import GatedEngine, VersionGate
 from cray_agents.loop.worker_runs import SECONDS, run_by_worker
 from cray_agents.platform.client import Platform
 from cray_agents.promotion.figures import figures_of
-from cray_agents.records import REWARD_REFUSED, ModelVersion, Run, Split, Task, digest
-from cray_agents.rewards.llm_judge import bind_engine
-from cray_agents.rewards.reward import RewardFunction, needs_scoring, prepare_rescoring, score_run
+from cray_agents.records import (
+    REWARD_REFUSED,
+    UNSCORED,
+    ModelVersion,
+    Run,
+    RunError,
+    Split,
+    Task,
+    digest,
+)
+from cray_agents.rewards.llm_judge import GroupJudge, bind_engine, score_group
+from cray_agents.rewards.reward import (
+    RewardFunction,
+    name_of,
+    needs_scoring,
+    prepare_rescoring,
+    score_run,
+)
 
 RETRIES = 2  # of a run that the infrastructure failed, or of a reward that failed
 BACKOFF = 0.5  # seconds before a run is tried again; before the next time, four times as many
@@ -79,6 +97,25 @@ class ActiveRollout:
             self.places.release()
 
 
+@dataclass(eq=False)
+class AttemptGroup:
+    """The attempts at one task, `size` of them, which are judged together."""
+
+    size: int = 0
+    runs: list[Run] = field(default_factory=list)
+    judged: asyncio.Future[dict[str, Run]] = field(default_factory=asyncio.Future)
+
+    async def add(self, run: Run, judge: Callable[[list[Run]], Awaitable[list[Run]]]) -> Run:
+        """Add a run; return it as it is when all have come, and the last one had them judged."""
+        self.runs.append(run)
+        if len(self.runs) == self.size:
+            try:
+                self.judged.set_result({one.id: one for one in await judge(self.runs)})
+            except Exception as error:
+                self.judged.set_exception(error)
+        return (await asyncio.shield(self.judged))[run.id]
+
+
 @dataclass
 class Rollouts:
     """The runs of one loop, `concurrency` at a time, in the order of their requests.
@@ -102,6 +139,9 @@ class Rollouts:
         self._places = asyncio.Semaphore(self.concurrency)
         self._left: list[ActiveRollout] = []  # stragglers that go on in the background
         self._begun = set[str]()
+        bound = bind_engine(self.rewards, self.platform.engine())
+        self._judges = [one for one in bound if isinstance(one, GroupJudge)]
+        self._rewards = [one for one in bound if not isinstance(one, GroupJudge)]
 
     async def stored(
         self,
@@ -140,8 +180,20 @@ class Rollouts:
         if not requests:
             return []
         known = await self._known(requests, version)
+        groups: dict[tuple[str, str], AttemptGroup] = {}
+        for item in requests if self._judges else ():
+            groups.setdefault((item.scope, item.task.id), AttemptGroup()).size += 1
         started = [
-            self._start(item, version, temperature, known, paired, final) for item in requests
+            self._start(
+                item,
+                version,
+                temperature,
+                known,
+                paired,
+                final,
+                groups.get((item.scope, item.task.id)),
+            )
+            for item in requests
         ]
         try:
             await self._until_closed(started, on_done, close_at)
@@ -213,6 +265,7 @@ class Rollouts:
         known: dict[str, Run],
         paired: bool = False,
         final: bool = False,
+        group: AttemptGroup | None = None,
     ) -> ActiveRollout:
         run_id = self.name(item)
         if run_id in self.going:
@@ -224,10 +277,11 @@ class Rollouts:
                 await self._places.acquire()
                 going.begun = time.monotonic()
                 try:
-                    return await self._one(agent, version, item, going, known, paired, final)
+                    run = await self._one(agent, version, item, going, known, paired, final)
                 finally:
                     if not going.left_behind:
                         self._places.release()
+                return run if group is None else await group.add(run, self._judged)
             finally:
                 del self.going[run_id]
 
@@ -315,20 +369,53 @@ class Rollouts:
 
         `again`: the run is on record already, without its rewards.
         """
-        rewards = bind_engine(self.rewards, self.platform.engine())
         for _ in range(1 + RETRIES):
-            done = await score_run(run, rewards)
+            done = await score_run(run, self._rewards)
             done = done.model_copy(update={"tags": list(dict.fromkeys([*done.tags, *self.tags]))})
             if not needs_scoring(done):
                 break
-        if again and needs_scoring(done):
+        if again and (needs_scoring(done) or self._judges):
             return done
+        given = bool(run.rewards) and not again
+        if self._judges and not needs_scoring(done) and not failed_by_infrastructure(done):
+            waits = RunError(type=UNSCORED, message="not judged yet: its group is judged together")
+            await self._record(done.model_copy(update={"error": waits}), given)
+            return done
+        return await self._record(done, given)
+
+    async def _judged(self, runs: list[Run]) -> list[Run]:
+        """Return a group's runs with the rewards that compare them; record those that had none.
+
+        A run that the infrastructure failed, or another reward, is left out. Where the judge
+        fails, all of them stay unscored.
+        """
+        new = {(name_of(judge), judge.__reward_options__.source) for judge in self._judges}
+        fit = [r for r in runs if not (failed_by_infrastructure(r) or needs_scoring(r))]
+        bare = [r for r in fit if not new <= {(given.name, given.source) for given in r.rewards}]
+        if not bare:
+            return runs
+        for left in reversed(range(1 + RETRIES)):
+            try:
+                scored = {run.id: run for run in await score_group(fit, self._judges)}
+                break
+            except RewardError as error:
+                if not left:
+                    scored = {run.id: run.unscored(str(error)) for run in bare}
+        done = await asyncio.gather(*(self._record(scored[run.id]) for run in bare))
+        judged = {run.id: run for run in done}
+        return [judged.get(run.id, run) for run in runs]
+
+    async def _record(self, done: Run, repeat: bool = False) -> Run:
+        """Record a run; return it, or as unscored where the platform refuses its reward.
+
+        `repeat`: see `Run.unscored`.
+        """
         try:
             await self.platform.record([done])
         except BadInput as refused:
             if refused.code != REWARD_REFUSED:
                 raise
-            done = done.unscored(str(refused), repeat=bool(run.rewards) and not again)
+            done = done.unscored(str(refused), repeat=repeat)
             await self.platform.record([done])
         return done
 

@@ -23,7 +23,7 @@ from cray_agents.loop.methods import Method
 from cray_agents.loop.settings import LoopSettings
 from cray_agents.platform.client import Platform
 from cray_agents.records import Task, canonical, digest
-from cray_agents.rewards.llm_judge import LLMJudge
+from cray_agents.rewards.llm_judge import GroupJudge, LLMJudge
 from cray_agents.rewards.reward import RewardFunction, name_of, options_of
 from cray_agents.training_jobs import with_backend_of_older
 
@@ -205,7 +205,7 @@ def _agent(agent: Agent) -> dict[str, Any]:
 
 def _reward(function: RewardFunction) -> str:
     """The name of a reward function, and all of a judge: never an address, which changes."""
-    if isinstance(function, LLMJudge):
+    if isinstance(function, LLMJudge | GroupJudge):
         return repr(function)
     return str(getattr(function, "__name__", name_of(function)))
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, overload
 
 from cray_agents.errors import BadInput, RewardError
 from cray_agents.records import SCAN, Reward, Run
-from cray_agents.rewards.llm_judge import LLMJudge
+from cray_agents.rewards.llm_judge import GroupJudge, LLMJudge
 from cray_agents.rewards.reward import TIMEOUT, RewardFunction, RewardOptions, call_reward
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
@@ -56,6 +56,8 @@ def scanner(
                 "digits, _, . or -",
                 param="name",
             )
+        if isinstance(function, GroupJudge):
+            raise BadInput("a scanner looks at one run: give it judge(...)", param="function")
         if isinstance(function, LLMJudge):
             options = replace(
                 function.__reward_options__, weight=1.0, name=chosen, source=SCAN + chosen

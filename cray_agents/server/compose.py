@@ -39,7 +39,12 @@ from cray_agents.runtime.gateway.services import Services
 from cray_agents.runtime.logprob_limits import FLOAT32_PROBE
 from cray_agents.runtime.pool.job_lease import ReplicaSpec, package_version
 from cray_agents.runtime.pool.pool import Pool
-from cray_agents.runtime.pool.serving_plan import ServedModel, load_format, plan_serving
+from cray_agents.runtime.pool.serving_plan import (
+    ServedModel,
+    check_fast_rollouts,
+    load_format,
+    plan_serving,
+)
 from cray_agents.runtime.pool.slurm_replica import JobBoard, SlurmReplica, cancel_surplus
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess, has_gpu_build
 from cray_agents.runtime.pool.weight_transfer import FILES, TransferSettings, check_transfer
@@ -80,6 +85,7 @@ from cray_agents.server.replica_devices import (
     serving_device,
 )
 from cray_agents.server.root_claim import describe_inheritance, say, stand_by, start_anew
+from cray_agents.server.trackers import check_trackers, follow
 from cray_agents.trainers.job.failures.failure import failure_settings
 from cray_agents.trainers.job.job_command import code_version
 from cray_agents.trainers.job.job_state import restart_unfinished_jobs
@@ -104,6 +110,7 @@ def serve(
     home = config.root
     make_root(config)
     check_access(config)
+    check_trackers(config)
     resources_of(config)  # raises on a wrong configuration before anything starts
     control = (stand_by if standby else start_anew)(config, name, str(replicas))
     if control is None:
@@ -232,6 +239,8 @@ async def run(
     keep = services.tasks.keep
     keep("batch worker", partial(run_worker, home, address(listener), key=lease.token))
     keep("upkeep of the store", partial(keep_up, store))
+    for tracker in config.trackers:
+        keep("tracker", partial(follow, home, tracker), tracker)
     keep("restart of jobs", partial(restart_unfinished_jobs, home, trainer))
     ledger = LedgerFile(home.ledger, "platform")
     account = (ledger, pool.status, lambda: services.metrics.sampled_tokens, devices)
@@ -267,13 +276,17 @@ async def run(
 
 
 def engine_settings(config: Config, *, sleeps: bool) -> EngineSettings:
-    """Return the settings of every vLLM server."""
+    """Return the settings of every vLLM server. Raises SetupError for what this vLLM cannot do."""
+    check_fast_rollouts(config, gpu=has_gpu_build())
     return EngineSettings(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         dtype=config.dtype,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        quantization=config.quantization,
+        speculative=config.speculative,
+        speculative_tokens=config.speculative_tokens,
         engine_args=tuple(config.engine_args),
         kv_cache_gib=config.kv_cache_gib,
         threads=config.threads or None,
@@ -498,6 +511,7 @@ def describe_platform(
             "name": "vllm",
             "version": distribution_version("vllm"),
             "quantized": served is not None and served.quantized,
+            "rounding": served and served.rounding,
         },
         "trainer": {
             "name": "megatron-core",

@@ -191,6 +191,28 @@ def _on_cpu(
     return CPU_REQUESTS, "a CPU", cache, width
 
 
+def check_fast_rollouts(config: Config, *, gpu: bool) -> None:
+    """Refuse FP8 and speculative decoding by name where they cannot be. Raises SetupError."""
+    if config.quantization and not gpu:
+        raise SetupError(
+            f"quantization = {config.quantization!r} needs replicas on GPUs, and the installed vLLM"
+            " computes on the CPU: leave it out"
+        )
+    if config.quantization and any("quantization" in flag for flag in config.engine_args):
+        raise SetupError("engine_args quantise, and so does the setting quantization: give one")
+    draft = config.speculative
+    if draft and not gpu:
+        raise SetupError(
+            f"speculative = {draft!r} needs replicas on GPUs: on the CPU vLLM 0.32 computes wrong"
+            " log-probabilities for some of the tokens that follow a guess. Leave it out"
+        )
+    if draft not in ("", "ngram") and not (Path(draft).expanduser() / CONFIG).is_file():
+        raise SetupError(
+            f"speculative = {draft!r} is neither ngram nor a directory with {CONFIG}: give that of"
+            " a draft model, or of an EAGLE head"
+        )
+
+
 def _has_package(name: str) -> bool:
     return find_spec(name) is not None
 

@@ -56,6 +56,7 @@ _ADAPTED = (
     *("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     *("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "w13", "w2"),
 )
+NGRAM = "ngram"  # as `speculative`: guesses from the request's own text, without a model
 _QUANTIZES = ("--quantization", "-q", "--kv-cache-dtype")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 
@@ -78,6 +79,9 @@ class EngineSettings:
     dtype: str = "auto"
     tool_call_parser: str = "hermes"
     reasoning_parser: str = ""
+    quantization: str = ""
+    speculative: str = ""
+    speculative_tokens: int = 4
     engine_args: tuple[str, ...] = ()
     kv_cache_gib: float = 1.0
     start_timeout: float = 300.0
@@ -96,8 +100,10 @@ class EngineSettings:
         return self.threads or max(1, len(os.sched_getaffinity(0)) - 1)
 
     @property
-    def rounding(self) -> Literal["bfloat16"] | None:
+    def rounding(self) -> Literal["bfloat16", "fp8"] | None:
         """bfloat16 if logprobs are rounded like that, or nearly so; None: as in float32."""
+        if self.quantization == "fp8":
+            return "fp8"
         exact = self.dtype == "float32" or (self.dtype == "auto" and not has_gpu_build())
         return None if exact and not self.quantized else "bfloat16"
 
@@ -403,6 +409,9 @@ def command(
         *(("--trust-remote-code",) if may_run(checkpoint) else ()),
         *_lora_arguments(settings.max_lora_rank),
         *_transfer_arguments(settings.transfer),
+        # per output channel, activations per token; vLLM's reload quantises anew
+        *(("--quantization", "fp8_per_channel") if settings.quantization else ()),
+        *_speculative_arguments(settings),
         *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),
         *share.arguments,
         *settings.engine_args,
@@ -420,6 +429,14 @@ def _transfer_arguments(transfer: TransferSettings | None) -> tuple[str, ...]:
     if transfer is None:
         return ()
     return ("--weight-transfer-config", json.dumps({"backend": transfer.backend}))
+
+
+def _speculative_arguments(settings: EngineSettings) -> tuple[str, ...]:
+    if not settings.speculative:
+        return ()
+    named = {"method" if settings.speculative == NGRAM else "model": settings.speculative}
+    guess = {**named, "num_speculative_tokens": settings.speculative_tokens}
+    return ("--speculative-config", json.dumps(guess))
 
 
 def _lora_arguments(rank: int) -> tuple[str, ...]:

@@ -10,8 +10,14 @@ import pytest
 
 from cray_agents import Agent, Run, Task, tool
 from cray_agents.engines.scripted import tool_call
-from cray_agents.errors import BadInput, EngineUnavailable
-from cray_agents.rewards.llm_judge import bind_engine, judge, judged_sections
+from cray_agents.errors import BadInput, EngineUnavailable, RewardError
+from cray_agents.rewards.llm_judge import (
+    bind_engine,
+    judge,
+    judge_group,
+    judged_sections,
+    score_group,
+)
 from cray_agents.rewards.reward import score
 from cray_agents.testing import ScriptedEngine
 from tests.support.scripted_platform import platform
@@ -156,3 +162,44 @@ def test_bad_arguments() -> None:
         judge("x", model="m", votes=2, temperature=0.0)
     with pytest.raises(BadInput, match="weight=inf"):
         judge("x", model="m", weight=float("inf"))
+
+
+def attempt(number: int) -> Run:
+    return RUN.model_copy(update={"id": f"run_{number}", "output": f"<{number}> {ATTACK}"})
+
+
+def compared(request: dict[str, Any]) -> str:
+    """A judge's scores: of the answer <n> it is n / 10, wherever that stands; 3 is as good as 2."""
+    asked = request["messages"][-1]["content"]
+    found = re.findall(r"<<< answer of attempt (\d+) [0-9a-f]{12}\n<(\d+)>", asked)
+    assert asked.count("<<< expected answer ") == 1
+    scores = {f"attempt_{place}": min(int(number), 2) / 10 for place, number in found}
+    return json.dumps({"comparison": "so", **scores})
+
+
+async def test_a_group_is_compared_in_one_call_and_in_an_order_that_says_nothing() -> None:
+    engine = ScriptedEngine(compared)
+    runs, orders = [attempt(number) for number in range(4)], set()
+    for seed in range(4):
+        kind = judge_group("Right?", model="judge", name="best", weight=2, seed=seed)
+        [bound] = bind_engine([kind], engine)
+        scored = await score_group(runs, [bound])
+        assert [[(r.name, r.value, r.source) for r in run.rewards] for run in scored] == [
+            [("best", value, "judge")] for value in (0.0, 0.2, 0.4, 0.4)
+        ]
+        asked = engine.requests[-1]["messages"][-1]["content"]
+        orders.add(tuple(re.findall(r"\n<(\d+)>", asked)))
+    assert len(engine.requests) == 4 and len(orders) > 1
+    schema = engine.requests[0]["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["comparison", *(f"attempt_{n}" for n in range(1, 5))]
+    rewards, error = await score(attempt(1), [bound])
+    assert error is None and rewards[0].value == 0.2  # alone: by the same scale
+
+
+async def test_a_comparison_that_leaves_an_attempt_out_is_an_error_of_all_rewards() -> None:
+    partly = json.dumps({"comparison": "so", "attempt_1": 1})
+    kind = judge_group("Right?", model="judge", engine=ScriptedEngine([partly, partly]))
+    with pytest.raises(RewardError, match=r"judge gave no verdict .*attempt_2"):
+        await score_group([attempt(0), attempt(1)], [kind])
+    with pytest.raises(BadInput, match="judged once"):
+        judge_group("Right?", model="judge", votes=2)

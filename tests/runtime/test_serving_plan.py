@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 
 from cray_agents.config import Config, load_config
-from cray_agents.errors import BadInput, ConfigError
-from cray_agents.runtime.pool.serving_plan import ServedModel, ServingDevice, plan_serving
-from cray_agents.runtime.pool.vllm_process import EngineSettings
+from cray_agents.errors import BadInput, ConfigError, SetupError
+from cray_agents.records import LogprobDistance
+from cray_agents.runtime.pool.serving_plan import (
+    ServedModel,
+    ServingDevice,
+    check_fast_rollouts,
+    plan_serving,
+)
+from cray_agents.runtime.pool.vllm_process import EngineSettings, command
 from cray_agents.server.platform_process import ReplicaCount
 from cray_agents.server.replica_devices import cpu_has_bfloat16, serving_device
 
@@ -120,6 +126,7 @@ def test_replicas_of_a_host_share_its_cores_and_memory(tmp_path: Path) -> None:
         (["--max-model-len=9"], "--max-model-len: give the setting max_model_len"),
         (["--max_num_seqs", "9"], "--max-num-seqs: give the setting max_num_seqs"),
         (["--logprobs-mode", "raw_logprobs"], "leave it out"),
+        (["--speculative-config={}"], "give the settings speculative and speculative_tokens"),
     ],
 )
 def test_flags_that_would_overrule_a_setting_are_refused(
@@ -136,3 +143,42 @@ def test_the_rounding_that_a_trainer_is_told() -> None:
     assert EngineSettings(dtype="float16").rounding == "bfloat16"
     quantized = EngineSettings(dtype="float32", engine_args=("--quantization", "fp8"))
     assert (quantized.rounding, quantized.quantized) == ("bfloat16", "--quantization")
+    in_fp8 = EngineSettings(dtype="float32", quantization="fp8")
+    assert in_fp8.rounding == "fp8"
+    emulated = LogprobDistance(tokens=402, mean=0.205, p99=1.2, max=1.7, equal_argmax=0.88)
+    damaged = LogprobDistance(tokens=402, mean=0.5, p99=2.5, max=9.0, equal_argmax=0.88)
+    assert not in_fp8.probe_limits.exceeded(emulated) and in_fp8.probe_limits.exceeded(damaged)
+    assert EngineSettings(dtype="bfloat16").probe_limits.exceeded(emulated)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu", "why"),
+    [
+        ({"quantization": "fp8"}, False, "quantization = 'fp8' needs replicas on GPUs"),
+        ({"quantization": "fp8", "engine_args": ["--quantization=awq"]}, True, "give one"),
+        ({"speculative": "ngram"}, False, "computes wrong log-probabilities"),
+        ({"speculative": "ngrams"}, True, "neither ngram nor a directory with config.json"),
+    ],
+)
+def test_fp8_and_speculative_decoding_are_refused_where_they_cannot_be(
+    tmp_path: Path, settings: dict[str, Any], gpu: bool, why: str
+) -> None:
+    with pytest.raises(SetupError, match=why):
+        check_fast_rollouts(load_config(settings, tmp_path), gpu=gpu)
+
+
+def test_fp8_and_speculative_decoding_on_a_gpus_command_line(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text("{}")
+    draft = str(tmp_path / "draft")
+    config = load_config({"quantization": "fp8", "speculative": draft}, tmp_path)
+    check_fast_rollouts(config, gpu=True)
+
+    def line(**settings: Any) -> str:
+        return " ".join(command(Path("/model"), ("m",), EngineSettings(**settings)))
+
+    assert "--quantization" not in line() and "--speculative-config" not in line()
+    assert "--quantization fp8_per_channel" in line(quantization="fp8")  # "fp8": stored so
+    guess = json.dumps({"model": draft, "num_speculative_tokens": 2})
+    assert f"--speculative-config {guess}" in line(speculative=draft, speculative_tokens=2)
+    assert '{"method": "ngram", "num_speculative_tokens": 4}' in line(speculative="ngram")

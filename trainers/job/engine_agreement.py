@@ -19,7 +19,7 @@ import numpy as np
 from cray_agents.errors import JobError, NotFound
 from cray_agents.paths import Home
 from cray_agents.records import LogprobDistance
-from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits, measure
+from cray_agents.runtime.logprob_limits import LogprobLimits, bfloat16_limits, limits_in, measure
 from cray_agents.runtime.registry.registry import Registry
 from cray_agents.trainers.data.samples import Floats, Ints, Samples
 from cray_agents.training_jobs import JobSpec
@@ -175,4 +175,6 @@ def limits_of(spec: JobSpec, parent: LogprobDistance | None) -> LogprobLimits:
     given = spec.logprob_limit
     if spec.hyperparameters.dtype == "float32" and spec.engine_dtype is None:
         return LogprobLimits(max=given or FLOAT32_LIMIT)
-    return bfloat16_limits(given) if given else bfloat16_limits().relative_to(parent)
+    if given:
+        return bfloat16_limits(given)
+    return limits_in(spec.engine_dtype).relative_to(parent)

@@ -89,7 +89,7 @@ class MegatronTrainer:
         turns: bool = False,
         parked_gib: float | None = None,
         weight_transfer: str = "files",
-        engine_dtype: Literal["bfloat16"] | None = None,
+        engine_dtype: Literal["bfloat16", "fp8"] | None = None,
         failures: FailureSettings | None = None,
         guard: Guard = unguarded,
     ) -> None:
