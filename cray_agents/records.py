@@ -3,7 +3,7 @@
     Task -> Run -> Trajectory(Turn(ModelCall, ToolCall...)...) -> Reward
     queries.DatasetRecipe -> dataset;  JobSpec -> training job -> checkpoint -> ModelVersion
 
-All other modules import this one; it imports tasks/task_input.py alone. Times are unix seconds,
+All other modules import this one; it imports messages.py alone. Times are unix seconds,
 durations seconds.
 """
 
@@ -28,9 +28,9 @@ from pydantic import (
 from pydantic_core import to_json
 from typing_extensions import TypeVar
 
-from cray_agents.tasks.task_input import Input as Input
-from cray_agents.tasks.task_input import Message as Message
-from cray_agents.tasks.task_input import read_input, text_of_input
+from cray_agents.messages import Input as Input
+from cray_agents.messages import Message as Message
+from cray_agents.messages import read_input, text_of_input
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # a whole number that the index can hold
 #: The type of an agent's answers: its `output_type`, and the `output` of its runs.

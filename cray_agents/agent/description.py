@@ -48,9 +48,9 @@ from cray_agents.engines.tool_calls import (
     with_tool_calls,
 )
 from cray_agents.errors import BadInput
+from cray_agents.messages import read_messages
 from cray_agents.ports import ChatEngine
 from cray_agents.records import Message, Output, Run
-from cray_agents.tasks.task_input import read_messages
 
 #: Sync or async.
 Recorder = Callable[[Run], Awaitable[None] | None]

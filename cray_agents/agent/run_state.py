@@ -22,7 +22,7 @@ from cray_agents.agent.sessions import FileSession, Session, without_system
 from cray_agents.agent.stream_events import AgentEvent, LimitReached
 from cray_agents.agent.tool import Tool
 from cray_agents.errors import BadInput, EngineError, HookError
-from cray_agents.messages import text_of
+from cray_agents.messages import read_input, text_of, text_of_input
 from cray_agents.records import (
     Input,
     Message,
@@ -38,7 +38,6 @@ from cray_agents.records import (
     digest,
     new_id,
 )
-from cray_agents.tasks.task_input import read_input, text_of_input
 
 _RUN_ID = re.compile(r"[\w.:@-]{1,200}", re.ASCII)
 

@@ -26,7 +26,19 @@ MOST_TENSORS = 500_000
 MOST_ENTRIES = 1 << 24  # of the metadata, and of an array of texts there
 MOST_TEXT = 4 << 20  # bytes of a text that is read, such as a chat template
 MOST_DIMENSIONS = 4  # of a tensor of ggml
-FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+FORMATS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 TEXT, ARRAY = 8, 9  # the other types of values
 WINDOW = "attention.sliding_window"
 
@@ -129,7 +141,9 @@ def read_header(path: Path) -> GgufHeader:
             name = header.text("the name of a tensor")
             count = header.number("I", name)
             if count > MOST_DIMENSIONS or name in ends:
-                refuse(f"has the tensor {name!r} twice, or with {count:,} dimensions: it is damaged")
+                refuse(
+                    f"has the tensor {name!r} twice, or with {count:,} dimensions: it is damaged"
+                )
             shape = [header.number("Q", name) for _ in range(count)]
             kind, offset = header.number("I", name), header.number("Q", name)
             if kind not in GGML_QUANT_SIZES:

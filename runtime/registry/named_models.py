@@ -91,7 +91,10 @@ def fetch_from_hub(name: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError
 
-    chosen: Any = {"allow_patterns": [f"*{end}" for end in checkpoints.SUFFIXES], "ignore_patterns": "*/*"}
+    chosen: Any = {
+        "allow_patterns": [f"*{end}" for end in checkpoints.SUFFIXES],
+        "ignore_patterns": "*/*",
+    }
     try:
         with contextlib.suppress(DryRunError):  # without a net: what is in the cache
             files = snapshot_download(name, dry_run=True, **chosen)
@@ -104,7 +107,9 @@ def fetch_from_hub(name: str) -> Path:
             need = sum(file.file_size or 0 for file in files if file.will_download)
             cache = next(p for p in Path(constants.HF_HUB_CACHE, name).parents if p.is_dir())
             if (free := shutil.disk_usage(cache).free) < need:
-                raise DiskFull(f"{name} needs {need:,} bytes, and {cache} has {free:,}: set HF_HOME")
+                raise DiskFull(
+                    f"{name} needs {need:,} bytes, and {cache} has {free:,}: set HF_HOME"
+                )
         return Path(snapshot_download(name, **chosen))
     except (OSError, ValueError) as error:
         if isinstance(error, (BadInput, DiskFull)):

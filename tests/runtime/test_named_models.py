@@ -119,7 +119,9 @@ EDITS = {
     "an unknown type of value": Edit(
         "'llama.block_count' the type 77", numbers_after("llama.block_count", 0, 77, "<I")
     ),
-    "a huge tensor": Edit("the last, 'output_norm.weight', ends at 4,503", numbers_after(NORM, 4, 1 << 50)),
+    "a huge tensor": Edit(
+        "the last, 'output_norm.weight', ends at 4,503", numbers_after(NORM, 4, 1 << 50)
+    ),
     "many dimensions": Edit("4,294,967,295 dim", numbers_after(NORM, 0, 0xFFFFFFFF, "<I")),
     "an unknown type of tensor": Edit("ggml's type 999,", numbers_after(NORM, 12, 999, "<I")),
     "whole numbers": Edit("type I32, which cannot be", numbers_after(NORM, 12, 26, "<I")),
@@ -128,9 +130,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_a_header_that_lies_is_refused(
-    told: Callable[..., str], tmp_path: Path, name: str
-) -> None:
+def test_a_header_that_lies_is_refused(told: Callable[..., str], tmp_path: Path, name: str) -> None:
     path = tmp_path / "bad.gguf"
     write_gguf(path)
     path.write_bytes(EDITS[name].change(path.read_bytes()))

@@ -88,7 +88,11 @@ def write_gguf(
             put(f"{ours}.attn_{letter}.weight", projection, (rows, HIDDEN), kind, heads)
         square = (HIDDEN, HIDDEN)
         put(f"{ours}.attn_output.weight", f"{theirs}.self_attn.o_proj.weight", square, Type.Q8_0)
-        for part, shape in {"gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}.items():
+        for part, shape in {
+            "gate": (FFN, HIDDEN),
+            "up": (FFN, HIDDEN),
+            "down": (HIDDEN, FFN),
+        }.items():
             put(f"{ours}.ffn_{part}.weight", f"{theirs}.mlp.{part}_proj.weight", shape, Type.Q4_1)
     for name, elements in (tensors or {}).items():
         writer.add_tensor(name, np.ones(elements, np.float32))

@@ -34,7 +34,7 @@ from cray_agents.runtime.exports.export_format import (
 from cray_agents.runtime.exports.formats.jsonl import check_finite
 from cray_agents.runtime.exports.losses import text_losses
 from cray_agents.runtime.store.run_conversation import Conversation, conversation_of
-from cray_agents.tasks.task_input import text_of_input
+from cray_agents.messages import text_of_input
 
 VERSION = 2  # of the layout
 SEVERAL = "several"  # models or agents in one log: each sample names its own
