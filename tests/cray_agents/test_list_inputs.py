@@ -18,12 +18,13 @@ from cray_agents.loop.holdout_journal import hold_out
 from cray_agents.loop.settings_record import _agent, differences
 from cray_agents.paths import Home
 from cray_agents.queries import DatasetRecipe, RunFilter, RunQuery
-from cray_agents.records import Message, StopReason
+from cray_agents.records import Event, Message, StopReason
 from cray_agents.rewards.llm_judge import judged_sections
 from cray_agents.runtime.datasets.decontamination import BlockedTexts, inputs_of_messages
 from cray_agents.runtime.exports.exporter import export, format_named, open_runs
 from cray_agents.runtime.exports.formats.verl import rows_of
 from cray_agents.runtime.store import Store
+from cray_agents.runtime.store.redaction.redactor import Redactor
 from cray_agents.tasks.readers import TaskLike
 from tests.support.exports.example_runs import made
 from tests.support.model_scripts import agent, asks, script
@@ -195,6 +196,14 @@ async def test_examples_make_another_agent() -> None:
     older = {name: value for name, value in plain.items() if name != "examples"}
     assert [one[0] for one in differences(older, shown)] == ["examples"]
     assert differences(older, plain) == differences(shown, shown) == []
+
+
+def test_what_is_redacted_is_still_an_input() -> None:
+    run = made(task=Task(input=[*ASKED[:3], *SHOTS[:3]]))
+    event = Event(id="e", run_id=run.id, kind="run", body=run.model_dump(mode="json"))
+    body = Redactor([], {"word": "Ada|user|add|call|text"}).apply(event).body
+    read = Run.model_validate(body).task.input
+    assert read[1] == user("My name is [redacted:word].") and len(read) == 6
 
 
 def test_on_record_and_in_every_format(tmp_path: Path) -> None:

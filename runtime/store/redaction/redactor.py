@@ -52,7 +52,7 @@ _RUN: Kept = {
     **dict.fromkeys(("id", "agent", "model", "stop_reason", "loop", "imported", "redacted")),
     "rewards": _REWARD,
     "error": {"type": None},
-    "task": {"id": None, "split": None},
+    "task": {"id": None, "split": None, "input": _MESSAGE},
     "trajectory": {
         "messages": _MESSAGE,
         "tools": _TOOLS,
