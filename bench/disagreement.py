@@ -25,7 +25,7 @@ from cray_agents.trainers.job.engine_agreement import disagreement_of
 from cray_agents.training_jobs import Dtype, Hyperparameters, Layout
 
 DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
-ATTEMPTS, TOKENS, LONGEST, THREADS = 2, 64, 512, 2
+ATTEMPTS, TOKENS, LONGEST, THREADS = 2, 64, 512, 1
 THINGS = ("rain", "a bridge", "the number seven", "bread", "a bicycle", "sleep", "Paris", "a queue")
 PROMPTS = [
     request.format(thing)

@@ -319,7 +319,7 @@ def _progress_rows(job: Json) -> list[tuple[str, str]]:
         ("trained", f"{status['trained_tokens']:,} tokens in {clock(status['seconds'])}"),
         ("pace", "" if pace is None else f"{pace:.3f} s a step, {rate or 0:,.0f} trained tokens/s"),
         ("newest measures", _listed(measures)),
-        ("mean measures", _listed(status["mean_metrics"])),
+        ("mean measures", _listed(status["mean_metrics"]) if status["step"] > 1 else ""),
     ]
 
 

@@ -10,7 +10,7 @@ from cray_agents.loop.settings import LoopSettings
 from cray_agents.records import Run
 from cray_agents.training_jobs import MANY_EPOCHS
 
-SMALL = 64  # a set of fewer samples is learned by heart
+SMALL, TWICE = 64, 2.0  # a set of fewer samples is learned by heart when it is seen again
 FEW = 0.1  # of a set: so many demonstrations teach little beside the runs
 MANY = 100  # kinds: a key with more values names tasks
 
@@ -34,7 +34,7 @@ def successes_by_kind(runs: Sequence[Run], loop: LoopSettings, method: Method) -
 def remarks_on(new: Iteration, done: Sequence[Iteration], loop: LoopSettings) -> list[str]:
     """The remarks on an iteration that trained, as sentences without a full stop."""
     remarks, won = [], Counter[str]()
-    if new.samples < SMALL or new.epochs > MANY_EPOCHS:
+    if new.epochs > MANY_EPOCHS or (new.samples < SMALL and new.epochs >= TWICE):
         remarks.append(
             f"a set of {new.samples} samples, each seen {new.epochs:.3g} times, is rather learned "
             "by heart: larger groups or more tasks bring more good runs, or a lower temperature, "

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from cray_agents.errors import CrayError, NotFound
+from cray_agents.errors import Corrupt, CrayError, NotFound
 from cray_agents.paths import Home
 from cray_agents.ports import CommandState, CommandStatus, Trainer
 from cray_agents.records import Manifest, Record
@@ -365,6 +365,11 @@ def record_success(journal: JobJournal, spec: JobSpec) -> None:
     if not path.exists():
         raise NotFound(f"the ranks of {spec.id} ended well, but published no {path}")
     metrics = checksums.read_record(Manifest, path).metrics
+    try:
+        disagreement = _disagreement(journal.events())
+    except Corrupt as problem:  # a damaged line must not hide that the job is done
+        print(problem, flush=True)
+        disagreement = {}
     journal.write_status(
         JobStatus(
             id=spec.id,
@@ -379,7 +384,7 @@ def record_success(journal: JobJournal, spec: JobSpec) -> None:
             changed_share=metrics.get("changed_share"),
             update_ratio=metrics.get("update_ratio"),
             checkpoint=spec.id,
-            **_disagreement(journal.events()),
+            **disagreement,
         )
     )
     journal.event("succeeded", checkpoint=spec.id)
