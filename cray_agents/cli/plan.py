@@ -6,7 +6,6 @@ trainers/planning/.
 
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer

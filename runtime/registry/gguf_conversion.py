@@ -26,7 +26,7 @@ MOST_TENSORS = 500_000
 MOST_ENTRIES = 1 << 24  # of the metadata, and of an array of texts there
 MOST_TEXT = 4 << 20  # bytes of a text that is read, such as a chat template
 MOST_DIMENSIONS = 4  # of a tensor of ggml
-FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 TEXT, ARRAY = 8, 9  # the other types of values
 WINDOW = "attention.sliding_window"
 
@@ -129,7 +129,9 @@ def read_header(path: Path) -> GgufHeader:
             name = header.text("the name of a tensor")
             count = header.number("I", name)
             if count > MOST_DIMENSIONS or name in ends:
-                refuse(f"has the tensor {name!r} twice, or with {count:,} dimensions: it is damaged")
+                refuse(
+                    f"has the tensor {name!r} twice, or with {count:,} dimensions: it is damaged"
+                )
             shape = [header.number("Q", name) for _ in range(count)]
             kind, offset = header.number("I", name), header.number("Q", name)
             if kind not in GGML_QUANT_SIZES:
@@ -143,10 +145,10 @@ def read_header(path: Path) -> GgufHeader:
         start = -(-header.at // alignment) * alignment
         last = max(ends, key=ends.__getitem__, default="")
         if not ends or start + max(ends[last], total) > size:
+            end = start + ends.get(last, 0)
             refuse(
-                f"ends at byte {size:,}, and its tensors need {start + total:,}; the last,"
-                f" {last!r}, ends at {start + ends.get(last, 0):,}: it is cut off or damaged; load it"
-                " down anew"
+                f"ends at byte {size:,}; its tensors need {start + total:,}, the last is {last!r}"
+                f" up to {end:,}: it is cut off or damaged; load it down anew"
             )
     _refuse_types({GGMLQuantizationType(kind): name for kind, name in types.items()})
     names = tuple(GGMLQuantizationType(kind).name for kind in sorted(types))
@@ -226,13 +228,15 @@ def convert(source: Path, folder: Path) -> None:
     )
     if wrong := [*loaded["missing_keys"], *loaded["unexpected_keys"], *loaded["mismatched_keys"]]:
         refuse(f"does not have the weights of a {type(model).__name__}: {wrong[:3]}")
-    model.hf_quantizer = None  # the weights are dense; transformers refuses to save quantized ones
-    for name in ("quantization_config", "_model_name_or_path"):
-        vars(model.config).pop(name, None)
+    # into the other model: transformers refuses to save one that was quantized, and would name the
+    # experts' weights in its own way
+    empty.load_state_dict(model.state_dict(), assign=True)
+    empty.tie_weights()
+    vars(config).pop("_model_name_or_path", None)
     tokenizer = AutoTokenizer.from_pretrained(**place, config=config)
     if len(tokenizer) > config.vocab_size:
         refuse(f"has {len(tokenizer):,} tokens, and embeddings for {config.vocab_size:,}")
-    model.save_pretrained(folder)
+    empty.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

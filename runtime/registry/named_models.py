@@ -8,6 +8,7 @@ Read next: gguf_conversion.py, the process that converts.
 
 import contextlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.foreign_model import CONFIG
 
+log = logging.getLogger(__name__)
 FORM = 1  # of what a conversion writes
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -46,6 +48,7 @@ def convert_gguf(home: Home, source: Path) -> Path:
     checkpoints.refuse_pruned(target)
     _require("gguf", "accelerate", "transformers")
     draft = durable.draft_directory(target)
+    log.warning("%s is converted to %s, this once: some seconds for each 100 MB", source, target)
     try:
         _run(source, draft)
         manifest, changed = checkpoints.inspect(draft)
@@ -91,7 +94,8 @@ def fetch_from_hub(name: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError
 
-    chosen: Any = {"allow_patterns": [f"*{end}" for end in checkpoints.SUFFIXES], "ignore_patterns": "*/*"}
+    chosen: Any = {"allow_patterns": [f"*{end}" for end in checkpoints.SUFFIXES]}
+    chosen["ignore_patterns"] = "*/*"
     try:
         with contextlib.suppress(DryRunError):  # without a net: what is in the cache
             files = snapshot_download(name, dry_run=True, **chosen)
@@ -104,7 +108,9 @@ def fetch_from_hub(name: str) -> Path:
             need = sum(file.file_size or 0 for file in files if file.will_download)
             cache = next(p for p in Path(constants.HF_HUB_CACHE, name).parents if p.is_dir())
             if (free := shutil.disk_usage(cache).free) < need:
-                raise DiskFull(f"{name} needs {need:,} bytes, and {cache} has {free:,}: set HF_HOME")
+                raise DiskFull(
+                    f"{name} needs {need:,} bytes, and {cache} has {free:,}: set HF_HOME"
+                )
         return Path(snapshot_download(name, **chosen))
     except (OSError, ValueError) as error:
         if isinstance(error, (BadInput, DiskFull)):
