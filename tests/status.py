@@ -36,6 +36,7 @@ LoRA | trainers/lora | | lora-8B
 layouts over ranks | trainers/numerics trainers/context | | parallel resume train-all
 full sharding | trainers/transformers_backend/weight_shards | | sharding
 any model of transformers | trainers/transformers_backend/transformers_jobs | | transformers
+parents as GGUF files, or by a hub's name | runtime/named_models | |
 Megatron-Bridge | trainers/megatron_bridge/bridge_choice | |
 fused kernels, Transformer Engine, FP8 | trainers/kernels trainers/layer_choice | | train-1B
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang

@@ -51,7 +51,8 @@ def loop(
         ),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="The checkpoint to begin with, on a root that has none.")
+        Path | None,
+        typer.Option(help="What to begin with on a root that has nothing; as of `up`."),
     ] = None,
     accept_changes: Annotated[
         bool,

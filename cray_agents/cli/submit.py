@@ -32,7 +32,10 @@ STAYS = (
 
 def submit(
     parent: Annotated[
-        str | None, typer.Option(help="NAME, NAME@N or a Hugging Face directory.")
+        str | None,
+        typer.Option(
+            help="NAME, NAME@N, a Hugging Face directory, a GGUF file, or OWNER/NAME of the hub."
+        ),
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="As `dataset list` shows it.")] = None,
     method: Annotated[

@@ -300,12 +300,16 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start `up` as a child. With `with_parent` the child dies with this process.
 
-    Raises SetupError if a platform runs already, and this is no `standby`.
+    A GGUF file, or a model of a hub, becomes a directory here, where that may take its time.
+    Raises SetupError if a platform runs already, and this is no `standby`; what `Registry.named`
+    raises.
     """
     home = config.root
     if not standby and (other := owner(home)) is not None:
         refuse_second(home, other)
     umask = make_private(home.root, config.group).umask
+    if model is not None and not model.expanduser().is_dir():
+        model = Registry(home).named(model)
     home.logs.mkdir(mode=0o777 & ~umask, exist_ok=True)
     argv = python("-m", "cray_agents", "up", "--home", str(home.root))
     argv += ["--name", name] if name else []  # else the root's only one

@@ -15,47 +15,27 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import shutil
 import struct
 import sys
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from cray_agents.processes import die_with_parent
 
 MOST_TENSORS = 500_000
-MOST_ENTRIES = 1 << 24  # of the metadata, and of an array of texts there
+MOST_ENTRIES = 1 << 22  # of the metadata, and of an array there, such as the tokens
 MOST_TEXT = 4 << 20  # bytes of a text that is read, such as a chat template
 MOST_DIMENSIONS = 4  # of a tensor of ggml
-FORMATS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 TEXT, ARRAY = 8, 9  # the other types of values
-WINDOW = "attention.sliding_window"
 
 
-@dataclass(frozen=True)
-class GgufHeader:
-    """What a file says of itself: its metadata, and its tensors.
-
-    In place of an array `metadata` has its length. `types`: the names of the types of tensors.
-    `elements`: the number of weights. `size`: bytes of the header.
-    """
+class GgufHeader(NamedTuple):
+    """What a file says of itself. `metadata` has an array's length in its place."""
 
     metadata: dict[str, Any]
-    tensors: tuple[str, ...]
-    types: tuple[str, ...]
-    elements: int
-    size: int
+    tensors: list[str]
+    elements: int  # of all tensors
+    size: int  # bytes of the header
 
 
 def refuse(why: str, code: int = 2) -> NoReturn:
@@ -68,64 +48,45 @@ class _HeaderFile:
     """A file's header, read from front to back; each read is within the file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file = file
-        self.size = size
-        self.at = 0
+        self.file, self.left = file, size
 
-    def take(self, length: int, what: str, *, skip: bool = False) -> bytes:
-        if length > self.size - self.at:
-            refuse(
-                f"says that {what} has {length:,} bytes, and {self.size - self.at:,} are left: it"
-                " is cut off or damaged; load it down anew"
-            )
-        self.at += length
-        if skip:
-            self.file.seek(self.at)
-            return b""
-        if length > MOST_TEXT:
-            refuse(f"says that {what} has {length:,} bytes: it is damaged, or not meant for use")
+    def take(self, length: int, what: str, most: int = MOST_TEXT) -> bytes:
+        if length > min(self.left, most):
+            refuse(f"gives {what} {length:,} bytes, and {self.left:,} are left: cut off or damaged")
+        self.left -= length
         return self.file.read(length)
 
     def number(self, form: str, what: str) -> Any:
-        (value,) = struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}"), what))
-        return value
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}"), what))[0]
 
-    def text(self, what: str, *, skip: bool = False) -> str:
-        content = self.take(self.number("Q", what), what, skip=skip)
-        return content.decode(errors="replace")
+    def text(self, what: str) -> str:
+        return self.take(self.number("Q", what), what).decode(errors="replace")
 
     def value(self, key: str) -> Any:
         kind = self.number("I", key)
-        if kind in FORMATS:
-            return self.number(FORMATS[kind], key)
-        if kind == TEXT:
-            return self.text(key)
         if kind != ARRAY:
-            refuse(f"gives {key!r} the type {kind}, which GGUF does not have: it is damaged")
+            return self._single(kind, key)
         kind, count = self.number("I", key), self.number("Q", key)
-        if kind in FORMATS:
-            self.take(count * struct.calcsize(f"<{FORMATS[kind]}"), key, skip=True)
-        elif kind == TEXT and count <= MOST_ENTRIES:
-            for _ in range(count):
-                self.text(key, skip=True)
-        else:
-            refuse(f"gives {key!r} {count:,} entries of the type {kind}: it is damaged")
+        if count > MOST_ENTRIES:
+            refuse(f"gives {key!r} {count:,} entries: it is damaged")
+        for _ in range(count):
+            self._single(kind, key)
         return count
+
+    def _single(self, kind: int, key: str) -> Any:
+        if kind != TEXT and kind not in NUMBERS:
+            refuse(f"gives {key!r} the type {kind}, which GGUF does not have: it is damaged")
+        return self.text(key) if kind == TEXT else self.number(NUMBERS[kind], key)
 
 
 def read_header(path: Path) -> GgufHeader:
     """Read and check a file's header. Ends the process where the file cannot be what it says."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     size = path.stat().st_size
     with path.open("rb") as file:
         header = _HeaderFile(file, size)
         magic, version = header.take(4, "its mark"), header.number("I", "its version")
         if magic != b"GGUF" or version not in (2, 3):
-            refuse(
-                f"starts with {magic!r} and the version {version}: read are little-endian GGUF"
-                " files of the versions 2 and 3"
-            )
+            refuse(f"starts with {magic!r} and version {version}, not as little-endian GGUF 2 or 3")
         tensors, entries = header.number("Q", "its counts"), header.number("Q", "its counts")
         if tensors > MOST_TENSORS or entries > MOST_ENTRIES:
             refuse(f"claims {tensors:,} tensors and {entries:,} entries of metadata: it is damaged")
@@ -136,49 +97,47 @@ def read_header(path: Path) -> GgufHeader:
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             refuse(f"has general.alignment {alignment!r}, which must be a power of two")
-        ends, types, elements, total = {}, {}, 0, 0
-        for _ in range(tensors):
-            name = header.text("the name of a tensor")
-            count = header.number("I", name)
-            if count > MOST_DIMENSIONS or name in ends:
-                refuse(
-                    f"has the tensor {name!r} twice, or with {count:,} dimensions: it is damaged"
-                )
-            shape = [header.number("Q", name) for _ in range(count)]
-            kind, offset = header.number("I", name), header.number("Q", name)
-            if kind not in GGML_QUANT_SIZES:
-                refuse(f"has {name!r} in ggml's type {kind}, which this version of gguf lacks")
-            block, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-            if not all(shape) or (shape or [1])[0] % block or offset % alignment:
-                refuse(f"has {name!r} with the shape {shape} at byte {offset:,}: it is damaged")
-            bytes_of = prod(shape) // block * width
-            ends[name], types[kind] = offset + bytes_of, name
-            elements, total = elements + prod(shape), total + bytes_of
-        start = -(-header.at // alignment) * alignment
-        last = max(ends, key=ends.__getitem__, default="")
-        if not ends or start + max(ends[last], total) > size:
-            refuse(
-                f"ends at byte {size:,}, and its tensors need {start + total:,}; the last,"
-                f" {last!r}, ends at {start + ends.get(last, 0):,}: it is cut off or damaged; load it"
-                " down anew"
-            )
-    _refuse_types({GGMLQuantizationType(kind): name for kind, name in types.items()})
-    names = tuple(GGMLQuantizationType(kind).name for kind in sorted(types))
-    return GgufHeader(metadata, tuple(ends), names, elements, start)
+        return _read_tensors(header, tensors, metadata, alignment, size)
 
 
-def _refuse_types(first: dict[Any, str]) -> None:
+def _read_tensors(
+    header: _HeaderFile, count: int, metadata: dict[str, Any], alignment: int, size: int
+) -> GgufHeader:
     import numpy as np
-    from gguf import GGML_QUANT_SIZES, dequantize
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
+    ends: dict[str, int] = {}
+    first, elements, total = {}, 0, 0
+    for _ in range(count):
+        name = header.text("the name of a tensor")
+        axes = header.number("I", name)
+        if axes > MOST_DIMENSIONS or name in ends:
+            refuse(f"has the tensor {name!r} twice, or with {axes:,} dimensions: it is damaged")
+        shape = [header.number("Q", name) for _ in range(axes)]
+        kind, offset = header.number("I", name), header.number("Q", name)
+        if kind not in GGML_QUANT_SIZES:
+            refuse(f"has {name!r} in ggml's type {kind}, which this version of gguf lacks")
+        block, width = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        if not all(shape) or (shape or [1])[0] % block or offset % alignment:
+            refuse(f"has {name!r} with the shape {shape} at byte {offset:,}: it is damaged")
+        length = prod(shape) // block * width
+        ends[name], first[kind] = offset + length, name
+        elements, total = elements + prod(shape), total + length
+    start = -(-(size - header.left) // alignment) * alignment
+    last = max(ends, key=ends.__getitem__, default="")
+    if not ends or start + max(ends[last], total) > size:
+        refuse(
+            f"has {size:,} bytes; its tensors need {start + total:,}, the last is {last!r} up to"
+            f" {start + ends.get(last, 0):,}: it is cut off or damaged"
+        )
     for kind, name in first.items():
         try:
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            block = np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8)
+            dequantize(block, GGMLQuantizationType(kind))
         except NotImplementedError:
-            refuse(
-                f"has {name!r} in the type {kind.name}, which cannot be dequantized: take a file in"
-                " another type, such as Q8_0 or Q4_K_M"
-            )
+            named = GGMLQuantizationType(kind).name
+            refuse(f"has {name!r} in the type {named}, which gguf cannot dequantize: take another")
+    return GgufHeader(metadata, list(ends), elements, start)
 
 
 def check_kind(header: GgufHeader) -> None:
@@ -208,51 +167,48 @@ def convert(source: Path, folder: Path) -> None:
         refuse(f"needs {need:,} bytes as a directory, and {folder.parent} has {free:,} free", 3)
     import torch  # only now, for it takes seconds
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     place = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
         config = AutoConfig.from_pretrained(**place)
-        if not 0 < config.num_hidden_layers <= len(header.tensors):
-            refuse(f"claims {config.num_hidden_layers:,} layers for {len(header.tensors)} tensors")
-        window = header.metadata.get(f"{header.metadata['general.architecture']}.{WINDOW}", 0)
-        kept = getattr(config, "sliding_window", None) == window
-        if 0 < window < config.max_position_embeddings and not kept:
-            refuse(f"attends to {window:,} tokens, and transformers does not read that from GGUF")
+        _check_config(config, header)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        kinds = ", ".join(GGUF_SUPPORTED_ARCHITECTURES)
-        refuse(f"cannot be read by transformers: {error!s:.300} (it reads {kinds})")
-    places = sum(weight.numel() for weight in [*empty.parameters(), *_kept_buffers(empty)])
+    except ValueError as error:  # of an architecture that it lacks, or does not read from GGUF
+        refuse(f"cannot be read by transformers: {error!s:.300}")
+    kept = [buffer for name, buffer in empty.named_buffers() if name in empty.state_dict()]
+    places = sum(tensor.numel() for tensor in [*empty.parameters(), *kept])
     if places != header.elements:
         refuse(
             f"holds {header.elements:,} weights, and transformers' {type(empty).__name__} of its"
             f" metadata has {places:,}: a part of the model would be lost or made up; take its"
             " Hugging Face directory"
         )
-    model, loaded = AutoModelForCausalLM.from_pretrained(
-        **place,
-        config=config,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-        output_loading_info=True,
-    )
+    dense = GgufConfig(dequantize=True)
+    more = {"dtype": torch.bfloat16, "quantization_config": dense, "output_loading_info": True}
+    model, loaded = AutoModelForCausalLM.from_pretrained(**place, config=config, **more)
     if wrong := [*loaded["missing_keys"], *loaded["unexpected_keys"], *loaded["mismatched_keys"]]:
         refuse(f"does not have the weights of a {type(model).__name__}: {wrong[:3]}")
-    model.hf_quantizer = None  # the weights are dense; transformers refuses to save quantized ones
-    for name in ("quantization_config", "_model_name_or_path"):
-        vars(model.config).pop(name, None)
+    # into the other model: transformers refuses to save one that was quantized, and would name the
+    # experts' weights in its own way
+    empty.load_state_dict(model.state_dict(), assign=True)
+    empty.tie_weights()
+    vars(config).pop("_model_name_or_path", None)
     tokenizer = AutoTokenizer.from_pretrained(**place, config=config)
     if len(tokenizer) > config.vocab_size:
         refuse(f"has {len(tokenizer):,} tokens, and embeddings for {config.vocab_size:,}")
-    model.save_pretrained(folder)
+    empty.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _kept_buffers(model: Any) -> list[Any]:
-    kept = model.state_dict().keys()
-    return [buffer for name, buffer in model.named_buffers() if name in kept]
+def _check_config(config: Any, header: GgufHeader) -> None:
+    if not 0 < config.num_hidden_layers <= len(header.tensors):
+        refuse(f"claims {config.num_hidden_layers:,} layers for {len(header.tensors)} tensors")
+    architecture = header.metadata["general.architecture"]
+    window = header.metadata.get(f"{architecture}.attention.sliding_window", 0)
+    read = getattr(config, "sliding_window", None) == window
+    if 0 < window < config.max_position_embeddings and not read:
+        refuse(f"attends to {window:,} tokens, and transformers does not read that from GGUF")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Read next: gguf_conversion.py, the process that converts.
 
 import contextlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from cray_agents.errors import BadInput, DiskFull, NotFound, SetupError
+from cray_agents.errors import BadInput, CrayError, DiskFull, NotFound, SetupError
 from cray_agents.paths import Home
 from cray_agents.processes import python
 from cray_agents.records import digest
@@ -26,6 +27,7 @@ from cray_agents.runtime.disk import checksums, durable
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.foreign_model import CONFIG
 
+log = logging.getLogger(__name__)
 FORM = 1  # of what a conversion writes
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -37,17 +39,17 @@ def convert_gguf(home: Home, source: Path) -> Path:
     """
     with source.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise BadInput(
-                f"{source} is neither a Hugging Face directory nor a GGUF file", param="checkpoint"
-            )
+            why = "is neither a Hugging Face directory nor a GGUF file"
+            raise BadInput(f"{source} {why}", param="checkpoint")
     target = home.checkpoint(f"gguf-{digest([FORM, checksums.hash_of(source)])}")
     if (target / checkpoints.MANIFEST).is_file():
         return target
     checkpoints.refuse_pruned(target)
     _require("gguf", "accelerate", "transformers")
     draft = durable.draft_directory(target)
+    log.warning("%s is converted to %s, this once: some seconds for each 100 MB", source, target)
     try:
-        _run(source, draft)
+        _run_conversion(source, draft)
         manifest, changed = checkpoints.inspect(draft)
         text = checksums.with_crc(orjson.dumps(manifest.model_dump(mode="json")))
         for name, content in {**changed, checkpoints.MANIFEST: text}.items():
@@ -62,24 +64,23 @@ def convert_gguf(home: Home, source: Path) -> Path:
     return target
 
 
-def _run(source: Path, draft: Path) -> None:
-    program = python("-m", "cray_agents.runtime.registry.gguf_conversion")
+def _run_conversion(source: Path, draft: Path) -> None:
+    words = ["cray_agents.runtime.registry.gguf_conversion", str(source), str(draft)]
     done = subprocess.run(
-        [*program, str(source), str(draft), str(os.getpid())],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"},
+        python("-m", *words, str(os.getpid())),
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
-        errors="replace",
     )
-    if done.returncode == 0:
-        return
-    why = done.stdout.strip().splitlines()[-1:] or done.stderr.strip().splitlines()[-1:]
+    lines = (done.stdout if done.returncode in (2, 3) else done.stderr).decode(errors="replace")
+    why = " ".join(lines.strip().splitlines()[-1:])
     if done.returncode < 0:
-        why = [f"its conversion was ended by signal {-done.returncode}: it may lack memory"]
-    elif done.returncode not in (2, 3):
-        why = [f"cannot be converted: {''.join(why)[:500]}"]
-    raise (DiskFull if done.returncode == 3 else BadInput)(f"{source} {why[0]}", param="checkpoint")
+        why = f"was not converted: signal {-done.returncode} ended it, so memory may be short"
+    elif done.returncode not in (0, 2, 3):
+        why = f"cannot be converted: {why[:500]}"
+    if done.returncode:
+        kind = DiskFull if done.returncode == 3 else BadInput
+        raise kind(f"{source} {why}", param="checkpoint")
 
 
 def fetch_from_hub(name: str) -> Path:
@@ -91,41 +92,31 @@ def fetch_from_hub(name: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError
 
-    chosen: Any = {
-        "allow_patterns": [f"*{end}" for end in checkpoints.SUFFIXES],
-        "ignore_patterns": "*/*",
-    }
+    chosen: Any = {"allow_patterns": [f"*{end}" for end in checkpoints.SUFFIXES]}
+    chosen["ignore_patterns"] = "*/*"
     try:
         with contextlib.suppress(DryRunError):  # without a net: what is in the cache
             files = snapshot_download(name, dry_run=True, **chosen)
             if not any(file.filename == CONFIG for file in files):
                 raise BadInput(
-                    f"{name} has no {CONFIG} on the hub: of a repository of GGUF files"
-                    f" load one down (`hf download {name} FILE.gguf`), and give its path",
+                    f"{name} has no {CONFIG} on the hub: of a repository of GGUF files load one"
+                    f" down (`hf download {name} FILE.gguf`), and give its path",
                     param="checkpoint",
                 )
             need = sum(file.file_size or 0 for file in files if file.will_download)
             cache = next(p for p in Path(constants.HF_HUB_CACHE, name).parents if p.is_dir())
             if (free := shutil.disk_usage(cache).free) < need:
-                raise DiskFull(
-                    f"{name} needs {need:,} bytes, and {cache} has {free:,}: set HF_HOME"
-                )
+                raise DiskFull(f"{name} has {need:,} bytes, {cache} room for {free:,}: set HF_HOME")
         return Path(snapshot_download(name, **chosen))
+    except CrayError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, (BadInput, DiskFull)):
-            raise
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        raise NotFound(
-            f"no directory {name!r} here, and the hub has no such model that can be loaded:"
-            f" {why[0]}",
-            param="checkpoint",
-        ) from error
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        message = f"no directory {name!r} here, and no such model from the hub: {why}"
+        raise NotFound(message, param="checkpoint") from error
 
 
 def _require(*packages: str) -> None:
     lacking = [name for name in packages if importlib.util.find_spec(name) is None]
     if lacking:
-        raise SetupError(
-            f"this model needs {' and '.join(lacking)}, not installed here: pip install"
-            f" {' '.join(lacking)}, or 'cray-agents[cpu]', which brings them"
-        )
+        raise SetupError(f"this model needs packages: pip install {' '.join(lacking)}")

@@ -48,7 +48,7 @@ def test_a_model_that_would_be_ignored_is_refused(registry: Registry, tmp_path: 
     (tmp_path / "templated" / "chat_template.jinja").write_text("another")
     with pytest.raises(BadInput, match=ways):
         first_version(registry, tmp_path / "templated", "m")
-    with pytest.raises(BadInput, match="it is no directory"):
+    with pytest.raises(BadInput, match="no checkpoint at"):
         first_version(registry, tmp_path / "nowhere", "m")
     assert first_version(registry, tmp_path / "templated", "other").id == "other@1"
 

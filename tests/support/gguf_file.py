@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+EXPERT_FFN = 768  # transformers takes it for Qwen3-MoE, whatever a file says
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS = 2, 64, 96, 4, 2
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -30,24 +31,31 @@ def write_gguf(
     path: Path,
     *,
     architecture: str = "llama",
+    experts: int = 0,
     more: Mapping[str, Any] | None = None,
     tensors: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Write it; return its weights by transformers' names, dequantized.
 
-    `more`: metadata beside the usual. `tensors`: further ones, by name and number of elements.
+    `experts`: of a Qwen3-MoE. `more`: metadata beside the usual. `tensors`: further ones,
+    by name and number of elements.
     """
     draw = np.random.default_rng(7)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
+    ffn = EXPERT_FFN if experts else FFN
+    writer.add_feed_forward_length(ffn)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_rope_freq_base(1e5)
     writer.add_layer_norm_rms_eps(1e-5)
+    if experts:
+        writer.add_key_length(HIDDEN // HEADS)
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
     tokens = byte_tokens()
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
@@ -85,15 +93,25 @@ def write_gguf(
             ("v", kv, Type.F16, 0),
         ):
             projection = f"{theirs}.self_attn.{letter}_proj.weight"
-            put(f"{ours}.attn_{letter}.weight", projection, (rows, HIDDEN), kind, heads)
+            halves = 0 if experts else heads
+            put(f"{ours}.attn_{letter}.weight", projection, (rows, HIDDEN), kind, halves)
         square = (HIDDEN, HIDDEN)
         put(f"{ours}.attn_output.weight", f"{theirs}.self_attn.o_proj.weight", square, Type.Q8_0)
-        for part, shape in {
-            "gate": (FFN, HIDDEN),
-            "up": (FFN, HIDDEN),
-            "down": (HIDDEN, FFN),
-        }.items():
-            put(f"{ours}.ffn_{part}.weight", f"{theirs}.mlp.{part}_proj.weight", shape, Type.Q4_1)
+        if experts:
+            for letter in "qk":
+                norm = f"{theirs}.self_attn.{letter}_norm.weight"
+                put(f"{ours}.attn_{letter}_norm.weight", norm, (HIDDEN // HEADS,), Type.F32)
+            router = f"{theirs}.mlp.gate.weight"
+            put(f"{ours}.ffn_gate_inp.weight", router, (experts, HIDDEN), Type.F32)
+        for part in ("gate", "up", "down"):
+            shape = (HIDDEN, ffn) if part == "down" else (ffn, HIDDEN)
+            projection = f"{part}_proj.weight"
+            if not experts:
+                put(f"{ours}.ffn_{part}.weight", f"{theirs}.mlp.{projection}", shape, Type.Q4_1)
+                continue
+            put(f"{ours}.ffn_{part}_exps.weight", "all", (experts, *shape), Type.Q4_1)
+            for number, weights in enumerate(held.pop("all")):
+                held[f"{theirs}.mlp.experts.{number}.{projection}"] = weights
     for name, elements in (tensors or {}).items():
         writer.add_tensor(name, np.ones(elements, np.float32))
     writer.write_header_to_file()

@@ -87,7 +87,7 @@ async def build_dataset(services: Current, request: Request, body: DatasetRecipe
     await asyncio.to_thread(_check_uploaded, services.files, body.decontamination.files)
     if body.tokenizer is not None:
         roots = may_name(request, services.model_roots)
-        tokenizer = services.registry.directory(body.tokenizer, roots)
+        tokenizer = await asyncio.to_thread(services.registry.directory, body.tokenizer, roots)
         await asyncio.to_thread(_check_links, tokenizer)
         body = body.model_copy(update={"tokenizer": str(tokenizer)})
     manifest = await services.datasets.build(body)
