@@ -161,6 +161,7 @@ def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> N
     [
         ({"attempts": 0}, "attempts", "a whole number from 1"),
         ({"tasks": []}, "tasks", "no tasks"),
+        ({"tasks": "a0"}, "tasks", "give a TaskSet or a list"),
         ({"rewards": []}, "rewards", "at least one reward"),
         ({"rewards": ["passed"]}, "rewards", r"rewards\[0\] is 'passed'"),
         ({"temperature": -1}, "temperature", "temperature=-1"),

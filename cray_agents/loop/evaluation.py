@@ -103,6 +103,8 @@ class Evaluation:
         if not self.rewards and not own:
             raise BadInput("an evaluation needs at least one reward function", param="rewards")
         given = self.tasks
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise BadInput(f"tasks={given!r}: give a TaskSet or a list of tasks", param="tasks")
         self._tasks = (
             given if isinstance(given, TaskSet) else TaskSet.from_list(given, holdout=0, test=1)
         )
