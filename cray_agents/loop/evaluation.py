@@ -6,13 +6,13 @@ evaluation run again asks for nothing that is on record; more tasks, models or a
 to it. Read next: rollouts.py; promotion/figures.py.
 """
 
-import functools
 import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Annotated, ParamSpec, TypeVar
 
 from pydantic import Field, FiniteFloat, PositiveInt, StringConstraints
@@ -148,19 +148,9 @@ class Evaluation:
         if twice := [name for name in ids if ids.count(name) > 1]:
             raise BadInput(f"models={list(self.models)}: {twice[0]} is in it twice", param="models")
         holder = f"evaluation {self.name}"
-        gate = VersionGate(
-            platform, lambda why: self._report("waiting", note=f"waits: {why}"), holder
-        )
-        rollouts = Rollouts(
-            platform,
-            gate,
-            self.agent,
-            self.loop,
-            self.rewards,
-            self.concurrency,
-            True,
-            [EVALUATION],
-        )
+        gate = VersionGate(platform, lambda why: self._report(f"waiting: {why}"), holder)
+        given = (platform, gate, self.agent, self.loop, self.rewards, self.concurrency)
+        rollouts = Rollouts(*given, tags=[EVALUATION])
         try:
             await gate.look()
             runs = {version.id: await self._runs(rollouts, version) for version in versions}
@@ -199,11 +189,7 @@ class Evaluation:
         for task in self._tasks:
             scope = f"{version.id}/{digest(task.model_dump(mode='json'))}"
             requests += attempts_at([task], scope, self.attempts)
-
-        def report(done: int) -> None:
-            self._report(version.id, done, len(requests))
-
-        report(0)
+        report = partial(self._report, version.id, total=len(requests))
         if not await rollouts.are_scored(requests, version):
             await rollouts.gate.stage(version)
         runs = await rollouts.run(requests, version, self.temperature, report, paired=True)
@@ -215,21 +201,19 @@ class Evaluation:
             )
         return runs
 
-    def _report(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        self.on_progress(LoopProgress(0, phase, done, total, note))
+    def _report(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self.on_progress(LoopProgress(0, phase, done, total))
 
     def _result(self, runs: Sequence[Run]) -> VersionResult:
         groups: dict[str, list[Run]] = {}
         for run in runs:
             value = run.task.metadata.get(self.by) if run.task and self.by else None
             groups.setdefault("-" if value is None else str(value), []).append(run)
-        errors = (
-            run.error.type if run.error else "no reward" for run in runs if run.reward is None
-        )
+        lost = [run.error.type if run.error else "no reward" for run in runs if run.reward is None]
         return VersionResult(
             **dict(self._figures(runs)),
             by={name: self._figures(groups[name]) for name in sorted(groups)} if self.by else {},
-            errors=dict(Counter(errors)),
+            errors=dict(Counter(lost)),
         )
 
     def _figures(self, runs: Sequence[Run]) -> Figures:
@@ -239,7 +223,7 @@ class Evaluation:
 def _call_form(make: Callable[P, Evaluation], run: Callable[[Evaluation], R]) -> Callable[P, R]:
     """Return a function of an Evaluation's arguments that runs it."""
 
-    @functools.wraps(run, assigned=["__doc__"])
+    @wraps(run, assigned=["__doc__"])
     def evaluate(*args: P.args, **settings: P.kwargs) -> R:
         return run(make(*args, **settings))
 
