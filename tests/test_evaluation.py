@@ -159,15 +159,16 @@ def test_a_killed_evaluation_goes_on_and_asks_nothing_twice(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "param", "told"),
     [
-        ({"attempts": 0}, "attempts", "a whole number from 1"),
+        ({"attempts": 0}, "attempts", "greater than 0"),
         ({"tasks": []}, "tasks", "no tasks"),
+        ({"tasks": "a0"}, "tasks", "give a TaskSet or a list"),
         ({"rewards": []}, "rewards", "at least one reward"),
         ({"rewards": ["passed"]}, "rewards", r"rewards\[0\] is 'passed'"),
         ({"temperature": -1}, "temperature", "temperature=-1"),
         ({"temperature": 0, "attempts": 2}, "attempts", "would all be the same"),
         ({"by": "level"}, "by", "there is 'kind'"),
-        ({"models": [1]}, "models", "give names"),
-        ({"name": "a/b"}, "name", "letters, digits"),
+        ({"models": [1]}, "models", "valid string"),
+        ({"name": "a/b"}, "name", "match pattern"),
         ({"agent": "clerk"}, "agent", "give an Agent"),
     ],
 )

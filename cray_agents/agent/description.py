@@ -112,7 +112,7 @@ class AgentDescription(Generic[Deps, Output]):
     server: ServerCapabilities = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_arguments(self)
+        check_arguments(self, AgentDescription, "output_type", "environment")
         object.__setattr__(self, "tools", tuple(as_tool(thing) for thing in self.tools))
         names = [schema["function"]["name"] for schema in self.tool_schemas]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -265,26 +265,28 @@ def check_text(text: str, what: str) -> None:
 
 
 @cache
-def _described() -> type[BaseModel]:
-    """The arguments of Agent as pydantic checks them, but those that are read by code of ours."""
-    hints = get_type_hints(AgentDescription, include_extras=True)
-    read = ("output_type", "environment")
+def _described(kind: type, read: tuple[str, ...]) -> type[BaseModel]:
+    """The arguments of a dataclass as pydantic checks them, but those that code of ours reads."""
+    hints = get_type_hints(kind, include_extras=True)
     checked: dict[str, Any] = {
         each.name: (hints[each.name], ...)
-        for each in fields(AgentDescription)
+        for each in fields(kind)
         if each.init and each.name not in read
     }
     config = ConfigDict(strict=True, arbitrary_types_allowed=True)
-    return create_model("Agent", __config__=config, **checked)
+    return create_model(kind.__name__, __config__=config, **checked)
 
 
-def check_arguments(agent: AgentDescription) -> None:
-    """Raise BadInput for an argument of another type or beyond its bounds."""
+def check_arguments(made: Any, kind: type, *read: str) -> None:
+    """Raise BadInput for an argument of another type or beyond its bounds; `read`: not for these.
+
+    `kind`: the dataclass whose fields are checked.
+    """
     try:
-        _described()(**vars(agent))
+        _described(kind, read)(**vars(made))
     except ValidationError as error:
         problems = error.errors(include_url=False)
         name = str(problems[0]["loc"][0])
         messages = [problem["msg"] for problem in problems if problem["loc"][0] == name]
         why = " or ".join(dict.fromkeys(messages)).removeprefix("Value error, ")
-        raise BadInput(f"{name}={getattr(agent, name)!r}: {why}", param=name) from error
+        raise BadInput(f"{name}={getattr(made, name)!r}: {why}", param=name) from error

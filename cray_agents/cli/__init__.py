@@ -38,7 +38,7 @@ COMMANDS = {
     "mcp": ("agents",),
     "env-worker": ("environments",),
     "loop": ("loops",),
-    "eval": ("evaluations",),
+    "eval": ("loops",),
     "models": ("models",),
     "jobs": ("jobs",),
     "plan": ("plan",),

@@ -1,6 +1,6 @@
-"""`loop`: run the self-improving loop that a Python file defines. The same command goes on.
+"""`loop` and `eval`: run the self-improving loop, or the evaluation, that a Python file defines.
 
-With --watch the same file's loop trains on live traffic instead, without end.
+The same command goes on. With --watch the file's loop trains on live traffic, without end.
 """
 
 import asyncio
@@ -12,18 +12,28 @@ from types import ModuleType
 from typing import Annotated
 
 import typer
+from rich.progress import MofNCompleteColumn
 
 from cray_agents.agent.agent import Agent
-from cray_agents.cli.agents import platform_for
+from cray_agents.cli.agents import platform_for, split_target
 from cray_agents.cli.iteration_table import LEGEND, LoopScreen, disagreement, iterations_table
 from cray_agents.cli.options import Commands, given
-from cray_agents.cli.screen import console, errors, print_json, settings
+from cray_agents.cli.screen import (
+    console,
+    errors,
+    print_json,
+    print_table,
+    progress_bar,
+    settings,
+)
 from cray_agents.cli.user_files import find, load
 from cray_agents.errors import BadInput
-from cray_agents.iteration import Iteration, promoted_version
+from cray_agents.iteration import Iteration, LoopProgress, promoted_version
+from cray_agents.loop.evaluation import Evaluation, EvaluationResult
 from cray_agents.loop.live.schedule import Live
 from cray_agents.loop.loop import Loop
 from cray_agents.platform.client import Platform
+from cray_agents.promotion.figures import Estimate
 from cray_agents.server.platform_process import running
 
 
@@ -38,8 +48,9 @@ LoopFile = Annotated[Path, typer.Argument(help="A Python file that defines `loop
 
 
 def add_to(app: Commands) -> None:
-    """Register the command."""
+    """Register the commands."""
     app.command("loop", takes="json url")(loop)
+    app.command("eval", takes="json url")(evaluate)
 
 
 def loop(
@@ -152,3 +163,78 @@ def _until_interrupted(loop: Loop, iterations: int) -> Iterator[Iteration]:
         if loop.live is None:
             raise
         errors.print("interrupted: the same command goes on from here", highlight=False)
+
+
+# ---- eval
+def evaluate(
+    file: Annotated[
+        str,
+        typer.Argument(help="A Python file that defines `evaluation`; FILE:NAME for another name."),
+    ],
+) -> None:
+    """Measure versions of a model on tasks: mean@k and pass@k with intervals of 95 %.
+
+    The file's `Evaluation(agent, tasks, rewards, models=["a@1", "a@2"], attempts=8)` says what is
+    run. The same command goes on where it stopped, and runs nothing that is on record.
+    """
+    path, name = split_target(file)
+    evaluation = find(load(path), name or "evaluation", Evaluation, path)
+    with (
+        platform_for(evaluation.models[0].partition("@")[0]) as platform,
+        progress_bar(MofNCompleteColumn()) as bar,
+    ):
+        task = bar.add_task("")
+
+        def show(now: LoopProgress) -> None:
+            bar.update(task, description=now.phase, completed=now.done, total=now.total or None)
+
+        evaluation.platform, evaluation.on_progress = platform, show
+        result = evaluation.run_sync()
+    if given().json:
+        print_json(result)
+        return
+    print_result(result, evaluation.by)
+
+
+def print_result(result: EvaluationResult, by: str | None) -> None:
+    """Print the versions' figures, what is missing, and how the versions differ."""
+    k = result.attempts
+    rows = [
+        {
+            "version": name,
+            **({f"by {by}": group} if by else {}),
+            f"mean@{k}": _interval(one.mean),
+            **{f"pass@{n}": _interval(one.pass_at[n]) for n in (1, k)},
+            "tasks": one.mean.tasks,
+            "missing": one.missing,
+        }
+        for name, whole in result.models.items()
+        for group, one in [("all", whole), *whole.by.items()]
+    ]
+    print_table(rows, list(rows[0]))
+    for name, one in result.models.items():
+        if one.missing:
+            why = ", ".join(f"{count} {kind}" for kind, count in one.errors.items())
+            _say(f"{name}: {one.missing} runs are missing ({why}); the same command tries again")
+    for found in result.comparisons:
+        _say(
+            f"{found.candidate} - {found.incumbent}: {_interval(found.difference, '+')}, "
+            f"p {found.p:.2g}; better at {found.wins} of {found.tasks} tasks, worse at "
+            f"{found.losses}; left out, for a version has no scored run: {found.left_out}"
+        )
+    look = (
+        "" if given().url else f": cray-agents runs list --where loop={result.loop}{given().words}"
+    )
+    _say(f"The runs are those of loop={result.loop}{look}")
+
+
+def _interval(estimate: Estimate, sign: str = "") -> str:
+    if estimate.value is None:
+        return "-"
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:{sign}.3f}"
+    return f"{estimate.value:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -7,16 +7,19 @@ to it. Read next: rollouts.py; promotion/figures.py.
 """
 
 import inspect
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from functools import partial, wraps
+from typing import Annotated, ParamSpec, TypeVar
+
+from pydantic import Field, FiniteFloat, PositiveInt, StringConstraints
 
 from cray_agents.agent import user_code
 from cray_agents.agent.agent import Agent
+from cray_agents.agent.description import check_arguments
 from cray_agents.agent.environment import WorkerEnvironment
 from cray_agents.errors import BadInput, EngineUnavailable, NotFound
 from cray_agents.iteration import LoopProgress
@@ -27,13 +30,14 @@ from cray_agents.loop.rollouts import Rollouts, attempts_at, scores_of
 from cray_agents.loop.settings_record import record_of
 from cray_agents.loop.version_gate import VersionGate
 from cray_agents.platform.client import Platform
-from cray_agents.promotion.figures import Comparison, Figures, compare, figures_of
+from cray_agents.promotion.figures import Figures, PairedDifference, compare, figures_of
 from cray_agents.records import EVALUATION, UNSCORED, ModelVersion, Record, Run, digest
 from cray_agents.rewards.reward import RewardFunction
 from cray_agents.tasks.readers import TaskLike
 from cray_agents.tasks.task_set import TaskSet
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class VersionResult(Figures):
@@ -56,7 +60,7 @@ class EvaluationResult(Record):
     attempts: int
     temperature: float | None
     models: dict[str, VersionResult]
-    comparisons: list[Comparison]
+    comparisons: list[PairedDifference]
 
 
 @dataclass
@@ -87,12 +91,12 @@ class Evaluation:
     tasks: TaskSet | Sequence[TaskLike]
     rewards: Sequence[RewardFunction]
     models: Sequence[str] = ()
-    attempts: int = 1
-    temperature: float | None = None
+    attempts: PositiveInt = 1
+    temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
     by: str | None = None
-    min_reward: float = 1.0
-    concurrency: int = 64
-    name: str = ""
+    min_reward: FiniteFloat = 1.0
+    concurrency: PositiveInt = 64
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,100}$")] = ""
     platform: Platform | None = None
     on_progress: Callable[[LoopProgress], None] = lambda progress: None
 
@@ -103,24 +107,17 @@ class Evaluation:
         if not self.rewards and not own:
             raise BadInput("an evaluation needs at least one reward function", param="rewards")
         given = self.tasks
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise BadInput(f"tasks={given!r}: give a TaskSet or a list of tasks", param="tasks")
         self._tasks = (
             given if isinstance(given, TaskSet) else TaskSet.from_list(given, holdout=0, test=1)
         )
         if not self._tasks:
             raise BadInput("there are no tasks to evaluate on", param="tasks")
-        models = (self.models,) if isinstance(self.models, str) else tuple(self.models)
-        self.models = models or (self.agent.model,)
-        if not all(isinstance(model, str) for model in self.models):
-            raise BadInput(f"models={self.models!r}: give names, as in ['a@1']", param="models")
-        for name in ("attempts", "concurrency"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise BadInput(f"{name}={value!r}: give a whole number from 1", param=name)
-        for name in ("temperature", "min_reward"):
-            value, least = getattr(self, name), 0 if name == "temperature" else -math.inf
-            if value is not None and not (
-                isinstance(value, int | float) and least <= value < math.inf
-            ):
-                raise BadInput(f"{name}={value!r}: give a number", param=name)
+        self.models = (self.models,) if isinstance(self.models, str) else self.models
+        self.models = self.models or (self.agent.model,)
+        self.name = self.name or re.sub(r"[^A-Za-z0-9._-]", "-", self.agent.name)[:100]
+        check_arguments(self, Evaluation, "tasks", "rewards")
         if self.temperature is None:
             self.temperature = self.agent.temperature
         if self.temperature == 0 and self.attempts > 1:
@@ -130,10 +127,6 @@ class Evaluation:
                 param="attempts",
             )
         check_key("by", self.by, [task.metadata for task in self._tasks])
-        self.name = self.name or re.sub(r"[^A-Za-z0-9._-]", "-", self.agent.name)
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", self.name):
-            message = f"name={self.name!r}: give up to 100 letters, digits, dots and dashes"
-            raise BadInput(message, param="name")
 
     @property
     def loop(self) -> str:
@@ -155,19 +148,9 @@ class Evaluation:
         if twice := [name for name in ids if ids.count(name) > 1]:
             raise BadInput(f"models={list(self.models)}: {twice[0]} is in it twice", param="models")
         holder = f"evaluation {self.name}"
-        gate = VersionGate(
-            platform, lambda why: self._report("waiting", note=f"waits: {why}"), holder
-        )
-        rollouts = Rollouts(
-            platform,
-            gate,
-            self.agent,
-            self.loop,
-            self.rewards,
-            self.concurrency,
-            True,
-            [EVALUATION],
-        )
+        gate = VersionGate(platform, lambda why: self._report(f"waiting: {why}"), holder)
+        given = (platform, gate, self.agent, self.loop, self.rewards, self.concurrency)
+        rollouts = Rollouts(*given, tags=[EVALUATION])
         try:
             await gate.look()
             runs = {version.id: await self._runs(rollouts, version) for version in versions}
@@ -206,11 +189,7 @@ class Evaluation:
         for task in self._tasks:
             scope = f"{version.id}/{digest(task.model_dump(mode='json'))}"
             requests += attempts_at([task], scope, self.attempts)
-
-        def report(done: int) -> None:
-            self._report(version.id, done, len(requests))
-
-        report(0)
+        report = partial(self._report, version.id, total=len(requests))
         if not await rollouts.are_scored(requests, version):
             await rollouts.gate.stage(version)
         runs = await rollouts.run(requests, version, self.temperature, report, paired=True)
@@ -222,43 +201,35 @@ class Evaluation:
             )
         return runs
 
-    def _report(self, phase: str, done: int = 0, total: int = 0, note: str = "") -> None:
-        self.on_progress(LoopProgress(0, phase, done, total, note))
+    def _report(self, phase: str, done: int = 0, total: int = 0) -> None:
+        self.on_progress(LoopProgress(0, phase, done, total))
 
     def _result(self, runs: Sequence[Run]) -> VersionResult:
         groups: dict[str, list[Run]] = {}
         for run in runs:
             value = run.task.metadata.get(self.by) if run.task and self.by else None
             groups.setdefault("-" if value is None else str(value), []).append(run)
-        errors = (
-            run.error.type if run.error else "no reward" for run in runs if run.reward is None
-        )
+        lost = [run.error.type if run.error else "no reward" for run in runs if run.reward is None]
         return VersionResult(
             **dict(self._figures(runs)),
             by={name: self._figures(groups[name]) for name in sorted(groups)} if self.by else {},
-            errors=dict(Counter(errors)),
+            errors=dict(Counter(lost)),
         )
 
     def _figures(self, runs: Sequence[Run]) -> Figures:
         return figures_of(scores_of(runs), self.min_reward, self.attempts)
 
 
-def _called(make: Callable[P, Evaluation]) -> Callable[P, Coroutine[Any, Any, EvaluationResult]]:
-    async def evaluate(*args: P.args, **settings: P.kwargs) -> EvaluationResult:
-        """Run an Evaluation of these arguments; `evaluate_sync` blocks."""
-        return await make(*args, **settings).run()
+def _call_form(make: Callable[P, Evaluation], run: Callable[[Evaluation], R]) -> Callable[P, R]:
+    """Return a function of an Evaluation's arguments that runs it."""
 
+    @wraps(run, assigned=["__doc__"])
+    def evaluate(*args: P.args, **settings: P.kwargs) -> R:
+        return run(make(*args, **settings))
+
+    evaluate.__dict__["__signature__"] = inspect.signature(make)
     return evaluate
 
 
-def _called_sync(make: Callable[P, Evaluation]) -> Callable[P, EvaluationResult]:
-    def evaluate_sync(*args: P.args, **settings: P.kwargs) -> EvaluationResult:
-        """Run an Evaluation of these arguments, in code that is not async."""
-        return make(*args, **settings).run_sync()
-
-    return evaluate_sync
-
-
-evaluate, evaluate_sync = _called(Evaluation), _called_sync(Evaluation)
-for _form in (evaluate, evaluate_sync):
-    _form.__dict__["__signature__"] = inspect.signature(Evaluation)
+evaluate = _call_form(Evaluation, Evaluation.run)
+evaluate_sync = _call_form(Evaluation, Evaluation.run_sync)

@@ -57,7 +57,7 @@ class Pair(Record):
     tag: str | None = None
 
 
-class Comparison(Record):
+class PairedDifference(Record):
     """The paired difference of two versions, `candidate` minus `incumbent`, by `pairs` of tasks.
 
     `p` is that of the test that turns the signs of the differences (Fisher 1935), two-sided.
@@ -119,7 +119,7 @@ def estimate(values: Sequence[float], draws: int | None = None) -> Estimate:
     return Estimate(value=mean, low=mean - t * error, high=mean + t * error, tasks=tasks)
 
 
-def compare(names: tuple[str, str], incumbent: Scores, candidate: Scores) -> Comparison:
+def compare(names: tuple[str, str], incumbent: Scores, candidate: Scores) -> PairedDifference:
     """Compare two versions, named in this order, on the tasks that both have scores of."""
     both, missing = list[Pair](), 0
     for task in incumbent:
@@ -130,7 +130,7 @@ def compare(names: tuple[str, str], incumbent: Scores, candidate: Scores) -> Com
             ours, theirs = map(fmean, known)
             both.append(Pair(task=task, incumbent=ours, candidate=theirs))
     differences = [pair.candidate - pair.incumbent for pair in both]
-    return Comparison(
+    return PairedDifference(
         incumbent=names[0],
         candidate=names[1],
         difference=estimate(differences),
@@ -170,9 +170,6 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 def _student(freedom: int) -> float:
     """Return the 0.975 quantile of Student's t (Abramowitz and Stegun 1964, 26.7.5)."""
     z, n = NormalDist().inv_cdf(0.975), freedom
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    )
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    return z + (z**3 + z) / (4 * n) + second + third

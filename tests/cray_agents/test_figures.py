@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from cray_agents.promotion.figures import compare, estimate, figures_of, sign_flip_p
+from cray_agents.promotion.figures import Scores, compare, estimate, figures_of, sign_flip_p
 
 
 def test_mean_and_pass_at_k_by_hand() -> None:
-    scores = {"a": [1, 1, 0, 0], "b": [0, 0, 0, 0], "c": [1, 1, 1, None], "d": [None] * 4}
+    scores: Scores = {"a": [1, 1, 0, 0], "b": [0, 0, 0, 0], "c": [1, 1, 1, None], "d": [None] * 4}
     found = figures_of(scores, attempts=4)
     assert (found.runs, found.missing) == (11, 5)
     assert found.mean.value == pytest.approx((0.5 + 0 + 1) / 3)
@@ -31,8 +31,8 @@ def test_intervals_by_hand() -> None:
 
 
 def test_versions_are_compared_by_task() -> None:
-    before = {"a": [0, 0], "b": [0, 1], "c": [1, 1], "d": [None, None]}
-    after = {"a": [1, 0], "b": [1, 1], "c": [1, None], "d": [1, 1]}
+    before: Scores = {"a": [0, 0], "b": [0, 1], "c": [1, 1], "d": [None, None]}
+    after: Scores = {"a": [1, 0], "b": [1, 1], "c": [1, None], "d": [1, 1]}
     found = compare(("m@1", "m@2"), before, after)
     assert (found.tasks, found.wins, found.losses, found.ties) == (3, 2, 0, 1)
     assert (found.left_out, found.missing) == (1, 3)
