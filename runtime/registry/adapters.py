@@ -81,7 +81,7 @@ class SavedAdapter:
     def merged(
         self, layer: str, weight: "torch.Tensor", part: tuple[slice, ...] = ()
     ) -> "torch.Tensor":
-        """Return the weight of a layer with the adapter added, in its own type.
+        """Return the weight of a layer with the adapter added, in float32; of others as it is.
 
         `part`: of the whole weight, what `weight` is; (): all of it.
         """
@@ -89,7 +89,7 @@ class SavedAdapter:
             return weight
         update = pair[1].float() @ pair[0].float() * (self.alpha / self.rank)
         update = update.T if self._transposed else update
-        return (weight.float() + update[part].to(weight.device)).to(weight.dtype)
+        return weight.float() + update[part].to(weight.device)
 
 
 def merge(directory: Path) -> Path:
@@ -142,6 +142,7 @@ def _merge_files(adapter: SavedAdapter, base: Path, target: Path) -> None:
             tensors = {}
             for name in stored.keys():  # noqa: SIM118 (it is no mapping)
                 layers.add(layer := name.removesuffix(".weight"))
-                tensors[name] = adapter.merged(layer, stored.get_tensor(name)).contiguous()
+                tensor = stored.get_tensor(name)
+                tensors[name] = adapter.merged(layer, tensor).to(tensor.dtype).contiguous()
             save_file(tensors, target / path.name, stored.metadata())
     adapter.refuse_unknown(layers)
