@@ -29,7 +29,7 @@ a loop that continues after kills | loop_kills | |
 promotion test | cray_agents/promotion | |
 training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B
 distillation | trainers/distillation | |
-LoRA | trainers/lora | | lora-8B
+LoRA | trainers/lora trainers/adapter_versions | | lora-8B
 layouts over ranks | trainers/numerics trainers/context | | parallel
 full sharding | trainers/transformers_backend/weight_shards | | sharding
 any model of transformers | trainers/transformers_backend/transformers_jobs | | transformers
