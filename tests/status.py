@@ -32,7 +32,7 @@ training methods | trainers/methods/learning trainers/methods_in_layouts | train
 master weights over iterations | trainers/master_weights | | session-small-rate
 mixtures of experts | trainers/numerics | | train-moe
 distillation | trainers/distillation | |
-LoRA | trainers/lora | | lora-8B
+LoRA | trainers/lora trainers/adapter_versions | | lora-8B session-lora
 layouts over ranks | trainers/numerics trainers/context | | parallel resume train-all
 full sharding | trainers/transformers_backend/weight_shards | | sharding
 any model of transformers | trainers/transformers_backend/transformers_jobs | | transformers

@@ -14,6 +14,7 @@ Written by trainers/checkpointing/peft_adapter.py. Read next: checkpoints.py, `b
 
 import shutil
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,21 +48,31 @@ class SavedAdapter:
     """
 
     def __init__(self, directory: Path) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
         folder = self._folder = directory / ADAPTER
         try:
             config: Any = checksums.parse((folder / CONFIG).read_bytes(), folder / CONFIG)
             self.rank, self.alpha = int(config["r"]), float(config["lora_alpha"])
             self.modules = {str(name).rpartition(".")[2] for name in config["target_modules"]}
             self._transposed = bool(config["fan_in_fan_out"])
-            self._tensors = load((folder / WEIGHTS).read_bytes())
         except FileNotFoundError as error:
             raise Corrupt(f"{error.filename} is missing") from error
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise Corrupt(f"{folder} holds no adapter that can be read: {error!r}") from error
-        self.layers = {name[len(_STEM) : -len(_A)] for name in self._tensors if name.endswith(_A)}
+        except (KeyError, TypeError, ValueError) as error:
+            raise Corrupt(f"{folder / CONFIG} is not of an adapter: {error!r}") from error
+
+    @cached_property
+    def _tensors(self) -> "dict[str, torch.Tensor]":
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            return load((self._folder / WEIGHTS).read_bytes())
+        except (FileNotFoundError, SafetensorError) as error:
+            raise Corrupt(f"{self._folder / WEIGHTS} cannot be read: {error}") from error
+
+    @cached_property
+    def layers(self) -> set[str]:
+        """The names of the layers that it is of."""
+        return {name[len(_STEM) : -len(_A)] for name in self._tensors if name.endswith(_A)}
 
     def pair(self, layer: str) -> "tuple[torch.Tensor, torch.Tensor] | None":
         """Return A [rank, in] and B [out, rank] of a layer, by its name in the files."""
@@ -81,7 +92,7 @@ class SavedAdapter:
     def merged(
         self, layer: str, weight: "torch.Tensor", part: tuple[slice, ...] = ()
     ) -> "torch.Tensor":
-        """Return the weight of a layer with the adapter added, in its own type.
+        """Return the weight of a layer with the adapter added, in float32; of others as it is.
 
         `part`: of the whole weight, what `weight` is; (): all of it.
         """
@@ -89,7 +100,7 @@ class SavedAdapter:
             return weight
         update = pair[1].float() @ pair[0].float() * (self.alpha / self.rank)
         update = update.T if self._transposed else update
-        return (weight.float() + update[part].to(weight.device)).to(weight.dtype)
+        return weight.float() + update[part].to(weight.device)
 
 
 def merge(directory: Path) -> Path:
@@ -142,6 +153,7 @@ def _merge_files(adapter: SavedAdapter, base: Path, target: Path) -> None:
             tensors = {}
             for name in stored.keys():  # noqa: SIM118 (it is no mapping)
                 layers.add(layer := name.removesuffix(".weight"))
-                tensors[name] = adapter.merged(layer, stored.get_tensor(name)).contiguous()
+                tensor = stored.get_tensor(name)
+                tensors[name] = adapter.merged(layer, tensor).to(tensor.dtype).contiguous()
             save_file(tensors, target / path.name, stored.metadata())
     adapter.refuse_unknown(layers)

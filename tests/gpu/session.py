@@ -167,7 +167,10 @@ def weights_of(checkpoint: Path) -> str:
 
 
 def differing(one: Path, other: Path) -> float:
-    """Return the share of the weights of two checkpoints of one model that are not equal."""
+    """Return the share of the weights of two checkpoints of one model that are not equal.
+
+    An adapter version has no weights of its own: 0.
+    """
     from safetensors import safe_open
 
     count = different = 0
@@ -177,7 +180,7 @@ def differing(one: Path, other: Path) -> float:
                 weight = mine.get_tensor(name)
                 count += weight.numel()
                 different += int((weight != theirs.get_tensor(name)).sum())
-    return different / count
+    return different / max(1, count)
 
 
 def write_dataset(home: Home, rows: list[list[int]]) -> int:

@@ -22,7 +22,7 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_process import EngineSettings, VllmProcess
 from cray_agents.runtime.registry import checkpoints
-from cray_agents.trainers.checkpointing.peft_adapter import WEIGHTS
+from cray_agents.runtime.registry.adapters import WEIGHTS
 from tests.support.scripted_pool import until
 from tests.support.vllm_pool import (
     CHAT,

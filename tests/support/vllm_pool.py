@@ -16,9 +16,10 @@ from cray_agents.runtime.pool.pool import Pool
 from cray_agents.runtime.pool.vllm_engine import VllmEngine
 from cray_agents.runtime.pool.vllm_http import UNIX
 from cray_agents.runtime.registry import checkpoints
+from cray_agents.runtime.registry.adapters import CONFIG, WEIGHTS
 from cray_agents.runtime.registry.checkpoints import hash_files
 from cray_agents.runtime.vllm_plugins.wire import VARIABLE
-from cray_agents.trainers.checkpointing.peft_adapter import CONFIG, WEIGHTS, peft_config
+from cray_agents.trainers.checkpointing.peft_adapter import peft_config
 from cray_agents.training_jobs import Lora
 from tests.support.unix_servers import socket_of
 

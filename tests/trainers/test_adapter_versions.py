@@ -65,7 +65,9 @@ def test_a_version_is_its_adapter_and_jobs_go_on_with_it_or_merge_it(
     told = torch.tensor(manifest.probe[0].logprobs)
     torch.testing.assert_close(by_peft, told, atol=1e-4, rtol=0)
     assert (by_peft - logprobs(load(base))).abs().max() > 1e-2, "it has learnt nothing"
+    (version / ".merged.draft_killed").mkdir()
     merged = adapters.merge(version)
+    assert not list(version.glob(".*"))
     torch.testing.assert_close(logprobs(load(merged)), by_peft, atol=1e-4, rtol=0)
     checkpoints.verify(merged)
 

@@ -270,7 +270,8 @@ def publish(
 ) -> None:
     """Export, probe and publish as `final`, unless that exists. Collective.
 
-    With `spec.changes_only` a delta checkpoint, where the parent is a checkpoint of this root.
+    Adapters alone, where `published_base` names a checkpoint. With `spec.changes_only` a delta
+    checkpoint, where the parent is one of this root.
     Weights, adapters and optimizer stay as they are: training may go on. Raises StoreError on every
     rank if one of them cannot write.
     """
@@ -285,11 +286,11 @@ def publish(
 
     write_together("the checkpoint", make_draft)
     over, base = training.base, published_base(training, home)
-    chained = base is None and checkpoints.base_of(training.parent) is not None
-    if (lora := training.hyper.lora) is not None and not chained:
-        adapter, below = draft / checkpoints.ADAPTER, spec.parent if over is None else over.path
-        write_adapter(training.chunks, training.model, lora, below, adapter)
-    ours = training.parent.resolve().parent == final.parent.resolve()
+    below = checkpoints.base_of(training.parent)
+    if (lora := training.hyper.lora) is not None and (base is not None or below is None):
+        place, name = draft / checkpoints.ADAPTER, spec.parent if over is None else over.path
+        write_adapter(training.chunks, training.model, lora, name, place)
+    ours = training.parent.resolve().parent == final.parent.resolve() and below is None
     config = config_of(training.parent, training.model)
     # a parent that was dequantised has no such tensors
     same = training.hyper.init != "random" and config == read_config(training.parent)
@@ -303,7 +304,8 @@ def publish(
         scores, tops = training.score_with_top(Samples.of(prompts), temperature=1.0)
 
     def finish() -> str:
-        copy_settings(training.parent, draft, tied=training.model.tied, config=config)
+        own = config if base is None else None  # what the adapter is over stays as it is stored
+        copy_settings(training.parent, draft, tied=training.model.tied, config=own)
         files = checkpoints.hash_files(draft, hashes)
         files = {name: files[name] for name in files if not name.startswith(f"{DELTA}/")}
         parent, sha256 = training.parent.name, spec.parent_sha256
@@ -335,7 +337,7 @@ def publish(
         return manifest.weights_sha256
 
     sha256 = write_together("the checkpoint", finish if main else lambda: "")
-    if training.sender is not None:
+    if training.sender is not None and base is None:
         training.sender.offer(broadcast_from_rank0(sha256))
 
 

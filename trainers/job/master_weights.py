@@ -20,7 +20,6 @@ from cray_agents.runtime.disk import checksums
 from cray_agents.runtime.registry import checkpoints
 from cray_agents.runtime.registry.adapters import CONFIG
 from cray_agents.trainers.checkpointing import resume
-from cray_agents.trainers.checkpointing.hf_export import published_base
 from cray_agents.trainers.checkpointing.state import (
     allocate_moments,
     local_ranges,
@@ -161,17 +160,17 @@ def note_first(training: RankTraining) -> None:
 
 
 @torch.no_grad()
-def moved(training: RankTraining, home: Home) -> dict[str, float]:
+def moved(training: RankTraining) -> dict[str, float]:
     """Return what a job changed so far, as its files will show it; a part of the job's record.
 
     `changed_share`: of the trained weights, those that differ in the files from the parent's.
     `update_ratio`: the norm of the files' change by that of the master weights'; left out if these
-    did not move. Of adapters that are published merged, the merged weights count. Collective.
+    did not move. Of adapters A and B count, and not what they make of the weights. Collective.
     """
     device = training.ranks.device
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # weights, changed, file^2, master^2
     types, first = training.stored_types(), iter(training.first)
-    for parameter, *tensors in _now_and_before(training, home, first):
+    for parameter, *tensors in _now_and_before(training, first):
         for master, weights, before in _pieces(*tensors):
             file = _as_stored(master, weights, types.get(parameter)).float()
             parent = _as_stored(before.to(device), weights, types.get(parameter)).float()
@@ -187,7 +186,7 @@ def moved(training: RankTraining, home: Home) -> dict[str, float]:
 
 def note_moved(training: RankTraining, journal: JobJournal, checkpoint: str) -> dict[str, float]:
     """Record what a job moved, with a checkpoint's name; return it as `moved` does. Collective."""
-    record = moved(training, journal.home)
+    record = moved(training)
     if is_rank0():
         journal.event("moved", checkpoint=checkpoint, **record)
     if "update_ratio" in record and not record["changed_share"]:
@@ -207,22 +206,11 @@ def warn(journal: JobJournal, message: str) -> None:
         journal.event("warning", message=message)
 
 
-def _now_and_before(training: RankTraining, home: Home, first: Any) -> Iterator[Any]:
+def _now_and_before(training: RankTraining, first: Any) -> Iterator[Any]:
     """Yield (parameter, master weights, weights computed with, those at first): each once."""
-    from megatron.core import parallel_state as ps
-
-    if published_base(training, home) is not None:
+    if training.hyper.lora is not None:
         for now, before in zip(adapter_weights(training), first, strict=True):
             yield now, now, now, before
-        return
-    if training.hyper.lora is not None:
-        counts = ps.get_data_parallel_rank(with_context_parallel=True) == 0
-        for _, _, adapter in adapters(training.chunks):
-            weight = adapter.base.weight
-            a, b = (next(first).to(weight.device) for _ in range(2))
-            if counts:
-                now = adapter.merged(adapter.a, adapter.b)
-                yield weight, now, weight, adapter.merged(a, b)
         return
     mine = all(one.distributed_optimizer_instance_id == 0 for one in optimizers(training))
     for owned in owned_ranges(training, local_ranges(training)):
