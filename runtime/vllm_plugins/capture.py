@@ -12,12 +12,15 @@ with each step; `VersionedState` records it. Read next: scheduler.py, in the eng
 """
 
 import asyncio
+import base64
 import contextlib
 import functools
 import time
+import zlib
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -50,7 +53,15 @@ UNSATISFIABLE = orjson.dumps(
 _capture: ContextVar["list[CapturedSequence] | None"] = ContextVar("capture", default=None)
 _merge: ContextVar[bool] = ContextVar("merge", default=False)  # what MERGE of that request says
 
-FIELDS = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids", "versions")
+FIELDS = (
+    "finish_reason",
+    "logprobs",
+    "name",
+    "prompt_token_ids",
+    "routes",
+    "token_ids",
+    "versions",
+)
 
 
 class CapturedSequence:
@@ -58,10 +69,11 @@ class CapturedSequence:
 
     `name` is vLLM's name of the request, `id` the engine core's. `versions` holds pairs of a token
     index and the weights that sampled from it on. `constrained`: a schema or grammar restricted the
-    tokens.
+    tokens. `routed` has the experts of the tokens read, [tokens, layers, experts of a token], in
+    pieces, where vLLM returns them.
     """
 
-    __slots__ = (*FIELDS, "constrained", "id")
+    __slots__ = (*(field for field in FIELDS if field != "routes"), "constrained", "id", "routed")
 
     def __init__(
         self, name: str, request_id: str, prompt_token_ids: list[int], constrained: bool
@@ -74,6 +86,16 @@ class CapturedSequence:
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
         self.versions: list[tuple[int, str]] = []
+        self.routed: list[Any] = []
+
+    @property
+    def routes(self) -> dict[str, Any] | None:
+        """The routes as records.Routes: 16 bits an expert, compressed; None if there are none."""
+        if not self.routed:
+            return None
+        whole = np.concatenate(self.routed)[: len(self.prompt_token_ids) + len(self.token_ids) - 1]
+        data = base64.b64encode(zlib.compress(whole.astype("<u2").tobytes(), 1)).decode()
+        return {"layers": whole.shape[1], "experts": whole.shape[2], "data": data}
 
 
 class CapturingProcessor(LogprobsProcessor):  # type: ignore[misc]
@@ -88,6 +110,8 @@ class CapturingProcessor(LogprobsProcessor):  # type: ignore[misc]
         sampled.token_ids += output.new_token_ids
         if output.new_logprobs is not None:
             sampled.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        if getattr(output, "routed_experts", None) is not None:
+            sampled.routed.append(output.routed_experts)
         if output.finish_reason is not None:
             sampled.finish_reason = str(output.finish_reason)
         if self.wants_logprobs:
