@@ -12,15 +12,12 @@ with each step; `VersionedState` records it. Read next: scheduler.py, in the eng
 """
 
 import asyncio
-import base64
 import contextlib
 import functools
 import time
-import zlib
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -30,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
+from cray_agents.runtime.vllm_plugins.routes import encode
 from cray_agents.runtime.vllm_plugins.scheduler import MARK
 from cray_agents.runtime.vllm_plugins.wire import ABORT, BODY, CAPTURE, EVENT, MERGE, VERSION
 
@@ -90,12 +88,8 @@ class CapturedSequence:
 
     @property
     def routes(self) -> dict[str, Any] | None:
-        """The routes as records.Routes: 16 bits an expert, compressed; None if there are none."""
-        if not self.routed:
-            return None
-        whole = np.concatenate(self.routed)[: len(self.prompt_token_ids) + len(self.token_ids) - 1]
-        data = base64.b64encode(zlib.compress(whole.astype("<u2").tobytes(), 1)).decode()
-        return {"layers": whole.shape[1], "experts": whole.shape[2], "data": data}
+        """The routes of all tokens but the last; None if there are none."""
+        return encode(self.routed, len(self.prompt_token_ids) + len(self.token_ids) - 1)
 
 
 class CapturingProcessor(LogprobsProcessor):  # type: ignore[misc]
