@@ -1,4 +1,4 @@
-"""Routes of a mixture: from what vLLM returns to the samples of a job, and refused by name there."""
+"""Routes of a mixture: from what vLLM returns to a job's samples, and refused by name there."""
 
 from dataclasses import replace
 from pathlib import Path
