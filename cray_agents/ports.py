@@ -40,7 +40,8 @@ class SampledSequence:
 
     `logprobs` may be shorter where a request was cut off. `name` distinguishes the sequences of one
     request with several prompts; it ends in `-<place of the prompt>`. `version` sampled the first
-    token (empty: the version of the exchange); `seams` list later changes of weights.
+    token (empty: the version of the exchange); `seams` list later changes of weights. `routes`: as
+    of ModelCall.
     """
 
     prompt_token_ids: list[int]
@@ -50,6 +51,7 @@ class SampledSequence:
     name: str = ""
     version: str = ""
     seams: list[WeightChange] = field(default_factory=list)
+    routes: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

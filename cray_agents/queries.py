@@ -148,6 +148,8 @@ class DatasetRecipe(StrictRecord):
     With `givers`, only rewards count that were given with API keys of these names or on the
     platform's host itself. With None all count.
 
+    `router_replay` keeps the experts of each token where replicas recorded them, for training.
+
     With `balance_by` (a key of the tasks' metadata), a group of n samples weighs n**balance_power
     in all. A power of 0 makes all groups equal, 1 all samples.
     """
@@ -182,5 +184,6 @@ class DatasetRecipe(StrictRecord):
     render: bool = False
     rewards: dict[str, float] | None = None
     givers: list[str] | None = None
+    router_replay: bool = False
 
     _names = model_validator(mode="before")(_refuse_earlier_names)

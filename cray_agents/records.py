@@ -179,6 +179,18 @@ class WeightChange(Record):
     model: str
 
 
+class Routes(Record):
+    """The experts of a mixture that each token of a call was sent to, but for its last one.
+
+    `data`: base64 of zlib of [tokens, layers, experts] in 16 bits, little-endian. `experts`: those
+    of a token. Layers without experts have any numbers.
+    """
+
+    layers: int = Field(gt=0)
+    experts: int = Field(gt=0)
+    data: str
+
+
 class ModelCall(Record):
     """One request to a model, with the exact tokens it read and sampled.
 
@@ -188,7 +200,7 @@ class ModelCall(Record):
     of weights during the answer; `model` sampled the tokens before the first. If something was
     `redacted` from its texts, the three token lists are empty, as they would reveal it. `owner` is
     the id of the request's API key, if it had one. `retry`: the client's library said that it sends
-    the request again. `error` is what broke the answer off.
+    the request again. `error` is what broke the answer off. `routes`: of replicas that return them.
     """
 
     id: str
@@ -211,6 +223,7 @@ class ModelCall(Record):
     owner: str = ""
     retry: bool = False
     error: str = ""
+    routes: Routes | None = None
 
 
 class ToolCall(Record):

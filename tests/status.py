@@ -28,6 +28,7 @@ a loop that learns | demo | |
 a loop that continues after kills | loop_kills | |
 evaluation without a loop | evaluation cray_agents/figures | |
 promotion test | cray_agents/promotion | |
+judges, also of whole groups | cray_agents/llm_judge rollouts | |
 training methods | trainers/methods/learning trainers/methods_in_layouts | training | train-1B
 master weights over iterations | trainers/master_weights | | session-small-rate
 mixtures of experts | trainers/numerics | | train-moe
@@ -42,6 +43,7 @@ fused kernels, Transformer Engine, FP8 | trainers/kernels trainers/layer_choice 
 jobs that continue after failures | trainers/resume trainers/job | trainers/faults | hang
 training sessions | trainers/session training_session | | session session-lora
 agreement of trainer and engine | trainers/engine_agreement | | logprobs
+router replay, from recorded experts | runtime/datasets/routes trainers/router_replay | |
 estimates of `plan` | trainers/plan trainers/planned_memory | | train-1B train-3B train-moe
 APIs of OpenAI and Anthropic | runtime/vllm_apis runtime/anthropic_shapes | |
 Tinker scripts | runtime/tinker | |
@@ -59,6 +61,7 @@ damage that is noticed | bit_flips | |
 datasets | runtime/datasets/dataset_building runtime/datasets/dataset_samples | |
 imports, exports | runtime/imports/import_formats runtime/exports/formats | |
 keys, roles, owners | runtime/role_matrix runtime/owners | |
+trackers | trackers | |
 metrics, hardware | runtime/observability/metrics_families runtime/hardware/hardware | |
 dashboard | dashboard | |
 """

@@ -228,6 +228,11 @@ class Config(BaseModel):
         description="fp8: replicas on GPUs compute in FP8 with weights that they quantise at each "
         "load; methods that learn from log-probabilities then need their importance_cap",
     )
+    router_replay: bool = Field(
+        False,
+        description="replicas on GPUs record which experts of a mixture each token went to, and "
+        "GRPO and Distill train each token through the same ones (R3, arXiv 2510.11370)",
+    )
     speculative: str = Field(
         "",
         description="how replicas on GPUs guess tokens ahead, which the model then checks: ngram, "

@@ -157,7 +157,8 @@ async def check_engine(platform: Platform, schedule: Sequence[Scheduled]) -> Non
     engine = (await platform.info()).get("engine", {})
     flag = engine.get("quantized")
     corrected = [one.method for one in schedule if one.method.on_policy]
-    if engine.get("rounding") == "fp8" and any(m.importance_cap is None for m in corrected):
+    caps = [getattr(method, "importance_cap", None) for method in corrected]
+    if engine.get("rounding") == "fp8" and None in caps:
         raise BadInput(
             "the replicas sample in FP8 (quantization), which is another policy than the trainer's:"
             " importance_cap, which corrects that, must not be None",

@@ -303,7 +303,10 @@ class Loop:
             await hold_out(self._client, self.name, self.tasks)
             recipe = recipe_of(settings, now, number, rewards)
             givers = await self._running().source.givers(number)
-            return await self._client.build_dataset(recipe.model_copy(update={"givers": givers}))
+            engine = (await self._client.info()).get("engine", {})
+            replays = bool(engine.get("router_replay")) and self._scheduled(number).method.on_policy
+            more = {"givers": givers, "router_replay": replays}
+            return await self._client.build_dataset(recipe.model_copy(update=more))
 
     async def train(
         self,

@@ -111,8 +111,12 @@ class AttemptGroup:
         if len(self.runs) == self.size:
             try:
                 self.judged.set_result({one.id: one for one in await judge(self.runs)})
-            except Exception as error:
+            except asyncio.CancelledError:
+                self.judged.cancel()
+                raise
+            except BaseException as error:
                 self.judged.set_exception(error)
+                raise
         return (await asyncio.shield(self.judged))[run.id]
 
 

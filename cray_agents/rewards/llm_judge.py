@@ -294,10 +294,11 @@ def bind_engine(rewards: Iterable[RewardFunction], engine: ChatEngine) -> list[R
     """Return the rewards; judges without an engine of their own get this one."""
 
     def bound(reward: RewardFunction) -> RewardFunction:
-        if isinstance(reward, GroupJudge):
-            return replace(reward, judge=bound(reward.judge))
-        free = isinstance(reward, LLMJudge) and reward.engine is None
-        return replace(reward, engine=engine) if free else reward
+        if isinstance(reward, GroupJudge) and reward.judge.engine is None:
+            return replace(reward, judge=replace(reward.judge, engine=engine))
+        if isinstance(reward, LLMJudge) and reward.engine is None:
+            return replace(reward, engine=engine)
+        return reward
 
     return list(map(bound, rewards))
 

@@ -285,6 +285,7 @@ def engine_settings(config: Config, *, sleeps: bool) -> EngineSettings:
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         quantization=config.quantization,
+        router_replay=config.router_replay,
         speculative=config.speculative,
         speculative_tokens=config.speculative_tokens,
         engine_args=tuple(config.engine_args),
@@ -512,6 +513,7 @@ def describe_platform(
             "version": distribution_version("vllm"),
             "quantized": served is not None and served.quantized,
             "rounding": served and served.rounding,
+            "router_replay": served is not None and served.router_replay,
         },
         "trainer": {
             "name": "megatron-core",

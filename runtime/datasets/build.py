@@ -377,7 +377,9 @@ class BuildPass:
             self.selection.balance.add(split, row.balance)
         if self.draft is not None:
             if split not in self._writers:
-                self._writers[split] = ShardWriter(self.draft, split)
+                self._writers[split] = ShardWriter(
+                    self.draft, split, routes=self.recipe.router_replay
+                )
             self._writers[split].add(rows)
 
     def _write_line(self, line: ConsideredRun) -> None:

@@ -133,6 +133,8 @@ def defining_fields(recipe: DatasetRecipe) -> dict[str, Any]:
     # iterations under their earlier name: so datasets older than this one keep their names
     del fields["iterations"]
     fields["generations"] = recipe.iterations and sorted(set(recipe.iterations))
+    if not recipe.router_replay:
+        del fields["router_replay"]
     if recipe.discount == 1.0:
         del fields["discount"]
     # a missing key means `population`: so datasets older than this field keep their names
@@ -172,6 +174,8 @@ class Naming:
         self._hasher.update(canonical(values))
         self._hasher.update(sample.input_ids.tobytes())
         self._hasher.update(sample.logprobs.tobytes())
+        if self._recipe.router_replay:
+            self._hasher.update(sample.routes or b"")
 
     @property
     def name(self) -> str:

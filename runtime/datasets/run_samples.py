@@ -4,7 +4,9 @@ No text is tokenised again. Called by selection.py for recorded runs and by demo
 conversations to imitate. token_shards.py writes the samples.
 """
 
+import base64
 import math
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +86,8 @@ class TokenTurn(NamedTuple):
     temperature: float | None = None  # None: nothing was sampled, or the temperature is unknown
     shaped: bool = False
     seams: Sequence[tuple[int, str]] = ()
+    routes: bytes = b""  # 16 bits an expert, of all tokens but the last; empty: unknown
+    route_width: int = 0  # bytes of a token
 
 
 class Span(NamedTuple):
@@ -101,6 +105,7 @@ class TokenSample:
     `spans` cover all tokens. `turns` has the turn of each trained span, counted from 0 in the whole
     run. `versions` sampled the tokens, in order of their first token, at `temperatures`. A rendered
     demonstration has no versions. `losses` names what its conversation has and the tokens lack.
+    `routed` has the routes of tokens from a place on, `route_width` bytes each.
     """
 
     input_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -111,6 +116,16 @@ class TokenSample:
     shaped: bool = False
     turns: list[int] = field(default_factory=list)
     losses: set[str] = field(default_factory=set)
+    routed: list[tuple[int, bytes]] = field(default_factory=list)
+    route_width: int = 0
+
+    @property
+    def routes(self) -> bytes | None:
+        """The experts of each token, 16 bits each, 0xffff where unknown; None: none is known."""
+        whole = bytearray(b"\xff" * (self.route_width * len(self.input_ids)))
+        for start, rows in self.routed:
+            whole[start * self.route_width : start * self.route_width + len(rows)] = rows
+        return bytes(whole) or None
 
     @property
     def temperature(self) -> float | None:
@@ -168,6 +183,14 @@ class TokenSample:
         self.temperatures.add(turn.temperature)
         self.shaped = self.shaped or turn.shaped
 
+    def _add_routes(self, turn: TokenTurn, before: int) -> None:
+        """Take a turn's routes from the last token on that was there before it."""
+        start = max(0, before - 1)
+        rows = turn.routes[start * turn.route_width :]
+        if rows and self.route_width in (0, turn.route_width):
+            self.route_width = turn.route_width
+            self.routed.append((start, rows))
+
     def _version_index(self, version: str) -> int:
         if not version:
             return CONTEXT
@@ -212,6 +235,7 @@ def merge_turns(turns: Iterable[TokenTurn | None]) -> list[TokenSample]:
             length = 0
         samples[-1]._add_context(prompt[length:])
         samples[-1]._add_sampled(turn, number)
+        samples[-1]._add_routes(turn, length)
     return samples
 
 
@@ -222,6 +246,7 @@ def losses_of(samples: Iterable[TokenSample]) -> str | None:
 
 def turn_of(call: ModelCall) -> TokenTurn:
     """Convert a recorded call to a turn."""
+    routes = call.routes
     return TokenTurn(
         call.prompt_token_ids,
         call.token_ids,
@@ -230,4 +255,6 @@ def turn_of(call: ModelCall) -> TokenTurn:
         temperature_of(call.sampling),
         is_shaped(call.sampling) or has_strict_tool(call.tools) or bool(call.seams),
         [(seam.at, seam.model) for seam in call.seams],
+        b"" if routes is None else zlib.decompress(base64.b64decode(routes.data)),
+        0 if routes is None else 2 * routes.layers * routes.experts,
     )

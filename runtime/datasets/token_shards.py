@@ -17,6 +17,8 @@ Columns with one value for the sample:
                     else null
     temperature     of sampling; null: not sampled, or at several temperatures
     shaped          true if other options reshaped the distribution (run_samples.py)
+    routes          of recipes with `router_replay`: the experts of each token, as the bytes of
+                    [tokens, layers, experts of a token] in 16 bits; null: unknown
 
 The rows of a group are consecutive. `Balance` balances groups by a key of the tasks' metadata: a
 group of n samples has the total weight n**power, and the mean weight of a split is 1. The size of a
@@ -77,8 +79,10 @@ class ShardWriter:
         split: str,
         shard_rows: int = SHARD_ROWS,
         batch_rows: int = BATCH_ROWS,
+        *,
+        routes: bool = False,
     ) -> None:
-        self._directory, self._split = directory, split
+        self._directory, self._split, self._routes = directory, split, routes
         self._shard_rows, self._batch_rows = shard_rows, batch_rows
         self._rows: list[SampleRow] = []
         self._writer: Any = None
@@ -108,6 +112,9 @@ class ShardWriter:
         if not self._rows:
             return
         table = table_of(self._rows)
+        if self._routes:
+            known = pyarrow.array([row.sample.routes for row in self._rows], pyarrow.large_binary())
+            table = table.append_column("routes", known)
         if self._writer is None:
             path = self._directory / f"{self._split}-{len(self.files):05d}.parquet"
             self._writer = pyarrow.parquet.ParquetWriter(path, table.schema, **OPTIONS)

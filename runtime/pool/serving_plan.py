@@ -192,7 +192,7 @@ def _on_cpu(
 
 
 def check_fast_rollouts(config: Config, *, gpu: bool) -> None:
-    """Refuse FP8 and speculative decoding by name where they cannot be. Raises SetupError."""
+    """Refuse fast rollouts where they cannot be. Raises SetupError."""
     if config.quantization and not gpu:
         raise SetupError(
             f"quantization = {config.quantization!r} needs replicas on GPUs, and the installed vLLM"
@@ -200,6 +200,11 @@ def check_fast_rollouts(config: Config, *, gpu: bool) -> None:
         )
     if config.quantization and any("quantization" in flag for flag in config.engine_args):
         raise SetupError("engine_args quantise, and so does the setting quantization: give one")
+    if config.router_replay and not gpu:
+        raise SetupError(
+            "router_replay needs replicas on GPUs: vLLM for CPUs does not return the experts of a"
+            " token. Leave it out"
+        )
     draft = config.speculative
     if draft and not gpu:
         raise SetupError(

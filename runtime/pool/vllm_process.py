@@ -80,6 +80,7 @@ class EngineSettings:
     tool_call_parser: str = "hermes"
     reasoning_parser: str = ""
     quantization: str = ""
+    router_replay: bool = False
     speculative: str = ""
     speculative_tokens: int = 4
     engine_args: tuple[str, ...] = ()
@@ -411,6 +412,7 @@ def command(
         *_transfer_arguments(settings.transfer),
         # per output channel, activations per token; vLLM's reload quantises anew
         *(("--quantization", "fp8_per_channel") if settings.quantization else ()),
+        *(("--enable-return-routed-experts",) if settings.router_replay else ()),
         *_speculative_arguments(settings),
         *(() if settings.load_format == AUTO else ("--load-format", settings.load_format)),
         *share.arguments,

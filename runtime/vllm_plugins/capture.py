@@ -27,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 
+from cray_agents.runtime.vllm_plugins.routes import encode
 from cray_agents.runtime.vllm_plugins.scheduler import MARK
 from cray_agents.runtime.vllm_plugins.wire import ABORT, BODY, CAPTURE, EVENT, MERGE, VERSION
 
@@ -50,7 +51,15 @@ UNSATISFIABLE = orjson.dumps(
 _capture: ContextVar["list[CapturedSequence] | None"] = ContextVar("capture", default=None)
 _merge: ContextVar[bool] = ContextVar("merge", default=False)  # what MERGE of that request says
 
-FIELDS = ("finish_reason", "logprobs", "name", "prompt_token_ids", "token_ids", "versions")
+FIELDS = (
+    "finish_reason",
+    "logprobs",
+    "name",
+    "prompt_token_ids",
+    "routes",
+    "token_ids",
+    "versions",
+)
 
 
 class CapturedSequence:
@@ -58,10 +67,11 @@ class CapturedSequence:
 
     `name` is vLLM's name of the request, `id` the engine core's. `versions` holds pairs of a token
     index and the weights that sampled from it on. `constrained`: a schema or grammar restricted the
-    tokens.
+    tokens. `routed` has the experts of the tokens read, [tokens, layers, experts of a token], in
+    pieces, where vLLM returns them.
     """
 
-    __slots__ = (*FIELDS, "constrained", "id")
+    __slots__ = (*(field for field in FIELDS if field != "routes"), "constrained", "id", "routed")
 
     def __init__(
         self, name: str, request_id: str, prompt_token_ids: list[int], constrained: bool
@@ -74,6 +84,12 @@ class CapturedSequence:
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
         self.versions: list[tuple[int, str]] = []
+        self.routed: list[Any] = []
+
+    @property
+    def routes(self) -> dict[str, Any] | None:
+        """The routes of all tokens but the last; None if there are none."""
+        return encode(self.routed, len(self.prompt_token_ids) + len(self.token_ids) - 1)
 
 
 class CapturingProcessor(LogprobsProcessor):  # type: ignore[misc]
@@ -88,6 +104,8 @@ class CapturingProcessor(LogprobsProcessor):  # type: ignore[misc]
         sampled.token_ids += output.new_token_ids
         if output.new_logprobs is not None:
             sampled.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        if getattr(output, "routed_experts", None) is not None:
+            sampled.routed.append(output.routed_experts)
         if output.finish_reason is not None:
             sampled.finish_reason = str(output.finish_reason)
         if self.wants_logprobs:

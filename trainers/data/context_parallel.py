@@ -37,6 +37,7 @@ class ContextShard:
     columns: dict[str, Floats]
     bounds: npt.NDArray[np.int32]  # [sequences + 1], of the filled-up sequences before the cut
     chosen: Floats  # [sequences]
+    routes: Ints | None = None  # [its tokens, numbers]; -1: unknown, and filler's
 
 
 def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextShard:
@@ -68,6 +69,9 @@ def share(packed: Packed, rank: int, ranks: int, multiple: int = 1) -> ContextSh
         columns={name: mine(values) for name, values in packed.columns.items()},
         bounds=np.concatenate([[0], np.cumsum(filled)]).astype(np.int32),
         chosen=packed.chosen,
+        routes=None
+        if packed.routes is None
+        else np.where(real[:, None], packed.routes[places], -1),
     )
 
 

@@ -82,6 +82,7 @@ class Packed:
     mask: Floats
     columns: dict[str, Floats]
     chosen: Floats  # [sequences]
+    routes: Ints | None = None  # [tokens, numbers]: the experts of each; -1: unknown
 
 
 @lru_cache(maxsize=2)
@@ -153,6 +154,9 @@ def pack(samples: Samples, indices: Sequence[int], columns: Columns | None = Non
         mask=floats(samples.masks),
         columns={name: floats(rows) for name, rows in (columns or {}).items()},
         chosen=np.array(chosen, np.float32),
+        routes=np.concatenate([samples.routes[i][:-1] for i in indices])
+        if samples.routes and indices
+        else None,
     )
 
 

@@ -6,7 +6,7 @@ job/job_inputs.py, which checks samples against a model; packer.py, which packs 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 COLUMNS = ("input_ids", "loss_mask", "weight")
 OF_SAMPLING = ("run_id", "reward", "logprobs", "version_index", "versions", "temperature", "shaped")
+ROUTES = "routes"
 OF_METHOD: dict[MethodName, tuple[str, ...]] = {  # columns that a method requires
     "sft": (),
     "dpo": ("pair", "chosen"),
@@ -54,6 +55,7 @@ class Samples:
     shaped: npt.NDArray[np.bool_]  # [samples]: sampled with more than a temperature (top_p, ...)
     run_ids: list[str]  # "": unknown
     units: list[list[int]]
+    routes: list[Ints] = field(default_factory=list)  # [length, numbers]; -1: unknown; or none
     left_out: int = 0  # samples without a trainable token, and their partners in pairs
 
     def __len__(self) -> int:
@@ -85,6 +87,7 @@ class Samples:
             shaped=self.shaped[wanted],
             run_ids=[self.run_ids[i] for i in wanted],
             units=[[i] for i in range(len(wanted))],
+            routes=[self.routes[i] for i in wanted] if self.routes else [],
         )
 
     @classmethod
@@ -169,7 +172,7 @@ def _tables(path: Path, method: MethodName) -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             present = set(file.schema_arrow.names)
             required = {*COLUMNS, *OF_METHOD[method]}
-            wanted = sorted(present & {*required, *OF_SAMPLING})
+            wanted = sorted(present & {*required, *OF_SAMPLING, ROUTES})
             if lacking := required - present:
                 raise Corrupt(
                     f"{path} lacks {', '.join(sorted(lacking))}, which {method} needs: build the"
@@ -213,6 +216,7 @@ def _samples_of(table: Any, method: MethodName, versions: dict[str, int], path: 
         shaped=column("shaped", False).astype(bool),
         run_ids=table["run_id"].to_pylist() if "run_id" in has else [""] * rows,
         units=[[i] for i in range(rows)],
+        routes=_routes(table, lengths, path) if ROUTES in has else [],
     )
     if method in ("dpo", "kto") and np.isnan(samples.chosen).any():
         raise Corrupt(f"{path} has rows of which 'chosen' does not say which kind they are")
@@ -235,6 +239,21 @@ def _sampling_versions(table: Any, lengths: Ints, versions: dict[str, int]) -> l
         picked = np.where(index < 0, -1, first + index)  # -1 picks the last element, which is -1
         flat = np.array([*places, -1], np.int16)[picked]
     return [flat[start:end] for start, end in pairwise(bounds)]
+
+
+def _routes(table: Any, lengths: Ints, path: Path) -> list[Ints]:
+    """Return each row's routes, [length, numbers of a token]; with no numbers if unknown."""
+    found: list[Ints] = []
+    for row, (text, length) in enumerate(zip(table[ROUTES].to_pylist(), lengths, strict=True)):
+        if text is not None and len(text) % (2 * int(length)):
+            raise Corrupt(f"{path}: the routes of row {row} are not of its {length} tokens")
+        numbers = np.frombuffer(text or b"", "<u2").reshape(int(length), -1).astype(np.int32)
+        found.append(np.where(numbers == 0xFFFF, -1, numbers))
+    widest = max((each.shape[1] for each in found), default=0)
+    return [
+        each if each.shape[1] == widest else np.full((len(each), widest), -1, np.int32)
+        for each in found
+    ]
 
 
 def _flat(table: Any, name: str) -> npt.NDArray[Any]:
@@ -273,7 +292,7 @@ def _join(tables: Sequence[Samples], versions: list[str]) -> Samples:
     def array(name: str) -> Any:
         return np.concatenate([getattr(table, name) for table in tables])
 
-    per_token = ("tokens", "masks", "sampled", "advantages", "sampled_by", "run_ids")
+    per_token = ("tokens", "masks", "sampled", "advantages", "sampled_by", "run_ids", ROUTES)
     per_sample = ("weights", "chosen", "rewards", "temperatures", "shaped")
     fields: dict[str, Any] = {name: rows(name) for name in per_token}
     fields |= {name: array(name) for name in per_sample}

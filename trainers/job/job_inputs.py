@@ -170,6 +170,7 @@ def _samples(
     for split in (samples, validation) if len(validation) else (samples,):
         try:
             check_samples(split, model, hyper)
+            check_routes(split, model, spec)
             check_tokenizer(split, folder, home, parent)
             if spec.method in ON_POLICY:
                 check_temperature(split, hyper)
@@ -286,6 +287,28 @@ def check_samples(samples: Samples, model: Architecture, hyper: Hyperparameters)
                 f"{name!r} needs weights that are numbers from 0 on, at least one above it",
                 param=name,
             )
+
+
+def check_routes(samples: Samples, model: Architecture, spec: JobSpec) -> None:
+    """Raise BadInput if the experts that the engine chose cannot be replayed (router_replay.py)."""
+    width = samples.routes[0].shape[1] if samples.routes else 0
+    if not width:
+        return
+    problem = ""
+    if model.backend != "megatron":
+        problem = f"cannot be replayed by backend={model.backend}: take backend=megatron"
+    elif width != model.layers * model.experts_per_token or model.experts is None:
+        problem = f"are not of this model: {width} numbers a token"
+    elif (most := max(int(rows.max()) for rows in samples.routes)) >= model.experts:
+        problem = f"are not of this model: expert {most} of {model.experts}"
+    elif spec.layout.pipeline > 1 and spec.recompute not in (None, "none"):
+        problem = "cannot be replayed where stages of a pipeline recompute: take recompute=none"
+    if problem:
+        raise BadInput(
+            f"the routes of the dataset's tokens {problem}. Or build it without router_replay: of a"
+            " loop, start the platform without that setting",
+            param="dataset",
+        )
 
 
 def _check_room(samples: Samples, room: int) -> None:

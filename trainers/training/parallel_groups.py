@@ -85,6 +85,15 @@ class Ranks:
             multiple *= FP8_ROWS
         return share(packed, self.context_rank, self.layout.context, multiple)
 
+    @property
+    def sequence_part(self) -> tuple[int, int]:
+        """Which part of a micro-batch's tokens this tensor rank's routers get, of how many."""
+        if not self.layout.sequence_parallel:
+            return 0, 1
+        from megatron.core import parallel_state as ps
+
+        return ps.get_tensor_model_parallel_rank(), self.layout.tensor
+
     def packed_layout(self, share: ContextShard) -> Any:
         """Return the bounds of a share's sequences in the form of Megatron's attention."""
         return packed_sequences(share.bounds, self.device)

@@ -50,6 +50,7 @@ from cray_agents.trainers.models.lora import (
     merged_weight,
     without_adapters,
 )
+from cray_agents.trainers.models.router_replay import replay
 from cray_agents.trainers.models.transformers_backend.passes import Packing
 from cray_agents.trainers.models.transformers_backend.weight_shards import WeightShards
 from cray_agents.trainers.progress import CLOCK, OwnWork
@@ -156,6 +157,7 @@ class RankTraining:
         self.model, self.layout, self.hyper, self.parent = model, layout, hyper, parent
         self.on_cpu, self.method, self.asked_to_stop = on_cpu, method, asked_to_stop
         self.recompute = recompute
+        self.replays = model.backend == "megatron" and bool(model.experts)  # the engine's routes
         self.ranks = Ranks(layout, on_cpu, fp8=hyper.fp8 is not None)
         self.done = 0  # steps
         self.microbatch: int | None = None  # tokens, if the job's own are too many for the memory
@@ -256,6 +258,7 @@ class RankTraining:
         """Build another model beside this one, on the same ranks, that can only `score`."""
         other = copy.copy(self)
         other.model, other.parent = model, checkpoint
+        other.replays = False  # its experts are others
         source = source_of(checkpoint, model)
         other.chunks = build_chunks(
             model, self.layout, self.hyper, self.on_cpu, "none", source, broadcast_from_rank0
@@ -536,6 +539,8 @@ class RankTraining:
         )
         if self.head is not None:
             self.head.rows = selected
+        if self.replays:
+            replay(chunk, share.routes, *self.ranks.sequence_part)
         layout = self.ranks.packed_layout(share)
         out = chunk(
             tokens[None], positions[None], None, labels=labels[None], packed_seq_params=layout

@@ -165,6 +165,8 @@ class Call:
         }
         if sample.seams:
             body["seams"] = [seam.model_dump() for seam in sample.seams]
+        if sample.routes is not None:
+            body["routes"] = sample.routes
         if self.retry:
             body["retry"] = True
         if self.tags:

@@ -135,6 +135,8 @@ class Redactor:
         for name in ("messages", "message"):
             if name in body:
                 changes[name] = _without_token_prompts(body[name])
+        if "routes" in body:
+            changes["routes"] = None
         return body | changes | {name: [] for name in _TOKENS}
 
     def _redact_value(self, value: Any, kept: Kept, counts: Counter[str]) -> Any:
