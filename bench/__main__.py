@@ -1,4 +1,4 @@
-"""Runs the benchmarks named on the command line, or all; `rivals` has parts of its own."""
+"""Runs the benchmarks named on the command line, or all; `rivals` and `bfcl` have own parts."""
 
 import asyncio
 import os
@@ -31,6 +31,7 @@ from bench import (
     trajectories,
     waits,
 )
+from bench.bfcl import arms as bfcl
 from bench.rivals import catalog
 from bench.rounds import row, side_by_side
 from cray_agents import Agent
@@ -118,12 +119,17 @@ ALL = {
 
 
 async def main(names: list[str]) -> None:
-    """Those of these names, or all; after `rivals` its parts."""
+    """Those of these names, or all; after `rivals` and `bfcl` their parts."""
     if names[:1] == ["rivals"]:
         await catalog.main(names[1:])
         return
+    if names[:1] == ["bfcl"]:
+        await asyncio.to_thread(bfcl.main, names[1:])
+        return
     if unknown := set(names) - ALL.keys():
-        sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are rivals, {', '.join(ALL)}")
+        sys.exit(
+            f"no benchmark {', '.join(sorted(unknown))}; there are rivals, bfcl, {', '.join(ALL)}"
+        )
     print("| what | of | median | ratio |\n|---|---|---|---|", flush=True)
     for name in names or ALL:
         with tempfile.TemporaryDirectory() as folder:
