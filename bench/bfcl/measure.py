@@ -17,8 +17,9 @@ from cray_agents.paths import Home
 from cray_agents.platform.client import Platform
 from cray_agents.server.platform_process import client, serving
 
+TINY = os.environ.get("CRAY_BENCH_TINY") == "1"
 AT_ONCE = 64
-REPLICA = {"dtype": "bfloat16", "threads": 2, "port": 0}
+REPLICA = {"dtype": "bfloat16", "threads": 1 if TINY else 2, "port": 0}
 NAME = "caller"
 
 
