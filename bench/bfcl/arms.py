@@ -41,7 +41,7 @@ def main(names: Sequence[str]) -> None:
         sys.exit(f"no stage {', '.join(unknown)} of bfcl; there are {', '.join(STAGES)}")
     if len(names) != 1:
         for name in names or STAGES:
-            done = subprocess.run([sys.executable, "-m", "bench", "bfcl", name], cwd=ROOT)
+            done = subprocess.run([sys.executable, "-m", "bench.bfcl.arms", name], cwd=ROOT)
             if done.returncode:
                 sys.exit(f"stage {name} ended with code {done.returncode}: run it again to go on")
         return
@@ -254,3 +254,6 @@ STAGES: dict[str, Callable[[], None]] = {
     "categories": everything,
     "table": lambda: report.publish(RESULTS, ROOT / "docs" / "bfcl.svg"),
 }
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -12,9 +12,9 @@ class Clock:
 
     def __init__(self, file: Path) -> None:
         self._file, self._begun, self._written = file, time.monotonic(), 0.0
-        kept = json.loads(file.read_text()) if file.exists() else {"seconds": 0.0, "laps": {}}
-        self._before: float = kept["seconds"]
-        self.laps: dict[str, float] = kept["laps"]  # the seconds at the end of each iteration
+        kept = json.loads(file.read_text()) if file.exists() else {}
+        self._before: float = kept.get("seconds", 0.0)
+        self.laps: dict[str, float] = kept.get("laps", {})  # the seconds at each iteration's end
 
     @property
     def seconds(self) -> float:

@@ -19,14 +19,15 @@ from cray_agents.server.platform_process import client, serving
 
 TINY = os.environ.get("CRAY_BENCH_TINY") == "1"
 AT_ONCE = 64
-REPLICA = {"dtype": "bfloat16", "threads": 1 if TINY else 2, "port": 0}
+REPLICA = {"DTYPE": "bfloat16", "THREADS": "1" if TINY else "2"}  # settings of `up`
 NAME = "caller"
 
 
 @contextmanager
 def platform(home: Path, model: Path | None = None) -> Iterator[Platform]:
     """The platform of an arm. `model`: what it begins with."""
-    config = load_config({"home": home, **REPLICA})
+    os.environ.update({f"CRAY_AGENTS_{name}": value for name, value in REPLICA.items()})
+    config = load_config({"home": home, "port": 0})
     with serving(config, model=model, name=NAME, ready=True) as info:
         yield client(info)
 

