@@ -344,7 +344,7 @@ class FunctionCalling:
         chosen = []
         for entry in random.Random(0).sample([*self.entries.values()], len(self.entries)):
             task, category = self.task(entry), entry["category"]
-            known = category in (*TRAINED, "live_irrelevance") and len(task.input) <= LONGEST
+            known = category in TRAINED and len(task.input) <= LONGEST
             if known and count[category, task.split] < most.get(task.split, 0):
                 count[category, task.split] += 1
                 chosen.append(task)

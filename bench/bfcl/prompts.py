@@ -40,12 +40,13 @@ class JsonPrompt(recipe.Prompt):  # type: ignore[misc]  # a module that is loade
         return read if fits else None
 
 
+#: Few examples: their tokens are paid for in every sample that is trained on.
 CANDIDATES: dict[str, Any] = {
-    "python, 1 example": recipe.Prompt((0,)),
-    "python, 3 examples": recipe.Prompt((0, 1, 3)),
-    "python, 4 examples": recipe.Prompt((0, 1, 2, 3)),
-    "json, 1 example": JsonPrompt((0,)),
-    "json, 3 examples": JsonPrompt((0, 1, 3)),
-    "json, 4 examples": JsonPrompt((0, 1, 2, 3)),
+    "python, example 0": recipe.Prompt((0,)),
+    "python, example 1": recipe.Prompt((1,)),
+    "python, examples 0 and 1": recipe.Prompt((0, 1)),
+    "python, examples 1 and 3": recipe.Prompt((1, 3)),
+    "json, example 1": JsonPrompt((1,)),
+    "json, examples 0 and 1": JsonPrompt((0, 1)),
 }
 TEMPERATURES = (0.6, 0.8, 1.0)  # of the training runs, for the chosen prompt

@@ -18,10 +18,11 @@ SAVE = 600.0  # seconds between two checkpoints
 
 @dataclass(frozen=True)
 class Learned:
-    """The model that TRL came to, and its optimizer steps."""
+    """The model that TRL came to, its optimizer steps, and their seconds."""
 
     model: Path
     steps: int
+    seconds: float
 
 
 def learn(
@@ -32,10 +33,9 @@ def learn(
     seed: int,
     seconds: float,
     temperature: float,
-    clock: Clock,
     tiny: bool,
 ) -> Learned:
-    """Train for so many seconds of the clock."""
+    """Train for so many seconds. They begin when the trainer is made, as ours do."""
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -97,8 +97,8 @@ def learn(
         processing_class=tokenizer,
         callbacks=[Timed()],
     )
+    clock = Clock(folder.with_suffix(".clock"))
     newest = get_last_checkpoint(str(out)) if out.is_dir() else None
-    if clock.seconds < seconds or newest is None:
-        trainer.train(resume_from_checkpoint=newest)
+    trainer.train(resume_from_checkpoint=newest)
     trainer.save_model(str(model))
-    return Learned(model, trainer.state.global_step)
+    return Learned(model, trainer.state.global_step, clock.seconds)
