@@ -382,25 +382,26 @@ class FunctionCalling:
 
     def loop(self, method: str = "rft", seed: int = 0, quick: bool = False) -> Loop:
         """The loop of a seed."""
-        batch, draw = (4, 8) if quick else (16, 256)
-        imitating = Training(
-            steps=2 if quick else 12, batch_size=batch, learning_rate=3e-5, seed=seed
-        )
-        comparing = Training(
-            steps=2 if quick else 8, batch_size=4 * batch, learning_rate=1e-5, seed=seed
-        )
-        methods = {
-            "rft": RFT(tasks_per_iteration=draw, group_size=4, parent="latest", training=imitating),
-            "grpo": GRPO(tasks_per_iteration=draw // 4, clip_high=0.28, training=comparing),
-        }
+        batch, draw = (4, 24) if quick else (16, 256)
+        data, learning = Data(), Training(steps=2 if quick else 12, batch_size=batch, seed=seed)
+        way: RFT | GRPO
+        if method == "rft":  # the kinds of tasks are balanced by the draw of samples
+            data = Data(history=2, balance_by="category", balance_power=0.5)
+            more = {"learning_rate": 2e-5, "order": "weighted"}
+            training = learning.model_copy(update=more)
+            way = RFT(tasks_per_iteration=draw, group_size=4, parent="latest", training=training)
+        else:
+            more = {"learning_rate": 1e-5, "steps": 2 if quick else 8, "batch_size": 4 * batch}
+            training = learning.model_copy(update=more)
+            way = GRPO(tasks_per_iteration=draw // 4, clip_high=0.28, training=training)
         return Loop(
             self.agent(),
             self.tasks({"train": 8, "holdout": 2} if quick else {"train": 250, "holdout": 40}),
             rewards=[self.correct],
             name=f"bfcl-{method}-{seed}",
-            method=methods[method],
+            method=way,
             sampling=Sampling(temperature=0.8, seed=seed),
-            data=Data(balance_by="category", balance_power=0.5),
+            data=data,
             promotion=PromotionTest(alpha=0.1),
         )
 

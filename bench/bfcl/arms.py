@@ -136,11 +136,11 @@ def prompt() -> None:
             drawn[str(temperature)] = _scores(chosen, given)
             say(f"temperature {temperature}: {drawn[str(temperature)]}")
     # a task teaches once one of its attempts is right; beyond that, variety is what helps
-    temperature = max(drawn, key=lambda each: drawn[each]["any"])
+    warmest = max(drawn, key=lambda each: drawn[each]["any"])
     _write(
         "prompt",
         prompt=best,
-        temperature=float(temperature),
+        temperature=float(warmest),
         candidates=scores,
         temperatures=drawn,
         entries=len(entries),

@@ -120,7 +120,7 @@ def real_loop(seed: int, quick: bool) -> tuple[Path, Loop]:
         raise BadInput(str(error)) from None
     loop = calling.loop(seed=seed, quick=quick)
     if not quick:  # ten minutes an iteration on two cores
-        training = Training(steps=8, batch_size=16, learning_rate=3e-5, seed=seed)
+        training = Training(steps=8, batch_size=16, learning_rate=2e-5, order="weighted", seed=seed)
         method = RFT(tasks_per_iteration=96, group_size=4, parent="latest", training=training)
         loop = replace(loop, method=method)
     most = 2 if quick else 24  # of a category

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,14 @@ def test_the_checker_gives_the_reward(folder: Path) -> None:
     assert calling.right(calling.entries["irrelevance_0"], None)  # as BFCL has it
     broken = rewarded("simple_python_5", "f5(n='broken')")
     assert broken.reward is None and "correct failed" in broken.error.message
+
+
+@pytest.mark.parametrize(("method", "control"), [("rft", "shuffled-rewards"), ("grpo", None)])
+def test_a_loop_of_each_method(folder: Path, method: str, control: Any) -> None:
+    loop = replace(book.FunctionCalling.load(folder).loop(method, quick=True), control=control)
+    tasks = [(task.split, task.metadata["category"]) for task in loop.tasks]
+    assert {*tasks} <= {(part, name) for part in ("train", "holdout") for name in book.TRAINED}
+    assert tasks.count(("train", "simple_python")) == 8 and loop.method.name == method
 
 
 @pytest.mark.slow  # pip is started
