@@ -1,5 +1,7 @@
-"""Runs the benchmarks named on the command line, or all; `rivals` has parts of its own,
-`disagreement` takes a model."""
+"""Runs the benchmarks named on the command line, or all.
+
+`rivals` and `bfcl` have parts of their own, `disagreement` takes a model.
+"""
 
 import asyncio
 import os
@@ -33,6 +35,7 @@ from bench import (
     trajectories,
     waits,
 )
+from bench.bfcl import arms as bfcl
 from bench.rivals import catalog
 from bench.rounds import row, side_by_side
 from cray_agents import Agent
@@ -120,15 +123,18 @@ ALL = {
 
 
 async def main(names: list[str]) -> None:
-    """Those of these names, or all; after `rivals` its parts."""
+    """Those of these names, or all; after `rivals` and `bfcl` their parts."""
     if names[:1] == ["disagreement"]:
         disagreement.main(names[1:])
         return
     if names[:1] == ["rivals"]:
         await catalog.main(names[1:])
         return
+    if names[:1] == ["bfcl"]:
+        await asyncio.to_thread(bfcl.main, names[1:])
+        return
     if unknown := set(names) - ALL.keys():
-        known = ", ".join(("rivals", "disagreement", *ALL))
+        known = ", ".join(("rivals", "bfcl", "disagreement", *ALL))
         sys.exit(f"no benchmark {', '.join(sorted(unknown))}; there are {known}")
     print("| what | of | median | ratio |\n|---|---|---|---|", flush=True)
     for name in names or ALL:

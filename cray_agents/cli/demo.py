@@ -3,6 +3,9 @@
 calculator_loop.py defines the agent, its tasks, its reward and its loop. This command makes the
 seed model, starts a platform for as long as the demo, warms the model up, runs the loop, and prints
 the results. Everything is on disk under the home: after a kill, the same command goes on.
+
+With `--model smollm2` a real model learns to call functions, by a short form of recipe 09 of the
+cookbook.
 """
 
 import json
@@ -19,15 +22,19 @@ from cray_agents.cli import calculator_loop
 from cray_agents.cli.iteration_table import LEGEND, LoopScreen, iterations_table
 from cray_agents.cli.options import Commands, given
 from cray_agents.cli.screen import clock, console, errors, print_json
+from cray_agents.cli.user_files import load
 from cray_agents.config import Config, load_config
 from cray_agents.errors import BadInput, StoreError
 from cray_agents.iteration import Iteration
 from cray_agents.loop.loop import Loop
+from cray_agents.loop.methods import RFT, Training
 from cray_agents.runtime.disk import checksums
 from cray_agents.server.permissions import make_private
 from cray_agents.server.platform_process import ask_once, client, serving, shown_path
 
 CONTROLS = ("shuffled-rewards",)
+SMOLLM2 = "smollm2"
+RECIPE = Path(__file__).parents[2] / "cookbook" / "09_function_calling.py"
 
 
 def add_to(app: Commands) -> None:
@@ -53,6 +60,13 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Do little of everything, to see that it runs here.")
     ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="smollm2: a real model of 135M parameters learns to call functions, in half an "
+            "hour; it is downloaded, 95 MB with its benchmark."
+        ),
+    ] = None,
 ) -> None:
     """Watch an agent train itself. The same command goes on where a killed one stopped.
 
@@ -61,23 +75,57 @@ def demo(
     """
     if control is not None and control not in CONTROLS:
         raise BadInput(f"control {control!r} is not known; valid: {CONTROLS[0]}", param="control")
-    name = f"demo-{seed}" + ("-quick" if quick else "") + (f"-{control}" if control else "")
+    if model not in (None, SMOLLM2):
+        raise BadInput(f"model {model!r} is not known; valid: {SMOLLM2}", param="model")
+    ends = (model, "quick" if quick else None, control)
+    name = "-".join(["demo", str(seed), *(each for each in ends if each)])
     folder = given().home or Path(".cray-agents") / name
     config = load_config({"home": folder, "scheduler": scheduler, "port": 0})
     make_private(config.root.root, config.group)
-    claim(config.root.root / "demo.json", {"seed": seed, "control": control, "quick": quick})
+    settings = {"seed": seed, "control": control, "quick": quick}
+    claim(config.root.root / "demo.json", settings | ({"model": model} if model else {}))
     started = time.monotonic()
-    loop = calculator_loop.make_loop(seed, quick)
+    begin, loop = (
+        real_loop(seed, quick) if model else (None, calculator_loop.make_loop(seed, quick))
+    )
     if control:
         loop = replace(loop, control="shuffled-rewards", name=f"{loop.name}-{control}")
-    most = iterations or calculator_loop.size_of("rft", quick).iterations
+    usual = 2 if model else calculator_loop.size_of("rft", quick).iterations
+    most = iterations or (1 if model and quick else usual)
     with LoopScreen(f"demo, seed {seed}", most) as screen:
         loop.on_progress = screen.progress
-        done, info = run_demo(config, loop, most, seed, quick, screen)
+        done, info = run_demo(config, loop, most, seed, quick, screen, begin)
     result = summary(seed, control, info, time.monotonic() - started, done)
-    print_results(errors if given().json else console, config, result, done)
+    print_results(errors if given().json else console, config, result, done, bool(model))
     if given().json:
         print_json(result)
+
+
+def real_loop(seed: int, quick: bool) -> tuple[Path, Loop]:
+    """Return the model's file and a short loop of recipe 09; both are fetched if need be.
+
+    Raises BadInput where the cookbook is missing or a download fails.
+    """
+    if not RECIPE.exists():
+        raise BadInput(f"--model {SMOLLM2} needs {RECIPE.name} of a checkout's cookbook/")
+    recipe = load(RECIPE)
+    errors.print(
+        f"Needs {' and '.join(f'{name} {version}' for name, version, _ in recipe.PACKAGES)} of the "
+        f"package index, without their dependencies: 95 MB in {recipe.HOME}, unless it is there."
+    )
+    try:
+        benchmark, model = (recipe.fetch(*package) for package in recipe.PACKAGES)
+        calling = recipe.FunctionCalling.load(benchmark)
+    except SystemExit as error:
+        raise BadInput(str(error)) from None
+    loop = calling.loop(seed=seed, quick=quick)
+    if not quick:  # ten minutes an iteration on two cores
+        training = Training(steps=8, batch_size=16, learning_rate=2e-5, order="weighted", seed=seed)
+        method = RFT(tasks_per_iteration=96, group_size=4, parent="latest", training=training)
+        loop = replace(loop, method=method)
+    most = 2 if quick else 24  # of a category
+    tasks = calling.tasks({"train": 8 if quick else 150, "holdout": most, "test": most})
+    return next(model.rglob("*.gguf")), replace(loop, tasks=tasks)
 
 
 def claim(path: Path, settings: dict[str, Any]) -> None:
@@ -97,17 +145,27 @@ def claim(path: Path, settings: dict[str, Any]) -> None:
 
 
 def run_demo(
-    config: Config, loop: Loop, most: int, seed: int, quick: bool, screen: LoopScreen
+    config: Config,
+    loop: Loop,
+    most: int,
+    seed: int,
+    quick: bool,
+    screen: LoopScreen,
+    begin: Path | None,
 ) -> tuple[list[Iteration], dict[str, Any]]:
-    """Run seed model, platform, warm-up and loop; steps that are done are not repeated."""
-    model = config.root.root / "seed-model"
+    """Run seed model, platform, warm-up and loop; steps that are done are not repeated.
+
+    A real model, `begin`, is not warmed up.
+    """
+    model = begin or config.root.root / "seed-model"
     if not model.exists():
         screen.say("making the seed model")
         calculator_loop.make_model(model, seed)
     screen.say("starting the platform (the vLLM server takes about half a minute)")
     with serving(config, model=model, name=loop.agent.model, ready=False) as process:
         loop.platform = client(process)
-        calculator_loop.warm_up(loop, quick)
+        if begin is None:
+            calculator_loop.warm_up(loop, quick)
         done = []
         for iteration in loop.run_sync(most):
             screen.iteration(iteration)
@@ -136,7 +194,7 @@ def summary(
 
 
 def print_results(
-    screen: Console, config: Config, result: dict[str, Any], done: list[Iteration]
+    screen: Console, config: Config, result: dict[str, Any], done: list[Iteration], real: bool
 ) -> None:
     """Print the table, the success before and after, and commands to try next."""
     screen.print(iterations_table(done))
@@ -156,4 +214,6 @@ def print_results(
         f"  {command} chat {recipe} --forget --home {root}",
         f"  {command} export --home {root} --output trajectories.jsonl",
     ]
+    if real:  # it is asked with functions
+        lines[:3] = ["See every run and decision in a browser, export the runs:", lines[1]]
     screen.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

@@ -47,4 +47,4 @@ def test_deeper_imports_are_noticed() -> None:
     deeper = ("cli", "paths", "runtime.store", "tools.verifier.judge", "testing.more")
     assert all(problem(f"cray_agents.{module}", []) for module in deeper)
     assert problem("cray_agents.tools.sandbox", ["Sandbox"]) is None
-    assert len(FILES) == 8
+    assert len(FILES) == 9

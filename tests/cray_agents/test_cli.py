@@ -89,6 +89,7 @@ def test_a_corrupt_checkpoint_file_is_named(tmp_path: Path) -> None:
 def test_unknown_settings_and_choices(tmp_path: Path) -> None:
     refused(cli("status", cwd=tmp_path, CRAY_AGENTS_PROT="1"), "CRAY_AGENTS_PORT")
     refused(cli("demo", "--control", "noise", cwd=tmp_path), "shuffled-rewards")
+    refused(cli("demo", "--model", "gpt", cwd=tmp_path), "'gpt' is not known; valid: smollm2")
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""bench/bfcl: an arm's clock over kills, results that stay, the candidates, the table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.bfcl import arms, report
+from bench.bfcl.clock import Clock
+from bench.bfcl.prompts import CANDIDATES, recipe
+
+
+def test_the_clock_of_a_killed_arm_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "rft-0.clock"
+    first = Clock(file)
+    first._before = 100.0  # it has learned for a while
+    assert first.lap(0) >= 100 and first.lap(1) < 60
+    # the next process sees the same iterations again, at once: their times stay
+    again = Clock(file)
+    assert again.seconds >= 100 and again.laps == first.laps
+    assert again.lap(0) == first.laps["0"] and again.lap(1) < 60
+    again.tick()
+    assert json.loads(file.read_text())["seconds"] >= 100
+
+
+def test_a_stage_with_a_result_is_not_run_again(tmp_path: Path, monkeypatch: Any) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(arms, "RESULTS", tmp_path)
+    monkeypatch.setattr(arms, "STAGES", {"base": lambda: ran.append("base")})
+    arms.main(["base"])
+    arms._write("base", arm="base", right={})
+    arms.main(["base"])
+    assert ran == ["base"]
+    assert json.loads((tmp_path / "base.json").read_text())["versions"]["torch"]
+    with pytest.raises(SystemExit, match="no stage rft-9 of bfcl; there are base"):
+        arms.main(["rft-9"])
+    with pytest.raises(SystemExit, match="run the stage prompt first"):
+        arms._needed("prompt")
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_candidates_read_what_they_show(name: str) -> None:
+    prompt = CANDIDATES[name]
+    said = [each["content"] for each in prompt.shown if each["role"] == "assistant"]
+    calls = [recipe.EXAMPLES[number][2] for number in prompt.examples]
+    assert [prompt.read(each) for each in said] == [[call] if call else [] for call in calls]
+    assert prompt.read("I do not know.") is None and prompt.read("[1]") is None
+
+
+def test_the_table_and_the_picture(tmp_path: Path, capsys: Any) -> None:
+    def arm(name: str, marks: str, **more: Any) -> None:
+        text = json.dumps({"arm": name, "right": {"simple_python": marks}, **more})
+        (tmp_path / f"{name}.json").write_text(text)
+
+    arm("base", "1000000000")
+    arm("rft-0", "1111000000", seed=0, seconds=600)
+    arm("rft-1", "1111110000", seed=1, seconds=660)
+    report.publish(tmp_path, tmp_path / "bfcl.svg")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| SmolLM2-135M-Instruct | 0.100 (0.02 to 0.40) | 0 |")
+    assert lines[3].startswith("| cray-agents, rft, 2 seeds | 0.500 (0.24 to 0.76), +0.400 ± 0.28")
+    assert lines[4] == "| seed 0 | 0.400 | |"
+    assert (tmp_path / "bfcl.svg").read_text().count("<rect") == 1 + 2 + 2
+    (tmp_path / "base.json").unlink()
+    with pytest.raises(SystemExit, match=r"has no base\.json yet"):
+        report.publish(tmp_path, tmp_path / "bfcl.svg")
