@@ -178,13 +178,15 @@ def layers(*, gpu: bool) -> list[dict[str, Any]]:
 
 def gpu_host() -> list[dict[str, Any]]:
     """Check what training on this host's GPUs needs beside packages of Python."""
+    from cray_agents.trainers.models.layer_choice import has_flash_attention_3
+
     header, driver = Path(sysconfig.get_path("include"), "Python.h"), Path(DRIVER)
-    gcc, flash = shutil.which("gcc"), importlib.util.find_spec("flash_attn_interface")
+    gcc, flash = shutil.which("gcc"), has_flash_attention_3()
     compiles = "torch compiles small kernels when a job begins"
     rows = [
         ("C compiler", gcc is not None, gcc or "-", f"install gcc: {compiles}"),
         ("Python headers", header.exists(), str(header), f"install python3-dev: {compiles}"),
-        ("FlashAttention 3", flash is not None, "installed" if flash else "-",
+        ("FlashAttention 3", flash, "installed" if flash else "-",
          "not needed: attention is FlashAttention 2's without it"),
     ]  # fmt: skip
     if driver.exists():

@@ -96,8 +96,12 @@ def test_cuda_keeps_the_order_that_tensor_parallel_layers_need(
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # restored afterwards
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    load_for_ranks(find_placement(tensor, "job"), Layout(tensor=tensor))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    load_for_ranks(find_placement(tensor, "job"), Layout(tensor=tensor), ipc=tensor == 1)
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+    grows = os.environ["PYTORCH_ALLOC_CONF"].endswith("expandable_segments:True")
+    assert grows == (tensor == 2), "memory that other processes open lies in fixed segments"
 
 
 def test_launchers_find_their_ranks_by_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:

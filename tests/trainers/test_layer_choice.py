@@ -20,7 +20,12 @@ from cray_agents.trainers.models.attention import (
     token_positions,
 )
 from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
-from cray_agents.trainers.models.model import confirm, grouped_problem, varlen_problem
+from cray_agents.trainers.models.model import (
+    confirm,
+    finish_chunk,
+    grouped_problem,
+    varlen_problem,
+)
 from cray_agents.training_jobs import Hyperparameters, JobSpec, Layout, Lora
 from tests.support.trainers.forked_ranks import run_forked
 
@@ -98,6 +103,27 @@ def test_fp8_is_part_of_a_job_and_its_absence_of_none() -> None:
         for way in (None, "tensorwise")
     )
     assert plain.id == "job-a97b1c54ece06987" != fp8.id
+
+
+def test_flash_attention_3_that_fails_is_said_and_left(
+    model: Architecture, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Installed by name alone, as on a host whose build of it does not fit torch's."""
+    monkeypatch.setattr("cray_agents.trainers.models.model.has_flash_attention_3", lambda: True)
+    assert not confirm(choose(), model, torch.device("cpu")).varlen
+    said = capsys.readouterr().out
+    assert "FlashAttention 3 does not work on cpu, torch's own kernel is used: Module" in said
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_transformer_engines_layers_add_up_gradients_themselves(model: Architecture) -> None:
+    """Of a module with their attribute: Transformer Engine itself was not run."""
+    chunk: Any = torch.nn.Module()
+    chunk.layer, chunk.rotary_pos_emb = torch.nn.Linear(2, 2), torch.nn.Module()
+    chunk.post_process = False
+    chunk.layer.fuse_wgrad_accumulation, chunk.rotary_pos_emb.inv_freq = False, torch.ones(1)
+    finish_chunk(chunk, model, Hyperparameters(steps=1), torch.ones(1), on_cpu=True)
+    assert chunk.layer.fuse_wgrad_accumulation
 
 
 @pytest.mark.megatron

@@ -245,9 +245,10 @@ def loading_seconds(*folders: Path | None) -> float:
 
 
 # ---- ranks
-def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
+def load_for_ranks(placement: RankPlacement, layout: Layout, *, ipc: bool = False) -> bool:
     """Load Megatron for this node's ranks; return True if they have to train on the CPU.
 
+    `ipc`: they give memory of their GPUs to other processes, which takes segments of fixed size.
     Raises SetupError if the node has too few GPUs.
     """
     os.environ.setdefault(RECORDER_VARIABLE, RECORDED)
@@ -262,7 +263,9 @@ def load_for_ranks(placement: RankPlacement, layout: Layout) -> bool:
     knows = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
     if knows and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # else torch rounds page-locked memory, of saving and offloading, up to a power of two
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
+        # micro-batches differ in length: with segments that grow, no memory is lost between them
+        settings = f"pinned_max_round_threshold_mb:1,expandable_segments:{not ipc}"
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", settings)
     if not on_cpu and len(placement.ranks) > (gpus := torch.cuda.device_count()):
         raise SetupError(
             f"{len(placement.ranks)} ranks are to run on this node, and it has {gpus} GPUs"

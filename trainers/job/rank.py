@@ -4,6 +4,7 @@ The functions below stand in this order. launch.py calls `run` in its process. E
 collective, so all ranks agree on the next one. Read next: training/train_step.py.
 """
 
+import gc
 import json
 import math
 import os
@@ -146,6 +147,7 @@ def join(layout: Layout, rank: int, store: Any, on_cpu: bool) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
         torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would make a plan for each new length
     join_ranks(layout, rank, layout.world, store, on_cpu)
     check_ranks(on_cpu)
 
@@ -158,7 +160,7 @@ def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True)
     """
     spec = work.spec
     with check_parent(work.parent, spec) if loaded else nullcontext():
-        return RankTraining(
+        training = RankTraining(
             work.model,
             spec.layout,
             spec.hyperparameters,
@@ -169,6 +171,9 @@ def build(work: JobInputs, on_cpu: bool, stop: StopFlag, *, loaded: bool = True)
             asked_to_stop=stop_check(work, stop),
             loaded=loaded,
         )
+    gc.collect()
+    gc.freeze()  # else a collection looks through the whole model now and then, and all ranks wait
+    return training
 
 
 def stop_check(work: JobInputs, stop: StopFlag) -> Callable[[], bool]:

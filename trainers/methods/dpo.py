@@ -8,6 +8,7 @@ where e, the label smoothing, is the share of pairs with swapped labels ("cDPO",
 https://ericmitchell.ai/cdpo.pdf).
 """
 
+import torch
 from torch.nn.functional import logsigmoid
 
 from cray_agents.trainers.methods.loss import Loss, TrainedTokens
@@ -33,4 +34,5 @@ def loss(tokens: TrainedTokens, hyper: Hyperparameters) -> Loss:
         "chosen_reward": better,
         "rejected_reward": worse,
     }
-    return loss_of(tokens, losses, measures)
+    every = torch.ones_like(losses, dtype=torch.bool)
+    return loss_of(tokens, losses, every, {name: (one, every) for name, one in measures.items()})

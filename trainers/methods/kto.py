@@ -19,15 +19,16 @@ from cray_agents.training_jobs import Hyperparameters
 def loss(tokens: TrainedTokens, hyper: Hyperparameters) -> Loss:
     """Return the loss summed over sequences with tokens, and their number; measures are means."""
     options = hyper.preference
+    # masks, not a choice of rows: their number would have to be read from the device
     real = per_sequence(tokens, torch.ones_like(tokens.logprobs)) > 0
-    ratios, desirable = log_ratios(tokens)[real], tokens.chosen[real] > 0
+    ratios, desirable = log_ratios(tokens), tokens.chosen > 0
     gains = options.beta * torch.where(desirable, ratios - tokens.drift, tokens.drift - ratios)
     lost = torch.sigmoid(-gains)
     losses = torch.where(desirable, options.desirable * lost, options.undesirable * lost)
     rewards = options.beta * ratios
     measures = {
-        "desirable_reward": rewards[desirable],
-        "undesirable_reward": rewards[~desirable],
-        "drift": torch.full_like(rewards, tokens.drift),
+        "desirable_reward": (rewards, real & desirable),
+        "undesirable_reward": (rewards, real & ~desirable),
+        "drift": (torch.full_like(rewards, tokens.drift), real),
     }
-    return loss_of(tokens, losses, measures)
+    return loss_of(tokens, losses, real, measures)

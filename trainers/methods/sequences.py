@@ -14,16 +14,26 @@ def log_ratios(tokens: TrainedTokens) -> torch.Tensor:
     return per_sequence(tokens, tokens.logprobs - tokens.reference)
 
 
-def loss_of(tokens: TrainedTokens, losses: torch.Tensor, measures: dict[str, torch.Tensor]) -> Loss:
-    """Return the sum of losses [k] and their number k; measures [any] as sums and numbers."""
-    total, share = losses.sum(), float(tokens.counts)
+def loss_of(
+    tokens: TrainedTokens,
+    losses: torch.Tensor,
+    real: torch.Tensor,
+    measures: dict[str, tuple[torch.Tensor, torch.Tensor]],
+) -> Loss:
+    """Return the sum of losses [k] and their number, of those that are `real` [k], bool.
+
+    Measures are values and which of them count, both [any], and become sums and numbers.
+    """
+    share = float(tokens.counts)
+    total = torch.where(real, losses, 0.0).sum()
     if not tokens.counts:
         total = total - total.detach()
 
-    def number(values: torch.Tensor) -> torch.Tensor:
-        return losses.new_full((), share * len(values))
+    def number(counted: torch.Tensor) -> torch.Tensor:
+        return share * counted.sum().to(losses.dtype)
 
     reported = {
-        name: (share * values.detach().sum(), number(values)) for name, values in measures.items()
+        name: (share * torch.where(counted, values.detach(), 0.0).sum(), number(counted))
+        for name, (values, counted) in measures.items()
     }
-    return Loss(total, number(losses), reported)
+    return Loss(total, number(real), reported)

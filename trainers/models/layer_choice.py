@@ -49,7 +49,8 @@ def choose_layers(
         return LayerChoice(True, False, False, "Transformer Engine")
     obstacle = _varlen_obstacle(dtype, head_size, contexts)
     one_product = experts and dtype == "bfloat16" and _has_grouped_mm()
-    texts = ["attention by torch's varlen_attn"]
+    by = " with FlashAttention 3" if has_flash_attention_3() else ""
+    texts = [f"attention by torch's varlen_attn{by}"]
     if obstacle is not None:
         texts = [f"attention by a call per sequence length ({obstacle})"]
     if experts:
@@ -104,6 +105,11 @@ def _check_fp8(layers: LayerChoice, hyper: Hyperparameters) -> None:
 def has_transformer_engine() -> bool:
     """Return True if Transformer Engine is installed. It is not imported: that may open CUDA."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def has_flash_attention_3() -> bool:
+    """Return True if FlashAttention 3 is installed, which torch's attention can use on Hopper."""
+    return importlib.util.find_spec("flash_attn_interface") is not None
 
 
 def _varlen_obstacle(dtype: str, head_size: int | None, contexts: int) -> str | None:

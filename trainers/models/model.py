@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
+from torch.nn import attention
 
 from cray_agents.trainers.models.architecture import MOST_LOGITS, Architecture, rope_frequencies
 from cray_agents.trainers.models.attention import (
@@ -26,7 +27,12 @@ from cray_agents.trainers.models.attention import (
     attend_to_all,
 )
 from cray_agents.trainers.models.head import Head, padded_vocab
-from cray_agents.trainers.models.layer_choice import LayerChoice, check_layers, choose_layers
+from cray_agents.trainers.models.layer_choice import (
+    LayerChoice,
+    check_layers,
+    choose_layers,
+    has_flash_attention_3,
+)
 from cray_agents.training_jobs import Hyperparameters, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,6 +44,9 @@ Function = Callable[..., torch.Tensor]
 
 def confirm(layers: LayerChoice, model: Architecture, device: torch.device) -> LayerChoice:
     """Return the choice without the kernels that do not work on a device; print which."""
+    if layers.varlen and has_flash_attention_3() and (why := _use_flash_attention_3(model, device)):
+        attention.restore_flash_attention_impl()
+        print(f"FlashAttention 3 does not work on {device}, torch's own kernel is used: {why}")
     problems = {
         "varlen": varlen_problem(model, device) if layers.varlen else None,
         "grouped": grouped_problem(model, device) if layers.grouped else None,
@@ -50,6 +59,15 @@ def confirm(layers: LayerChoice, model: Architecture, device: torch.device) -> L
         varlen=layers.varlen and "varlen" not in failed,
         grouped=layers.grouped and "grouped" not in failed,
     )
+
+
+def _use_flash_attention_3(model: Architecture, device: torch.device) -> str | None:
+    """Let torch attend by FlashAttention 3; return what is wrong with it, None if nothing is."""
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return varlen_problem(model, device)
 
 
 def varlen_problem(model: Architecture, device: torch.device) -> str | None:
@@ -196,7 +214,15 @@ def build_model(
 def finish_chunk(
     chunk: Any, model: Architecture, hyper: Hyperparameters, inverse: torch.Tensor, on_cpu: bool
 ) -> Any:
-    """Give a GPTModel its rotary frequencies [size / 2] and its head; return it on its device."""
+    """Give a GPTModel its rotary frequencies [size / 2] and its head; return it on its device.
+
+    Transformer Engine's layers add their weights' gradients to Megatron's float32 sums in the same
+    product. They take that from the configuration, where Megatron's own layers refuse it without
+    Apex: so it is switched on here.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
     chunk.rotary_pos_emb.inv_freq = inverse.to(chunk.rotary_pos_emb.inv_freq.device)
     chunk.head = None
     if chunk.post_process:
@@ -236,15 +262,15 @@ def _chunk(
     if not te:
         spec.layer_norm = RMSNorm
         for layer in spec.layer_specs:
-            attention = layer.submodules.self_attention.submodules
+            parts = layer.submodules.self_attention.submodules
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-            attention.core_attention = ModuleSpec(
+            parts.core_attention = ModuleSpec(
                 module=PackedAttention, params={"varlen": layers.varlen}
             )
             if layers.grouped:
                 layer.submodules.mlp.submodules.experts.module = grouped_experts()
             if model.qk_norm:
-                attention.q_layernorm = attention.k_layernorm = RMSNorm
+                parts.q_layernorm = parts.k_layernorm = RMSNorm
     return GPTModel(
         config,
         spec,

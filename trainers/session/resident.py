@@ -400,6 +400,7 @@ class Resident:
                     self._training.take_weights()
         else:
             self._training = self._offload = None  # before the next one takes as much memory
+            gc.unfreeze()  # job_rank.build froze it
             gc.collect()
             if not self._on_cpu:
                 torch.cuda.empty_cache()

@@ -63,7 +63,7 @@ def run(session: SessionJournal) -> int:
     attempt = session.claim_attempt() if placement.node == 0 else session.attempts
     placement = replace(placement, attempt=attempt)
     check_node(session.home.root)
-    on_cpu = load_for_ranks(placement, spec.layout)
+    on_cpu = load_for_ranks(placement, spec.layout, ipc=spec.weight_transfer == "ipc")
     from cray_agents.trainers.session import resident
 
     print(f"attempt {attempt}: {spec.layout.world} ranks wait for jobs of {spec.name}", flush=True)

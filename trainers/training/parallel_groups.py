@@ -155,7 +155,7 @@ class Ranks:
             for report in reports:
                 pairs = [torch.stack([v.detach().double() for v in report[n]]) for n in self._names]
                 mine[:-1] += torch.stack(pairs)
-        mine[-1, 0] = float(stop)
+        mine[-1, 0].fill_(float(stop))  # `= float(stop)` would wait for the device
         if self.layout.world > 1:
             torch.distributed.all_reduce(mine)
         sums = [(total, count) for total, count in mine.tolist()]
