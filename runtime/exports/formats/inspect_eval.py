@@ -22,7 +22,14 @@ from typing import Any
 
 from cray_agents.errors import BadInput
 from cray_agents.exact_json import dump_json, load_json, sent_arguments
-from cray_agents.messages import function_of, other_fields, part_text, reasoning_of, with_parts
+from cray_agents.messages import (
+    function_of,
+    other_fields,
+    part_text,
+    reasoning_of,
+    text_of_input,
+    with_parts,
+)
 from cray_agents.records import Message, ModelCall, Run, StopReason, ToolCall, digest, is_finding
 from cray_agents.runtime.exports.export_format import (
     Json,
@@ -34,7 +41,6 @@ from cray_agents.runtime.exports.export_format import (
 from cray_agents.runtime.exports.formats.jsonl import check_finite
 from cray_agents.runtime.exports.losses import text_losses
 from cray_agents.runtime.store.run_conversation import Conversation, conversation_of
-from cray_agents.messages import text_of_input
 
 VERSION = 2  # of the layout
 SEVERAL = "several"  # models or agents in one log: each sample names its own
