@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
+from cray_agents.trainers.models.lora import AdapterBase
 from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin, frozen_key
 from cray_agents.trainers.session.start_plan import JobStart, PlanName, StartPlan, plan_start
-from cray_agents.trainers.training.train_step import AdapterBase
 
 BUILD = ("model", "layout", "none", "float32")
 PARENT, BASE = AdapterBase("models/p", "p" * 64), AdapterBase("models/b", "b" * 64)

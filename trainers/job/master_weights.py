@@ -29,9 +29,9 @@ from cray_agents.trainers.checkpointing.state import (
 from cray_agents.trainers.job.journal import JobJournal
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_weights
 from cray_agents.trainers.models.backends import fill_chunks, source_of
-from cray_agents.trainers.models.lora import adapters, continued_base, without_adapters
+from cray_agents.trainers.models.lora import AdapterBase, adapters, continued_base, without_adapters
 from cray_agents.trainers.training.parallel_groups import broadcast_from_rank0, is_rank0
-from cray_agents.trainers.training.train_step import AdapterBase, RankTraining
+from cray_agents.trainers.training.train_step import RankTraining
 
 PIECE = 1 << 24  # weights that are compared at a time
 OTHER = "its weights do not round to the parent's files: they are of another step, or job"

@@ -37,6 +37,7 @@ from cray_agents.trainers.job.failures.rank_monitor import node_name
 from cray_agents.trainers.job.job_inputs import JobInputs, choose_start
 from cray_agents.trainers.job.launch import EX_TEMPFAIL, StopFlag
 from cray_agents.trainers.job.weights_check import FailedEverywhere, check_parent, check_start
+from cray_agents.trainers.models.lora import AdapterBase
 from cray_agents.trainers.planning.arithmetic import flops_per_token
 from cray_agents.trainers.planning.step_time import peak_flops
 from cray_agents.trainers.progress import CLOCK
@@ -46,7 +47,7 @@ from cray_agents.trainers.training.parallel_groups import (
     is_rank0,
     join_ranks,
 )
-from cray_agents.trainers.training.train_step import AdapterBase, RankTraining, StepReport, Stopped
+from cray_agents.trainers.training.train_step import RankTraining, StepReport, Stopped
 from cray_agents.training_jobs import Layout
 
 RECENT = 50  # steps whose gradient norms a new norm is compared with

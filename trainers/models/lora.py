@@ -13,6 +13,7 @@ Read next: checkpointing/peft_adapter.py, which writes the adapters in PEFT's la
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own spelling)
 from cray_agents.errors import BadInput
 from cray_agents.records import digest
 from cray_agents.runtime.registry.adapters import SavedAdapter
-from cray_agents.runtime.registry.checkpoints import base_of
+from cray_agents.runtime.registry.checkpoints import base_of, read_manifest
 from cray_agents.trainers.models.architecture import Architecture
 from cray_agents.trainers.models.transformers_backend.linear_adapter import (
     MIXER,
@@ -30,7 +31,7 @@ from cray_agents.trainers.models.transformers_backend.linear_adapter import (
     LinearAdapter,
 )
 from cray_agents.trainers.models.weights import Origin, pack
-from cray_agents.training_jobs import Lora
+from cray_agents.training_jobs import JobSpec, Lora
 
 Target = Literal["qkv", "proj", "fc1", "fc2"]
 
@@ -190,6 +191,31 @@ def continued_base(parent: Path, lora: Lora | None) -> Path | None:
     saved, targets = SavedAdapter(parent), {MIXER, *(n for one in lora.targets for n in NAMES[one])}
     known = saved.modules <= {name.rpartition(".")[2] for name in targets}
     return base if known and (saved.rank, saved.alpha) == (lora.rank, lora.alpha) else None
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """The weights that adapters are over: their path, as a JobSpec names it, and their hash."""
+
+    path: str
+    sha256: str
+
+    @classmethod
+    def of_job(cls, spec: JobSpec, parent: Path) -> "AdapterBase | None":
+        """Return what a job's adapters begin over; None: weights of no file, or it has no adapters.
+
+        `parent`: the directory of `spec.parent`. Weights of no file are random, or an adapter
+        version's, merged. If the job goes on with that version's adapters, its base is returned.
+        Raises NotFound, Corrupt.
+        """
+        hyper = spec.hyperparameters
+        if hyper.lora is None or hyper.init != "parent":
+            return None
+        if (base := continued_base(parent, hyper.lora)) is None:
+            merged = base_of(parent) is not None
+            return None if merged else cls(spec.parent, spec.parent_sha256)
+        path = str(Path(spec.parent).with_name(base.name))
+        return cls(path, read_manifest(base).weights_sha256)
 
 
 def add_lora(chunks: list[Any], model: Architecture, lora: Lora, seed: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cray_agents.trainers.checkpointing.state import adam_steps, allocate_moments
+from cray_agents.trainers.models.lora import AdapterBase
 from cray_agents.trainers.planning.cluster_resources import free_gib
 from cray_agents.trainers.training.offload import bytes_of, storages_of, trained
 from cray_agents.trainers.training.parallel_groups import (
@@ -20,7 +21,7 @@ from cray_agents.trainers.training.parallel_groups import (
     gather_from_ranks,
     is_rank0,
 )
-from cray_agents.trainers.training.train_step import AdapterBase, RankTraining
+from cray_agents.trainers.training.train_step import RankTraining
 
 LARGEST_SHARE = 0.5  # of the memory that is free
 

@@ -58,6 +58,7 @@ from cray_agents.trainers.job.weights_check import (
     check_parent,
     check_start,
 )
+from cray_agents.trainers.models.lora import AdapterBase
 from cray_agents.trainers.progress import CLOCK
 from cray_agents.trainers.session.parked_states import ParkedStates, StateOrigin, restore_parked
 from cray_agents.trainers.session.start_plan import JobStart, StartPlan, plan_start
@@ -68,7 +69,7 @@ from cray_agents.trainers.training.parallel_groups import (
     gather_from_ranks,
     is_rank0,
 )
-from cray_agents.trainers.training.train_step import AdapterBase, RankTraining, build_of
+from cray_agents.trainers.training.train_step import RankTraining, build_of
 from cray_agents.training_jobs import JobSpec, WeightsSource
 
 PATIENCE, LONGEST_TURN = 0.2, 10.0  # seconds of a job by commands that others wait for

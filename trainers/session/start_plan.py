@@ -8,8 +8,8 @@ resident.py carries a plan out.
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cray_agents.trainers.models.lora import AdapterBase
 from cray_agents.trainers.session.parked_states import Parked, ParkedStates, StateOrigin
-from cray_agents.trainers.training.train_step import AdapterBase
 
 PlanName = Literal["resume", "continue", "unpark", "begin", "read"]
 

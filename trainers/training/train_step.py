@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from cray_agents.errors import BadInput
-from cray_agents.runtime.registry import checkpoints
 from cray_agents.trainers.data.context_parallel import ContextShard
 from cray_agents.trainers.data.packer import (
     BaselineLogprobs,
@@ -44,6 +43,7 @@ from cray_agents.trainers.models.backends import (
     stored_types,
 )
 from cray_agents.trainers.models.lora import (
+    AdapterBase,
     adapters,
     continued_base,
     load_adapters,
@@ -61,7 +61,7 @@ from cray_agents.trainers.training.optimizer import (
     wrap,
 )
 from cray_agents.trainers.training.parallel_groups import Ranks, broadcast_from_rank0
-from cray_agents.training_jobs import ON_POLICY, Hyperparameters, JobSpec, Layout, MethodName
+from cray_agents.training_jobs import ON_POLICY, Hyperparameters, Layout, MethodName
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
 Item = TypeVar("Item")
@@ -89,31 +89,6 @@ class StepReport:
     length: float  # of a processed token's sequence, in the mean over tokens
     stop: bool  # some rank was asked to stop
     measures: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class AdapterBase:
-    """The weights that adapters are over: their path, as a JobSpec names it, and their hash."""
-
-    path: str
-    sha256: str
-
-    @classmethod
-    def of_job(cls, spec: JobSpec, parent: Path) -> "AdapterBase | None":
-        """Return what a job's adapters begin over; None: weights of no file, or it has no adapters.
-
-        `parent`: the directory of `spec.parent`. Weights of no file are random, or an adapter
-        version's, merged. If the job goes on with that version's adapters, its base is returned.
-        Raises NotFound, Corrupt.
-        """
-        hyper = spec.hyperparameters
-        if hyper.lora is None or hyper.init != "parent":
-            return None
-        if (base := continued_base(parent, hyper.lora)) is None:
-            merged = checkpoints.base_of(parent) is not None
-            return None if merged else cls(spec.parent, spec.parent_sha256)
-        path = str(Path(spec.parent).with_name(base.name))
-        return cls(path, checkpoints.read_manifest(base).weights_sha256)
 
 
 #: Hyperparameters that decide how model and optimizer are built; the others may change in between.
