@@ -65,9 +65,10 @@ class SavedAdapter:
         from safetensors.torch import load
 
         try:
-            return load((self._folder / WEIGHTS).read_bytes())
+            tensors: dict[str, torch.Tensor] = load((self._folder / WEIGHTS).read_bytes())
         except (FileNotFoundError, SafetensorError) as error:
             raise Corrupt(f"{self._folder / WEIGHTS} cannot be read: {error}") from error
+        return tensors
 
     @cached_property
     def layers(self) -> set[str]:

@@ -12,6 +12,7 @@ from cray_agents import Agent, Run, Task, tool
 from cray_agents.engines.scripted import tool_call
 from cray_agents.errors import BadInput, EngineUnavailable, RewardError
 from cray_agents.rewards.llm_judge import (
+    GroupJudge,
     bind_engine,
     judge,
     judge_group,
@@ -183,6 +184,7 @@ async def test_a_group_is_compared_in_one_call_and_in_an_order_that_says_nothing
     for seed in range(4):
         kind = judge_group("Right?", model="judge", name="best", weight=2, seed=seed)
         [bound] = bind_engine([kind], engine)
+        assert isinstance(bound, GroupJudge)
         scored = await score_group(runs, [bound])
         assert [[(r.name, r.value, r.source) for r in run.rewards] for run in scored] == [
             [("best", value, "judge")] for value in (0.0, 0.2, 0.4, 0.4)

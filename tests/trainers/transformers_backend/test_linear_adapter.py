@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from cray_agents.runtime.registry.adapters import CONFIG, WEIGHTS
 from cray_agents.trainers.checkpointing.peft_adapter import (
-    CONFIG,
-    WEIGHTS,
     config_of_adapters,
     peft_tensors,
 )
