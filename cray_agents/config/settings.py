@@ -216,7 +216,11 @@ class Config(BaseModel):
     )
     threads: int = Field(0, ge=0, description="of a replica on CPU; 0: all cores, or one fewer")
     max_lora_rank: int = Field(
-        0, ge=0, le=512, description="largest rank of adapters beside the served weights; 0: none"
+        0,
+        ge=0,
+        le=512,
+        description="largest rank of adapters beside the served weights, from the"
+        " start on; 0: as the versions that are served have it",
     )
     kv_cache_gib: float = Field(0, ge=0, description="GiB of KV cache on CPU; 0: by the memory")
     tool_call_parser: str = Field("hermes", description="vLLM's parser of tool calls")
