@@ -1,1 +1,1 @@
-"""Promotion: a paired sequential test of candidates, and the e-processes behind it."""
+"""Promotion: a paired sequential test of candidates, its e-processes, figures of evaluations."""
