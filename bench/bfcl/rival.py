@@ -49,7 +49,7 @@ def learn(
     system = {"role": "system", "content": agent.instructions}
     rows = [
         {
-            "prompt": [system, *calling.prompt.shown, {"role": "user", "content": task.input}],
+            "prompt": [system, *calling.prompt.shown, {"role": "user", "content": task.text}],
             "entry": task.id,
         }
         for task in tasks
