@@ -210,7 +210,7 @@ async def register_version(
 ) -> Response:
     """Make a version of a checkpoint; the same weights are the same version.
 
-    `checkpoint`: an id, or a directory on the gateway's machine.
+    `checkpoint`: an id, or a directory or a GGUF file on the gateway's machine.
     """
     registry, roots = services.registry, may_name(request, services.model_roots)
     imported = await asyncio.to_thread(registry.import_checkpoint, body.checkpoint, roots)
