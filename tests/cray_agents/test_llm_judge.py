@@ -182,7 +182,7 @@ async def test_a_group_is_compared_in_one_call_and_in_an_order_that_says_nothing
     runs, orders = [attempt(number) for number in range(4)], set()
     for seed in range(4):
         kind = judge_group("Right?", model="judge", name="best", weight=2, seed=seed)
-        [bound] = bind_engine([kind], engine)
+        bound: Any = bind_engine([kind], engine)[0]
         scored = await score_group(runs, [bound])
         assert [[(r.name, r.value, r.source) for r in run.rewards] for run in scored] == [
             [("best", value, "judge")] for value in (0.0, 0.2, 0.4, 0.4)
