@@ -53,7 +53,7 @@ def test_vllms_pieces_become_a_calls_routes() -> None:
     pieces = [chosen[:2], chosen[2:].astype(np.uint8)]  # two too many: a stop string
     recorded = ModelCall.model_validate(call("c", [1, 2], [3, 4], routes=encode(pieces, 3)))
     [sample] = merge_calls([recorded])
-    assert np.frombuffer(sample.routes, "<u2").tolist() == [
+    assert np.frombuffer(sample.routes or b"", "<u2").tolist() == [
         *chosen[:3].flatten().tolist(),
         *[0xFFFF] * LAYERS * TOP,
     ]
