@@ -1,7 +1,7 @@
 """vLLM for GPUs, as far as its Python goes: our command lines, and what our plug-ins import.
 
-By default the installed CPU build is asked, of the same version. `VLLM_FOR_GPUS` names a folder with
-the CUDA build's wheel unpacked, its Python files at least, and then that is.
+By default the installed CPU build is asked, of the same version. `VLLM_FOR_GPUS` names a folder
+with the CUDA build's wheel unpacked, its Python files at least, and then that is.
 """
 
 import ast

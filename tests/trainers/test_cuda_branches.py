@@ -86,6 +86,10 @@ ONCE = {
     },
 }
 
+EXPORTED = {
+    "trainers/checkpointing/weight_files.py:write_files",
+    "trainers/models/transformers_backend/parent_files.py:<lambda>",
+}
 CPU_ONLY = "asks for what the CPU build alone has"
 IN_VLLM = "runs in vLLM's worker on a real device"
 NO_LINK = "NCCL's and CUDA's own hand-shake; test_weight_transfer.py has the protocol"
@@ -182,7 +186,7 @@ def test_steps_mix_no_devices_and_wait_only_where_pinned(traced: dict[str, Any])
                 "trainers/training/parallel_groups.py:collect": 5,
             }
         if exported is not None:  # each tensor of the files, when it is written
-            assert list(exported) == ["trainers/checkpointing/weight_files.py:write_files"], name
+            assert len(exported) == 1 and set(exported) <= EXPORTED, name
         assert parts == {part: ONCE[part] for part in parts}, name
 
 
