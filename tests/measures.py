@@ -12,19 +12,19 @@ from tests.test_layers import LINKED, ROOT, dotted, imported, is_module, modules
 
 #: What each measure may be at most.
 BOUNDS = {
-    "lines of source": 106_500,
-    "modules of source": 526,
+    "lines of source": 110_000,
+    "modules of source": 536,
     "lines of the longest module": 600,
     "circles of folders": 0,
-    "lines of tests": 82_700,
-    "commands": 48,
-    "parameters of commands": 213,
+    "lines of tests": 86_100,
+    "commands": 50,
+    "parameters of commands": 216,
     "words of ARCHITECTURE.md": 3_000,
     "words of README.md": 900,
     "words of CHANGELOG.md": 300,
     "words of BENCHMARKS.md": 2_500,
     "pages of docs": 12,
-    "words of docs": 16_000,
+    "words of docs": 17_000,
 }
 GENERATED = {"models.md", "status.md", "templates.md"}  # pages made by tests
 
