@@ -239,7 +239,7 @@ EXAMPLES: tuple[tuple[str, str, Call | None], ...] = (
 class Prompt:
     """How a question is put and answered: by a call in Python, after some of EXAMPLES."""
 
-    examples: tuple[int, ...] = (0, 1, 3)
+    examples: tuple[int, ...] = (0, 1)
     form: ClassVar[str] = "in Python: name(argument=value, ...)"
     nothing: ClassVar[str] = "None"
 

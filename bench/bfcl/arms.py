@@ -97,6 +97,11 @@ def model() -> Path:
     return Path(named) if named else next(recipe.fetch(*recipe.MODEL).rglob("*.gguf"))
 
 
+def _platform(home: Path) -> Any:
+    """The platform of a stage; its folder begins with the model, unless it has versions."""
+    return measure.platform(home, None if (home / "models").exists() else model())
+
+
 def _entries(part: str, most: dict[str, int], longest: int | None = None) -> list[dict[str, Any]]:
     """The first entries of a part, in an order that no arm knows: at most so many a category."""
     known, left = _benchmark(), {name: 2 if TINY else number for name, number in most.items()}
@@ -121,7 +126,7 @@ def prompt() -> None:
     """Choose prompt and temperature on train functions: reward of greedy answers, then of draws."""
     entries = _entries("train", PROBED, recipe.LONGEST)
     scores: dict[str, Any] = {}
-    with measure.platform(FOLDER / "base", model()) as where:
+    with _platform(FOLDER / "base") as where:
         for name, candidate in [*CANDIDATES.items()][: 2 if TINY else None]:
             tried = replace(_benchmark(), prompt=candidate)
             begun = time.monotonic()
@@ -178,7 +183,7 @@ def tested(home: Path, name: str, **result: Any) -> None:
     """Test what an arm's folder promotes on the test functions, and write the arm's result."""
     entries = _entries("test", dict.fromkeys(TESTED, 10**6))
     begun, chosen = time.monotonic(), calling()
-    with measure.platform(home, model()) as where:
+    with _platform(home) as where:
         given = measure.answers(where, chosen, entries, say)
     long = sum(said[0] is None for said in given.values())
     seconds = round(time.monotonic() - begun)
@@ -196,7 +201,7 @@ def learn(kind: str, seed: int) -> None:
     if kind == "control":
         loop = replace(loop, control="shuffled-rewards")
     home, done = FOLDER / name, []
-    with measure.platform(home, model()) as loop.platform, LoopScreen(name, 99) as screen:
+    with _platform(home) as loop.platform, LoopScreen(name, 99) as screen:
         clock = Clock(home.with_suffix(".clock"))  # what starts the platform is on no clock
         loop.on_progress = lambda now: (clock.tick(), screen.progress(now))[1]
         for iteration in loop.run_sync(99):
@@ -225,9 +230,11 @@ def trl(seed: int) -> None:
     temperature = _needed("prompt")["temperature"]
     learned = rival.learn(begin, chosen, tasks, folder, seed, seconds, temperature, TINY)
     shown = {"seed": seed, "seconds": round(learned.seconds), "steps": learned.steps}
-    with measure.platform(folder / "home", learned.model):
-        pass  # promotes the trained weights there
-    tested(folder / "home", name, **shown)
+    home = folder / "home"
+    if not (home / "models").exists():
+        with measure.platform(home, learned.model):
+            pass  # promotes the trained weights there
+    tested(home, name, **shown)
 
 
 def everything() -> None:
@@ -236,7 +243,7 @@ def everything() -> None:
     entries = _entries("test", dict.fromkeys(recipe.CATEGORIES, 10**6))
     best = max((f"rft-{seed}" for seed in SEEDS if _result(f"rft-{seed}")), key=_last, default=None)
     for name in ["base", *([best] if best else [])]:
-        with measure.platform(FOLDER / name, model()) as where:
+        with _platform(FOLDER / name) as where:
             right[name] = measure.marks(chosen, measure.answers(where, chosen, entries, say))
     _write("categories", best=best, right=right)
 
