@@ -66,9 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
         "parts": ["score", "save", "export"],
     },
     "lora of transformers": {
-        "method": "dpo",
         "parent": "qwen3",
-        "recompute": "full",
         "hyper": {**OF_TRANSFORMERS, "lora": {"rank": 4}},
     },
     "broken: reads a number": {"parent": "qwen3", "broken": "reads"},

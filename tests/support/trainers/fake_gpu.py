@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
-from torch.distributed._tools.fake_collectives import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
