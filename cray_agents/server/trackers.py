@@ -4,7 +4,7 @@ The platform reads what jobs and loops record on the shared root, and a process 
 (tracker_worker.py) writes it. So a tracker that hangs, fails or has no network harms no job: its
 failure is told once in the log and in the health warnings, and what it missed follows later.
 
-A job is the run of its id, `job-...`, with `train/<measure>` and `validation/<measure>` by step; a loop is
+A job is the run of its id, with `train/<measure>` and `validation/<measure>` by step; a loop is
 `loop-<name>`, with `iteration/<field>` by iteration. `trackers/<tracker>.json` under the root holds
 the steps that were handed over. compose.py starts `follow`.
 """
