@@ -67,9 +67,9 @@ async def mirrored(home: Home, setting: str, enough: Callable[[], bool]) -> None
 @pytest.fixture
 def home(tmp_path: Path) -> Home:
     home = Home(tmp_path)
-    for folder in (home.logs, home.jobs / "j", home.iterations("calc")):
+    for folder in (home.logs, home.jobs / "job-j", home.iterations("calc")):
         folder.mkdir(parents=True)
-    journal = JobJournal(home, "j")
+    journal = JobJournal(home, "job-j")
     journal.write_spec(JobSpec.model_validate(SPEC))
     step(journal, 1, 2.0)
     step(journal, 2, float("inf"))
@@ -90,11 +90,11 @@ async def test_jobs_and_loops_reach_tensorboard_step_by_step_and_once(home: Home
         ("validation/loss", 2): [1.75],
         ("validation/tokens", 2): [3],
     }
-    journal = JobJournal(home, "j")  # goes on from an earlier step, under another platform
+    journal = JobJournal(home, "job-j")  # goes on from an earlier step, under another platform
     journal.rewind(1)
     for number in (2, 3):
         step(journal, number, 1.0 / number)
-    journal.write_status(JobStatus(id="j", state="succeeded", step=3, steps=3))
+    journal.write_status(JobStatus(id="job-j", state="succeeded", step=3, steps=3))
     await mirrored(home, "tensorboard", lambda: ("train/loss", 3) in points(job))
     after = points(job)
     assert after["train/loss", 3] == [pytest.approx(1 / 3)] and ("train/loss", 2) not in after

@@ -4,7 +4,7 @@ The platform reads what jobs and loops record on the shared root, and a process 
 (tracker_worker.py) writes it. So a tracker that hangs, fails or has no network harms no job: its
 failure is told once in the log and in the health warnings, and what it missed follows later.
 
-A job is the run `job-<id>`, with `train/<measure>` and `validation/<measure>` by step; a loop is
+A job is the run of its id, with `train/<measure>` and `validation/<measure>` by step; a loop is
 `loop-<name>`, with `iteration/<field>` by iteration. `trackers/<tracker>.json` under the root holds
 the steps that were handed over. compose.py starts `follow`.
 """
@@ -74,7 +74,7 @@ async def follow(home: Home, setting: str, every: float = EVERY) -> None:
                         raise ConnectionError
                 await asyncio.to_thread(records.save)
             await asyncio.sleep(every)
-    except (ConnectionError, TimeoutError):
+    except (ConnectionError, TimeoutError, RuntimeError):  # uvloop's of a pipe that was closed
         raise SetupError(f"the tracker {name} failed, see {log}: no job needs it") from None
     finally:
         worker.stdin.close()
@@ -116,7 +116,7 @@ class _Records:
                         yield lines
 
     def _add_job(self, job_id: str, lines: list[Line]) -> None:
-        record, run = JobJournal(self._home, job_id), f"job-{job_id}"
+        record, run = JobJournal(self._home, job_id), job_id
         ended = record.ended
         if ended and run in self._ended:
             return
