@@ -44,6 +44,6 @@ class JsonPrompt(recipe.Prompt):  # type: ignore[misc]  # a module that is loade
 CANDIDATES: dict[str, Any] = {
     f"{name}, examples {', '.join(map(str, examples))}": kind(examples)
     for name, kind in (("python", recipe.Prompt), ("json", JsonPrompt))
-    for examples in ((0, 1), (0, 2), (0, 1, 2))
+    for examples in ((0, 1), (0, 1, 2), (2, 0, 1))
 }
 TEMPERATURES = (0.6, 0.8, 1.0)  # of the training runs, for the chosen prompt
