@@ -239,7 +239,7 @@ EXAMPLES: tuple[tuple[str, str, Call | None], ...] = (
 class Prompt:
     """How a question is put and answered: by a call in Python, after some of EXAMPLES."""
 
-    examples: tuple[int, ...] = (0, 1)
+    examples: tuple[int, ...] = (0, 1, 2)
     form: ClassVar[str] = "in Python: name(argument=value, ...)"
     nothing: ClassVar[str] = "None"
 
@@ -379,7 +379,7 @@ class FunctionCalling:
         data, learning = Data(), Training(steps=2 if quick else 12, batch_size=batch, seed=seed)
         way: RFT | GRPO
         if method == "rft":  # the kinds of tasks are balanced by the draw of samples
-            data = Data(history=2, balance_by="category", balance_power=0.5)
+            data = Data(history=2, balance_by="category")
             more = {"learning_rate": 2e-5, "order": "weighted"}
             training = learning.model_copy(update=more)
             way = RFT(tasks_per_iteration=draw, group_size=4, parent="latest", training=training)

@@ -155,9 +155,9 @@ def prompt() -> None:
 
 
 def _scores(tried: Any, given: dict[str, list[str | None]]) -> dict[str, float]:
-    """The reward as the mean of the categories' means, and the share of entries with any.
+    """The reward as the mean of the categories' means; the share of entries with any right call.
 
-    `irrelevance` is told, and does not count: what never calls would be best at it.
+    A prompt that never says that no function fits has no run to learn that from, so it counts.
     """
     by_category: dict[str, list[list[float]]] = {}
     for name, said in given.items():
@@ -165,10 +165,10 @@ def _scores(tried: Any, given: dict[str, list[str | None]]) -> dict[str, float]:
         values = [float(calls is not None and tried.right(entry, calls)) for calls in read]
         by_category.setdefault(entry["category"], []).append(values)
     means = {name: sum(map(sum, rows)) / sum(map(len, rows)) for name, rows in by_category.items()}
-    counted = [name for name in by_category if name != "irrelevance"]
-    some = [max(values) for name in counted for values in by_category[name]]
+    fitting = [name for name in by_category if name != "irrelevance"]
+    some = [max(values) for name in fitting for values in by_category[name]]
     return {
-        "reward": round(sum(means[name] for name in counted) / len(counted), 4),
+        "reward": round(sum(means.values()) / len(means), 4),
         "any": round(sum(some) / len(some), 4),
         **{name: round(mean, 4) for name, mean in sorted(means.items())},
     }

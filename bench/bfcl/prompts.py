@@ -42,11 +42,8 @@ class JsonPrompt(recipe.Prompt):  # type: ignore[misc]  # a module that is loade
 
 #: Few examples: their tokens are paid for in every sample that is trained on.
 CANDIDATES: dict[str, Any] = {
-    "python, example 0": recipe.Prompt((0,)),
-    "python, example 1": recipe.Prompt((1,)),
-    "python, examples 0 and 1": recipe.Prompt((0, 1)),
-    "python, examples 1 and 3": recipe.Prompt((1, 3)),
-    "json, example 1": JsonPrompt((1,)),
-    "json, examples 0 and 1": JsonPrompt((0, 1)),
+    f"{name}, examples {', '.join(map(str, examples))}": kind(examples)
+    for name, kind in (("python", recipe.Prompt), ("json", JsonPrompt))
+    for examples in ((0, 1), (0, 1, 2), (2, 0, 1))
 }
 TEMPERATURES = (0.6, 0.8, 1.0)  # of the training runs, for the chosen prompt

@@ -142,7 +142,7 @@ def test_the_checker_gives_the_reward(folder: Path) -> None:
         agent = calling.agent().override(engine=ScriptedEngine([answer]))
         run = agent.run_sync(tasks[name])
         sent = run.trajectory.turns[0].call.messages
-        assert [each["role"] for each in sent] == ["system", *["user", "assistant"] * 2, "user"]
+        assert [each["role"] for each in sent] == ["system", *["user", "assistant"] * 3, "user"]
         return asyncio.run(score_run(run, [calling.correct]))
 
     answers = {
