@@ -84,7 +84,7 @@ def fetch(name: str, version: str, megabytes: int) -> Path:
         print(f"fetching {name} {version} with pip into {folder}", file=sys.stderr, flush=True)
         draft = folder.with_suffix(".part")
         shutil.rmtree(draft, ignore_errors=True)
-        pip = [sys.executable, "-m", *command[:4], str(draft), command[-1]]
+        pip = [sys.executable, "-P", "-m", *command[:4], str(draft), command[-1]]
         done = subprocess.run(pip, capture_output=True, text=True)
         if done.returncode:
             why = (done.stderr.strip() or "it said nothing").splitlines()[-1]
