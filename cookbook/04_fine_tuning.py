@@ -150,8 +150,8 @@ def main(folder: Path, seed: int = 0) -> None:
     fast = ("--set", "learning_rate=2e-3", "--name", "bot")
     sft = shop.train(model, shop.dataset("chats", "sft", "--held-out", benchmark), *fast)
 
-    # LoRA: adapters learn, the weights stay. The result is merged; adapter/ beside it is what PEFT
-    # and vLLM load over bot@1
+    # LoRA: adapters learn, the weights stay. The result is adapter/ alone, which PEFT and vLLM load
+    # over bot@1
     more = write(folder / "spanish.jsonl", [chat(q, spanish(*of)) for q, of in first])
     cray_agents("import", more, "--format", "openai", "--loop", "spanish", "--reward", 1, *home)
     adapters = ("--lora-rank", 8, "--set", "lora.alpha=16", "--set", "learning_rate=1e-2")
