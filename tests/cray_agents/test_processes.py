@@ -38,6 +38,7 @@ OTHER_USES = {
     "cray_agents/cli/demo.py": "shown",
     "cray_agents/env_worker/adapters.py": "shown",
     "cray_agents/env_worker/verifiers_taskset.py": "its folder, for PATH",
+    "cray_agents/server/trackers.py": "SAFE_IMPORTS does it, also for an older Python",
     "runtime/scheduler/site_environment.py": "compared",
     "trainers/job/launch.py": "the file of a command line that the helper makes",
     "tools/python.py": "the sandboxed program",
