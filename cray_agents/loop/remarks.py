@@ -11,6 +11,7 @@ from cray_agents.records import Run
 from cray_agents.training_jobs import MANY_EPOCHS
 
 SMALL, TWICE = 64, 2.0  # a set of fewer samples is learned by heart when it is seen again
+COOL = 0.8  # a temperature that few models need to be below
 FEW = 0.1  # of a set: so many demonstrations teach little beside the runs
 MANY = 100  # kinds: a key with more values names tasks
 
@@ -35,10 +36,11 @@ def remarks_on(new: Iteration, done: Sequence[Iteration], loop: LoopSettings) ->
     """The remarks on an iteration that trained, as sentences without a full stop."""
     remarks, won = [], Counter[str]()
     if new.epochs > MANY_EPOCHS or (new.samples < SMALL and new.epochs >= TWICE):
+        now = loop.sampling.temperature
+        cooler = f", or a lower temperature, such as {COOL:g} (now {now:g})" if now > COOL else ""
         remarks.append(
             f"a set of {new.samples} samples, each seen {new.epochs:.3g} times, is rather learned "
-            "by heart: larger groups or more tasks bring more good runs, or a lower temperature, "
-            f"such as 0.8 (now {loop.sampling.temperature:g})"
+            f"by heart: larger groups or more tasks bring more good runs{cooler}"
         )
     if new.demonstrations > FEW * new.samples:
         remarks.append(
