@@ -12,15 +12,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import jsonschema._utils
 import pytest
 
 from cray_agents import Agent
 from cray_agents.agent.tool import Tool, perform
 from cray_agents.cli.agents import serve_mcp
 from cray_agents.engines.scripted import tool_call
-from cray_agents.errors import BadInput, SetupError
+from cray_agents.errors import BadInput, SetupError, ToolError
 from cray_agents.records import Run, ToolCall
 from cray_agents.testing import ScriptedEngine
+from cray_agents.tools import from_schema
 from cray_agents.tools.from_schema import SchemaCheck, tool_from_schema
 from cray_agents.tools.mcp_client import McpTools
 
@@ -305,6 +307,27 @@ async def test_a_schema_that_takes_for_ever_holds_only_its_own_call(
         assert await ticks(call) > (5 if "more than" in problem else 0)
         assert problem in call.result().error
         assert (await ask(server, "pattern", '{"a": "aaa"}')).result == "done"
+
+
+async def test_what_is_collected_meanwhile_does_not_end_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error in an object's end is lost, and Python then forgets who looks at the time."""
+
+    class Ends:
+        def __del__(self) -> None: ...
+
+    def compared(one: object, two: object) -> bool:
+        for _ in range(50):
+            Ends()
+        return bool(equal(one, two))
+
+    equal = jsonschema._utils.equal
+    monkeypatch.setattr(jsonschema._utils, "equal", compared)
+    monkeypatch.setattr(from_schema, "SECONDS", 0.05)
+    check = SchemaCheck("t", {"properties": {"a": {"uniqueItems": True}}})
+    with pytest.raises(ToolError, match=r"takes more than 0\.05 s"):
+        await check.problem({"a": [{"n": n} for n in range(500)]})
 
 
 async def test_a_schema_that_refers_to_itself_for_ever() -> None:
