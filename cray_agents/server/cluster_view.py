@@ -4,8 +4,9 @@ replica_count.py looks through it while requests need more replicas than there a
 preempt. The unit is a place: what one replica takes of a node, in GPUs, or in cores without any. So
 a node of eight GPUs has four places for replicas of two. Only training of this root is preempted.
 
-All state is Slurm's and in the jobs' folders. So a controller that takes over sees the same, also
-which jobs save already. All methods block: call them in a thread.
+All state is Slurm's and in the jobs' folders, but for nodes on their way from a job that has ended.
+So a controller that takes over sees the same, also which jobs save already. All methods block: call
+them in a thread.
 """
 
 import logging
@@ -27,6 +28,7 @@ from cray_agents.trainers.planning.cluster_resources import Resources
 from cray_agents.training_jobs import JobSpec, Layout
 
 LEAVE_SECONDS = 600.0  # that a job may take to save before Slurm ends it
+RETURN_SECONDS = 60.0  # that a node may take from the end of its job until it is free
 #: Why Slurm lets a job wait that nodes would help; "": it has not looked yet.
 ROOM_REASONS = ("", "Resources", "Priority", "BeginTime", "ReqNodeNotAvail")
 IDLE_SESSION = -(10**6)  # priority of a session without a job: it has nothing to lose
@@ -61,6 +63,8 @@ class ClusterView:
         self._gpus = replica.gpus
         self._need = replica.ranks // replica.nodes * (1 if self._gpus else replica.cpus_per_rank)
         self._ledger = LedgerFile(home.ledger, "preemptions")
+        #: Of jobs that leave: their nodes, places there, and when they were last seen.
+        self._leaving: dict[str, tuple[set[str], int, float]] = {}
 
     def look(self, now: float, asleep: Counter[str] | None = None) -> ClusterState:
         """Return the present state. Raises SchedulerError.
@@ -75,18 +79,20 @@ class ClusterView:
         )
         past, stuck = time.time() - now, False
         free = {room.name: self._free(room) for room in rooms}
-        places_asleep = asleep or Counter[str]()
-        for name, job in self._scheduler.live().items():
+        places_asleep, held = asleep or Counter[str](), set[str]()
+        live = self._scheduler.live()
+        for name, job in live.items():
             if name.startswith(JOB_PREFIX):
                 state.replicas += job.state == "running"
                 state.waiting += job.state == "queued"
                 stuck |= job.state == "queued" and job.reason not in ROOM_REASONS
             if job.state == "queued":
                 continue
+            nodes = node_names(job.nodes)
+            held.update(nodes)
             view = self._view(name, job, past, free.get(job.nodes, 0))
             if view is None:
                 continue
-            nodes = node_names(job.nodes)
             state.used.update(nodes)
             if sleepers := sum(places_asleep.get(node, 0) for node in nodes):
                 view.sleepers, view.nodes = sleepers, max(view.nodes, sleepers)
@@ -96,9 +102,19 @@ class ClusterView:
                 state.running.append(view)
                 continue
             state.leaving += view.nodes
+            self._leaving[name] = set(nodes), view.nodes, time.monotonic()
             if time.time() - order.time > LEAVE_SECONDS:
                 log.warning("%s has not left in %g s: Slurm ends it", name, LEAVE_SECONDS)
                 self._scheduler.preempt(name, order.why, at_once=True)
+        # a job that has just ended is gone before its nodes are free
+        for name, (left, places, seen) in [*self._leaving.items()]:
+            if name in live and not left.isdisjoint(held):
+                continue
+            returned = not left.isdisjoint(held) or any(free.get(node) for node in left)
+            if not returned and time.monotonic() - seen < RETURN_SECONDS:
+                state.leaving += places
+            else:
+                del self._leaving[name]
         if stuck:  # a replica's job waits for a limit or a hold: nodes would not help it
             state.running.clear()
         return state
